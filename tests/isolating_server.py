@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lit_dpret.errors import DataError
-from lit_dpret.federated.fixed_point import FixedPoint
 from lit_dpret.federated.keys import new_identity, sign
+from lit_dpret.federated.secure_mean import FixedPoint
 from lit_dpret.federated.secure_sum import Client, Server, Session, Unmasking, add_stream, pair_key
 
 VICTIM = 1

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, get_args
 
+import numpy as np
 import torch
-from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
 from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.federated.settings import PddAs2, Stage1, Weighting
 from lit_dpret.privacy.budget import require_choice
 
-Weighting = Literal["examples", "uniform", "capped"]
-Aggregation = Literal["mean", "median", "trimmed_mean", "krum", "multi_krum"]
 Weights = dict[str, Tensor]
 
 
@@ -156,31 +156,122 @@ def weighted_mean(updates: Mapping[str, Mapping[str, Tensor]], weights: Mapping[
     return mean
 
 
-class TowardsAnchor(Callback):
-    """Adds ``strength * (w - anchor)`` to every gradient: the term ``strength / 2 * |w - anchor|^2`` of the loss.
+def updates_needed(stage: Stage1) -> int:
+    """How many updates the rule needs, so that ``federated.stage1.malicious`` of them do not decide."""
+    wrong = stage.malicious
+    return {"mean": 1, "median": 2 * wrong + 1, "trimmed_mean": 2 * wrong + 1}.get(stage.aggregation, 2 * wrong + 3)
 
-    With the weights of the round's start as the anchor it is FedProx (Li et al., 1812.06127, equation 2); with
-    the mean of the clients' personal models MR-MTL (Liu et al., "On Privacy and Personalization in Cross-Silo
-    Federated Learning", 2206.07902, section 5). The term is a function of released weights alone. It is added
-    after clipping and noise, so that it costs no privacy and takes no part of the clipped gradient.
+
+def check_enough(stage: Stage1, silos: int, what: str) -> None:
+    """Refuse a rule for which there are too few silos, before anything is trained.
 
     Args:
-        anchor: By parameter name.
-        strength: mu of FedProx, lambda of MR-MTL; positive.
+        stage: The settings.
+        silos: How many a round may be of.
+        what: Which setting says so.
+
+    Raises:
+        ConfigurationError: There are too few.
     """
+    if silos < (needed := updates_needed(stage)):
+        raise ConfigurationError(
+            f"federated.stage1.aggregation={stage.aggregation} with federated.stage1.malicious={stage.malicious} needs "
+            f"{needed} updates in every round, and {what}={silos}. Raise it, or choose another rule."
+        )
 
-    #: What it writes while the optimizer steps: made of released weights alone.
-    public_metrics = ("grad",)
 
-    def __init__(self, anchor: Mapping[str, Tensor], strength: float) -> None:
-        if not strength > 0:
-            raise ConfigurationError(
-                f"federated.stage1.strength={strength} must be positive; strategy=fedavg has none."
-            )
-        self._anchor, self._strength = dict(anchor), strength
+def check_silos(run: PddAs2, silos: int) -> None:
+    """Refuse what so many silos, all of them, can never meet, before anything is trained.
 
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        for name, parameter in pl_module.named_parameters():
-            if parameter.grad is not None and name in self._anchor:
-                away = parameter.detach() - self._anchor[name].to(parameter)
-                parameter.grad.add_(away, alpha=self._strength)
+    Raises:
+        ConfigurationError: There are too few for the rule or for a secure sum, or the package of the latter is missing.
+    """
+    check_enough(run.stage1, silos, "the number of clients (federated.clients)")
+    if run.secure_sum:
+        from lit_dpret.federated.secure_sum import Session, threshold_for
+
+        numbers = tuple(range(1, silos + 1))
+        Session(name="check", clients=numbers, threshold=threshold_for(run.sum_threshold, silos))
+
+
+def next_weights(
+    start: Mapping[str, Tensor],
+    updates: Mapping[str, Mapping[str, Tensor]],
+    shares: Mapping[str, float],
+    run: PddAs2,
+    *,
+    where: str,
+    faults: list[str],
+    least: int = 1,
+) -> tuple[Weights, list[str]]:
+    """The next global weights, and whose updates they are made of: none, where the last good weights are kept.
+
+    Args:
+        start: The global weights of the round.
+        updates: Each silo's weights after it.
+        shares: How much each counts under ``aggregation=mean``; the other rules count all alike.
+        run: The settings.
+        where: The round, for the faults.
+        faults: Told of updates that are left out, by name, and of a result that is not taken.
+        least: Fewer good updates than these are not combined.
+
+    Raises:
+        DataError: There are too few good updates.
+    """
+    good: dict[str, Mapping[str, Tensor]] = {}
+    for name, update in updates.items():
+        try:
+            check_weights(f"client {name!r}", update, start)
+            check_norm(f"client {name!r}", start, update, run.update_norm)
+            good[name] = update
+        except DataError as error:
+            faults.append(f"{where}: {error}")
+    needed = max(least, updates_needed(run.stage1))
+    if len(good) < needed:
+        raise DataError(
+            f"{len(good)} silos sent an update, and {needed} that can be used are needed (federated.min_clients, "
+            "federated.stage1.aggregation).",
+            kind="too few clients",
+        )
+    found = weighted_mean(good, shares) if run.stage1.aggregation == "mean" else _robust(good, run.stage1)
+    try:
+        return good_weights(start, found, run.update_norm), sorted(good)
+    except DataError as error:
+        faults.append(f"{where}: {error}")
+        return dict(start), []
+
+
+def good_weights(start: Mapping[str, Tensor], found: Weights, most: float | None) -> Weights:
+    """The result of a round, where it is one.
+
+    Raises:
+        DataError: It is not finite, or further from the weights before than one silo may go.
+    """
+    try:
+        check_weights("the result", found, start)
+        check_norm("the result", start, found, most)
+    except DataError as error:
+        raise DataError(
+            f"{error} The round is void: the next one begins with the weights that this one began with.", kind="bad sum"
+        ) from error
+    return found
+
+
+def _robust(updates: Mapping[str, Mapping[str, Tensor]], stage: Stage1) -> Weights:
+    """Flower's rules."""
+    from lit_dpret.federated.flower.library import robust_rules
+
+    names, keys = sorted(updates), sorted(next(iter(updates.values())))
+    count, wrong = len(names), stage.malicious
+    rules = robust_rules()
+    made: dict[str, Callable[..., list[Any]]] = {
+        "median": rules["median"],
+        # A quarter more than asked for: the product with the count is a whole number again, whatever its rounding.
+        "trimmed_mean": partial(rules["trimmed_mean"], proportiontocut=(wrong + 0.25) / count),
+        "krum": partial(rules["krum"], num_malicious=wrong, to_keep=0),
+        "multi_krum": partial(rules["krum"], num_malicious=wrong, to_keep=count - wrong),
+    }
+    found = made[stage.aggregation](
+        [([updates[name][key].float().numpy(force=True) for key in keys], 1) for name in names]
+    )
+    return {key: torch.from_numpy(np.asarray(value)).float() for key, value in zip(keys, found, strict=True)}

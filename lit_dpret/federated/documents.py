@@ -17,11 +17,10 @@ import yaml
 
 from lit_dpret.datamodules.silo_folder import read_silo
 from lit_dpret.errors import ConfigurationError, schema_problem
+from lit_dpret.federated.fed_negatives import Site
 from lit_dpret.federated.model import AS2Maker
-from lit_dpret.federated.selection import Site
-from lit_dpret.federated.settings import PddAs2, require_number, require_whole
+from lit_dpret.federated.settings import PddAs2, built, plain, require_number, require_whole
 from lit_dpret.federated.silo import SiloClient
-from lit_dpret.federated.typed import built, plain
 
 SILO_SCHEMA = "lit-dpret/silo-settings/1"
 LEDGERS = "ledgers"

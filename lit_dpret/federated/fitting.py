@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,11 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
+from torch import Tensor
 
 from lit_dpret.callbacks import PrivacyAccountant
 from lit_dpret.callbacks.progress import StepProgress
+from lit_dpret.errors import ConfigurationError
 from lit_dpret.files import write_whole
 from lit_dpret.progress import without_progress
 
@@ -98,3 +100,33 @@ def attempt_folder(folder: Path) -> Path:
     while (folder / f"attempt-{number}").exists():
         number += 1
     return folder / f"attempt-{number}"
+
+
+class TowardsAnchor(Callback):
+    """Adds ``strength * (w - anchor)`` to every gradient: the term ``strength / 2 * |w - anchor|^2`` of the loss.
+
+    With the weights of the round's start as the anchor it is FedProx (Li et al., 1812.06127, equation 2); with
+    the mean of the clients' personal models MR-MTL (Liu et al., "On Privacy and Personalization in Cross-Silo
+    Federated Learning", 2206.07902, section 5). The term is a function of released weights alone. It is added
+    after clipping and noise, so that it costs no privacy and takes no part of the clipped gradient.
+
+    Args:
+        anchor: By parameter name.
+        strength: mu of FedProx, lambda of MR-MTL; positive.
+    """
+
+    #: What it writes while the optimizer steps: made of released weights alone.
+    public_metrics = ("grad",)
+
+    def __init__(self, anchor: Mapping[str, Tensor], strength: float) -> None:
+        if not strength > 0:
+            raise ConfigurationError(
+                f"federated.stage1.strength={strength} must be positive; strategy=fedavg has none."
+            )
+        self._anchor, self._strength = dict(anchor), strength
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        for name, parameter in pl_module.named_parameters():
+            if parameter.grad is not None and name in self._anchor:
+                away = parameter.detach() - self._anchor[name].to(parameter)
+                parameter.grad.add_(away, alpha=self._strength)

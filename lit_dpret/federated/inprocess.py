@@ -18,14 +18,11 @@ from torch import Tensor
 
 from lit_dpret.encoders.embedding_cache import content_hash
 from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.federated.aggregation import Weights, client_weights
-from lit_dpret.federated.fed_negatives import Block, FedPool, merge_lists, pool_of
-from lit_dpret.federated.robust import check_silos, next_weights
-from lit_dpret.federated.selection import Site, select_clients
+from lit_dpret.federated.aggregation import Weights, check_silos, client_weights, next_weights
+from lit_dpret.federated.fed_negatives import Block, FedPool, Site, merge_lists, pool_of, select_clients
 from lit_dpret.federated.settings import PddAs2
 from lit_dpret.federated.silo import SiloClient
-from lit_dpret.federated.storage import keep_facts, save_tensors
-from lit_dpret.federated.traffic import Traffic
+from lit_dpret.federated.storage import Traffic, keep_facts, save_tensors
 from lit_dpret.progress import ProgressLine
 from lit_dpret.retrieval.metrics import Values
 

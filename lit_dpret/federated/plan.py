@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 from lit_dpret.datamodules import InsuranceQADataModule
 from lit_dpret.datamodules.silo_folder import Silo, read_silo, silo_folders, write_silos
 from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.federated.aggregation import check_silos
 from lit_dpret.federated.data import planted_silos, silos_by_domain
 from lit_dpret.federated.data.planted import Planted
 from lit_dpret.federated.model import AS2Maker
-from lit_dpret.federated.robust import check_silos
 from lit_dpret.federated.settings import FederatedPrivacy, PddAs2, Stage1, Stage2, TrainOn, require_whole
 from lit_dpret.federated.synthetic import PUBLIC, check_generated
 from lit_dpret.federated.transport import ELSEWHERE, check_transport, silo_state

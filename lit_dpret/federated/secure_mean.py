@@ -7,17 +7,70 @@ weights without knowing one of them.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from lit_dpret.errors import DataError
-from lit_dpret.federated.aggregation import Weights, check_norm, check_weights
-from lit_dpret.federated.fixed_point import FixedPoint, Values
+from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.federated.aggregation import Weights, check_norm, check_weights, good_weights
 from lit_dpret.federated.keys import new_identity
-from lit_dpret.federated.robust import good_weights
-from lit_dpret.federated.secure_sum import Client, Server, Session, threshold_for
+from lit_dpret.federated.secure_sum import Client, Server, Session, Words, threshold_for
+
+Values = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedPoint:
+    """Values in [-limit, limit] with so fine a step that the sum of ``clients`` of them cannot wrap.
+
+    Guarantees:
+        - ``decode`` of the sum modulo 2^32 of at most ``clients`` encodings is the sum of the rounded values;
+          against the sum of the values it is off by at most ``error`` in every coordinate.
+
+    Args:
+        limit: The largest absolute value of one coordinate; larger ones are cut, which is counted.
+        clients: The most that are summed.
+    """
+
+    limit: float
+    clients: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.limit < float("inf") or self.clients < 1:
+            raise ConfigurationError(
+                f"federated.update_limit={self.limit} must be positive and finite, for at least one client "
+                f"({self.clients})."
+            )
+
+    @property
+    def scale(self) -> float:
+        """Steps per unit, a power of two."""
+        return float(2.0 ** np.floor(np.log2((2**31 - 1) / (self.clients * self.limit) - 1 / self.limit)))
+
+    @property
+    def error(self) -> float:
+        """The most that rounding moves one coordinate of the sum, values within the limit."""
+        return self.clients * 0.5 / self.scale
+
+    def encode(self, values: Values) -> tuple[Words, int]:
+        """The values as words, and how many were cut.
+
+        Raises:
+            DataError: A value is not finite.
+        """
+        values = np.asarray(values, dtype=np.float64)
+        if not np.isfinite(values).all():
+            raise DataError("An update holds values that are not finite; it is not sent.", kind="bad update")
+        cut = int((np.abs(values) > self.limit).sum())
+        whole = np.rint(np.clip(values, -self.limit, self.limit) * self.scale).astype(np.int64)
+        return (whole & 0xFFFFFFFF).astype(np.uint32), cut
+
+    def decode(self, words: Words) -> Values:
+        """The values of a sum."""
+        return words.astype(np.uint32).view(np.int32).astype(np.float64) / self.scale
 
 
 def vector_of(

@@ -39,13 +39,31 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.federated.fixed_point import Words
-from lit_dpret.federated.keys import agreed, is_signed, key_stream, label, new_key, public_of, seal, sign, unseal
-from lit_dpret.federated.shamir import SECRET_BYTES, SHARE_BYTES, join, split
+from lit_dpret.federated.keys import (
+    SECRET_BYTES,
+    SHARE_BYTES,
+    agreed,
+    is_signed,
+    join,
+    key_stream,
+    label,
+    new_key,
+    public_of,
+    seal,
+    sign,
+    split,
+    unseal,
+)
+
+Words = NDArray[np.uint32]
+
 
 _SALT = b"lit-dpret secure sum/1"
+
+
 _PIECE = 2**18  # words of a key stream at a time: a megabyte, however long the vector is
 
 

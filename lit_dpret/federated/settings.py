@@ -6,20 +6,42 @@ release something that no ledger counts is refused by name, before any data is r
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Literal, get_args
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.federated.aggregation import Aggregation, Weighting
-from lit_dpret.federated.fed_negatives import SENT_AS, Request, Response
-from lit_dpret.federated.selection import Selection
 from lit_dpret.privacy.budget import AccountantName, Neighbours, NoiseName, Unit, require_choice
 
+Weighting = Literal["examples", "uniform", "capped"]
+
+
+Aggregation = Literal["mean", "median", "trimmed_mean", "krum", "multi_krum"]
+
+
+Selection = Literal["all", "random", "region", "latency"]
+
+
+Request = Literal["exact", "dp_centroid", "none"]
+
+
+Response = Literal["raw", "public", "dp_centroid", "synthetic"]
+
+
 Strategy = Literal["fedavg", "fedprox"]
+
+
 Stage1Negatives = Literal["static", "bm25", "random"]
+
+
 OptimizerState = Literal["reset", "keep"]
+
+
 Stage2Negatives = Literal["fed", "dynamic"]
+
+
 TrainOn = Literal["queries", "synthetic"]
 
 
@@ -43,7 +65,7 @@ class Stage1:
         weighting: ``examples``, |D_i| as in the paper; ``uniform``; ``capped`` at ``n_hat``.
         n_hat: See ``weighting``.
         aggregation: ``mean``, FedAvg; or one of Flower's rules for silos that may send anything, each of which counts
-            all silos alike: ``median``, ``trimmed_mean``, ``krum``, ``multi_krum`` (`lit_dpret.federated.robust`).
+            all silos alike: ``median``, ``trimmed_mean``, ``krum``, ``multi_krum`` (`lit_dpret.federated.aggregation`).
         malicious: How many silos these rules stand.
         lr: Of AdamW.
         optimizer_state: ``reset``, every round begins with a fresh optimizer; or ``keep``, each silo goes on with its
@@ -158,7 +180,7 @@ class Stage2:
         for name, literal in (("negatives", Stage2Negatives), ("select", Selection), ("request", Request),
                               ("response", Response)):  # fmt: skip
             require_choice(f"federated.stage2.{name}", getattr(self, name), get_args(literal))
-        require_choice("federated.stage2.send_as", self.send_as, tuple(SENT_AS))
+        require_choice("federated.stage2.send_as", self.send_as, ("float16", "float32"))
         if self.n > self.top_k:
             raise ConfigurationError(
                 f"federated.stage2.n={self.n} negatives cannot be drawn from the best top_k={self.top_k}. Raise top_k."
@@ -318,6 +340,8 @@ _REFUSALS_OF_COLLECTIONS: tuple[tuple[Callable[[PddAs2], bool], str], ...] = (
         "collection. Set it to public, dp_centroid or synthetic.",
     ),
 )
+
+
 _REFUSALS: tuple[tuple[Callable[[PddAs2], bool], str], ...] = (
     (
         lambda run: run.stage1.in_batch,
@@ -387,3 +411,80 @@ def require_number(where: str, settings: object, *names: str, zero: bool = False
                 f"{where}.{name}={value!r} must be a positive, finite number{', or 0' if zero else ''}"
                 f"{', or null' if null else ''}."
             )
+
+
+T = TypeVar("T")
+
+
+def built(kind: type[T], found: object, where: str) -> T:
+    """An instance of a dataclass of a mapping, and of mappings in it.
+
+    Guarantees:
+        - A key that is not known, or is missing and has no default, is refused by its full name, as is a value of
+          another type. Numbers may be written as YAML writes them badly (``3e-5``, which it takes for a word).
+
+    Args:
+        kind: The dataclass; its fields are words, numbers, switches, paths, choices, other dataclasses, or null.
+        found: A mapping; null is an empty one.
+        where: Put before each name in messages.
+
+    Raises:
+        ConfigurationError: Naming the key.
+    """
+    if found is None:
+        found = {}
+    if not isinstance(found, Mapping):
+        raise ConfigurationError(f"{where} is {found!r}, and settings by name are needed.")
+    hints = get_type_hints(kind)
+    known = {one.name: one for one in fields(kind) if one.init}  # type: ignore[arg-type]
+    for key in found:
+        if key not in known:
+            raise ConfigurationError(f"{where}.{key} is not known; there are {', '.join(known)}.")
+    values: dict[str, Any] = {}
+    for name, one in known.items():
+        if name in found:
+            values[name] = _value(hints[name], found[name], f"{where}.{name}")
+        elif one.default is MISSING and one.default_factory is MISSING:
+            raise ConfigurationError(f"{where}.{name} is missing.")
+    return kind(**values)
+
+
+def plain(value: Any) -> Any:
+    """A dataclass, or whatever is in one, as mappings and plain values that YAML and `built` read back."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {one.name: plain(getattr(value, one.name)) for one in fields(value) if one.init}
+    if isinstance(value, Mapping):
+        return {str(key): plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def _value(hint: Any, found: Any, where: str) -> Any:
+    origin, choices = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return found
+    if origin in (Union, types.UnionType):
+        if found is None and type(None) in choices:
+            return None
+        return _value(next(one for one in choices if one is not type(None)), found, where)
+    if origin is Literal:
+        if found not in choices:
+            raise ConfigurationError(f"{where}={found!r} is not one of {', '.join(map(str, choices))}.")
+        return found
+    if origin is tuple and isinstance(found, list | tuple):
+        return tuple(_value(choices[0], one, where) for one in found)
+    if isinstance(origin, type) and issubclass(origin, Mapping) and isinstance(found, Mapping):
+        return {str(key): _value(choices[1], one, f"{where}.{key}") for key, one in found.items()}
+    if isinstance(hint, type) and is_dataclass(hint):
+        return built(hint, found, where)
+    if hint is Path and isinstance(found, str) and found:
+        return Path(found).expanduser()
+    if hint is float and not isinstance(found, bool) and isinstance(found, int | float | str):
+        try:
+            return float(found)
+        except ValueError:
+            pass
+    if isinstance(hint, type) and type(found) is hint:
+        return found
+    raise ConfigurationError(f"{where}={found!r} is no {getattr(hint, '__name__', hint)}.")

@@ -20,18 +20,17 @@ from torch import Tensor
 from lit_dpret.datamodules import PairsDataModule, SyntheticDataModule
 from lit_dpret.datamodules.silo import SiloDataModule
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.federated.aggregation import TowardsAnchor, Weights, put_weights, take_weights
+from lit_dpret.federated.aggregation import Weights, put_weights, take_weights
 from lit_dpret.federated.centroids import CentroidPlan, dp_centroids
 from lit_dpret.federated.evaluation import METRICS, SentenceCollection
 from lit_dpret.federated.fed_negatives import Block, FedPool, kept_pool, respond, respond_uniformly
-from lit_dpret.federated.fitting import KeepOptimizer, attempt_folder, fit_epochs
+from lit_dpret.federated.fitting import KeepOptimizer, TowardsAnchor, attempt_folder, fit_epochs
 from lit_dpret.federated.model import refuse_private_start
 from lit_dpret.federated.negatives import FedNegatives, OtherPositives
-from lit_dpret.federated.responses import collection_centroids, public_places
-from lit_dpret.federated.served import Served
 from lit_dpret.federated.settings import PddAs2
-from lit_dpret.federated.silo_account import SiloAccount
-from lit_dpret.federated.storage import keep_facts, save_tensors
+from lit_dpret.federated.silo_account import SiloAccount, collection_centroids
+from lit_dpret.federated.storage import Served, keep_facts, save_tensors
+from lit_dpret.federated.synthetic import public_sentences
 from lit_dpret.modules.as2 import AS2DualEncoder
 from lit_dpret.negatives import (
     BM25Negatives,
@@ -47,6 +46,7 @@ from lit_dpret.retrieval.metrics import Values
 
 if TYPE_CHECKING:  # it needs the package cryptography, which is of an extra
     from lit_dpret.federated.credentials import Credentials
+
 
 MakeModule = Callable[..., AS2DualEncoder]
 """Builds the model: takes ``privacy``, ``optimizer_lr``, ``towers``, ``passage_tower`` and ``negatives``."""
@@ -392,3 +392,13 @@ class SiloClient:
             lambda: module.tower("passage").encode_apart(self.collection.texts, "passage"), self.collection, module,
             self.state, self.settings, secret_file=self._secret_file, ledgers=self.ledgers,
         )  # fmt: skip
+
+
+def public_places(folder: Path, collection: SentenceCollection) -> list[int]:
+    """Places of the sentences that the silo declares public (`lit_dpret.federated.synthetic.public_sentences`).
+
+    Raises:
+        DataError: There is no declaration, or it names none of the collection.
+    """
+    ids = public_sentences(folder)
+    return [place for place, sid in enumerate(collection.sentence_ids) if sid in ids]

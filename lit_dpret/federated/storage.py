@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import secrets
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from safetensors.torch import save
 from torch import Tensor
 
-from lit_dpret.errors import ResumeError, StorageError
+from lit_dpret.errors import DataError, ResumeError, StorageError
+from lit_dpret.federated.aggregation import fingerprint
 from lit_dpret.files import write_whole
 from lit_dpret.privacy.ledger.chain import sync_folder
 
@@ -79,3 +82,96 @@ def keep_facts(path: Path, name: str, facts: Mapping[str, object]) -> None:
             )
         return
     write_whole(path, json.dumps(known | {name: now}, indent=2).encode(), owner_only=True)
+
+
+class Traffic:
+    """Bytes of one run, kept beside the server's state.
+
+    Guarantees:
+        - What is made again after an interruption is counted once, and what is not made again stays counted.
+
+    Args:
+        path: A JSON file; null keeps nothing.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path = path
+        known = path is not None and path.is_file()
+        self._events: dict[str, dict[str, int]] = json.loads(path.read_text(encoding="utf-8")) if known and path else {}
+
+    def note(self, phase: str, event: str, sent: dict[str, int]) -> None:
+        """Remember what each silo sent, or received of the server, in one event of a phase.
+
+        Args:
+            phase: As ``stage 1``, ``requests`` or ``responses``.
+            event: Which one of its kind; the same event once more takes the place of the first.
+            sent: Bytes by silo.
+        """
+        self._events[f"{phase}/{event}"] = dict(sent)
+        if self._path is not None:
+            save_json(self._path, self._events)
+
+    def by_silo(self) -> dict[str, Counter[str]]:
+        """For each silo the bytes of each phase."""
+        found: dict[str, Counter[str]] = {}
+        for event, sent in self._events.items():
+            for silo, count in sent.items():
+                found.setdefault(silo, Counter())[event.split("/")[0]] += count
+        return found
+
+    def by_phase(self) -> Counter[str]:
+        """The bytes of each phase, of all silos together."""
+        return sum(self.by_silo().values(), Counter())
+
+
+class Served:
+    """The turns of one silo, in its state folder: a new server, or a new run of Flower's, finds them there.
+
+    Args:
+        state: The silo's state folder.
+    """
+
+    def __init__(self, state: Path) -> None:
+        self._folder = state / "served"
+
+    def round(self, number: int, weights: dict[str, Tensor], answer: Path) -> None:
+        """Begin a round of stage 1, or repeat it.
+
+        Args:
+            number: Of the round.
+            weights: That it begins with.
+            answer: Where its answer is kept.
+
+        Raises:
+            DataError: It was served with other weights; or a later one was, and the answer to this one is gone.
+        """
+        self._once(f"round-{number:03}", fingerprint(weights), f"round {number} with other weights")
+        later = any(int(path.name.partition("-")[2]) > number for path in self._folder.glob("round-*"))
+        if later and not answer.is_file():
+            raise _served(f"a later round than {number}")
+
+    def stage2(self, digest: str) -> None:
+        """Take the global weights of stage 2: one set of them, for all requests, answers and measures.
+
+        Raises:
+            DataError: It has taken others.
+        """
+        self._once("weights", digest, "stage 2 with other weights")
+
+    def known(self, refresh: int, asked: Sequence[Tensor]) -> list[bool]:
+        """Which requests of others are among those that this refresh began with; all of them where this begins it."""
+        digests = [hashlib.sha256(rows.float().numpy(force=True).tobytes()).hexdigest() for rows in asked]
+        kept = json.loads(keep_once(self._folder / f"asked-{refresh:03}", json.dumps(sorted(set(digests)))))
+        return [digest in kept for digest in digests]
+
+    def _once(self, turn: str, digest: str, what: str) -> None:
+        if keep_once(self._folder / turn, digest) != digest:
+            raise _served(what)
+
+
+def _served(what: str) -> DataError:
+    return DataError(
+        f"This silo has served {what} already, and serves each turn of a run once. A run whose server has lost its "
+        "folder begins anew with new state folders (state), and with what is left of the budget.",
+        kind="served already",
+    )

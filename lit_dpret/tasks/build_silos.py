@@ -14,7 +14,7 @@ from lit_dpret.datamodules.layouts import find_part, folder_parts
 from lit_dpret.datamodules.readers import RecordFile
 from lit_dpret.datamodules.silo_folder import Silo, read_manifest, write_silos
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
-from lit_dpret.federated.data import planted_silos, silos_by_article, silos_by_domain, statistics_table
+from lit_dpret.federated.data import planted_silos, silos_by_article, silos_by_domain
 from lit_dpret.federated.data.newsqa import read_genres, read_newsqa
 from lit_dpret.federated.data.planted import Planted
 from lit_dpret.federated.data.squad import Question, squad_json
@@ -139,3 +139,24 @@ def _read_squad(path: Path) -> tuple[dict[str, tuple[str, str]], list[Question]]
             pid = str(judged.get("corpus-id"))
             questions.append(Question(str(record["_id"]), str(record["text"]), pid, answers=record["answers"]))
     return passages, questions
+
+
+_COLUMNS = ("passages", "sentences", "train", "dev", "test")
+
+
+def statistics_table(counts: Mapping[str, Mapping[str, int]]) -> str:
+    """A Markdown table of clients, largest first, with totals; private where the counts are.
+
+    Example:
+        >>> print(statistics_table({"a": {"passages": 2, "sentences": 9, "train": 4, "dev": 1, "test": 1}}))
+        | client | passages | sentences | train | dev | test |
+        | --- | ---: | ---: | ---: | ---: | ---: |
+        | a | 2 | 9 | 4 | 1 | 1 |
+        | all | 2 | 9 | 4 | 1 | 1 |
+    """
+    rows = sorted(counts.items(), key=lambda item: (-item[1].get("train", 0), item[0]))
+    total = {column: sum(found.get(column, 0) for _, found in rows) for column in _COLUMNS}
+    lines = [f"| client | {' | '.join(_COLUMNS)} |", f"| --- |{' ---: |' * len(_COLUMNS)}"]
+    for name, found in [*rows, ("all", total)]:
+        lines.append(f"| {name} | {' | '.join(str(found.get(column, 0)) for column in _COLUMNS)} |")
+    return "\n".join(lines)

@@ -12,8 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lit_dpret.audit.attacks.federated.rates import pooled
-from lit_dpret.audit.attacks.federated.requests import Identified, identify_requests, own_texts
+from lit_dpret.audit.attacks.federated.requests import Identified, identify_requests, own_texts, pooled
 from lit_dpret.datamodules import SiloDataModule
 from lit_dpret.datamodules.records import normalise
 from lit_dpret.errors import DataError

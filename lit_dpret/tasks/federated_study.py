@@ -19,8 +19,8 @@ import lightning as L
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.datamodules.silo_folder import read_silo
 from lit_dpret.errors import ConfigurationError
+from lit_dpret.federated.aggregation import check_silos
 from lit_dpret.federated.plan import FederationPlan
-from lit_dpret.federated.robust import check_silos
 from lit_dpret.federated.studies.catalogue import Asked, Study, study_of
 from lit_dpret.federated.studies.cells import Cells
 from lit_dpret.federated.studies.point import Point

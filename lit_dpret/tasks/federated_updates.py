@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lit_dpret.audit.attacks.federated.rates import Rate, pooled
+from lit_dpret.audit.attacks.federated.requests import Rate, pooled
 from lit_dpret.audit.attacks.federated.word_rows import MovedRows, Told, moved_rows, tell_tokens
 from lit_dpret.datamodules import SiloDataModule
 from lit_dpret.encoders import Side, TextEncoder

@@ -17,8 +17,7 @@ from masked_silos import MASKED, START, Masked, credentials
 
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.federated import secure_sum, silo_sum
-from lit_dpret.federated.flower.payloads import weights_record
-from lit_dpret.federated.flower.sum_messages import SIGNATURE, bytes_of, bytes_record
+from lit_dpret.federated.flower.payloads import SIGNATURE, bytes_of, bytes_record, weights_record
 from lit_dpret.federated.secure_sum import Client, Session
 from lit_dpret.federated.silo_sum import SumPlan
 

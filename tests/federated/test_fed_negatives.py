@@ -12,14 +12,15 @@ from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.federated.fed_negatives import (
     Block,
     FedPool,
+    Site,
     as_sent,
     merge_lists,
     pool_of,
     respond,
     respond_uniformly,
+    select_clients,
 )
 from lit_dpret.federated.negatives import FedNegatives, OtherPositives
-from lit_dpret.federated.selection import Site, select_clients
 from lit_dpret.negatives import RowNegatives
 from lit_dpret.negatives.base import Seat
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy

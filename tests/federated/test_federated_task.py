@@ -22,7 +22,6 @@ from lit_dpret.cli import run
 from lit_dpret.datamodules.silo_folder import silo_folders, write_silos
 from lit_dpret.encoders import load_towers
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError, UnsupportedModelError
-from lit_dpret.federated.baselines import alone, central, train_alone
 from lit_dpret.federated.data import planted_silos, planted_words
 from lit_dpret.federated.data.planted import Planted
 from lit_dpret.federated.inprocess import InProcessFederation
@@ -30,7 +29,7 @@ from lit_dpret.federated.model import AS2Maker, start_of
 from lit_dpret.federated.plan import FederationPlan
 from lit_dpret.federated.settings import FederatedPrivacy, Stage1, Stage2
 from lit_dpret.federated.silo import SiloClient
-from lit_dpret.federated.systems import SYSTEMS, SystemResult, SystemRunner, check_systems
+from lit_dpret.federated.systems import SYSTEMS, SystemResult, SystemRunner, alone, central, check_systems, train_alone
 from lit_dpret.federated.transport import run_federation
 from lit_dpret.federated.trust import trust_table
 from lit_dpret.privacy.ledger.trained import noted_in
@@ -192,7 +191,7 @@ def test_central_training_sees_all_silos_and_is_measured_on_each_ones_own_collec
         trained.append(client.examples)
         return start_of(make)
 
-    monkeypatch.setattr("lit_dpret.federated.baselines.train_alone", noted)
+    monkeypatch.setattr("lit_dpret.federated.systems.train_alone", noted)
     settings, make = alone(plan().settings(0)), maker()
     found = central(settings, silos, make, tmp_path / "central", split="test")
     own = [SiloClient(folder, tmp_path / name, settings, make) for name, folder in silos.items()]

@@ -19,8 +19,7 @@ from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.federated.aggregation import Weights, client_weights, weighted_mean
 from lit_dpret.federated.flower.library import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from lit_dpret.federated.flower.payloads import weights_record
-from lit_dpret.federated.keys import new_identity
-from lit_dpret.federated.shamir import join
+from lit_dpret.federated.keys import join, new_identity
 
 CAPPED = replace(MASKED, stage1=replace(MASKED.stage1, weighting="capped", n_hat=20))
 

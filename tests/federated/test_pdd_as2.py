@@ -17,17 +17,16 @@ from lit_dpret.datamodules import SiloDataModule
 from lit_dpret.datamodules.silo_folder import read_silo, silo_folders, write_silos
 from lit_dpret.encoders import TextEncoder
 from lit_dpret.errors import BudgetExceededError, ConfigurationError, DataError, LedgerError, ResumeError
-from lit_dpret.federated.aggregation import TowardsAnchor, client_weights, put_weights, take_weights, weighted_mean
+from lit_dpret.federated.aggregation import client_weights, put_weights, take_weights, weighted_mean
 from lit_dpret.federated.data import merged_silo, planted_silos
 from lit_dpret.federated.data.planted import Planted
 from lit_dpret.federated.fed_negatives import FedPool
-from lit_dpret.federated.fitting import fit_epochs
+from lit_dpret.federated.fitting import TowardsAnchor, fit_epochs
 from lit_dpret.federated.inprocess import InProcessFederation
 from lit_dpret.federated.negatives import FedNegatives
-from lit_dpret.federated.responses import public_places
 from lit_dpret.federated.secure_mean import secure_mean
 from lit_dpret.federated.settings import PddAs2, Stage1, Stage2
-from lit_dpret.federated.silo import SiloClient
+from lit_dpret.federated.silo import SiloClient, public_places
 from lit_dpret.modules import AS2DualEncoder, OptimizerSpec
 from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.privacy.noise import KeyedStream

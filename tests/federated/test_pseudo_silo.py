@@ -9,10 +9,10 @@ import pytest
 from tiny_silos import SIZE, maker
 
 from lit_dpret.datamodules.silo_folder import Silo, SiloQuery, silo_folders, write_silos
-from lit_dpret.federated.baselines import alone, pseudo_clients, untrained
 from lit_dpret.federated.data import planted_silos, pseudo_silo
 from lit_dpret.federated.inprocess import PerClient
 from lit_dpret.federated.settings import PddAs2, Stage1
+from lit_dpret.federated.systems import alone, pseudo_clients, untrained
 
 
 def with_other_questions(silo: Silo) -> Silo:

@@ -19,12 +19,10 @@ from masked_silos import MASKED, NAMES, START, Drifts, Masked, drifted
 from messages import Run, only_stage1
 
 from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.federated import aggregation, robust, secure_mean, silo_sum
-from lit_dpret.federated.aggregation import Weights, weighted_mean
-from lit_dpret.federated.fixed_point import FixedPoint
+from lit_dpret.federated import aggregation, secure_mean, silo_sum
+from lit_dpret.federated.aggregation import Weights, next_weights, updates_needed, weighted_mean
 from lit_dpret.federated.plan import FederationPlan
-from lit_dpret.federated.robust import next_weights, updates_needed
-from lit_dpret.federated.secure_mean import mean_of
+from lit_dpret.federated.secure_mean import FixedPoint, mean_of
 from lit_dpret.federated.settings import PddAs2, Stage1
 from lit_dpret.federated.silo import SiloClient
 
@@ -179,8 +177,7 @@ def test_in_one_process_too_and_without_the_check_the_model_is_lost(
     updates["client2"] = {key: value * 1e20 for key, value in updates["client2"].items()}
     found = run.aggregate(run.start, updates, 0)
     assert "round 0: client 'client2'" in run.result.faults[0] and away(found, run.start) < 10
-    for where in (robust, aggregation):
-        monkeypatch.setattr(where, "check_norm", lambda *_: None)
+    monkeypatch.setattr(aggregation, "check_norm", lambda *_: None)
     assert away(run.aggregate(run.start, updates, 0), run.start) > 1e18
 
 
@@ -199,7 +196,7 @@ def test_a_round_whose_result_is_not_finite_keeps_the_last_good_model_and_says_s
     huge = {f"c{i}": {"w": torch.full((4,), 3.4e38)} for i in range(4)}
     faults: list[str] = []
     run = rule("mean", update_norm=None)
-    monkeypatch.setattr(robust, "weighted_mean", lambda *_: {"w": torch.full((4,), float("inf"))})
+    monkeypatch.setattr(aggregation, "weighted_mean", lambda *_: {"w": torch.full((4,), float("inf"))})
     found, names = next_weights(start, huge, dict.fromkeys(huge, 1.0), run, where="round 3", faults=faults)
     assert torch.equal(found["w"], start["w"]) and names == []
     assert len(faults) == 1 and faults[0].startswith("round 3: the result")

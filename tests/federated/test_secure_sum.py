@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.federated.fixed_point import FixedPoint
-from lit_dpret.federated.keys import new_identity
+from lit_dpret.federated.keys import join, new_identity, split
+from lit_dpret.federated.secure_mean import FixedPoint
 from lit_dpret.federated.secure_sum import Client, Keys, Server, Session, add_stream, threshold_for
-from lit_dpret.federated.shamir import join, split
 
 NAMES = (1, 2, 3, 5, 8)
 

@@ -16,12 +16,12 @@ pytest.importorskip("flwr", reason="needs the extra federated (flwr)")
 from messages import Run, only_stage1
 
 from lit_dpret.errors import DataError
-from lit_dpret.federated import served
+from lit_dpret.federated import storage
 from lit_dpret.federated.aggregation import Weights, fingerprint
 from lit_dpret.federated.flower.library import SUPERLINK_NODE_ID, Message, acting_as
 from lit_dpret.federated.flower.payloads import rows_record, weights_record
-from lit_dpret.federated.served import Served
 from lit_dpret.federated.settings import PddAs2
+from lit_dpret.federated.storage import Served
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +74,7 @@ def test_a_server_that_asks_for_rounds_again_gets_one_update_of_each(
 ) -> None:
     assert updates_got(tmp_path / "checked", 3) == 3
     # The mutant that remembers nothing gives R (R + 1) / 2.
-    monkeypatch.setattr(served, "keep_once", lambda _, fact: fact)
+    monkeypatch.setattr(storage, "keep_once", lambda _, fact: fact)
     assert updates_got(tmp_path / "mutant", 3) == 6
 
 
@@ -140,7 +140,7 @@ def test_rows_that_come_later_in_a_refresh_are_not_answered(tmp_path: Path, monk
     one = asking.ask("query.fedneg_serve", asking.start, records={"rows.0": first}, askers=1, **facts)
     both = asking.ask("query.fedneg_serve", asking.start, records=rows, askers=2, **facts)
     assert set(one.content.array_records) == {"block.0"} and set(both.content.array_records) == {"block.1"}
-    monkeypatch.setattr(served, "keep_once", lambda _, fact: fact)
+    monkeypatch.setattr(storage, "keep_once", lambda _, fact: fact)
     all_ = asking.ask("query.fedneg_serve", asking.start, records={"rows.0": second}, askers=1, **facts)
     assert set(all_.content.array_records) == {"block.0"}
 

@@ -24,10 +24,10 @@ from superlink import STUB, make_authority
 from lit_dpret import cli
 from lit_dpret.errors import ConfigurationError, DataError, WorkerError
 from lit_dpret.federated.documents import RunRequest, SiloSettings, read_run_request, read_silo_settings
+from lit_dpret.federated.fed_negatives import Site
 from lit_dpret.federated.flower import submit
 from lit_dpret.federated.flower.components import REFUSAL, RESULT
 from lit_dpret.federated.model import AS2Maker
-from lit_dpret.federated.selection import Site
 from lit_dpret.federated.transport import run_federation
 
 MAKE = AS2Maker(encoder="planted", planted=SIZE, max_query_length=8, max_sentence_length=12)

@@ -9,13 +9,16 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.silo_folder import Silo, SiloQuery
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.federated.data.sentences import sentences_of
+from lit_dpret.synthesis.pseudo_queries import pseudo_queries
+from lit_dpret.synthesis.textsim.words import words
 
 Order = Callable[[str], tuple[str, str]]
 
@@ -139,3 +142,52 @@ def safe_name(domain: str) -> str:
     if not name:
         raise DataError("A domain has no letter or digit that could name a client.")
     return name
+
+
+def merged_silo(silos: Sequence[Silo], *, name: str = "central") -> Silo:
+    """The union of the silos; ids carry the client's name, since two clients may use one id."""
+
+    def of(client: str, found: str) -> str:
+        return f"{client}.{found}"
+
+    return Silo(
+        name,
+        {of(one.name, pid): title for one in silos for pid, title in one.passages.items()},
+        {of(one.name, sid): text for one in silos for sid, text in one.sentences.items()},
+        {of(one.name, sid): of(one.name, pid) for one in silos for sid, pid in one.passage_of.items()},
+        [
+            replace(query, qid=of(one.name, query.qid), positives=tuple(of(one.name, sid) for sid in query.positives))
+            for one in silos
+            for query in one.queries
+        ],
+    )
+
+
+TRAIN = "train"
+
+
+def pseudo_silo(silo: Silo) -> Silo:
+    """The silo with one pseudo-query a passage for its train queries; dev and test queries stay, to measure with.
+
+    A pseudo-query is answered by the sentence of its passage that has most of its words, which it was made of, and by
+    no other: the sentences beside it say other things.
+
+    Guarantees:
+        - Given the sentences, no train query has a say in what is trained on: with others, or other answers to them,
+          the result is the same. Where a collection was chosen by its queries, that choice remains.
+    """
+    of_passage: dict[str, dict[str, str]] = {}
+    for sid, text in silo.sentences.items():
+        of_passage.setdefault(silo.passage_of[sid], {})[sid] = text
+    made = pseudo_queries({pid: "\n".join(sentences.values()) for pid, sentences in of_passage.items()})
+    asked = [
+        SiloQuery(f"pseudo-{one.passage_id}", one.text, (_made_of(one.text, of_passage[one.passage_id]),), TRAIN)
+        for one in made
+        if one.text
+    ]
+    return replace(silo, queries=[*asked, *(query for query in silo.queries if query.split != TRAIN)])
+
+
+def _made_of(query: str, sentences: Mapping[str, str]) -> str:
+    asked = set(words(query))
+    return max(sentences, key=lambda sid: len(asked.intersection(words(sentences[sid]))))

@@ -19,11 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors import SafetensorError
+from safetensors.torch import load, load_file, save
+from torch import Tensor
 
 from lit_dpret.errors import DataError, LedgerError, LitDpretError
 from lit_dpret.federated.aggregation import Weights, fingerprint
-from lit_dpret.federated.fed_negatives import FedPool
+from lit_dpret.federated.fed_negatives import Block, FedPool, merge_lists, pool_of
 from lit_dpret.federated.flower.library import (
     ClientApp,
     ConfigRecord,
@@ -36,42 +38,52 @@ from lit_dpret.federated.flower.library import (
 )
 from lit_dpret.federated.flower.payloads import (
     SCHEMA,
+    SIGNATURE,
+    block_of_parts,
     block_record,
+    body_of,
+    body_record,
+    bytes_of,
+    bytes_record,
+    checked_rows,
     digest_of,
     envelope,
     head_of,
+    keys_of,
+    keys_record,
     pool_of_record,
     rows_of,
     rows_record,
     weights_of,
     weights_record,
+    words_record,
 )
-from lit_dpret.federated.flower.sealed_messages import (
-    REFRESH,
-    end_refresh,
-    refusals,
-    seal_key,
-    sealed_answers,
-    sealed_pool,
-    sealed_request,
-)
-from lit_dpret.federated.flower.sum_messages import ACTS, answered, end_sum
-from lit_dpret.federated.served import Served
+from lit_dpret.federated.sealing import Kind, Refresh, Sealer
 from lit_dpret.federated.settings import PddAs2
 from lit_dpret.federated.silo import SiloClient
-from lit_dpret.federated.storage import save_tensors
+from lit_dpret.federated.silo_sum import SiloSum, SumPlan
+from lit_dpret.federated.storage import Served, save_tensors
 
 MakeClient = Callable[[Context], SiloClient]
 """Builds the silo of a node, from what its operator told the node (``context.node_config``)."""
 
+
 Choice = bool | Callable[[SiloClient], bool]
 """A silo's own choice: for all of an app's silos, or asked of each."""
 
+
 Handler = Callable[[SiloClient, RecordDict, Mapping[str, Any]], RecordDict]
 
+
 log = logging.getLogger("lit_dpret.federated")
+
+
 SYSTEMS = ("bm25", "stage1", "stage2")
+
+
 SPLITS = ("train", "dev", "test")
+
+
 _SERVER = "the server"
 
 
@@ -140,9 +152,6 @@ def build_client_app(
     register("train", "personalise", personalise)
     register("evaluate", "retrieval", partial(evaluate, share=share_measures, spent=share_epsilon))
     return app
-
-
-# -- what a silo does ---------------------------------------------------------------------------
 
 
 def describe(client: SiloClient, content: RecordDict, head: Mapping[str, Any]) -> RecordDict:
@@ -256,9 +265,6 @@ def check_planned(run: PddAs2, head: Mapping[str, Any]) -> None:
             raise DataError(f"The server asks for {name} {head[name]}, which is not planned.", kind="not planned")
 
 
-# -- what lasts --------------------------------------------------------------------------------
-
-
 def global_weights(client: SiloClient, content: RecordDict, head: Mapping[str, Any]) -> Weights:
     """The weights at the end of stage 1: from the message, or kept from one before, by their hash.
 
@@ -322,3 +328,243 @@ def _kind(error: Exception) -> str:
 
 def _chosen(choice: Choice, client: SiloClient) -> bool:
     return choice(client) if callable(choice) else choice
+
+
+ACTS = ("secagg_setup", "secagg_share", "secagg_masked", "secagg_sign", "secagg_unmask")
+
+
+Answer = Callable[[SiloClient, RecordDict, Mapping[str, Any], SiloSum], RecordDict]
+
+
+def secagg_setup(client: SiloClient, content: RecordDict, head: Mapping[str, Any], sum_: SiloSum) -> RecordDict:
+    """Act 1: one local epoch from the global weights, which stays here; keys."""
+    weights = weights_of(content, _SERVER, like=client.model[0])
+    plan = SumPlan(
+        run=digest_of(client.settings), round=whole(head, "round"), attempt=_attempt(head),
+        weights=fingerprint(weights), clients=_numbers(head, "clients"),
+    )  # fmt: skip
+    number = whole(head, "number")
+    plan.session(client.settings.sum_threshold)  # refused before anything is learned
+    update = client.train_shared(weights, plan.round)
+    reply = envelope()
+    reply["keys"] = keys_record([sum_.begin(plan, number, weights, update, examples=client.examples)])
+    return reply
+
+
+def secagg_share(client: SiloClient, content: RecordDict, head: Mapping[str, Any], sum_: SiloSum) -> RecordDict:
+    """Act 2: everybody's keys in, sealed shares out."""
+    reply = envelope()
+    reply["shares"] = bytes_record(sum_.share(_attempt(head), keys_of(content, _SERVER)))
+    return reply
+
+
+def secagg_masked(client: SiloClient, content: RecordDict, head: Mapping[str, Any], sum_: SiloSum) -> RecordDict:
+    """Act 3: sealed shares in, the vector under its masks out."""
+    reply = envelope()
+    reply["masked"] = words_record(sum_.mask(_attempt(head), bytes_of(content, "shares", _SERVER)))
+    return reply
+
+
+def secagg_sign(client: SiloClient, content: RecordDict, head: Mapping[str, Any], sum_: SiloSum) -> RecordDict:
+    """Act 4: who is left and who was lost in, a signature over it out."""
+    if client.credentials is None:
+        raise DataError("The server asks for a signature, and the settings have no roster.", kind="other settings")
+    reply = envelope()
+    signature = sum_.sign(_attempt(head), _numbers(head, "active"), _numbers(head, "dead"))
+    reply["signatures"] = bytes_record({client.credentials.number: signature})
+    return reply
+
+
+def secagg_unmask(client: SiloClient, content: RecordDict, head: Mapping[str, Any], sum_: SiloSum) -> RecordDict:
+    """Act 5: who is left, who was lost and who has signed that in, a share of one secret of each out."""
+    signatures = bytes_of(content, "signatures", _SERVER, size=SIGNATURE)
+    found = sum_.unmask(_attempt(head), _numbers(head, "active"), _numbers(head, "dead"), signatures)
+    reply = envelope()
+    reply["seeds"], reply["lost"] = bytes_record(found.seeds), bytes_record(found.keys)
+    return reply
+
+
+ANSWERS: dict[str, Answer] = dict(
+    zip(ACTS, (secagg_setup, secagg_share, secagg_masked, secagg_sign, secagg_unmask), strict=True)
+)
+
+
+def answered(act: str, client: SiloClient, content: RecordDict, head: Mapping[str, Any]) -> RecordDict:
+    """One act of a silo, where its settings have a secure sum.
+
+    Raises:
+        DataError: They have none, or the message is not as it must be.
+    """
+    if not client.settings.secure_sum:
+        raise DataError("The server begins a secure sum, and the settings have none.", kind="other settings")
+    return ANSWERS[act](client, content, head, _sum_of(client))
+
+
+def end_sum(client: SiloClient) -> None:
+    """Delete what a silo keeps of a sum, where the server has gone on to something else."""
+    if client.settings.secure_sum:
+        _sum_of(client).forget()
+
+
+def _sum_of(client: SiloClient) -> SiloSum:
+    return SiloSum(client.state, client.settings, client.credentials)
+
+
+def _attempt(head: Mapping[str, Any]) -> str:
+    value = head.get("attempt")
+    if not isinstance(value, str) or not value:
+        raise DataError("The server names no attempt of the sum.", kind="bad message")
+    return value
+
+
+def whole(head: Mapping[str, Any], name: str) -> int:
+    """A number of a message's head.
+
+    Raises:
+        DataError: It is none.
+    """
+    value = head.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise DataError(f"The server's {name} is {value!r} and no number.", kind="bad message")
+    return value
+
+
+def _numbers(head: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    value = head.get(name, [])  # Flower cannot count the bytes of an empty list, so none is sent
+    if not isinstance(value, list) or not all(isinstance(one, int) and not isinstance(one, bool) for one in value):
+        raise DataError(f"The server's {name} are no list of numbers.", kind="bad message")
+    return tuple(value)
+
+
+REFRESH = ("seal_key", "fedneg_request", "fedneg_serve", "personalise")
+
+
+_SERVER = "the server"
+
+
+def seal_key(client: SiloClient, content: RecordDict, head: Mapping[str, Any]) -> RecordDict:
+    """A key for a new refresh, which ends the one before it."""
+    if not client.settings.seal:
+        raise DataError("The server begins to seal, and the settings do not.", kind="other settings")
+    refresh = Refresh(run=digest_of(client.settings), number=whole(head, "refresh"), weights=str(head.get("weights")))
+    reply = envelope()
+    number = whole(head, "number")
+    reply["keys"] = bytes_record({number: _sealer(client).begin(refresh, number)})
+    return reply
+
+
+def sealed_request(client: SiloClient, content: RecordDict, head: Mapping[str, Any], rows: Tensor) -> RecordDict:
+    """Request rows, for the silos whose keys the server relays."""
+    refresh = _refresh(client, head, whole(head, "refresh"))
+    sealer = _sealer(client)
+    keys, refused = sealer.usable(refresh, bytes_of(content, "keys", _SERVER))
+    letter = sealer.seal(refresh, "request", save({"rows": rows.float().contiguous()}), keys)
+    reply = envelope()
+    reply["request"], reply["boxes"] = body_record(letter.body), bytes_record(letter.boxes)
+    return refusals(reply, refused)
+
+
+def sealed_answers(client: SiloClient, content: RecordDict, head: Mapping[str, Any], weights: Weights) -> RecordDict:
+    """An answer for each request that opens; one for all of them where requests say nothing."""
+    number, sealer, keys = whole(head, "refresh"), _sealer(client), bytes_of(content, "keys", _SERVER)
+    refresh, says_nothing = _refresh(client, head, number), client.settings.stage2.request == "none"
+    asked: dict[int, Tensor] = {}
+    refused: dict[int, str] = {}
+    for asker, opened in _opened(client, content, refresh, "request", keys, refused).items():
+        try:
+            rows = _tensors(opened, f"client {asker}").get("rows")
+            asked[asker] = checked_rows(rows, f"client {asker}", dim=client.model[1])
+            if says_nothing and len(asked[asker]):
+                raise DataError(
+                    f"Client {asker} asks with rows, under request=none.", kind="has rows, under request=none"
+                )
+        except DataError as error:
+            asked.pop(asker, None)
+            refused[asker] = error.kind
+    askers = sorted(asked)
+    for asker, known in zip(askers, Served(client.state).known(number, [asked[one] for one in askers]), strict=True):
+        if not known:
+            asked.pop(asker)
+            refused[asker] = "came later than the others of this refresh"
+    reply = envelope()
+    boxes: dict[int, bytes] = {}
+    alike = {0: sorted(asked)} if says_nothing and asked else {asker: [asker] for asker in sorted(asked)}
+    for place, askers in alike.items():
+        block = client.serve(weights, asked[askers[0]], refresh=number)
+        parts = {"embeddings": block.embeddings, "starts": block.starts, "entries": block.entries}
+        packed = save({name: value.contiguous() for name, value in parts.items()})
+        letter = sealer.seal(refresh, "answer", packed, {asker: keys[asker] for asker in askers})
+        reply[f"answer.{place}"] = body_record(letter.body)
+        boxes.update(letter.boxes)
+    reply["boxes"] = bytes_record(boxes)
+    return refusals(reply, refused)
+
+
+def sealed_pool(
+    client: SiloClient, content: RecordDict, head: Mapping[str, Any], weights: Weights
+) -> tuple[FedPool, dict[int, str]]:
+    """The pool that this silo merges of all answers to it; and whose were refused, and why."""
+    stage, number = client.settings.stage2, whole(head, "epoch")
+    refresh, keys = _refresh(client, head, number), bytes_of(content, "keys", _SERVER)
+    rows = client.request(weights, number)
+    count, limit = (len(rows), stage.top_k) if len(rows) else (1, stage.n)
+    refused: dict[int, str] = {}
+    blocks: list[Block] = []
+    for sender, opened in _opened(client, content, refresh, "answer", keys, refused).items():
+        whose = f"{sender:06}"  # blocks are merged in the order of names
+        try:
+            parts = _tensors(opened, whose)
+            blocks.append(block_of_parts(parts, whose, rows=count, dim=client.model[1], limit=limit))
+        except DataError as error:
+            refused[sender] = error.kind
+    _sealer(client).forget()
+    merged = merge_lists(blocks, rows, stage.top_k) if stage.request == "exact" else pool_of(blocks, client.model[1])
+    return merged, refused
+
+
+def end_refresh(client: SiloClient) -> None:
+    """Delete the key of a refresh, where the server has gone on to something else."""
+    if client.settings.seal:
+        _sealer(client).forget()
+
+
+def refusals(reply: RecordDict, refused: Mapping[int, str]) -> RecordDict:
+    """The reply, with whose letters were left out and why."""
+    if refused:
+        reply["refused"] = ConfigRecord({str(number): why for number, why in refused.items()})
+    return reply
+
+
+def _opened(
+    client: SiloClient, content: RecordDict, refresh: Refresh, kind: Kind, keys: Mapping[int, bytes],
+    refused: dict[int, str],
+) -> dict[int, bytes]:  # fmt: skip
+    """What is in the letters of a message, by sender; those that do not open are refused, each by name."""
+    sealer, found = _sealer(client), {}
+    for sender, box in sorted(bytes_of(content, "boxes", _SERVER).items()):
+        try:
+            if sender not in keys:
+                raise DataError(f"The server relays a letter of client {sender} and no key.", kind="has no key")
+            body = body_of(content, f"{kind}.{sender}", _SERVER)
+            found[sender] = sealer.open(refresh, kind, body, box, sender=sender, public=keys[sender])
+        except DataError as error:
+            if error.kind == "no such key":
+                raise
+            refused[sender] = error.kind
+    return found
+
+
+def _tensors(content: bytes, whose: str) -> dict[str, Tensor]:
+    try:
+        found: dict[str, Tensor] = load(content)
+    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"The letter of {whose} holds no tensors.", kind="bad answer") from error
+    return found
+
+
+def _refresh(client: SiloClient, head: Mapping[str, Any], number: int) -> Refresh:
+    return Refresh(run=digest_of(client.settings), number=number, weights=str(head.get("weights")))
+
+
+def _sealer(client: SiloClient) -> Sealer:
+    return Sealer(client.state, client.credentials)

@@ -16,14 +16,15 @@ from typing import Any
 from lit_dpret.errors import DataError
 from lit_dpret.federated.aggregation import Weights, fingerprint
 from lit_dpret.federated.flower.library import ConfigRecord, RecordDict
-from lit_dpret.federated.flower.payloads import digest_of, weights_record
-from lit_dpret.federated.flower.sum_messages import (
+from lit_dpret.federated.flower.payloads import (
     SIGNATURE,
     bytes_of,
     bytes_record,
+    digest_of,
     keys_of,
     keys_record,
     unmasking_of,
+    weights_record,
     words_of,
 )
 from lit_dpret.federated.secure_mean import mean_of, words_for

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -21,10 +21,14 @@ from lit_dpret.errors import ConfigurationError, DataError, schema_problem
 from lit_dpret.federated.aggregation import Weights, check_weights
 from lit_dpret.federated.fed_negatives import Block, FedPool
 from lit_dpret.federated.flower.library import Array, ArrayRecord, ConfigRecord, RecordDict
+from lit_dpret.federated.keys import SHARE_BYTES
+from lit_dpret.federated.secure_sum import Keys, Unmasking, Words
 from lit_dpret.federated.settings import PddAs2
 from lit_dpret.retrieval.search import MISSING
 
 SCHEMA = "lit-dpret/federated-message/1"
+
+
 _FLOATS = (torch.float16, torch.float32)
 
 
@@ -55,9 +59,6 @@ def payload_bytes(content: RecordDict) -> int:
 def digest_of(settings: PddAs2) -> str:
     """SHA-256 of a run's settings, by which server and clients know that they mean the same run."""
     return hashlib.sha256(json.dumps(asdict(settings), sort_keys=True).encode()).hexdigest()
-
-
-# -- tensors -----------------------------------------------------------------------------------
 
 
 def weights_record(weights: Mapping[str, Tensor]) -> ArrayRecord:
@@ -118,9 +119,6 @@ def checked_rows(rows: Tensor | None, whose: str, *, dim: int | None) -> Tensor:
     if not bool(torch.isfinite(rows).all()):
         raise DataError(f"The request of {whose} holds values that are not finite.", kind="bad request")
     return rows.float()
-
-
-# -- negatives ---------------------------------------------------------------------------------
 
 
 def block_record(block: Block) -> ArrayRecord:
@@ -189,9 +187,6 @@ def pool_of_record(content: RecordDict, whose: str, *, dim: int, rows: int | Non
     return FedPool(block.embeddings.float(), block.check(rows=rows, dim=dim).table())
 
 
-# -- arrays ------------------------------------------------------------------------------------
-
-
 def _record(tensors: Mapping[str, Tensor]) -> ArrayRecord:
     arrays = {name: Array(np.asarray(value.detach().cpu().contiguous().numpy())) for name, value in tensors.items()}
     return ArrayRecord(arrays)
@@ -220,3 +215,113 @@ def _named(parts: Mapping[str, Tensor], whose: str, names: tuple[str, ...]) -> M
     if odd is not None or parts["embeddings"].dtype not in _FLOATS:
         raise DataError(f"The answer of {whose!r}: {odd or 'embeddings'} is of the wrong type.", kind="bad answer")
     return parts
+
+
+_KEY = 32
+
+
+SIGNATURE = 64
+
+
+def bytes_record(found: Mapping[int, bytes]) -> ConfigRecord:
+    """Bytes by a silo's number."""
+    return ConfigRecord({str(number): value for number, value in found.items()})
+
+
+def bytes_of(content: RecordDict, name: str, whose: str, *, size: int | None = None) -> dict[int, bytes]:
+    """Bytes by a silo's number, each of ``size``; a record that is missing holds none.
+
+    Raises:
+        DataError: A name is no number, or a value is not so many bytes.
+    """
+    record = content.config_records.get(name, {})
+    found: dict[int, bytes] = {}
+    for number, value in record.items():
+        fits = isinstance(value, bytes) and (size is None or len(value) == size)
+        if not is_number(number) or not fits:
+            raise DataError(f"The message of {whose} has no bytes by number in {name!r}.", kind="bad message")
+        found[int(number)] = value
+    return found
+
+
+def is_number(name: str) -> bool:
+    """Whether a name in a record is a silo's number."""
+    return name.isascii() and name.isdigit() and len(name) < 10
+
+
+def keys_record(keys: Iterable[Keys]) -> ConfigRecord:
+    """Advertised keys."""
+    return bytes_record({one.client: one.seal + one.mask + one.signature for one in keys})
+
+
+def keys_of(content: RecordDict, whose: str) -> list[Keys]:
+    """Advertised keys, in the order of their owners' numbers.
+
+    Raises:
+        DataError: Something in their place has not the length of keys.
+    """
+    found: list[Keys] = []
+    for number, value in sorted(bytes_of(content, "keys", whose).items()):
+        if len(value) not in (2 * _KEY, 2 * _KEY + SIGNATURE):
+            raise DataError(f"The message of {whose} has keys of {len(value)} bytes.", kind="bad message")
+        found.append(Keys(number, value[:_KEY], value[_KEY : 2 * _KEY], value[2 * _KEY :]))
+    return found
+
+
+def words_record(words: Words) -> ArrayRecord:
+    """A vector under its masks."""
+    return ArrayRecord({"words": Array(np.ascontiguousarray(words.astype("<u4")))})
+
+
+def words_of(content: RecordDict, whose: str, *, size: int) -> Words:
+    """A vector under its masks: there is no value that would be wrong for it, but a length and a type.
+
+    Raises:
+        DataError: It is missing, or of another length or type.
+    """
+    record = content.array_records.get("masked", {})
+    try:
+        found = np.array(record["words"].numpy()) if set(record) == {"words"} else None
+    except (ValueError, TypeError, OSError, EOFError, MemoryError):
+        found = None
+    if found is None or found.shape != (size,) or found.dtype != np.uint32:
+        raise DataError(f"The message of {whose} has no vector of {size} words.", kind="bad update")
+    words: Words = found.astype(np.uint32)
+    return words
+
+
+def unmasking_of(content: RecordDict, whose: str, number: int, active: list[int], dead: list[int]) -> Unmasking:
+    """What one silo reveals; who it is says the server's own list.
+
+    Raises:
+        DataError: A share is missing, too many, or of another length.
+    """
+    found = Unmasking(
+        number,
+        bytes_of(content, "seeds", whose, size=SHARE_BYTES),
+        bytes_of(content, "lost", whose, size=SHARE_BYTES),
+    )
+    if sorted(found.seeds) != active or sorted(found.keys) != dead:
+        raise DataError(f"The message of {whose} holds shares of other clients than were asked for.", kind="bad update")
+    return found
+
+
+def body_record(body: bytes) -> ArrayRecord:
+    """The body of a letter."""
+    return ArrayRecord({"body": Array(np.frombuffer(body, dtype=np.uint8))})
+
+
+def body_of(content: RecordDict, name: str, whose: str) -> bytes:
+    """The body of a letter.
+
+    Raises:
+        DataError: There is none.
+    """
+    record = content.array_records.get(name, {})
+    try:
+        found = record["body"].numpy() if set(record) == {"body"} else None
+    except (ValueError, TypeError, OSError, EOFError, MemoryError):
+        found = None
+    if found is None or found.ndim != 1 or found.dtype != np.uint8:
+        raise DataError(f"The message of {whose} has no letter {name!r}.", kind="bad message")
+    return bytes(found.tobytes())

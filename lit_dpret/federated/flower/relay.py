@@ -14,13 +14,20 @@ import torch
 from torch import Tensor
 
 from lit_dpret.errors import DataError
-from lit_dpret.federated.fed_negatives import SENT_AS, Block, FedPool, merge_lists, pool_of
+from lit_dpret.federated.fed_negatives import SENT_AS, Block, FedPool, Site, merge_lists, pool_of, select_clients
 from lit_dpret.federated.flower.library import ConfigRecord, RecordDict
 from lit_dpret.federated.flower.masked_round import Exchange
-from lit_dpret.federated.flower.payloads import block_of, pool_record, rows_of, rows_record
-from lit_dpret.federated.flower.sealed_messages import body_of, body_record
-from lit_dpret.federated.flower.sum_messages import bytes_of, bytes_record, is_number
-from lit_dpret.federated.selection import Site, select_clients
+from lit_dpret.federated.flower.payloads import (
+    block_of,
+    body_of,
+    body_record,
+    bytes_of,
+    bytes_record,
+    is_number,
+    pool_record,
+    rows_of,
+    rows_record,
+)
 from lit_dpret.federated.settings import PddAs2
 
 Pools = dict[str, dict[str, Any]]

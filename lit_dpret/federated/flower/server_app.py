@@ -18,7 +18,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.federated.aggregation import Weights, client_weights, fingerprint
+from lit_dpret.federated.aggregation import Weights, check_enough, client_weights, fingerprint, next_weights
+from lit_dpret.federated.fed_negatives import Site
+from lit_dpret.federated.flower.client_app import ACTS
 from lit_dpret.federated.flower.library import Context, Grid, RecordDict, ServerApp
 from lit_dpret.federated.flower.masked_round import MaskedRound
 from lit_dpret.federated.flower.payloads import (
@@ -31,9 +33,6 @@ from lit_dpret.federated.flower.payloads import (
 )
 from lit_dpret.federated.flower.relay import Relay
 from lit_dpret.federated.flower.roster import Roster
-from lit_dpret.federated.flower.sum_messages import ACTS
-from lit_dpret.federated.robust import check_enough, next_weights
-from lit_dpret.federated.selection import Site
 from lit_dpret.federated.settings import PddAs2
 from lit_dpret.federated.storage import keep_facts, save_tensors
 from lit_dpret.files import write_whole

@@ -24,7 +24,7 @@ from lit_dpret.federated.inprocess import FedResult, Phase
 from lit_dpret.federated.model import start_of
 from lit_dpret.federated.settings import PddAs2
 from lit_dpret.federated.silo import MakeModule, SiloClient
-from lit_dpret.federated.traffic import Traffic
+from lit_dpret.federated.storage import Traffic
 from lit_dpret.federated.transport import silo_state
 from lit_dpret.privacy.modes import NoPrivacy
 

@@ -28,10 +28,9 @@ from lit_dpret.federated.flower.payloads import digest_of
 from lit_dpret.federated.flower.reach import Reach
 from lit_dpret.federated.inprocess import FedResult, Phase
 from lit_dpret.federated.model import AS2Maker
-from lit_dpret.federated.settings import PddAs2
+from lit_dpret.federated.settings import PddAs2, plain
 from lit_dpret.federated.silo import MakeModule
 from lit_dpret.federated.storage import save_json
-from lit_dpret.federated.typed import plain
 
 APP = """\
 # A Flower app without code: both components are those of the installed package.

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from lit_dpret.datamodules.silo_folder import MANIFEST
-from lit_dpret.federated.baselines import trained_alone
 from lit_dpret.federated.inprocess import FedResult, Phase
 from lit_dpret.federated.plan import FederationPlan
 from lit_dpret.federated.settings import PddAs2
@@ -25,7 +24,7 @@ from lit_dpret.federated.storage import save_json
 from lit_dpret.federated.studies.point import Point
 from lit_dpret.federated.studies.silos import changed_silos
 from lit_dpret.federated.synthetic import PUBLIC
-from lit_dpret.federated.systems import SystemResult, as_lists
+from lit_dpret.federated.systems import SystemResult, as_lists, trained_alone
 from lit_dpret.federated.transport import run_federation
 
 _STAGE_2 = ("customised", "fed_negative")

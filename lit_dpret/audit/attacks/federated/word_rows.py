@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lit_dpret.audit.attacks.federated.rates import Rate, rate
+from lit_dpret.audit.attacks.federated.requests import Rate, rate
 from lit_dpret.audit.statistics.metrics import auc
 from lit_dpret.audit.statistics.scores import CanaryScores
 from lit_dpret.errors import DataError
