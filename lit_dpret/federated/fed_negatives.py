@@ -136,9 +136,14 @@ class Block:
         return len(self.starts) - 1
 
     @property
+    def parts(self) -> dict[str, Tensor]:
+        """The tensors that travel, by name."""
+        return {"embeddings": self.embeddings, "starts": self.starts, "entries": self.entries}
+
+    @property
     def bytes(self) -> int:
         """Its size on the wire, without the envelope."""
-        return sum(part.numel() * part.element_size() for part in (self.embeddings, self.starts, self.entries))
+        return sum(part.numel() * part.element_size() for part in self.parts.values())
 
     def table(self) -> Tensor:
         """The lists, filled up with `MISSING`: ``(rows, longest)``."""

@@ -26,7 +26,7 @@ except ImportError as error:  # pragma: no cover
     ) from error
 
 
-KEY_BYTES = 32
+KEY_BYTES, SIGNATURE_BYTES = 32, 64
 
 
 _NONCE_BYTES = 12

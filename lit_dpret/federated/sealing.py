@@ -28,7 +28,6 @@ from lit_dpret.federated.keys import KEY_BYTES, agreed, label, new_key, public_o
 from lit_dpret.federated.storage import save_json
 
 Kind = Literal["request", "answer"]
-SIGNATURE_BYTES = 64
 _KINDS: tuple[Kind, ...] = ("request", "answer")
 _SALT = b"lit-dpret sealing/1"
 _HEADER = struct.Struct(">BIII")  # kind, refresh, sender, receiver: said in clear, so that a refusal has a reason

@@ -17,7 +17,8 @@ from masked_silos import MASKED, START, Masked, credentials
 
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.federated import secure_sum, silo_sum
-from lit_dpret.federated.flower.payloads import SIGNATURE, bytes_of, bytes_record, weights_record
+from lit_dpret.federated.flower.payloads import bytes_of, bytes_record, weights_record
+from lit_dpret.federated.keys import SIGNATURE_BYTES
 from lit_dpret.federated.secure_sum import Client, Session
 from lit_dpret.federated.silo_sum import SumPlan
 
@@ -228,7 +229,7 @@ def test_by_messages_a_server_that_withholds_shares_and_varies_the_lists_is_refu
     signatures = {}
     for number in lost:
         reply = server.lists(number + 9, "sign", active[number], dead=lost[number])
-        signatures |= bytes_of(reply.content, "signatures", "a silo", size=SIGNATURE)
+        signatures |= bytes_of(reply.content, "signatures", "a silo", size=SIGNATURE_BYTES)
     for number in lost:
         signed = {"signatures": bytes_record(signatures)}
         reply = server.lists(number + 9, "unmask", active[number], signed, dead=lost[number])
@@ -273,7 +274,7 @@ def test_enough_signatures_over_one_list_unmask_though_one_is_false(tmp_path: Pa
     signatures = {}
     for node in NODES:
         signatures |= bytes_of(server.lists(node, "sign", everybody).content, "signatures", "")
-    signatures[5] = bytes(SIGNATURE)
+    signatures[5] = bytes(SIGNATURE_BYTES)
     for good in ({1, 2, 5}, {1, 2, 3, 5}):
         content = {"signatures": bytes_record({number: signatures[number] for number in good})}
         assert server.lists(10, "unmask", everybody, content).has_error() == (len(good) == 3)

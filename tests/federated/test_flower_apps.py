@@ -155,7 +155,7 @@ def test_under_a_budget_no_count_and_no_measure_leaves_a_silo_and_its_ledger_is_
     result = run.launch()
     spent_by = {name: run.client(run.grid.context(node)).epsilon() for node, name in enumerate(run.folders, start=10)}
     assert result.epsilon == (spent_by if hidden else {})  # a silo tells it by its own choice
-    assert not result.faults and set(run.server._roster.examples.values()) == {1}
+    assert not result.faults and set(run.server.silos.examples.values()) == {1}
     assert not any(result.measures.values()) and not result.queries
     assert (tmp_path / "flower" / "client0" / "measures-stage2-test.safetensors").is_file()  # the silo knows
     client = run.client(run.grid.context(10))

@@ -64,7 +64,7 @@ def test_with_everybody_there_it_is_the_plain_mean_and_no_weight_is_in_clear(set
     result = run.launch()
     assert not result.faults and result.rounds == {0: list(NAMES)}
     assert_same(result.weights, plain(run, NAMES))
-    assert set(run.server._roster.examples.values()) == {1}  # nobody said how many queries it has
+    assert set(run.server.silos.examples.values()) == {1}  # nobody said how many queries it has
     # A round takes as many bytes as in clear, and keys and shares of a kilobyte or two for each silo.
     weights = sum(value.numel() * 4 for value in START.values())
     assert 2 * 5 * weights < result.sent["stage 1"] < 2 * 5 * weights + 5 * 4500

@@ -1,8 +1,8 @@
-"""The server's side of a round under masks: messages of which it learns the sum and who took part.
+"""The server's side of a round under masks: it learns the sum and who took part.
 
-A silo may go away before any of them. Who has shared nothing is left out; who has shared and sends no vector is
-recovered from the others' shares; who does not unmask is not needed as long as enough do. Where fewer than the
-threshold are left, nothing can be unmasked, and the round is refused by name.
+A silo may disappear before any of the messages. One that has shared nothing is left out; one that has shared and sends
+no vector is recovered from the others' shares; one that does not unmask is not needed as long as enough do. Where fewer
+than the threshold are left, nothing can be unmasked, and the round is refused by name.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from typing import Any
 
 from lit_dpret.errors import DataError
 from lit_dpret.federated.aggregation import Weights, fingerprint
-from lit_dpret.federated.flower.library import ConfigRecord, RecordDict
+from lit_dpret.federated.flower.library import RecordDict
 from lit_dpret.federated.flower.payloads import (
-    SIGNATURE,
     bytes_of,
     bytes_record,
     digest_of,
     keys_of,
     keys_record,
+    read_each,
     unmasking_of,
     weights_record,
     words_of,
 )
+from lit_dpret.federated.keys import SIGNATURE_BYTES
 from lit_dpret.federated.secure_mean import mean_of, words_for
 from lit_dpret.federated.secure_sum import Keys, Server
 from lit_dpret.federated.settings import PddAs2
@@ -42,21 +43,20 @@ class MaskedRound:
     """One round of stage 1 by a secure sum.
 
     Guarantees:
-        - What it returns is the weighted mean of those whose vectors arrived, to the step of `FixedPoint`.
-        - It asks each silo for shares of the seed of every vector that arrived and of the key of every other, and
-          for nothing else.
-        - Lists are signed and a round is unmasked once. One that fails at that, or whose server was ended in the
-          middle of it, is lost: the weights stay as they were, and the loss is named.
+        - It returns the weighted mean of the silos whose vectors arrived, to the step of `FixedPoint`.
+        - It asks each silo only for shares of the seed of every vector that arrived and of the key of every other.
+        - Lists are signed and a round is unmasked once. A round that fails at that, or whose server was ended in the
+          middle of it, is lost: the weights stay as they were, and the loss is reported.
 
     Args:
         settings: Of the run.
         weights: The global weights.
         number: Of the round.
-        numbers: Of the silos that are there, by name.
+        numbers: Of the connected silos, by name.
         exchange: Sends and receives.
         envelope: Makes a message with facts in its head.
-        faults: Told of silos that were gone on without.
-        where: In the words of the faults.
+        faults: Receives the silos that were left out.
+        where: Names the round in the faults.
         min_clients: Fewer vectors than these are not summed.
         roster: How many are on the roster of keys; 0 where there is none.
     """
@@ -73,29 +73,26 @@ class MaskedRound:
     roster: int = 0
 
     def __post_init__(self) -> None:
-        self.attempt = secrets.token_hex(16)
         clients = range(1, self.roster + 1) if self.settings.roster else sorted(self.numbers.values())
-        plan = SumPlan(
-            run=digest_of(self.settings), round=self.number, attempt=self.attempt, weights=fingerprint(self.weights),
-            clients=tuple(clients),
+        self._plan = SumPlan(
+            run=digest_of(self.settings), round=self.number, attempt=secrets.token_hex(16),
+            weights=fingerprint(self.weights), clients=tuple(clients),
         )  # fmt: skip
-        self._server = Server(plan.session(self.settings.sum_threshold))
-        self._names = {number: name for name, number in self.numbers.items()}
-        self._plan = plan
+        self._server = Server(self._plan.session(self.settings.sum_threshold))
 
     def run(self, marker: Path) -> tuple[Weights, list[str]]:
-        """All acts: the next global weights, and whose updates they are made of.
+        """Run all acts; return the next global weights, and the names of the silos that they are made of.
 
         Args:
-            marker: A file that says that silos were asked to agree to a list of this round.
+            marker: A file that records that silos were asked to agree to a list of this round.
 
         Raises:
-            DataError: Too few silos were left before it: the round may be begun again.
+            DataError: Too few silos were left before it was written: the round may be begun again.
         """
         if marker.is_file():
             return self._lost("The server was ended while this round was unmasked.")
         self.gather()
-        save_json(marker, {"attempt": self.attempt})
+        save_json(marker, {"attempt": self._plan.attempt})
         try:
             return self.unmask()
         except DataError as error:
@@ -109,7 +106,7 @@ class MaskedRound:
         return self.weights, []
 
     def gather(self) -> None:
-        """Acts 1 to 3: at the end the vectors are here, under their masks.
+        """Acts 1 to 3: collect the masked vectors.
 
         Raises:
             DataError: Too few silos are left. Nothing was unmasked: the round may be begun again.
@@ -128,8 +125,7 @@ class MaskedRound:
         contents = {name: self._message() for name in keys}
         for content in contents.values():
             content["keys"] = told
-        peers = set(self._server.keys)
-        shares = self._ask("train.secagg_share", contents, lambda name, content: self._all_shares(name, content, peers))
+        shares = self._ask("train.secagg_share", contents, self._all_shares)
         routed = self._server.route({self.numbers[name]: boxes for name, boxes in shares.items()})
         self._need(len(shares), "shared their secrets")
 
@@ -144,18 +140,19 @@ class MaskedRound:
         self._need(len(masked), "sent a vector", least=self.min_clients)
 
     def unmask(self) -> tuple[Weights, list[str]]:
-        """Acts 4 and 5: the next global weights, and whose updates they are made of.
+        """Acts 4 and 5: return the next global weights, and whose updates they are made of.
 
         Raises:
-            DataError: Too few silos signed or unmasked, shares are not of one secret, or the sum is none of theirs.
+            DataError: Too few silos signed or unmasked, shares are not of one secret, or the sum cannot be theirs.
         """
         active, dead = self._server.active, self._server.dead
-        names = sorted(self._names[number] for number in active)
-        lists: dict[str, Any] = {"active": active, **({"dead": dead} if dead else {})}
-        signatures = self._signatures(names, lists) if self.settings.roster else None
-        contents = {name: self._message(**lists) for name in names}
-        for content in contents.values():
-            if signatures is not None:
+        names = sorted(name for name, number in self.numbers.items() if number in active)
+        contents = {name: self._message(active=active, **({"dead": dead} if dead else {})) for name in names}
+        if self.settings.roster:
+            signed = self._ask("train.secagg_sign", contents, self._signature)
+            self._need(len(signed), "signed who is left")
+            signatures = bytes_record({self.numbers[name]: one for name, one in signed.items()})
+            for content in contents.values():
                 content["signatures"] = signatures
         found = self._ask(
             "train.secagg_unmask",
@@ -167,32 +164,13 @@ class MaskedRound:
         limit, norm = self.settings.update_limit, self.settings.update_norm
         return mean_of(self.weights, total, fixed, clients=len(names), limit=limit, norm=norm), names
 
-    def _signatures(self, names: list[str], lists: Mapping[str, Any]) -> ConfigRecord:
-        """Act 4: what the silos sign of the lists, all together."""
-        found = self._ask(
-            "train.secagg_sign",
-            {name: self._message(**lists) for name in names},
-            lambda name, content: bytes_of(content, "signatures", f"client {name!r}", size=SIGNATURE),
-        )
-        signed = {
-            self.numbers[name]: one[self.numbers[name]] for name, one in found.items() if self.numbers[name] in one
-        }
-        self._need(len(signed), "signed who is left")
-        return bytes_record(signed)
-
     def _message(self, **facts: Any) -> RecordDict:
-        return self.envelope(attempt=self.attempt, **facts)
+        return self.envelope(attempt=self._plan.attempt, **facts)
 
     def _ask(
         self, kind: str, contents: Mapping[str, RecordDict], read: Callable[[str, RecordDict], Any]
     ) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for name, content in self.exchange(kind, contents).items():
-            try:
-                found[name] = read(name, content)
-            except DataError as error:
-                self.faults.append(f"{self.where}: {error}")
-        return found
+        return read_each(self.exchange(kind, contents), read, self.faults, self.where)
 
     def _own_keys(self, name: str, content: RecordDict) -> Keys:
         found = keys_of(content, f"client {name!r}")
@@ -200,11 +178,17 @@ class MaskedRound:
             raise DataError(f"Client {name!r} advertised keys that are not its own.", kind="bad protocol")
         return found[0]
 
-    def _all_shares(self, name: str, content: RecordDict, peers: set[int]) -> dict[int, bytes]:
+    def _all_shares(self, name: str, content: RecordDict) -> dict[int, bytes]:
         found = bytes_of(content, "shares", f"client {name!r}")
-        if set(found) != peers - {self.numbers[name]}:
+        if set(found) != set(self._server.keys) - {self.numbers[name]}:
             raise DataError(f"Client {name!r} did not share its secrets with everybody.", kind="bad protocol")
         return found
+
+    def _signature(self, name: str, content: RecordDict) -> bytes:
+        found = bytes_of(content, "signatures", f"client {name!r}", size=SIGNATURE_BYTES)
+        if self.numbers[name] not in found:
+            raise DataError(f"Client {name!r} signed nothing.", kind="bad protocol")
+        return found[self.numbers[name]]
 
     def _need(self, count: int, what: str, *, least: int = 0) -> None:
         least = max(least, self._server.session.threshold)

@@ -1,44 +1,43 @@
-"""What travels in Flower's records, and what is refused of it: weights, request rows, answers and pools.
+"""Encodings of everything that travels in Flower's records: weights, requests, answers, pools, keys, shares, letters.
 
-Every message has a ``head`` that states the version of this format. Weights are floating-point tensors alone: an
-integer buffer has no mean. Negatives travel as every embedding once and lists of places (`Block`). Whatever comes from
-another machine is checked here before anything is computed with it, and what is wrong is named with whose it is.
+Every message has a ``head`` that states the version of this format. Weights are floating-point tensors only: an
+integer buffer has no mean. A list of negatives travels as unique embeddings and places in them (`Block`). Whatever
+comes from another machine is checked here before anything is computed with it, and refused with its sender's name.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError, DataError, schema_problem
 from lit_dpret.federated.aggregation import Weights, check_weights
 from lit_dpret.federated.fed_negatives import Block, FedPool
 from lit_dpret.federated.flower.library import Array, ArrayRecord, ConfigRecord, RecordDict
-from lit_dpret.federated.keys import SHARE_BYTES
+from lit_dpret.federated.keys import KEY_BYTES, SHARE_BYTES, SIGNATURE_BYTES
 from lit_dpret.federated.secure_sum import Keys, Unmasking, Words
 from lit_dpret.federated.settings import PddAs2
 from lit_dpret.retrieval.search import MISSING
 
 SCHEMA = "lit-dpret/federated-message/1"
-
-
 _FLOATS = (torch.float16, torch.float32)
 
 
 def envelope(**facts: Any) -> RecordDict:
-    """A record with a head of its own: plain words and numbers."""
+    """Return a message whose head holds these words and numbers."""
     return RecordDict({"head": ConfigRecord({"schema": SCHEMA, **facts})})
 
 
 def head_of(content: RecordDict, whose: str) -> Mapping[str, Any]:
-    """The head of a record.
+    """Return the head of a message.
 
     Raises:
         DataError: There is none, or it is of another version of the format.
@@ -50,22 +49,46 @@ def head_of(content: RecordDict, whose: str) -> Mapping[str, Any]:
     return head
 
 
+def whole(head: Mapping[str, Any], name: str) -> int:
+    """Return a number, 0 or more, from the head of a message of the server."""
+    value = head.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise DataError(f"The server's {name} is {value!r} and no number.", kind="bad message")
+    return value
+
+
+def read_each(
+    contents: Mapping[str, RecordDict], read: Callable[[str, RecordDict], Any], faults: list[str], where: str
+) -> dict[str, Any]:
+    """Decode every silo's answer; an answer that is refused is left out and reported in ``faults``."""
+    found: dict[str, Any] = {}
+    for name, content in contents.items():
+        try:
+            found[name] = read(name, content)
+        except DataError as error:
+            faults.append(f"{where}: {error}")
+    return found
+
+
 def payload_bytes(content: RecordDict) -> int:
-    """The size of a record's tensors on the wire, and of keys, shares and boxes beside them."""
+    """Return the size of a message's tensors, keys, shares and boxes, without its head."""
     boxes = [record for name, record in content.config_records.items() if name != "head"]
     return sum(record.count_bytes() for record in (*content.array_records.values(), *boxes))
 
 
 def digest_of(settings: PddAs2) -> str:
-    """SHA-256 of a run's settings, by which server and clients know that they mean the same run."""
+    """Return the SHA-256 of a run's settings, by which server and silos know that they mean the same run."""
     return hashlib.sha256(json.dumps(asdict(settings), sort_keys=True).encode()).hexdigest()
 
 
+# -- weights and request rows ------------------------------------------------------------------
+
+
 def weights_record(weights: Mapping[str, Tensor]) -> ArrayRecord:
-    """Weights as arrays.
+    """Encode weights.
 
     Raises:
-        ConfigurationError: One is no float16 or float32 tensor.
+        ConfigurationError: A tensor is neither float16 nor float32.
     """
     odd = next((name for name, value in weights.items() if value.dtype not in _FLOATS), None)
     if odd is not None:
@@ -77,11 +100,7 @@ def weights_record(weights: Mapping[str, Tensor]) -> ArrayRecord:
 
 
 def weights_of(content: RecordDict, whose: str, *, like: Mapping[str, Tensor]) -> Weights:
-    """The weights of a message, float32.
-
-    Raises:
-        DataError: They are missing, or names, shapes, types or values are not those of the model.
-    """
+    """Decode weights as float32; refuse names, shapes, types or values that are not those of the model ``like``."""
     found = _tensors(content, "weights", whose)
     odd = next((name for name, value in found.items() if value.dtype not in _FLOATS), None)
     if odd is not None:
@@ -92,68 +111,51 @@ def weights_of(content: RecordDict, whose: str, *, like: Mapping[str, Tensor]) -
 
 
 def rows_record(rows: Tensor) -> ArrayRecord:
-    """Request rows, ``(rows, dim)``."""
+    """Encode request rows, ``(rows, dim)``."""
     return _record({"rows": rows.float()})
 
 
-def rows_of(content: RecordDict, whose: str, *, name: str = "rows", dim: int | None = None) -> Tensor:
-    """Request rows, float32, ``(rows, dim)``.
-
-    Raises:
-        DataError: They are missing, of another shape, or not finite.
-    """
+def rows_of(content: RecordDict, whose: str, *, name: str = "rows", dim: int) -> Tensor:
+    """Decode request rows, float32, ``(rows, dim)``."""
     return checked_rows(_tensors(content, name, whose).get("rows"), whose, dim=dim)
 
 
-def checked_rows(rows: Tensor | None, whose: str, *, dim: int | None) -> Tensor:
-    """Request rows, however they came, float32.
-
-    Raises:
-        DataError: They are missing, of another shape, or not finite.
-    """
-    if rows is None or rows.dim() != 2 or rows.dtype not in _FLOATS or (dim is not None and rows.shape[1] != dim):
+def checked_rows(rows: Tensor | None, whose: str, *, dim: int) -> Tensor:
+    """Return request rows as float32, whichever way they came; refuse other shapes and values that are not finite."""
+    if rows is None or rows.dim() != 2 or rows.dtype not in _FLOATS or rows.shape[1] != dim:
         shape = None if rows is None else tuple(rows.shape)
-        raise DataError(
-            f"The request of {whose} has shape {shape} where (rows, {dim or 'dim'}) is needed.", kind="bad request"
-        )
+        raise DataError(f"The request of {whose} has shape {shape} where (rows, {dim}) is needed.", kind="bad request")
     if not bool(torch.isfinite(rows).all()):
         raise DataError(f"The request of {whose} holds values that are not finite.", kind="bad request")
     return rows.float()
 
 
+# -- negatives ---------------------------------------------------------------------------------
+
+
 def block_record(block: Block) -> ArrayRecord:
-    """An answer, as its three tensors."""
-    return _record({"embeddings": block.embeddings, "starts": block.starts, "entries": block.entries})
+    """Encode an answer."""
+    return _record(block.parts)
 
 
 def block_of(
     content: RecordDict, client: str, *, rows: int, dim: int, limit: int | None = None, name: str = "block"
 ) -> Block:
-    """An answer of one client; who it is says the server, not the answer.
-
-    Raises:
-        DataError: Naming the client and what is wrong (`Block.check`).
-    """
+    """Decode the answer of a client, whose name the server knows from the message that it replies to."""
     return block_of_parts(_tensors(content, name, f"client {client!r}"), client, rows=rows, dim=dim, limit=limit)
 
 
-def block_of_parts(found: Mapping[str, Tensor], client: str, *, rows: int, dim: int, limit: int | None) -> Block:
-    """An answer of one client, of its three tensors, however they came.
-
-    Raises:
-        DataError: Naming the client and what is wrong (`Block.check`).
-    """
-    parts = _named(found, client, ("embeddings", "starts", "entries"))
+def block_of_parts(parts: Mapping[str, Tensor], client: str, *, rows: int, dim: int, limit: int | None) -> Block:
+    """Make an answer of its three tensors, whichever way they came; refuse what `Block.check` refuses."""
+    _require_parts(parts, client, ("embeddings", "starts", "entries"))
     block = Block(client, parts["embeddings"], parts["starts"].long(), parts["entries"].to(torch.int32))
     return block.check(rows=rows, dim=dim, limit=limit)
 
 
 def pool_record(pool: FedPool, *, send_as: torch.dtype) -> ArrayRecord:
-    """A pool; its lists, where it has some, without the places that hold nothing.
+    """Encode a pool in the type that its embeddings were answered in, so that nothing is lost.
 
-    Args:
-        pool: To be sent.
-        send_as: The type that its embeddings were answered in: sending them in it loses nothing.
+    Its lists, where it has some, travel without the places that hold nothing.
     """
     parts = {"embeddings": pool.embeddings.to(send_as)}
     if pool.lists is not None:
@@ -163,80 +165,28 @@ def pool_record(pool: FedPool, *, send_as: torch.dtype) -> ArrayRecord:
     return _record(parts)
 
 
-def pool_of_record(content: RecordDict, whose: str, *, dim: int, rows: int | None, name: str = "pool") -> FedPool:
-    """A pool, as the asker trains with it.
-
-    Args:
-        content: Of the message.
-        whose: Who sent it.
-        dim: Of the embeddings.
-        rows: How many lists are expected; None where it is a pool without lists.
-        name: Of the record.
-
-    Raises:
-        DataError: Naming what is wrong.
-    """
-    parts = _tensors(content, name, whose)
+def pool_of_record(content: RecordDict, whose: str, *, dim: int, rows: int | None) -> FedPool:
+    """Decode a pool with ``rows`` lists; None expects one without lists."""
+    parts = _tensors(content, "pool", whose)
     if rows is None:
-        embeddings = _named(parts, whose, ("embeddings",))["embeddings"]
-        none = torch.zeros(1, dtype=torch.long)
-        checked = Block(whose, embeddings, none, torch.empty(0, dtype=torch.int32)).check(rows=0, dim=dim)
-        return FedPool(checked.embeddings.float())
-    listed = _named(parts, whose, ("embeddings", "starts", "entries"))
-    block = Block(whose, listed["embeddings"], listed["starts"].long(), listed["entries"].to(torch.int32))
-    return FedPool(block.embeddings.float(), block.check(rows=rows, dim=dim).table())
+        _require_parts(parts, whose, ("embeddings",))
+        parts |= {"starts": torch.zeros(1, dtype=torch.long), "entries": torch.empty(0, dtype=torch.int32)}
+    block = block_of_parts(parts, whose, rows=rows or 0, dim=dim, limit=None)
+    return FedPool(block.embeddings.float(), None if rows is None else block.table())
 
 
-def _record(tensors: Mapping[str, Tensor]) -> ArrayRecord:
-    arrays = {name: Array(np.asarray(value.detach().cpu().contiguous().numpy())) for name, value in tensors.items()}
-    return ArrayRecord(arrays)
-
-
-def _tensors(content: RecordDict, name: str, whose: str) -> dict[str, Tensor]:
-    record = content.array_records.get(name)
-    if record is None:
-        raise DataError(f"The message of {whose} has no {name!r}.", kind="bad message")
-    try:
-        return {key: torch.from_numpy(np.array(value.numpy())) for key, value in record.items()}
-    except (ValueError, TypeError, OSError, EOFError, MemoryError) as error:
-        raise DataError(
-            f"The message of {whose}: {name!r} holds an array that cannot be read ({type(error).__name__}).",
-            kind="bad message",
-        ) from error
-
-
-def _named(parts: Mapping[str, Tensor], whose: str, names: tuple[str, ...]) -> Mapping[str, Tensor]:
-    if set(parts) != set(names):
-        raise DataError(
-            f"The answer of {whose!r} has {', '.join(sorted(parts)) or 'nothing'} where {', '.join(names)} are needed.",
-            kind="bad answer",
-        )
-    odd = next((name for name in names if name != "embeddings" and parts[name].is_floating_point()), None)
-    if odd is not None or parts["embeddings"].dtype not in _FLOATS:
-        raise DataError(f"The answer of {whose!r}: {odd or 'embeddings'} is of the wrong type.", kind="bad answer")
-    return parts
-
-
-_KEY = 32
-
-
-SIGNATURE = 64
+# -- keys, shares, vectors and letters ---------------------------------------------------------
 
 
 def bytes_record(found: Mapping[int, bytes]) -> ConfigRecord:
-    """Bytes by a silo's number."""
+    """Encode bytes by a silo's number."""
     return ConfigRecord({str(number): value for number, value in found.items()})
 
 
 def bytes_of(content: RecordDict, name: str, whose: str, *, size: int | None = None) -> dict[int, bytes]:
-    """Bytes by a silo's number, each of ``size``; a record that is missing holds none.
-
-    Raises:
-        DataError: A name is no number, or a value is not so many bytes.
-    """
-    record = content.config_records.get(name, {})
+    """Decode bytes by a silo's number, each of ``size``; a record that is missing holds none."""
     found: dict[int, bytes] = {}
-    for number, value in record.items():
+    for number, value in content.config_records.get(name, {}).items():
         fits = isinstance(value, bytes) and (size is None or len(value) == size)
         if not is_number(number) or not fits:
             raise DataError(f"The message of {whose} has no bytes by number in {name!r}.", kind="bad message")
@@ -245,83 +195,93 @@ def bytes_of(content: RecordDict, name: str, whose: str, *, size: int | None = N
 
 
 def is_number(name: str) -> bool:
-    """Whether a name in a record is a silo's number."""
+    """Tell whether a name in a record is a silo's number."""
     return name.isascii() and name.isdigit() and len(name) < 10
 
 
 def keys_record(keys: Iterable[Keys]) -> ConfigRecord:
-    """Advertised keys."""
+    """Encode advertised keys."""
     return bytes_record({one.client: one.seal + one.mask + one.signature for one in keys})
 
 
 def keys_of(content: RecordDict, whose: str) -> list[Keys]:
-    """Advertised keys, in the order of their owners' numbers.
-
-    Raises:
-        DataError: Something in their place has not the length of keys.
-    """
+    """Decode advertised keys, in the order of their owners' numbers."""
     found: list[Keys] = []
     for number, value in sorted(bytes_of(content, "keys", whose).items()):
-        if len(value) not in (2 * _KEY, 2 * _KEY + SIGNATURE):
+        if len(value) not in (2 * KEY_BYTES, 2 * KEY_BYTES + SIGNATURE_BYTES):
             raise DataError(f"The message of {whose} has keys of {len(value)} bytes.", kind="bad message")
-        found.append(Keys(number, value[:_KEY], value[_KEY : 2 * _KEY], value[2 * _KEY :]))
+        found.append(Keys(number, value[:KEY_BYTES], value[KEY_BYTES : 2 * KEY_BYTES], value[2 * KEY_BYTES :]))
     return found
 
 
 def words_record(words: Words) -> ArrayRecord:
-    """A vector under its masks."""
+    """Encode a masked vector."""
     return ArrayRecord({"words": Array(np.ascontiguousarray(words.astype("<u4")))})
 
 
 def words_of(content: RecordDict, whose: str, *, size: int) -> Words:
-    """A vector under its masks: there is no value that would be wrong for it, but a length and a type.
-
-    Raises:
-        DataError: It is missing, or of another length or type.
-    """
-    record = content.array_records.get("masked", {})
-    try:
-        found = np.array(record["words"].numpy()) if set(record) == {"words"} else None
-    except (ValueError, TypeError, OSError, EOFError, MemoryError):
-        found = None
-    if found is None or found.shape != (size,) or found.dtype != np.uint32:
+    """Decode a masked vector: any value may be right, so its length and type are all that can be checked."""
+    words = _arrays(content, "masked", whose).get("words")
+    if words is None or words.shape != (size,) or words.dtype != np.uint32:
         raise DataError(f"The message of {whose} has no vector of {size} words.", kind="bad update")
-    words: Words = found.astype(np.uint32)
-    return words
+    return words.astype(np.uint32)
 
 
 def unmasking_of(content: RecordDict, whose: str, number: int, active: list[int], dead: list[int]) -> Unmasking:
-    """What one silo reveals; who it is says the server's own list.
-
-    Raises:
-        DataError: A share is missing, too many, or of another length.
-    """
-    found = Unmasking(
-        number,
-        bytes_of(content, "seeds", whose, size=SHARE_BYTES),
-        bytes_of(content, "lost", whose, size=SHARE_BYTES),
-    )
-    if sorted(found.seeds) != active or sorted(found.keys) != dead:
+    """Decode the shares that silo ``number`` reveals; refuse shares of other clients than were asked for."""
+    seeds, keys = (bytes_of(content, name, whose, size=SHARE_BYTES) for name in ("seeds", "lost"))
+    if sorted(seeds) != active or sorted(keys) != dead:
         raise DataError(f"The message of {whose} holds shares of other clients than were asked for.", kind="bad update")
-    return found
+    return Unmasking(number, seeds, keys)
 
 
 def body_record(body: bytes) -> ArrayRecord:
-    """The body of a letter."""
+    """Encode the body of a letter."""
     return ArrayRecord({"body": Array(np.frombuffer(body, dtype=np.uint8))})
 
 
 def body_of(content: RecordDict, name: str, whose: str) -> bytes:
-    """The body of a letter.
-
-    Raises:
-        DataError: There is none.
-    """
-    record = content.array_records.get(name, {})
-    try:
-        found = record["body"].numpy() if set(record) == {"body"} else None
-    except (ValueError, TypeError, OSError, EOFError, MemoryError):
-        found = None
-    if found is None or found.ndim != 1 or found.dtype != np.uint8:
+    """Decode the body of a letter."""
+    body = _arrays(content, name, whose).get("body")
+    if body is None or body.ndim != 1 or body.dtype != np.uint8:
         raise DataError(f"The message of {whose} has no letter {name!r}.", kind="bad message")
-    return bytes(found.tobytes())
+    return body.tobytes()
+
+
+# -- arrays ------------------------------------------------------------------------------------
+
+
+def _record(tensors: Mapping[str, Tensor]) -> ArrayRecord:
+    arrays = {name: Array(np.asarray(value.detach().cpu().contiguous().numpy())) for name, value in tensors.items()}
+    return ArrayRecord(arrays)
+
+
+def _arrays(content: RecordDict, name: str, whose: str) -> dict[str, NDArray[Any]]:
+    record = content.array_records.get(name)
+    if record is None:
+        raise DataError(f"The message of {whose} has no {name!r}.", kind="bad message")
+    try:
+        return {key: np.array(value.numpy()) for key, value in record.items()}
+    except (ValueError, TypeError, OSError, EOFError, MemoryError) as error:
+        raise DataError(
+            f"The message of {whose}: {name!r} holds an array that cannot be read ({type(error).__name__}).",
+            kind="bad message",
+        ) from error
+
+
+def _tensors(content: RecordDict, name: str, whose: str) -> dict[str, Tensor]:
+    try:
+        return {key: torch.from_numpy(value) for key, value in _arrays(content, name, whose).items()}
+    except TypeError as error:  # a type that torch does not have
+        raise DataError(f"The message of {whose}: {name!r} holds no tensors.", kind="bad message") from error
+
+
+def _require_parts(parts: Mapping[str, Tensor], whose: str, names: tuple[str, ...]) -> None:
+    if set(parts) != set(names):
+        raise DataError(
+            f"The answer of {whose!r} has {', '.join(sorted(parts)) or 'nothing'} where {', '.join(names)} are needed.",
+            kind="bad answer",
+        )
+    odd = next((name for name in names if name != "embeddings" and parts[name].is_floating_point()), None)
+    if odd is not None or parts["embeddings"].dtype not in _FLOATS:
+        raise DataError(f"The answer of {whose!r}: {odd or 'embeddings'} is of the wrong type.", kind="bad answer")

@@ -1,8 +1,8 @@
-"""The server's side: whom to ask, what to add up, what to pass on, and whom to go on without.
+"""The server's side: whom to ask, what to add up, what to pass on, and whom to continue without.
 
 It holds no data and trains nothing. Its rounds are those of `lit_dpret.federated.inprocess`, between machines: a silo
-that is gone, late, broken or sends nonsense is named in ``faults``, the round goes on with the others, and it is asked
-again in the next one.
+that is gone, late, broken or sends nonsense is named in ``faults``, the round continues with the others, and the silo
+is asked again in the next one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from torch import Tensor
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.federated.aggregation import Weights, check_enough, client_weights, fingerprint, next_weights
 from lit_dpret.federated.fed_negatives import Site
-from lit_dpret.federated.flower.client_app import ACTS
+from lit_dpret.federated.flower.client_app import SUM_ACTS
+from lit_dpret.federated.flower.connected import ConnectedSilos
 from lit_dpret.federated.flower.library import Context, Grid, RecordDict, ServerApp
 from lit_dpret.federated.flower.masked_round import MaskedRound
 from lit_dpret.federated.flower.payloads import (
@@ -28,11 +29,11 @@ from lit_dpret.federated.flower.payloads import (
     digest_of,
     envelope,
     payload_bytes,
+    read_each,
     weights_of,
     weights_record,
 )
 from lit_dpret.federated.flower.relay import Relay
-from lit_dpret.federated.flower.roster import Roster
 from lit_dpret.federated.settings import PddAs2
 from lit_dpret.federated.storage import keep_facts, save_tensors
 from lit_dpret.files import write_whole
@@ -40,7 +41,7 @@ from lit_dpret.progress import ProgressLine
 
 PHASES = {
     "train.stage1": "stage 1",
-    **{f"train.{act}": "stage 1" for act in ACTS},
+    **{f"train.{act}": "stage 1" for act in SUM_ACTS},
     "query.seal_key": "requests",
     "query.fedneg_request": "requests",
     "query.fedneg_serve": "responses",
@@ -56,34 +57,37 @@ class FlowerResult:
         weights: The global weights.
         measures: For each system the mean measures of each silo that shares them; of none under a budget.
         queries: How many queries those are means of.
-        epsilon: What each silo that tells it says that it has spent of its budget.
-        sent: Bytes of tensors by phase, both ways, without envelopes.
-        sent_by_silo: The same for each silo.
-        rounds: Whose updates each round of stage 1 that this process ran is made of.
-        faults: Silos that were gone on without, when, and why.
+        epsilon: What each silo says it has spent of its budget, of those that tell.
+        sent_by_silo: Bytes of tensors of each silo by phase, both ways, without envelopes.
+        rounds: Whose updates each round of stage 1 is made of, of the rounds that this process ran.
+        faults: Silos that were left out, when, and why.
     """
 
     weights: Weights = field(default_factory=dict)
     measures: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
     queries: dict[str, int] = field(default_factory=dict)
     epsilon: dict[str, float] = field(default_factory=dict)
-    sent: Counter[str] = field(default_factory=Counter)
     sent_by_silo: dict[str, Counter[str]] = field(default_factory=dict)
     rounds: dict[int, list[str]] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
 
+    @property
+    def sent(self) -> Counter[str]:
+        """Bytes by phase, of all silos together."""
+        return sum(self.sent_by_silo.values(), Counter())
+
     def facts(self) -> dict[str, Any]:
-        """All but the weights, as plain values."""
+        """Return everything but the weights, as plain values."""
         return {"measures": self.measures, "queries": self.queries, "epsilon": self.epsilon,
                 "sent": dict(self.sent), "rounds": self.rounds,
                 "sent_by_silo": {name: dict(sent) for name, sent in self.sent_by_silo.items()},
                 "faults": self.faults}  # fmt: skip
 
     def mean(self, system: str, metric: str) -> float:
-        """Over all queries of all silos that share their measures.
+        """Return the mean over all queries of the silos that share their measures.
 
         Raises:
-            DataError: None does.
+            DataError: No silo does.
         """
         found = self.measures.get(system)
         if not found:
@@ -96,9 +100,8 @@ class FlowerFederation:
     """A run of PDD-AS2 as its server sees it.
 
     Guarantees:
-        - A silo is known by the message that it replies to and never by what its reply says.
-        - A round of stage 1, or an epoch of stage 2, that is finished is not made again by a server that was
-          started once more.
+        - A silo is identified by the message that it replies to, never by what its reply says.
+        - A server that is started again does not repeat a finished round of stage 1 or epoch of stage 2.
 
     Args:
         settings: Of the run; every silo has the same, or refuses.
@@ -146,19 +149,19 @@ class FlowerFederation:
             kind = f"personal-{settings.stage2.negatives}"
             keep_facts(self.folder / "run.json", kind, {**facts, **asdict(settings.stage2)})
         self.result = FlowerResult()
-        self._roster = Roster(self.result.faults, timeout=timeout, wait=wait, numbered=settings.roster)
+        self.silos = ConnectedSilos(self.result.faults, timeout=timeout, wait=wait, numbered=settings.roster)
 
     def run(
         self, grid: Grid, *, measure: Sequence[str] = ("bm25", "stage1", "stage2"), split: str = "test"
     ) -> FlowerResult:
-        """Both stages, and what the silos say that they are worth.
+        """Run both stages, and collect the measures that the silos tell.
 
         Args:
             grid: Carries the messages.
             measure: Without ``stage2`` in it stage 2 is not run, and ``bm25`` alone trains nothing.
             split: Of the questions.
         """
-        self._roster.wait_for(grid, self.min_clients)
+        self.silos.wait_for(grid, self.min_clients)
         if "bm25" in measure:
             self.measure(grid, "bm25", None, split=split)
         if "stage1" in measure or "stage2" in measure:
@@ -173,7 +176,7 @@ class FlowerFederation:
     # -- stage 1 -------------------------------------------------------------------------------
 
     def train_shared(self, grid: Grid) -> Weights:
-        """Round after round: one local epoch of every silo that is there, then the mean."""
+        """Run every round: one local epoch of every connected silo, then the mean."""
         weights: Weights = dict(self.start)
         rounds = self.settings.stage1.warmup_rounds + self.settings.stage1.rounds
         with ProgressLine("stage 1, rounds of all silos") as progress:
@@ -196,12 +199,13 @@ class FlowerFederation:
         for name in self._present(grid, where):
             contents[name] = self._envelope(round=number)
             contents[name]["weights"] = sent
-        updates = self._read(
+        updates = read_each(
             self._exchange(grid, "train.stage1", contents, where),
             lambda name, content: weights_of(content, f"client {name!r}", like=weights),
+            self.result.faults,
             where,
         )
-        stage, examples = self.settings.stage1, self._roster.examples
+        stage, examples = self.settings.stage1, self.silos.examples
         shares = client_weights({name: examples[name] for name in updates}, stage.weighting, n_hat=stage.n_hat)
         try:
             found, self.result.rounds[number] = next_weights(
@@ -212,7 +216,7 @@ class FlowerFederation:
         return found
 
     def _masked_round(self, grid: Grid, weights: Weights, number: int, where: str) -> Weights:
-        numbers = self._roster.numbers(self._present(grid, where))
+        numbers = self.silos.numbers(self._present(grid, where))
         try:
             masked = MaskedRound(
                 settings=self.settings,
@@ -224,7 +228,7 @@ class FlowerFederation:
                 faults=self.result.faults,
                 where=where,
                 min_clients=self.min_clients,
-                roster=self._roster.listed,
+                roster=self.silos.listed,
             )
             found, self.result.rounds[number] = masked.run(self.folder / f"unmasking-{number:03}.json")
         except DataError as error:
@@ -238,7 +242,7 @@ class FlowerFederation:
     # -- stage 2 -------------------------------------------------------------------------------
 
     def personalise(self, grid: Grid, weights: Mapping[str, Tensor]) -> None:
-        """Every silo its own query encoder, negatives asked for anew every ``refresh_every`` epochs."""
+        """Let every silo train its own query encoder, with new negatives every ``refresh_every`` epochs."""
         stage = self.settings.stage2
         with ProgressLine("stage 2, epochs of all silos") as progress:
             for number in range(stage.epochs):
@@ -247,8 +251,19 @@ class FlowerFederation:
                     continue
                 where = f"stage 2, epoch {number}"
                 names = self._present(grid, where)
-                relay, numbers = self._relay(grid, weights, number), self._roster.numbers(names)
-                pools = relay.pools(names, numbers) if stage.asks(number) else {name: {} for name in names}
+                relay = Relay(
+                    settings=self.settings,
+                    sites=self.sites,
+                    dim=self.dim,
+                    refresh=number,
+                    exchange=lambda kind, contents, where=f"refresh {number}": (  # type: ignore[misc]
+                        self._exchange(grid, kind, contents, where)
+                    ),
+                    message=lambda name, **facts: self._global(name, weights, **facts),
+                    faults=self.result.faults,
+                    numbers=self.silos.numbers(names),
+                )
+                pools = relay.pools() if stage.asks(number) else {name: {} for name in names}
                 contents: dict[str, RecordDict] = {}
                 for name, records in pools.items():
                     contents[name] = self._global(name, weights, epoch=number)
@@ -256,25 +271,14 @@ class FlowerFederation:
                         contents[name][kind] = record
                 finished = self._exchange(grid, "train.personalise", contents, where)
                 for name, content in finished.items():
-                    relay.told(name, content, {place: silo for silo, place in numbers.items()})
+                    relay.report_refusals(name, content)
                 _write_json(done, {"schema": SCHEMA, "silos": sorted(finished)})
                 progress(number + 1, stage.epochs)
-
-    def _relay(self, grid: Grid, weights: Mapping[str, Tensor], refresh: int) -> Relay:
-        return Relay(
-            settings=self.settings,
-            sites=self.sites,
-            dim=self.dim,
-            refresh=refresh,
-            exchange=lambda kind, contents: self._exchange(grid, kind, contents, f"refresh {refresh}"),
-            message=lambda name, **facts: self._global(name, weights, **facts),
-            faults=self.result.faults,
-        )
 
     # -- measures ------------------------------------------------------------------------------
 
     def measure(self, grid: Grid, system: str, weights: Mapping[str, Tensor] | None, *, split: str = "test") -> None:
-        """Every silo measures on its own collection, and keeps what it finds, or tells the means."""
+        """Let every silo measure on its own collection; it keeps what it finds, or tells the means."""
         self.result.measures[system] = {}
         where = f"measures of {system}"
         contents: dict[str, RecordDict] = {}
@@ -300,10 +304,10 @@ class FlowerFederation:
     # -- messages ------------------------------------------------------------------------------
 
     def _global(self, name: str, weights: Mapping[str, Tensor], **facts: Any) -> RecordDict:
-        """A message about the global weights, with them where the silo does not have them yet."""
+        """Make a message about the global weights, with them where the silo does not have them yet."""
         wanted = fingerprint(weights)
         content = self._envelope(weights=wanted, **facts)
-        if self._roster.lacks(name, wanted):
+        if self.silos.lacks(name, wanted):
             content["weights"] = weights_record(weights)
         return content
 
@@ -311,27 +315,15 @@ class FlowerFederation:
         return envelope(settings=digest_of(self.settings), **facts)
 
     def _present(self, grid: Grid, where: str) -> list[str]:
-        return self._roster.present(grid, where, self._envelope())
+        return self.silos.present(grid, where, self._envelope())
 
     def _exchange(self, grid: Grid, kind: str, contents: Mapping[str, RecordDict], where: str) -> dict[str, RecordDict]:
-        """The answers of those who answered well, and the bytes that all of it took."""
-        found = self._roster.exchange(grid, kind, contents, where)
+        """Return the answers of the silos that answered well, and count the bytes of all messages."""
+        found = self.silos.exchange(grid, kind, contents, where)
         if kind in PHASES:
             for name, content in contents.items():
                 size = payload_bytes(content) + (payload_bytes(found[name]) if name in found else 0)
-                self.result.sent[PHASES[kind]] += size
                 self.result.sent_by_silo.setdefault(name, Counter())[PHASES[kind]] += size
-        return found
-
-    def _read(
-        self, contents: Mapping[str, RecordDict], read: Callable[[str, RecordDict], Any], where: str
-    ) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for name, content in contents.items():
-            try:
-                found[name] = read(name, content)
-            except DataError as error:
-                self.result.faults.append(f"{where}: {error}")
         return found
 
 
@@ -342,13 +334,13 @@ def build_server_app(
     split: str = "test",
     on_result: Callable[[FlowerResult], None] | None = None,
 ) -> ServerApp:
-    """The server's app: runs the federation and writes ``federation.json`` beside its weights.
+    """Build the server's app, which runs the federation and writes ``federation.json`` beside its weights.
 
     Args:
         federation: The run.
         measure: As for `FlowerFederation.run`.
         split: The same.
-        on_result: Told at the end.
+        on_result: Called at the end.
     """
     app = ServerApp()
 

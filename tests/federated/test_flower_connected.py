@@ -9,10 +9,10 @@ import pytest
 pytest.importorskip("flwr", reason="needs the extra federated (flwr)")
 
 from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.federated.flower.connected import ConnectedSilos
 from lit_dpret.federated.flower.grid import InProcessGrid
 from lit_dpret.federated.flower.library import SUPERLINK_NODE_ID, ClientApp, Context, Message, RecordDict, acting_as
 from lit_dpret.federated.flower.payloads import envelope
-from lit_dpret.federated.flower.roster import Roster
 
 app = ClientApp()
 
@@ -29,12 +29,12 @@ def ping(message: Message, context: Context) -> Message:
     return Message(RecordDict() if nonsense else envelope(name="a", node=context.node_id), reply_to=message)
 
 
-def federation(*names: Any, examples: Any = 5) -> tuple[InProcessGrid, Roster]:
+def federation(*names: Any, examples: Any = 5) -> tuple[InProcessGrid, ConnectedSilos]:
     nodes = {number: {"name": name, "examples": examples} for number, name in enumerate(names, start=2)}
-    return InProcessGrid(app, nodes), Roster([], wait=0.0)
+    return InProcessGrid(app, nodes), ConnectedSilos([], wait=0.0)
 
 
-def present(grid: InProcessGrid, roster: Roster) -> list[str]:
+def present(grid: InProcessGrid, roster: ConnectedSilos) -> list[str]:
     with acting_as(run_id=1, node_id=SUPERLINK_NODE_ID):
         return roster.present(grid, "now", envelope())
 
@@ -82,4 +82,4 @@ def test_a_federation_whose_silos_do_not_come_is_not_waited_for_forever() -> Non
         roster.wait_for(grid, 2)
     for settings in ({"wait": -1.0}, {"timeout": 0.0}):
         with pytest.raises(ConfigurationError, match=f"{next(iter(settings))}"):
-            Roster([], **settings)
+            ConnectedSilos([], **settings)

@@ -1,4 +1,4 @@
-"""Who is there: the server's list of silos, and messages to them whose failures are somebody's."""
+"""Who is connected: the server's list of silos, and messages to them whose failures are reported by name."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from lit_dpret.federated.flower.payloads import head_of
 _LONGEST = 200  # characters of what a node says of its own failure
 
 
-class Roster:
+class ConnectedSilos:
     """The silos of a run by name, and the nodes that they answer from.
 
     Guarantees:
-        - A silo is known by the message that it replies to and never by what its reply says: it can neither answer
-          for another one nor take the name of one that is there.
-        - Whoever does not answer well is named in ``faults``, is left out of this exchange, and is asked again in
+        - A silo is identified by the message that it replies to, never by what its reply says: it can neither answer
+          for another silo nor take the name of one that is connected.
+        - A silo that does not answer well is named in ``faults`` and left out of this exchange, and is asked again in
           the next.
 
     Args:
-        faults: Told of everything that went wrong.
+        faults: Receives everything that goes wrong.
         timeout: Seconds to wait for the answers of a round; null waits as long as Flower keeps messages.
         wait: Seconds to wait until enough silos are there.
-        numbered: A silo without a number on a roster of keys is left out.
+        numbered: Leave out silos without a number on a roster of keys.
 
     Raises:
         ConfigurationError: A number is out of range.
@@ -48,11 +48,7 @@ class Roster:
         self._holds: dict[str, str] = {}
 
     def wait_for(self, grid: Grid, count: int) -> None:
-        """Wait until so many nodes are there.
-
-        Raises:
-            DataError: They are not there in time.
-        """
+        """Wait until so many nodes are there; raise a DataError where they are not there in time."""
         until = time.monotonic() + self.wait
         while (there := len(list(grid.get_node_ids()))) < count:
             if time.monotonic() > until:
@@ -63,7 +59,7 @@ class Roster:
             time.sleep(0.5)
 
     def present(self, grid: Grid, where: str, greeting: RecordDict) -> list[str]:
-        """The names of the silos that are there now; who is new introduces itself, who is missing is named."""
+        """Return the names of the silos that are there; new ones introduce themselves, missing ones are reported."""
         here = set(grid.get_node_ids())
         strangers = sorted(here - set(self._nodes.values()))
         answers = self._send(grid, "query.describe", dict.fromkeys(strangers, greeting))
@@ -91,31 +87,24 @@ class Roster:
         return sorted(name for name, node in self._nodes.items() if node in here)
 
     def numbers(self, names: list[str]) -> dict[str, int]:
-        """The numbers of silos towards each other: those of the roster of keys, or in the order of their names."""
+        """Return the numbers that silos know each other by: those of the roster of keys, or by order of names."""
         if self._numbered:
             return {name: self._numbers[name] for name in names}
         return {name: place for place, name in enumerate(sorted(names), start=1)}
 
     @property
     def listed(self) -> int:
-        """How many silos are on the roster of keys, as most of those that are known say; 0 where there is none."""
+        """The length of the roster of keys, as most of the known silos say; 0 where there is none."""
         return Counter(self._listed.values()).most_common(1)[0][0] if self._listed else 0
 
     def lacks(self, name: str, what: str) -> bool:
-        """Whether a silo still has to be sent this; it is taken to have it from now on, until it fails."""
+        """Tell whether a silo still has to be sent this; from now on it counts as having it, until it fails."""
         known = self._holds.get(name)
         self._holds[name] = what
         return known != what
 
     def exchange(self, grid: Grid, kind: str, contents: Mapping[str, RecordDict], where: str) -> dict[str, RecordDict]:
-        """The answers to one message for each silo.
-
-        Args:
-            grid: Carries them.
-            kind: Type of the messages.
-            contents: By name.
-            where: In the words of the faults.
-        """
+        """Send each silo its message of type ``kind`` and return the answers; faults begin with ``where``."""
         answers = self._send(grid, kind, {self._nodes[name]: content for name, content in contents.items()})
         found: dict[str, RecordDict] = {}
         for name in contents:
@@ -131,7 +120,7 @@ class Roster:
         return whole and all(known != number for other, known in self._numbers.items() if other != name)
 
     def _send(self, grid: Grid, kind: str, contents: Mapping[int, RecordDict]) -> dict[int, RecordDict | str]:
-        """By node its answer, or what is wrong with it; nothing of a node that did not answer in time."""
+        """Map node id to its answer or an error message; a node that did not answer in time is missing."""
         messages = [Message(content, node, kind) for node, content in contents.items()]
         replies = list(grid.send_and_receive(messages, timeout=self.timeout)) if messages else []
         node_of = {message.metadata.message_id: message.metadata.dst_node_id for message in messages}
