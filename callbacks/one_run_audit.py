@@ -18,10 +18,8 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from lit_dpret.audit.canaries.audit_scores import AuditScores, read_scores, write_scores
 from lit_dpret.audit.canaries.canary import Kind
-from lit_dpret.audit.canaries.coin_flips import CoinFlips
-from lit_dpret.audit.canaries.coins_in_run import coins_in_run
+from lit_dpret.audit.canaries.coin_flips import AuditScores, CoinFlips, coins_in_run, read_scores, write_scores
 from lit_dpret.audit.canaries.suite import EVALUATION_SPLITS
 from lit_dpret.audit.statistics.claim import SHARES, Refutation, both_ends, both_ends_audit, refute
 from lit_dpret.audit.statistics.evidence import Evidence

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_dpret.audit.canaries import CANARIES, CanarySet, read_canaries
-from lit_dpret.audit.canaries.files import set_sha256
+from lit_dpret.audit.canaries.canary import set_sha256
 from lit_dpret.audit.canaries.findings import ALARM, PAPER_KINDS, POOLED, Cell, Excess, Limits, Outcome, cells_of
 from lit_dpret.audit.canaries.suite import QUERY_SIDE_ONLY
 from lit_dpret.audit.statistics.evidence import Evidence

@@ -9,9 +9,7 @@ from typing import Any, get_args
 
 from lit_dpret.audit.canaries import Canary
 from lit_dpret.audit.canaries.findings import Limits, secret_limits
-from lit_dpret.audit.canaries.leaks import Leak, draw_leaks
-from lit_dpret.audit.canaries.pair_scores import score_pairs
-from lit_dpret.audit.canaries.scores import Span, score_canaries
+from lit_dpret.audit.canaries.scores import Leak, Span, draw_leaks, score_canaries, score_pairs
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.encoders import load_towers
 from lit_dpret.errors import ConfigurationError, UnsupportedAccountingError
@@ -31,7 +29,7 @@ class Measurement:
         top_p, temperature, max_new_tokens: Of those draws; take the settings of the release.
         span: What a candidate is judged by: the ``secret`` alone, or the whole ``query``.
 
-    A dual encoder draws nothing, and judges pairs (`lit_dpret.audit.canaries.pair_scores`); none of this is about it.
+    A dual encoder draws nothing, and judges pairs (`lit_dpret.audit.canaries.scores`); none of this is about it.
     """
 
     draws: int = 20

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 from rich.console import Console
 
-from lit_dpret.audit.statistics.checks import check_confidence
+from lit_dpret.audit.statistics.evidence import check_confidence
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.start import model_folder
 from lit_dpret.datamodules.silo_folder import read_manifest, silo_folders

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from torch import Tensor
 
-from lit_dpret.audit.attacks.inversion.decoder import (
+from lit_dpret.audit.attacks.decoder import (
     How,
     PrefixDecoder,
     Words,
@@ -25,9 +25,7 @@ from lit_dpret.audit.attacks.inversion.decoder import (
     losses_of,
     new_language_model,
 )
-from lit_dpret.audit.attacks.inversion.probe import shuffled_order, told
-from lit_dpret.audit.attacks.inversion.quality import recovered
-from lit_dpret.audit.attacks.inversion.ranking import align, identify
+from lit_dpret.audit.attacks.inversion import align, identify, recovered, shuffled_order, told
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.start import model_folder
 from lit_dpret.datamodules.fields import Fields

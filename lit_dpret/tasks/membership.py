@@ -17,7 +17,7 @@ from lit_dpret.audit.attacks.coins import COINS_NAME, Coins
 from lit_dpret.audit.attacks.membership import AttackResult, measure
 from lit_dpret.audit.attacks.release import bigram_scores, disclosures, nearest_scores, repeated
 from lit_dpret.audit.attacks.shadows import shadow_scores
-from lit_dpret.audit.statistics.checks import check_confidence
+from lit_dpret.audit.statistics.evidence import check_confidence
 from lit_dpret.audit.statistics.scores import CanaryScores
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.start import model_folder

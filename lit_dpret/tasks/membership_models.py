@@ -11,8 +11,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lit_dpret.audit.attacks.encoder_signals import EncodedPairs, encode_pairs, encoder_signals, mean_by_query
-from lit_dpret.audit.attacks.generator_signals import generator_signals
+from lit_dpret.audit.attacks.signals import (
+    EncodedPairs,
+    encode_pairs,
+    encoder_signals,
+    generator_signals,
+    mean_by_query,
+)
 from lit_dpret.encoders import load_towers
 from lit_dpret.errors import DataError
 from lit_dpret.files import write_whole

@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "audit" / "canaries"))
 from conftest import digit_tokenizer
 
 from lit_dpret.audit.canaries import CANARIES, CanarySuite, read_canaries
-from lit_dpret.audit.canaries.lengths import check_fits
-from lit_dpret.audit.canaries.pair_scores import score_pairs
+from lit_dpret.audit.canaries.canary import check_fits
+from lit_dpret.audit.canaries.scores import score_pairs
 from lit_dpret.cards.card import read_card
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.encoders import Contract, TextEncoder, load_towers

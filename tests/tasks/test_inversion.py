@@ -15,7 +15,7 @@ from tiny_generator import WORDS
 from tiny_models import tiny_bert, words_tokenizer
 from tiny_tasks import parts
 
-from lit_dpret.audit.attacks.inversion.decoder import new_language_model
+from lit_dpret.audit.attacks.decoder import new_language_model
 from lit_dpret.encoders import Contract, TextEncoder
 from lit_dpret.encoders.st_folder import save_sentence_transformer
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError

@@ -18,9 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from lit_dpret.audit.statistics.binomial import rate_at_least, rate_at_most
-from lit_dpret.audit.statistics.checks import check_confidence
-from lit_dpret.audit.statistics.evidence import Evidence
+from lit_dpret.audit.statistics.error_rates import rate_at_least, rate_at_most
+from lit_dpret.audit.statistics.evidence import Evidence, check_confidence
 from lit_dpret.audit.statistics.metrics import Interval, accuracy_at_least, auc, bootstrap_all, tpr_at_fpr
 from lit_dpret.audit.statistics.one_run import one_run_audit
 from lit_dpret.audit.statistics.scores import CanaryScores

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lit_dpret.audit.attacks.unit_rows import unit_rows
+from lit_dpret.audit.attacks.signals import unit_rows
 from lit_dpret.audit.statistics.evidence import Evidence
 from lit_dpret.audit.statistics.one_run import one_run_counts
 from lit_dpret.errors import ConfigurationError, DataError

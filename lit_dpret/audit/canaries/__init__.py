@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from lit_dpret.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from lit_dpret.audit.canaries.canary import Canary, CanarySet
-    from lit_dpret.audit.canaries.files import CANARIES, read_canaries, write_canaries
+    from lit_dpret.audit.canaries.canary import CANARIES, Canary, CanarySet, read_canaries, write_canaries
     from lit_dpret.audit.canaries.planting import plant
     from lit_dpret.audit.canaries.suite import CanarySuite
 else:
@@ -19,9 +18,9 @@ else:
         {
             "Canary": "canary",
             "CanarySet": "canary",
-            "CANARIES": "files",
-            "read_canaries": "files",
-            "write_canaries": "files",
+            "CANARIES": "canary",
+            "read_canaries": "canary",
+            "write_canaries": "canary",
             "plant": "planting",
             "CanarySuite": "suite",
         },

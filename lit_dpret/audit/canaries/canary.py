@@ -2,16 +2,25 @@
 
 The secret was drawn uniformly from the candidates, by a coin that has nothing to do with training; ranks and
 exposure mean nothing otherwise. A canary has no owner: planting it takes nothing from anybody's privacy, but the
-model that is trained on it is another model.
+model that is trained on it is another model. The file of a run's canaries holds secrets and coins; it stays beside the
+run.
+
+A secret that a model's lengths cut away is trained on by nobody: its canary is an ordinary text, and the audit that
+rests on it finds nothing. So it is refused before training, for every candidate and on both sides (`check_fits`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
 from lit_dpret.datamodules.records import Row
+from lit_dpret.errors import ConfigurationError, DataError, schema_problem
+from lit_dpret.files import write_whole
 
 Kind = Literal["digits", "own_passage", "random_passage", "echo", "new_token"]
 Side = Literal["query", "passage", "both"]
@@ -49,22 +58,22 @@ class Canary:
     included: bool = True
 
     def query_with(self, secret: str) -> str:
-        """The query as it stands, or would stand, with this secret."""
+        """Return the query with this secret."""
         return self.query if self.side == "passage" else f"{self.query} {secret}".strip()
 
     def passage_with(self, secret: str) -> str:
-        """The passage with this secret."""
+        """Return the passage with this secret."""
         return self.passage if self.side == "query" else f"{self.passage} {secret}".strip()
 
     def units(self) -> Iterator[tuple[Row, ...]]:
-        """What is trained on: a unit for each copy, without a row where the coin left the canary out."""
+        """Yield the units that are trained on, one for each copy, without a row where the coin left the canary out."""
         query, passage = self.query_with(self.secret), self.passage_with(self.secret)
         for copy in range(self.copies):
             row = Row(f"{OWN_ID}{self.name}:{copy}", query, self.passage_id, passage, frozenset((self.passage_id,)))
             yield (row,) if self.included else ()
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON values, the secret among them."""
+        """Return the fields as JSON values, the secret among them."""
         return asdict(self)
 
 
@@ -83,5 +92,148 @@ class CanarySet:
     nonce: str = field(repr=False)
 
     def units(self) -> list[tuple[Row, ...]]:
-        """The units of all copies; their number does not depend on coins."""
+        """Return the units of all copies; their number does not depend on coins."""
         return [unit for canary in self.canaries for unit in canary.units()]
+
+
+CANARIES = "canaries.json"
+SCHEMA = "lit-dpret/canaries/1"
+
+
+def set_sha256(canaries: CanarySet) -> str:
+    """Return the SHA-256 of the file: it fixes what was planted before training, and reveals no secret."""
+    return hashlib.sha256(_text(canaries).encode()).hexdigest()
+
+
+def write_canaries(canaries: CanarySet, folder: str | Path) -> Path:
+    """Write ``canaries.json``, whole or not at all, readable by its owner alone.
+
+    Raises:
+        StorageError: It cannot be written.
+    """
+    return write_whole(Path(folder) / CANARIES, _text(canaries), owner_only=True)
+
+
+def read_canaries(path: str | Path) -> CanarySet:
+    """Read what `write_canaries` wrote, from the file or its folder.
+
+    Raises:
+        DataError: It is missing, malformed, or a newer version wrote it.
+    """
+    path = Path(path)
+    path = path / CANARIES if path.is_dir() else path
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(f"There is no readable file of canaries at {path}: {error.strerror}.") from error
+    except ValueError as error:
+        raise DataError(f"{path} is not JSON.") from error
+    if problem := schema_problem(facts.get("schema") if isinstance(facts, dict) else None, SCHEMA):
+        raise DataError(f"{path} cannot be read: {problem}")
+    try:
+        canaries = tuple(Canary(**one | {"candidates": tuple(one["candidates"])}) for one in facts["canaries"])
+        return CanarySet(canaries, dict(facts["settings"]), str(facts["nonce"]))
+    except (KeyError, TypeError) as error:
+        raise DataError(f"{path} is malformed: a field of a canary is missing or unknown.") from error
+
+
+def _text(canaries: CanarySet) -> str:
+    facts = {
+        "schema": SCHEMA,
+        "note": "Secrets and coins of an audit: whoever reads this before the audit could make it say anything.",
+        "nonce": canaries.nonce,
+        "settings": canaries.settings,
+        "canaries": [canary.to_dict() for canary in canaries.canaries],
+    }
+    return json.dumps(facts, indent=1, ensure_ascii=True) + "\n"
+
+
+_PIECES = 2  # a tokenizer may put a mark of white space before the token
+
+
+class Reader(Protocol):
+    """Whatever turns texts into tokens: a module that trains on them, or a saved generator's codec."""
+
+    def token_ids(self, texts: Sequence[str], side: str, *, whole: bool = False) -> list[list[int]] | None: ...
+
+
+def check_all_fit(reader: object, canaries: Iterable[Canary], *, shorter: str | None = None) -> None:
+    """`check_fits` of each canary, where ``reader`` has a say in tokens.
+
+    Raises:
+        ConfigurationError: As `check_fits`.
+    """
+    if hasattr(reader, "token_ids"):
+        for canary in canaries:
+            check_fits(reader, canary, shorter=shorter)
+
+
+def cut_side(reader: object, canary: Canary) -> Literal["query", "passage"] | None:
+    """Return the side whose text is too long for the model with any of the candidates; the query first.
+
+    It does not depend on which candidate was drawn, so a canary may be chosen or passed over by it.
+    """
+    if not hasattr(reader, "token_ids"):
+        return None
+    for side, texts in _filled(canary):
+        whole, read = reader.token_ids(texts, side, whole=True), reader.token_ids(texts, side)
+        if whole is not None and read is not None and whole != read:
+            return side
+    return None
+
+
+def check_fits(reader: Reader, canary: Canary, *, shorter: str | None = None) -> None:
+    """Raise for a canary of which a model does not see the whole secret.
+
+    Args:
+        reader: The model's way with texts; one that gives no tokens refuses nothing.
+        canary: With its secret and all others that could have been planted.
+        shorter: What else can be done about a text that is too long, beside raising the length.
+
+    Raises:
+        ConfigurationError: A text with a secret in it is cut, naming canary and length; or two secrets are one to the
+            tokenizer.
+    """
+    check_sentinels(reader, canary)
+    for side, texts in _filled(canary):
+        whole, read = reader.token_ids(texts, side, whole=True), reader.token_ids(texts, side)
+        if whole is None or read is None:
+            return
+        if whole != read:
+            longest = max(map(len, read))
+            words = "suffix" if canary.kind == "echo" else side
+            raise ConfigurationError(
+                f"Canary {canary.name}: its {side} is longer than model.max_{side}_length={longest}, so the secret "
+                f"would be cut. Raise it, or {shorter or f'lower canaries.{words}_words'}."
+            )
+        if len(set(map(tuple, whole))) < len(whole):
+            raise ConfigurationError(
+                f"Canary {canary.name}: the tokenizer gives two candidates the same tokens. Does it know the "
+                "characters of canaries.kinds? A new_token canary needs a model with as many <extra_id_N> as "
+                "canaries.new_tokens."
+            )
+
+
+def _filled(canary: Canary) -> Iterator[tuple[Literal["query", "passage"], list[str]]]:
+    """Yield each side that holds the secret, and its text with every candidate."""
+    if canary.side in ("query", "both"):
+        yield "query", [canary.query_with(secret) for secret in canary.candidates]
+    if canary.side in ("passage", "both"):
+        yield "passage", [canary.passage_with(secret) for secret in canary.candidates]
+
+
+def check_sentinels(reader: object, canary: Canary) -> None:
+    """Raise where an unused token of T5 is many tokens to the tokenizer.
+
+    Raises:
+        ConfigurationError: The canary is of kind ``new_token``, and the reader has no such tokens.
+    """
+    if canary.kind != "new_token" or not hasattr(reader, "token_ids"):
+        return
+    found = reader.token_ids(["", "<extra_id_0>"], "query", whole=True)
+    if found is not None and len(found[1]) - len(found[0]) > _PIECES:
+        raise ConfigurationError(
+            f"Canary {canary.name} is of kind new_token, and this model has no unused tokens <extra_id_N>: its "
+            f"tokenizer makes {len(found[1]) - len(found[0])} tokens of one. Choose canaries.kinds=[echo], whose "
+            "secrets are rare words, for it."
+        )

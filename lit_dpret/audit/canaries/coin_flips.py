@@ -14,19 +14,34 @@ coin's two sides must be *neighbours under the relation of the claim*, and nothi
 In each case the bound is one on the claim's own epsilon, with no factor of two. What the canaries do to each other,
 through the weights or through the negatives of a batch, is the mechanism's affair: the theorem holds for any
 mechanism, and losses that couple the units of a batch change nothing about its coins.
+
+A run on images gets pictures of pure noise: noise belongs to nobody, no two pictures of it are alike, and a model that
+brings two views of one together has learned that picture. Coins and scores are kept beside the run, so that it can go
+on with them and the bound can be computed again; the scores of a model before it was trained tell nothing.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from lit_dpret.audit.canaries.canary import CanarySet
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lit_dpret.audit.canaries.canary import CANARIES, CanarySet, Kind, check_all_fit, read_canaries, write_canaries
 from lit_dpret.audit.canaries.planting import planted_facts
+from lit_dpret.audit.canaries.suite import CanarySuite
+from lit_dpret.datamodules.images import ImageRow
 from lit_dpret.datamodules.planted import Planted
 from lit_dpret.datamodules.records import Row
-from lit_dpret.errors import ConfigurationError
+from lit_dpret.errors import ConfigurationError, DataError, ResumeError, schema_problem
+from lit_dpret.files import write_whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +52,7 @@ class CoinFlips:
         rows: The canaries, one row each.
         twins: What takes a canary's place under ``replace_one``.
         included: The coins.
-        facts: What may be told of them before they are opened.
+        facts: Public before the coins are opened.
 
     Raises:
         ConfigurationError: Their numbers differ.
@@ -53,7 +68,7 @@ class CoinFlips:
             raise ConfigurationError("Every canary of an audit needs a row, a twin and a coin.")
 
     def units(self, neighbours: str) -> list[tuple[Any, ...]]:
-        """The units that are trained on, so that flipping one coin makes a neighbour under that relation.
+        """Return the units that are trained on, so that flipping one coin makes a neighbour under that relation.
 
         Guarantees:
             - Flipping a coin blanks a unit and keeps the others in their places (``zero_out``), exchanges its row
@@ -70,12 +85,12 @@ class CoinFlips:
         return found
 
     def planted(self, neighbours: str) -> Planted:
-        """The units and what may be told of them, for a DataModule's ``plant``."""
+        """Return the units and their public facts, for a DataModule's ``plant``."""
         return Planted(self.units(neighbours), self.facts)
 
 
 def coins_of(canaries: CanarySet) -> CoinFlips:
-    """The coins and rows of canaries that were made with ``include=0.5``, one copy and two candidates each.
+    """Return the coins and rows of canaries that were made with ``include=0.5``, one copy and two candidates each.
 
     Raises:
         ConfigurationError: They were made otherwise, so that a one-run audit does not cover them.
@@ -97,3 +112,231 @@ def coins_of(canaries: CanarySet) -> CoinFlips:
             )
     included = tuple(canary.included for canary in canaries.canaries)
     return CoinFlips(rows=rows, twins=twins, included=included, facts=planted_facts(canaries))
+
+
+IMAGE_SCHEMA = "lit-dpret/image-canaries/1"
+
+
+def image_coins(count: int, *, shape: tuple[int, int, int], seed: int | None, run_dir: Path) -> CoinFlips:
+    """Make ``count`` pictures of noise and their coins, and write what they follow from to ``canaries.json``.
+
+    Args:
+        count: How many.
+        shape: Channels, height, width.
+        seed: Null takes one from the operating system. Whoever knows it knows the coins.
+        run_dir: Where the file goes, readable by its owner alone.
+
+    Raises:
+        StorageError: It cannot be written.
+    """
+    facts = {
+        "schema": IMAGE_SCHEMA,
+        "note": "Coins of an audit: whoever reads this before the audit could make it say anything.",
+        "nonce": secrets.token_hex(16),
+        "count": count,
+        "shape": list(shape),
+        "seed": secrets.randbits(63) if seed is None else seed,
+    }
+    text = json.dumps(facts, indent=1) + "\n"
+    write_whole(run_dir / CANARIES, text, owner_only=True)
+    return _made(text)
+
+
+def read_image_coins(path: Path) -> CoinFlips:
+    """Read the file that `image_coins` wrote.
+
+    Raises:
+        DataError: It is missing, malformed, or a newer version wrote it.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        facts = json.loads(text)
+        problem = schema_problem(facts.get("schema"), IMAGE_SCHEMA)
+    except (OSError, ValueError, AttributeError) as error:
+        raise DataError(f"There is no readable file of image canaries at {path}.") from error
+    if problem:
+        raise DataError(f"{path} cannot be read: {problem}")
+    try:
+        return _made(text)
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{path} is malformed.") from error
+
+
+def _made(text: str) -> CoinFlips:
+    facts = json.loads(text)
+    count, shape = int(facts["count"]), tuple(int(side) for side in facts["shape"])
+    draws = np.random.Generator(np.random.Philox(key=int(facts["seed"])))
+    included = tuple(bool(coin) for coin in draws.random(count) < 0.5)
+    pixels = torch.from_numpy(draws.integers(0, 256, size=(2 * count, *shape), dtype=np.uint8))
+    rows = [ImageRow(f"canary:{place}", pixels[place], 0) for place in range(count)]
+    twins = [ImageRow(f"canary:{place}:twin", pixels[count + place], 0) for place in range(count)]
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return CoinFlips(
+        rows=rows, twins=twins, included=included, facts={"canaries": count, "units": count, "sha256": digest}
+    )
+
+
+SHORTER = "take canaries with shorter queries: a file of them as callbacks.audit.queries, or another kind"
+
+
+def coins_in_run(
+    data: Any,
+    count: int,
+    *,
+    kind: Kind,
+    queries: str,
+    seed: int | None,
+    run_dir: Path,
+    begun: bool,
+    resume: bool,
+    reader: object = None,
+) -> CoinFlips:
+    """Make the coin-flipped canaries of a run and write them beside it, or read them where it goes on.
+
+    Guarantees:
+        - No private row is read: words come from public passages, or a file that is declared public.
+        - A run that has begun goes on with the canaries and coins that it began with, or not at all.
+
+    Args:
+        data: The DataModule that they will be planted in.
+        count: How many.
+        kind: Of texts, as in `CanarySuite`.
+        queries: The same.
+        seed: The same.
+        run_dir: Where ``canaries.json`` lies.
+        begun: Whether the run has a ledger.
+        resume: Whether it may.
+        reader: The module that will be trained on them; it must read every secret, and every twin's, to its end.
+
+    Raises:
+        ResumeError: The run has begun, and its canaries are missing or were others.
+        ConfigurationError: The data give nothing to make canaries from, or ``reader`` would cut a secret; nothing is
+            written then.
+    """
+    images = hasattr(data, "image_shape")
+    settings = {"kinds": [kind], "queries": queries, "count": count, "seed": seed}
+    if not begun:
+        if images:
+            return image_coins(count, shape=data.image_shape, seed=seed, run_dir=run_dir)
+        suite = CanarySuite(
+            kinds=(kind,), repetitions=(1,), count=count, candidates=2, include=0.5, queries=queries, seed=seed
+        )
+        canaries = suite.make(data, reader, shorter=SHORTER)
+        write_canaries(canaries, run_dir)
+        return coins_of(canaries)
+    path = run_dir / CANARIES
+    if not resume:
+        raise ResumeError(
+            f"{run_dir} already holds a run. Say resume=true to go on with it, or choose another hydra.run.dir."
+        )
+    if not path.is_file():
+        raise ResumeError(
+            f"The run in {run_dir} was begun without the canaries of callbacks.audit, or {CANARIES} was lost: "
+            "nothing can be planted any more. Restore the file, or set callbacks.audit to null if there was none."
+        )
+    if images:
+        found = read_image_coins(path)
+        known: Mapping[str, Any] = settings | {"count": len(found.rows)}
+    else:
+        read = read_canaries(path)
+        check_all_fit(reader, read.canaries, shorter=SHORTER)
+        found, known = coins_of(read), read.settings
+    for name, value in settings.items():
+        if known.get(name) != value:
+            raise ResumeError(
+                f"resume=true with another callbacks.audit: {name} was {known.get(name)!r} and is {value!r} now. The "
+                "canaries of a run are fixed when it begins; restore the setting."
+            )
+    return found
+
+
+AUDIT_SCORES = "audit_scores.json"
+SCORES_SCHEMA = "lit-dpret/audit-scores/1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditScores:
+    """The score of each canary, in the order of their file.
+
+    Args:
+        sha256: Of the set of canaries.
+        before: Scores under the model that training began with.
+        after: Under the trained one; None until it is.
+        twins_before: Of the canaries' twins, where a twin takes the place of a canary; else empty.
+        twins_after: The same after training.
+    """
+
+    sha256: str
+    before: tuple[float, ...]
+    after: tuple[float, ...] | None = None
+    twins_before: tuple[float, ...] = ()
+    twins_after: tuple[float, ...] = ()
+
+    def learned(self) -> NDArray[np.float64]:
+        """Return how much more the model knows of each canary than its first score predicts.
+
+        Training on other rows moves all scores, those of easy texts otherwise than those of hard ones. A line through
+        (before, after) takes out what the first score explains; where twins stand in for canaries, it is laid through
+        the differences. No coin has a say in it.
+
+        Raises:
+            ResumeError: There are no scores after training.
+        """
+        if self.after is None:
+            raise ResumeError(f"{AUDIT_SCORES} holds no scores after training: the run has not ended.")
+        before, after = np.array(self.before), np.array(self.after)
+        if self.twins_before:
+            before, after = before - np.array(self.twins_before), after - np.array(self.twins_after)
+        away = before - before.mean()
+        spread = float(away @ away)
+        slope = float(away @ after) / spread if spread > 0 else 0.0
+        rest: NDArray[np.float64] = after - after.mean() - slope * away
+        return rest
+
+
+def write_scores(scores: AuditScores, folder: Path) -> Path:
+    """Write the file whole or not at all, readable by its owner alone.
+
+    Raises:
+        StorageError: It cannot be written.
+    """
+    facts: dict[str, Any] = {
+        "schema": SCORES_SCHEMA,
+        "note": "Internal. With the coins in the file of canaries this shows how the audit was decided.",
+        **{name: list(value) if isinstance(value, tuple) else value for name, value in vars(scores).items()},
+    }
+    return write_whole(folder / AUDIT_SCORES, json.dumps(facts) + "\n", owner_only=True)
+
+
+def read_scores(folder: Path, *, sha256: str) -> AuditScores:
+    """Read what `write_scores` wrote for this set of canaries.
+
+    Raises:
+        ResumeError: It is missing, malformed, of a newer version, or about other canaries.
+    """
+    path = folder / AUDIT_SCORES
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        problem = schema_problem(facts.get("schema"), SCORES_SCHEMA)
+        if problem is None:
+            found = AuditScores(
+                sha256=str(facts["sha256"]),
+                before=_numbers(facts["before"]),
+                after=None if facts["after"] is None else _numbers(facts["after"]),
+                twins_before=_numbers(facts["twins_before"]),
+                twins_after=_numbers(facts["twins_after"]),
+            )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ResumeError(
+            f"{path} cannot be read, and without the scores before training there is nothing to audit. Restore the "
+            "file, or start a new run in another hydra.run.dir."
+        ) from error
+    if problem is not None:
+        raise ResumeError(f"{path} cannot be read: {problem}")
+    if found.sha256 != sha256:
+        raise ResumeError(f"{path} is about other canaries than those of this run: restore the file.")
+    return found
+
+
+def _numbers(values: Sequence[Any]) -> tuple[float, ...]:
+    return tuple(float(value) for value in values)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from scipy.stats import t
 
-from lit_dpret.audit.statistics.binomial import rate_at_least, rate_at_most
+from lit_dpret.audit.statistics.error_rates import rate_at_least, rate_at_most
 from lit_dpret.audit.statistics.evidence import Evidence
 from lit_dpret.audit.statistics.rank_epsilon import (
     mean_rank_bound,

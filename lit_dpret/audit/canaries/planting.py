@@ -7,9 +7,14 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
-from lit_dpret.audit.canaries.canary import CanarySet
-from lit_dpret.audit.canaries.files import CANARIES, read_canaries, set_sha256, write_canaries
-from lit_dpret.audit.canaries.lengths import check_all_fit
+from lit_dpret.audit.canaries.canary import (
+    CANARIES,
+    CanarySet,
+    check_all_fit,
+    read_canaries,
+    set_sha256,
+    write_canaries,
+)
 from lit_dpret.audit.canaries.suite import CanarySuite, Sources
 from lit_dpret.datamodules.planted import Planted
 from lit_dpret.errors import ConfigurationError, ResumeError

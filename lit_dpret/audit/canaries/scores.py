@@ -1,35 +1,54 @@
-r"""What a trained generator thinks of planted secrets: perplexity, rank and exposure, by likelihood alone.
+r"""What a trained model reveals of planted secrets: perplexity, rank and exposure, and leaks in generated text.
 
-**Secret in the query** (``query``, ``both``). The log2 perplexity of the secret is the sum of -log2 p over its tokens,
-given the passage and the query before it (Carlini et al. 2019, section 3). Every candidate is put into the same place.
-Where the secret stands in the passage too, it is replaced there as well.
+**A generator, secret in the query** (``query``, ``both``). The log2 perplexity of the secret is the sum of -log2 p over
+its tokens, given the passage and the query before it (Carlini et al. 2019, section 3). Every candidate is put into the
+same place. Where the secret stands in the passage too, it is replaced there as well.
 
-**Secret in the passage** (``passage``, the papers' letter). A sequence-to-sequence model gives its input no likelihood,
-so a candidate is judged by what it makes of the output: -log2 p of the whole query, the end mark included, given the
-passage with that candidate's digits in it.
+**A generator, secret in the passage** (``passage``, the papers' letter). A sequence-to-sequence model gives its input
+no likelihood, so a candidate is judged by the output it leads to: -log2 p of the whole query, the end mark included,
+given the passage with that candidate's digits in it.
+
+**Leaks.** Queries are drawn for the passage without the secret (`prompt_without_secret`): a leak is what the model
+remembered. Where the secret stands in the passage, queries are also drawn for the passage as it was planted; the secret
+in those may be a copy of the model's input, and is counted apart.
+
+**A dual encoder** gives a text no likelihood, and writes none. It is trained to tell a query's passage from others, so
+a candidate is judged by that: -log2 of the softmax share of the canary's own passage, for the query and the passage
+with that candidate in it, among the passages of the other canaries without their secrets. Nothing here knows another
+canary's secret, so that ranks are functions of the model and of public texts, as every bound on them requires.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
-from lit_dpret.audit.canaries.canary import Canary
-from lit_dpret.audit.canaries.lengths import check_all_fit
+import numpy as np
+import torch
+
+from lit_dpret.audit.canaries.canary import Canary, check_all_fit
 from lit_dpret.audit.statistics.exposure import exposure_of_rank, extrapolated_exposure, rank
+from lit_dpret.encoders import Side, TextEncoder, Towers
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.modules.generator_folder import GeneratorModel
 from lit_dpret.synthesis.likelihood import target_scores
-from lit_dpret.synthesis.sampler import Decoding, Encoded, encode
+from lit_dpret.synthesis.sampler import Decoding, Encoded, decode, encode, uniforms
 
 Span = Literal["secret", "query"]
+
+TEMPERATURE = 0.05
+"""Of the softmax, where embeddings have length 1; dot products of any length are taken as they are."""
+
+_BETWEEN_DIGITS = re.compile(r"(?<=\d)[\s.,\-]+(?=\d)")
+_SPACES = re.compile(r"\s+")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SecretScore:
-    """What the model thinks of one canary's secret.
+    """How well the model knows one canary's secret.
 
     Attributes:
         name, kind, side, copies, included: Of the canary.
@@ -54,8 +73,22 @@ class SecretScore:
     extrapolated: float | None
     log_probability: float | None
 
+    @classmethod
+    def of(cls, canary: Canary, bits: Sequence[float], log_probability: float | None = None) -> SecretScore:
+        """Rank the canary's secret by the perplexity of each of its candidates, in their order."""
+        own = canary.candidates.index(canary.secret)
+        others = [*bits[:own], *bits[own + 1 :]]
+        place = rank(bits[own], others)
+        extrapolated = extrapolated_exposure(bits[own], others) if len(set(others)) > 1 else 0.0
+        return cls(
+            name=canary.name, kind=canary.kind, side=canary.side, copies=canary.copies, included=canary.included,
+            bits=bits[own], rank=place, exposure=exposure_of_rank(place, len(canary.candidates)),
+            margin=sum(others) / len(others) - bits[own],
+            extrapolated=extrapolated if math.isfinite(extrapolated) else None, log_probability=log_probability,
+        )  # fmt: skip
+
     def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON values; minus infinity as None beside ``never_drawn``."""
+        """Return the fields as JSON values; minus infinity as None beside ``never_drawn``."""
         facts = asdict(self)
         never = self.log_probability is not None and math.isinf(self.log_probability)
         return facts | {"log_probability": None if never else self.log_probability, "never_drawn": never}
@@ -69,7 +102,7 @@ def score_canaries(
     span: Span = "secret",
     progress: Callable[[int, int], None] | None = None,
 ) -> list[SecretScore]:
-    """Score every canary, planted or left out by its coin.
+    """Score every canary under a generator, planted or left out by its coin.
 
     Args:
         generator: The trained model with its tokenizer.
@@ -87,56 +120,48 @@ def score_canaries(
     listed = list(canaries)
     check_all_fit(generator.codec, listed)
     found = []
-    for done, canary in enumerate(listed):
-        found.append(_score(generator, canary, decoding, span))
+    for done, canary in enumerate(listed, start=1):
+        found.append(_score_text(generator, canary, decoding, span))
         if progress is not None:
-            progress(done + 1, len(listed))
+            progress(done, len(listed))
     return found
 
 
-def _score(generator: GeneratorModel, canary: Canary, decoding: Decoding, span: Span) -> SecretScore:
+def _score_text(generator: GeneratorModel, canary: Canary, decoding: Decoding, span: Span) -> SecretScore:
     codec, model = generator.codec, generator.model
     targets = codec.queries([canary.query_with(secret) for secret in canary.candidates])
     passages = [canary.passage_with(secret) for secret in canary.candidates]
-    encoded = _encoded(generator, passages[:1] if canary.side == "query" else passages)
-    scores = target_scores(model, encoded, targets)
-    starts = [0] * len(targets)
+    encoded = encode(model, codec.passages(passages[:1] if canary.side == "query" else passages))
+    log_probs = target_scores(model, encoded, targets).log_probs
     if span == "secret" and canary.side != "passage":
         stem = codec.queries([canary.query])[0][:-1] if canary.query else []
-        starts = [_common(stem, target) for target in targets]
-    ends = [len(target) - (span == "secret" and canary.side != "passage") for target in targets]
-    bits = [
-        -float(row[start:end].sum()) / math.log(2)
-        for row, start, end in zip(scores.log_probs, starts, ends, strict=True)
-    ]
-    own = canary.candidates.index(canary.secret)
-    others = bits[:own] + bits[own + 1 :]
-    place = rank(bits[own], others)
-    extrapolated = extrapolated_exposure(bits[own], others) if len(set(others)) > 1 else 0.0
-    return SecretScore(
-        name=canary.name,
-        kind=canary.kind,
-        side=canary.side,
-        copies=canary.copies,
-        included=canary.included,
-        bits=bits[own],
-        rank=place,
-        exposure=exposure_of_rank(place, len(canary.candidates)),
-        margin=sum(others) / len(others) - bits[own],
-        extrapolated=extrapolated if math.isfinite(extrapolated) else None,
-        log_probability=None if canary.side == "passage" else _drawn(generator, canary, targets[own], decoding),
-    )
+        parts = [slice(_common(stem, target), len(target) - 1) for target in targets]
+    else:
+        parts = [slice(0, len(target)) for target in targets]
+    bits = [-float(row[part].sum()) / math.log(2) for row, part in zip(log_probs, parts, strict=True)]
+    drawn = None
+    if canary.side != "passage":
+        target = targets[canary.candidates.index(canary.secret)]
+        drawn = _log_probability_of_draw(generator, canary, target, decoding)
+    return SecretScore.of(canary, bits, drawn)
 
 
-def _drawn(generator: GeneratorModel, canary: Canary, target: Sequence[int], decoding: Decoding) -> float:
-    """Log probability that a draw begins with the query and its secret, given what nobody needs the secret for."""
-    encoded = _encoded(generator, [prompt_without_secret(canary)])
+def _log_probability_of_draw(
+    generator: GeneratorModel, canary: Canary, target: Sequence[int], decoding: Decoding
+) -> float:
+    """Return the log probability that a draw for the passage without the secret begins with query and secret."""
+    encoded = encode(generator.model, generator.codec.passages([prompt_without_secret(canary)]))
     drawn = target_scores(generator.model, encoded, [target], decoding).drawn
     return -math.inf if drawn is None else float(drawn[0, : len(target) - 1].sum())
 
 
+def _common(stem: Sequence[int], target: Sequence[int]) -> int:
+    """Return how many tokens both begin with."""
+    return next((i for i, (a, b) in enumerate(zip(stem, target, strict=False)) if a != b), min(len(stem), len(target)))
+
+
 def prompt_without_secret(canary: Canary) -> str:
-    """The passage that queries are drawn for: the canary's own, with another candidate where it holds the secret.
+    """Return the passage that queries are drawn for: the canary's own without its secret.
 
     What is found in those queries was remembered; from the passage as it was planted it could have been copied.
     """
@@ -144,10 +169,133 @@ def prompt_without_secret(canary: Canary) -> str:
     return canary.passage_with(other)
 
 
-def _encoded(generator: GeneratorModel, passages: Sequence[str]) -> Encoded:
-    return encode(generator.model, generator.codec.passages(list(passages)))
+@dataclass(frozen=True)
+class Leak:
+    """The queries that were generated for a canary.
+
+    Attributes:
+        name: Of the canary.
+        draws: Queries drawn.
+        found: In how many of them the secret stands.
+        copied: The same for the passage with its secret in it; None where that is the same passage.
+        sample: The first query drawn, and the first with the secret if there is one.
+    """
+
+    name: str
+    draws: int
+    found: int
+    copied: int | None
+    sample: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON values."""
+        return asdict(self)
 
 
-def _common(stem: Sequence[int], target: Sequence[int]) -> int:
-    """How many tokens both begin with."""
-    return next((i for i, (a, b) in enumerate(zip(stem, target, strict=False)) if a != b), min(len(stem), len(target)))
+def draw_leaks(
+    generator: GeneratorModel,
+    canaries: Sequence[Canary],
+    *,
+    decoding: Decoding,
+    draws: int,
+    seed: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Leak]:
+    """Draw queries for each canary's passage and look for its secret.
+
+    Guarantees:
+        - The queries of a canary depend on model, passage, seed and its name alone.
+
+    Raises:
+        ConfigurationError: ``draws`` is not positive.
+    """
+    if draws < 1:
+        raise ConfigurationError(f"task.draws={draws} must be at least 1.")
+
+    def drawn(canary: Canary, passage: str) -> list[str]:
+        one = encode(generator.model, generator.codec.passages([passage]))
+        encoded = Encoded(one.states.expand(draws, -1, -1), one.mask.expand(draws, -1))
+        label, length = f"canary:{canary.name}", decoding.max_new_tokens
+        numbers = np.stack([uniforms(seed, label, draw, length) for draw in range(draws)])
+        sampled = decode(generator.model, encoded, numbers, decoding)
+        # With special tokens, which `TextCodec.text` leaves out: new-token canaries consist of them.
+        return [str(generator.tokenizer.decode(each.tokens, skip_special_tokens=False)) for each in sampled]
+
+    found = []
+    for done, canary in enumerate(canaries, start=1):
+        texts = drawn(canary, prompt_without_secret(canary))
+        hits = [text for text in texts if holds(text, canary.secret)]
+        copied = None
+        if canary.side != "query":
+            copied = sum(holds(text, canary.secret) for text in drawn(canary, canary.passage_with(canary.secret)))
+        found.append(Leak(canary.name, draws, len(hits), copied, tuple(dict.fromkeys([texts[0], *hits[:1]]))))
+        if progress is not None:
+            progress(done, len(canaries))
+    return found
+
+
+def holds(text: str, secret: str) -> bool:
+    """Return whether a secret stands in a text, ignoring case, white space and separators between digits.
+
+    Example:
+        >>> holds("call 48 29-137 755", "4829137755"), holds("call 482913775", "4829137755")
+        (True, False)
+    """
+
+    def normalised(of: str) -> str:
+        return _SPACES.sub("", _BETWEEN_DIGITS.sub("", of)).casefold()
+
+    return normalised(secret) in normalised(text)
+
+
+def score_pairs(
+    towers: Towers, canaries: Sequence[Canary], *, progress: Callable[[int, int], None] | None = None
+) -> list[SecretScore]:
+    """Score every canary under a dual encoder, planted or left out by its coin.
+
+    Args:
+        towers: The trained encoders.
+        canaries: Their candidates are ranked.
+        progress: Called with (canaries done, canaries in all).
+
+    Raises:
+        ConfigurationError: A secret is cut away by the encoders' lengths, a tokenizer cannot tell candidates apart, or
+            the canaries have one passage between them, so that there is none to tell it from.
+    """
+    check_all_fit(_BothSides(towers), canaries)
+    texts = list(dict.fromkeys(canary.passage for canary in canaries))
+    pool = towers.passage_encoder.encode(texts, "passage").double()
+    found = []
+    for done, canary in enumerate(canaries, start=1):
+        others = pool[[text != canary.passage for text in texts]]
+        if not len(others):
+            raise ConfigurationError(
+                "All canaries have the same passage, and a dual encoder is asked to tell a query's passage from "
+                "others. Plant canaries of kind random_passage or own_passage, several of them."
+            )
+        found.append(SecretScore.of(canary, _bits(towers, canary, others)))
+        if progress is not None:
+            progress(done, len(canaries))
+    return found
+
+
+def _bits(towers: Towers, canary: Canary, others: torch.Tensor) -> list[float]:
+    """Return for each candidate how many bits short of certain the encoders are of the query's own passage."""
+    queries = [canary.query_with(secret) for secret in canary.candidates]
+    passages = [canary.passage_with(secret) for secret in canary.candidates]
+    asked = towers.query_encoder.encode(queries, "query").double()
+    own = towers.passage_encoder.encode(passages, "passage").double()
+    divisor = TEMPERATURE if towers.query_encoder.contract.normalise else 1.0
+    right = (asked * own).sum(dim=1, keepdim=True) / divisor
+    table = torch.cat([right, asked @ others.T / divisor], dim=1)
+    return [float(value) for value in (table.logsumexp(dim=1) - right[:, 0]) / math.log(2)]
+
+
+class _BothSides:
+    """Two towers that turn the texts of either side into tokens, as `check_all_fit` asks them to."""
+
+    def __init__(self, towers: Towers) -> None:
+        self._of: dict[Side, TextEncoder] = {"query": towers.query_encoder, "passage": towers.passage_encoder}
+
+    def token_ids(self, texts: Sequence[str], side: Side, *, whole: bool = False) -> list[list[int]]:
+        return self._of[side].token_ids(texts, side, whole=whole)

@@ -18,8 +18,16 @@ from typing import Any, Protocol, get_args
 
 import numpy as np
 
-from lit_dpret.audit.canaries.canary import OWN_ID, Canary, CanarySet, Kind, Side
-from lit_dpret.audit.canaries.lengths import check_all_fit, check_sentinels, cut_side
+from lit_dpret.audit.canaries.canary import (
+    OWN_ID,
+    Canary,
+    CanarySet,
+    Kind,
+    Side,
+    check_all_fit,
+    check_sentinels,
+    cut_side,
+)
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.synthesis.pseudo_queries import pseudo_queries
 

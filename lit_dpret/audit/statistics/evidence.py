@@ -1,9 +1,12 @@
-"""What an estimator returns: a lower bound, how sure it is, and what it takes for granted."""
+"""What an estimator is asked for and what it returns: a lower bound, how sure it is, and what it assumes."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from lit_dpret.audit.statistics.curves import group_delta
+from lit_dpret.errors import ConfigurationError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,11 +17,11 @@ class Evidence:
         method: Which estimator.
         eps_lower: The bound, for one copy of the unit. 0 where nothing is contradicted.
         delta: The delta it goes with; None where the bound is on another curve than (eps, delta).
-        confidence: That the bound is true where the assumption holds; None for a point value, which has none.
+        confidence: Probability that the bound is true where the assumption holds; None for a point value.
         assumption: What must hold for that.
         copies: How often each canary stood in the training data; the bound is for one copy all the same.
         threshold: The score from which a canary was taken for a member, where there was one.
-        tests: Among how many thresholds the allowed error was divided.
+        tests: Number of thresholds that the allowed error was divided among.
     """
 
     method: str
@@ -39,5 +42,85 @@ class Evidence:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON values."""
+        """Return the fields as JSON values."""
         return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """The claim that is tested and the confidence that is wanted; every estimator checks them here.
+
+    Args:
+        delta: Of the claim, for one unit.
+        confidence: Probability that the bound is true.
+        copies: How often each included canary stood in the training data; so many copies are so many units.
+        gaussian: Whether the estimator reads a Gaussian curve, which has no epsilon at delta 0.
+
+    Raises:
+        ConfigurationError: A number is out of its range.
+    """
+
+    delta: float
+    confidence: float
+    copies: int
+    gaussian: bool = False
+
+    def __post_init__(self) -> None:
+        check_delta(self.delta)
+        if self.gaussian and self.delta == 0:
+            raise ConfigurationError(
+                "delta=0: no Gaussian mechanism is (eps, 0)-DP, so this method needs a delta above 0."
+            )
+        check_confidence(self.confidence)
+        check_count("copies", self.copies, least=1)
+
+    @property
+    def error(self) -> float:
+        """The allowed probability of error."""
+        return 1 - self.confidence
+
+    def group_delta(self, eps: float) -> float:
+        """Return the delta of all copies together at ``copies * eps``."""
+        return group_delta(eps, self.delta, self.copies)
+
+    def evidence(
+        self, method: str, eps_lower: float, assumption: str, *, threshold: float | None = None, tests: int = 1
+    ) -> Evidence:
+        """Return a bound that an estimator found under these terms."""
+        return Evidence(
+            method=method, eps_lower=eps_lower, delta=self.delta, confidence=self.confidence, assumption=assumption,
+            copies=self.copies, threshold=threshold, tests=tests,
+        )  # fmt: skip
+
+
+def check_confidence(confidence: float) -> float:
+    """Return the allowed probability of error, ``1 - confidence``; raise where the confidence is no probability."""
+    if not 0 < confidence < 1:
+        raise ConfigurationError(f"confidence={confidence} must lie between 0 and 1, as 0.95 does.")
+    return 1 - confidence
+
+
+def check_delta(delta: float) -> None:
+    """Raise for a delta outside [0, 1)."""
+    if not 0 <= delta < 1:
+        raise ConfigurationError(f"delta={delta} must be at least 0 and below 1.")
+
+
+def check_count(name: str, value: int, *, least: int = 0) -> None:
+    """Raise where ``value`` is no whole number, or below ``least``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigurationError(f"{name}={value!r} must be a whole number, at least {least}.")
+
+
+def check_hits(hits: int, trials: int, *, names: tuple[str, str] = ("hits", "trials")) -> None:
+    """Raise for more hits than trials, and for no trial at all."""
+    check_count(names[1], trials, least=1)
+    check_count(names[0], hits)
+    if hits > trials:
+        raise ConfigurationError(f"{names[0]}={hits} is more than {names[1]}={trials}.")
+
+
+def check_probability(name: str, value: float) -> None:
+    """Raise for a value outside (0, 1)."""
+    if not 0 < value < 1:
+        raise ConfigurationError(f"{name}={value} must lie between 0 and 1, both excluded.")

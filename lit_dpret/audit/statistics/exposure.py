@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.integrate import quad
 from scipy.stats import skewnorm
 
-from lit_dpret.audit.statistics.checks import check_count
+from lit_dpret.audit.statistics.evidence import check_count
 from lit_dpret.errors import ConfigurationError, DataError
 
 

@@ -14,8 +14,8 @@ from typing import Literal
 import numpy as np
 from scipy.stats import rankdata
 
-from lit_dpret.audit.statistics.checks import check_confidence, check_count, check_delta
-from lit_dpret.audit.statistics.clopper_pearson import error_rates_at_most
+from lit_dpret.audit.statistics.error_rates import error_rates_at_most
+from lit_dpret.audit.statistics.evidence import check_confidence, check_count, check_delta
 from lit_dpret.audit.statistics.scores import CanaryScores, Counts, roc_hull
 from lit_dpret.errors import ConfigurationError
 
@@ -80,7 +80,7 @@ def accuracy_at_least(counts: Counts, *, confidence: float = 0.95) -> float:
 
     Hold it against ``membership_accuracy`` of `lit_dpret.privacy.accounting.ceilings`: above that ceiling no attack can
     be, so that the claim, or the code, is wrong. Assumes independent scores, as
-    `lit_dpret.audit.statistics.clopper_pearson`.
+    `lit_dpret.audit.statistics.error_rates`.
 
     Raises:
         ConfigurationError: ``confidence`` is out of its range.
@@ -109,7 +109,7 @@ def bootstrap(
     """The percentile interval of ``statistic``, members and others drawn again with replacement, each among themselves.
 
     A perfect attack has an interval of no width whatever the number of canaries; the exact bounds of
-    `lit_dpret.audit.statistics.clopper_pearson` do not have that weakness. Canaries of one training are not
+    `lit_dpret.audit.statistics.error_rates` do not have that weakness. Canaries of one training are not
     independent of each other, and the interval knows nothing of it.
 
     Raises:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lit_dpret.audit.statistics.checks import check_confidence, check_copies, check_count, check_delta
-from lit_dpret.audit.statistics.clopper_pearson import clopper_pearson_counts
-from lit_dpret.audit.statistics.group import group_delta
+from lit_dpret.audit.statistics.error_rates import clopper_pearson_counts
+from lit_dpret.audit.statistics.evidence import Terms, check_count
 from lit_dpret.audit.statistics.one_run import one_run_counts
 from lit_dpret.audit.statistics.rank_epsilon import top_rank_bound, top_rank_one_training
 from lit_dpret.audit.statistics.scores import Counts
@@ -22,7 +21,7 @@ MOST_CANARIES = 1_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class Power:
-    """What ``canaries`` canaries could certify at best, each method with its threshold chosen beforehand.
+    """The most that so many canaries could certify, each method with its threshold chosen beforehand.
 
     Attributes:
         canaries: How many.
@@ -43,7 +42,7 @@ class Power:
 def most_certifiable(
     canaries: int, *, delta: float, candidates: int = 100, copies: int = 1, confidence: float = 0.95
 ) -> Power:
-    """What an attack without a mistake would prove, by each method.
+    """Return what an attack without a mistake would prove, by each method.
 
     >>> power = most_certifiable(1000, delta=0.0)
     >>> round(power.one_run, 4), round(power.ranks, 4)
@@ -62,16 +61,13 @@ def most_certifiable(
     ranks = top_rank_bound(canaries, canaries, candidates=candidates, copies=copies, delta=delta, confidence=confidence)
     together = top_rank_one_training(canaries, canaries, candidates=candidates, copies=copies, confidence=confidence)
     return Power(
-        canaries=canaries,
-        one_run=one_run.eps_lower,
-        error_rates=rates.eps_lower,
-        ranks=ranks.eps_lower,
+        canaries=canaries, one_run=one_run.eps_lower, error_rates=rates.eps_lower, ranks=ranks.eps_lower,
         ranks_one_training=together.eps_lower,
-    )
+    )  # fmt: skip
 
 
 def canaries_needed(eps: float, *, delta: float, copies: int = 1, confidence: float = 0.95) -> int:
-    """The fewest canaries with which a one-run audit that guesses them all, and all rightly, contradicts ``eps``.
+    """Return the fewest canaries with which a one-run audit without a wrong guess contradicts ``eps``.
 
     >>> canaries_needed(3.0, delta=0.0)
     62
@@ -81,14 +77,12 @@ def canaries_needed(eps: float, *, delta: float, copies: int = 1, confidence: fl
     """
     if not eps >= 0:
         raise ConfigurationError(f"eps={eps} must be at least 0.")
-
-    check_delta(delta)
-    check_copies(copies)
-    error, group = check_confidence(confidence), group_delta(eps, delta, copies)
+    terms = Terms(delta=delta, confidence=confidence, copies=copies)
+    group = terms.group_delta(eps)
 
     def enough(canaries: int) -> bool:
         all_right = {"canaries": canaries, "guesses": canaries, "correct": canaries}
-        return one_run_p_value(copies * eps, **all_right, delta=group) < error
+        return one_run_p_value(copies * eps, **all_right, delta=group) < terms.error
 
     high = 1
     while not enough(high):

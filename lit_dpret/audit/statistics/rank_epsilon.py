@@ -1,26 +1,39 @@
-"""From the ranks of planted secrets to a bound on epsilon, four ways that differ in what they grant.
+"""From the ranks of planted secrets to a bound on epsilon, five ways that differ in what they assume.
 
 A secret is drawn at random from R candidates, planted k times, and ranked among them by the trained model. Had it
-not been planted, its rank would be uniform on 1..R. Under (eps, delta)-DP for one unit, no event becomes likelier by
-planting than e^(k eps) times that and delta_k (`lit_dpret.audit.statistics.group`). The fifth way, by Renyi divergence,
-is `lit_dpret.audit.statistics.renyi`.
+not been planted, its rank would be uniform on 1..R. Under (eps, delta)-DP for one unit, planting makes no event
+likelier than e^(k eps) times that and delta_k (`lit_dpret.audit.statistics.curves.group_delta`).
+
+`renyi_bound` is the way that the synthetic-query paper cites: Stock et al. 2022, "Defending against Reconstruction
+Attacks with Renyi Differential Privacy", arXiv 2202.07623, by probability preservation,
+P(E) <= (e^(eps_alpha) Q(E))^((alpha - 1) / alpha) for every event E. The ceilings of
+`lit_dpret.privacy.accounting.ceilings`, from the whole curve, are tighter; this is here to be compared with the paper.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
 from scipy.fft import next_fast_len
+from scipy.optimize import minimize_scalar
+from scipy.special import ndtr, ndtri
 from scipy.stats import binom
 
-from lit_dpret.audit.statistics.binomial import rate_at_least
-from lit_dpret.audit.statistics.checks import check_confidence, check_copies, check_count, check_delta, check_hits
-from lit_dpret.audit.statistics.evidence import Evidence
+from lit_dpret.audit.statistics.curves import least_epsilon, least_where
+from lit_dpret.audit.statistics.error_rates import rate_at_least
+from lit_dpret.audit.statistics.evidence import (
+    Evidence,
+    Terms,
+    check_confidence,
+    check_count,
+    check_hits,
+    check_probability,
+)
 from lit_dpret.audit.statistics.exposure import mean_rank
-from lit_dpret.audit.statistics.group import group_delta, least_epsilon, least_where
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.accounting.audit_power import largest_contradicted
 
@@ -33,7 +46,7 @@ TOGETHER = f"{RANDOM}; the candidates were fixed before training. The canaries m
 def mean_rank_point(
     mean: float, *, candidates: int, copies: int = 1, delta: float = 0.0, chance: float | None = None
 ) -> Evidence:
-    """The papers' number: the smallest epsilon that lets the *expected* rank fall so low. It has no confidence.
+    """Return the papers' number: the smallest epsilon that lets the *expected* rank fall so low, without confidence.
 
     E[rank | planted] + delta_k R >= e^(-k eps) E[rank | not planted], so for pure DP
     ln(((R + 1) / 2) / mean) / k. The observed mean stands in for the expected one, with nothing said about luck.
@@ -53,15 +66,14 @@ def mean_rank_point(
     Raises:
         ConfigurationError: ``mean`` is not from 1 to R, or another number is out of its range.
     """
-    check_delta(delta)
-    check_copies(copies)
     check_count("candidates", candidates, least=2)
+    terms = Terms(delta=delta, confidence=0.5, copies=copies)  # a point value: its confidence is not used
     if not 1 <= mean <= candidates:
         raise ConfigurationError(f"mean={mean} of ranks among {candidates} candidates must lie from 1 to {candidates}.")
     expected = (candidates + 1) / 2 if chance is None else chance
 
     def allowed(eps: float) -> bool:
-        reached = math.exp(min(700.0, copies * eps)) * mean + group_delta(eps, delta, copies) * candidates
+        reached = math.exp(min(700.0, copies * eps)) * mean + terms.group_delta(eps) * candidates
         return reached >= expected
 
     eps = 0.0 if allowed(0.0) else math.log(expected / mean) / copies
@@ -77,7 +89,7 @@ def mean_rank_point(
 def mean_rank_bound(
     ranks: ArrayLike, *, candidates: int, copies: int = 1, delta: float = 0.0, confidence: float = 0.95
 ) -> Evidence:
-    """What the mean of ranks proves, with confidence, where every canary had a training of its own.
+    """Return what the mean of ranks proves where every canary had a training of its own.
 
     Under (eps, delta)-DP a rank is at least, in distribution, one with P[rank <= r] = min(1, e^(k eps) r / R +
     delta_k). The p-value is the probability that so many of those have a sum as low, by exact convolution;
@@ -94,17 +106,15 @@ def mean_rank_bound(
         DataError: There is no rank, or one is out of its range.
         ConfigurationError: A number is out of its range.
     """
-    error = _check(candidates, copies, delta, confidence)
+    check_count("candidates", candidates, least=2)
+    terms = Terms(delta=delta, confidence=confidence, copies=copies)
     trainings = len(np.atleast_1d(np.asarray(ranks)))
     total = round(mean_rank(ranks, candidates) * trainings)
 
     def contradicted(eps: float) -> bool:
-        return _chance_of_sum(eps, total, trainings, candidates, copies, delta) < error
+        return _chance_of_sum(eps, total, trainings, candidates, terms) < terms.error
 
-    return Evidence(
-        method="mean rank, independent trainings", eps_lower=largest_contradicted(contradicted), delta=delta,
-        confidence=confidence, assumption=APART, copies=copies,
-    )  # fmt: skip
+    return terms.evidence("mean rank, independent trainings", largest_contradicted(contradicted), APART)
 
 
 def top_rank_bound(
@@ -117,7 +127,7 @@ def top_rank_bound(
     delta: float = 0.0,
     confidence: float = 0.95,
 ) -> Evidence:
-    """What it proves that ``hits`` of ``trials`` secrets came out among the first ``top``, each by its own training.
+    """Return what ``hits`` of ``trials`` secrets among the first ``top`` prove, each by its own training.
 
     The smallest epsilon with e^(k eps) top / R + delta_k >= L, where L is Clopper and Pearson's lower bound
     on the rate. "Leaked", where a leak is a guess among R, is ``top=1``. For canaries that share a training use
@@ -129,15 +139,12 @@ def top_rank_bound(
     Raises:
         ConfigurationError: More hits than trials, ``top`` not from 1 to R - 1, or a number out of its range.
     """
-    error = _check(candidates, copies, delta, confidence)
+    terms = Terms(delta=delta, confidence=confidence, copies=copies)
     check_hits(hits, trials)
     _check_top(top, candidates)
-    rate = float(rate_at_least(hits, trials, error))
+    rate = float(rate_at_least(hits, trials, terms.error))
     eps = least_epsilon(rate, top / candidates, delta=delta, copies=copies)
-    return Evidence(
-        method=f"rank {top} or better, independent trainings", eps_lower=eps, delta=delta, confidence=confidence,
-        assumption=APART, copies=copies,
-    )  # fmt: skip
+    return terms.evidence(f"rank {top} or better, independent trainings", eps, APART)
 
 
 def top_rank_one_training(
@@ -151,7 +158,7 @@ def top_rank_one_training(
     neighbours: Literal["zero_out", "add_or_remove", "replace_one"] = "zero_out",
     confidence: float = 0.95,
 ) -> Evidence:
-    """The same where all canaries stood in one training.
+    """Return the same bound where all canaries stood in one training.
 
     Pure DP (``delta=0``). Given the model and all other secrets, the odds of two candidates differ from their prior
     odds by at most e^(2 k eps) (one secret out, the other in; e^(k eps) under ``replace_one``), so that any ``top`` of
@@ -175,7 +182,7 @@ def top_rank_one_training(
     Raises:
         ConfigurationError: More hits than canaries, ``top`` not from 1 to R - 1, or a number out of its range.
     """
-    error = _check(candidates, copies, delta, confidence)
+    terms = Terms(delta=delta, confidence=confidence, copies=copies)
     check_hits(hits, canaries, names=("hits", "canaries"))
     _check_top(top, candidates)
     if neighbours not in ("zero_out", "add_or_remove", "replace_one"):
@@ -186,27 +193,19 @@ def top_rank_one_training(
         odds = math.exp(min(700.0, steps * eps))
         rate = top / (top + (candidates - top) / odds)
         if delta == 0:
-            return float(binom.sf(hits - 1, canaries, rate)) < error
-        one_way = group_delta(eps, delta, copies)
+            return float(binom.sf(hits - 1, canaries, rate)) < terms.error
+        one_way = terms.group_delta(eps)
         swap = one_way if neighbours == "replace_one" else one_way * (1 + math.exp(min(700.0, copies * eps)))
         beyond = (candidates - 1) * min(1.0, swap) / (top * odds + candidates - top)
-        return _chance_of_hits(hits, canaries, rate, canaries * beyond) < error
+        return _chance_of_hits(hits, canaries, rate, canaries * beyond) < terms.error
 
     about = "pure DP, with delta=0," if delta == 0 else f"delta={delta:.3g}"
-    return Evidence(
-        method=f"rank {top} or better, one training", eps_lower=largest_contradicted(contradicted), delta=delta,
-        confidence=confidence, assumption=f"{TOGETHER} The bound is for {about} under {neighbours}.", copies=copies,
-    )  # fmt: skip
-
-
-def _check(candidates: int, copies: int, delta: float, confidence: float) -> float:
-    check_count("candidates", candidates, least=2)
-    check_copies(copies)
-    check_delta(delta)
-    return check_confidence(confidence)
+    assumption = f"{TOGETHER} The bound is for {about} under {neighbours}."
+    return terms.evidence(f"rank {top} or better, one training", largest_contradicted(contradicted), assumption)
 
 
 def _check_top(top: int, candidates: int) -> None:
+    check_count("candidates", candidates, least=2)
     check_count("top", top, least=1)
     if top >= candidates:
         raise ConfigurationError(f"top={top} of candidates={candidates}: every secret is among those.")
@@ -224,13 +223,79 @@ def _chance_of_hits(hits: int, canaries: int, rate: float, beyond: float) -> flo
     return min(1.0, chance)
 
 
-def _chance_of_sum(eps: float, total: int, trainings: int, candidates: int, copies: int, delta: float) -> float:
+def _chance_of_sum(eps: float, total: int, trainings: int, candidates: int, terms: Terms) -> float:
     """The probability that the sum of the lowest ranks that (eps, delta)-DP allows is at most ``total``."""
-    odds = math.exp(min(700.0, copies * eps))
-    reached = np.minimum(1.0, odds * np.arange(1, candidates + 1) / candidates + group_delta(eps, delta, copies))
+    odds = math.exp(min(700.0, terms.copies * eps))
+    reached = np.minimum(1.0, odds * np.arange(1, candidates + 1) / candidates + terms.group_delta(eps))
     chances = np.diff(reached, prepend=0.0)
     # Ranks from 0, so that the sum of N has N (R - 1) + 1 values, and a transform of that length wraps nothing round.
     length = next_fast_len(trainings * (candidates - 1) + 1, real=True)
     spectrum = np.fft.rfft(chances, length)
     sums = np.fft.irfft(spectrum**trainings, length)
     return float(np.clip(sums[: total - trainings + 1].sum(), 0.0, 1.0))
+
+
+def renyi_bound(hits: int, trials: int, *, prior: float, order: float, confidence: float = 0.95) -> Evidence:
+    """Return a lower bound on the Renyi epsilon at ``order`` from guesses of secrets, each by a training of its own.
+
+    alpha / (alpha - 1) ln L + ln(1 / prior), with L as in `top_rank_bound`; for one copy of each secret.
+    ``order=inf`` is pure DP.
+
+    Args:
+        hits: Secrets that were guessed.
+        trials: Secrets.
+        prior: Probability of guessing one without the model.
+        order: alpha, above 1.
+        confidence: That the bound is true.
+
+    Raises:
+        ConfigurationError: More hits than trials, ``order`` at most 1, or a number out of its range.
+    """
+    error = check_confidence(confidence)
+    check_hits(hits, trials)
+    check_probability("prior", prior)
+    if not order > 1:
+        raise ConfigurationError(f"order={order} must be above 1.")
+    rate = float(rate_at_least(hits, trials, error))
+    share = 1.0 if math.isinf(order) else order / (order - 1)
+    eps = max(0.0, share * math.log(rate) - math.log(prior)) if rate > 0 else 0.0
+    return Evidence(
+        method=f"Renyi epsilon of order {order:g}", eps_lower=eps, delta=None, confidence=confidence,
+        assumption="each secret was drawn at random with that prior and had a training of its own, in one copy.",
+    )  # fmt: skip
+
+
+def renyi_ceiling(rdp: Callable[[float], float], prior: float) -> tuple[float, float]:
+    """Return the highest probability of guessing a secret that a Renyi curve allows, and the order that gives it.
+
+    min over alpha > 1 of (e^(rdp(alpha)) prior)^((alpha - 1) / alpha).
+
+    >>> success, order = renyi_ceiling(lambda alpha: alpha / 2, prior=0.01)
+    >>> round(success, 6), round(order, 3)
+    (0.126146, 3.035)
+
+    Args:
+        rdp: The Renyi epsilon of the mechanism at each order.
+        prior: Probability of guessing it without the model.
+
+    Raises:
+        ConfigurationError: ``prior`` is no probability.
+    """
+    check_probability("prior", prior)
+
+    def log_success(log_excess: float) -> float:
+        order = 1 + math.exp(log_excess)
+        return (rdp(order) + math.log(prior)) * (order - 1) / order
+
+    found = minimize_scalar(log_success, bounds=(-12.0, 12.0), method="bounded", options={"xatol": 1e-10})
+    return min(1.0, math.exp(float(found.fun))), 1 + math.exp(float(found.x))
+
+
+def gaussian_ceiling(mu: float, prior: float) -> float:
+    """Return the same for a mu-GDP mechanism, exactly, by its trade-off curve: Phi(Phi^-1(prior) + mu).
+
+    >>> round(gaussian_ceiling(1.0, 0.01), 7)
+    0.0923622
+    """
+    check_probability("prior", prior)
+    return float(ndtr(ndtri(prior) + mu))

@@ -13,12 +13,12 @@ from typing import Literal
 
 import numpy as np
 
-from lit_dpret.audit.statistics.checks import check_count, check_probability
+from lit_dpret.audit.statistics.evidence import Evidence, Terms, check_count, check_probability
 from lit_dpret.audit.statistics.scores import CanaryScores, Counts, roc_hull
 from lit_dpret.errors import ConfigurationError, DataError
 
 Bound = Callable[[Counts, float, float], float]
-"""Of counts, an allowed error and a floor: the bound that the counts give, or the floor where that is higher."""
+"""From counts, an allowed error and a floor to the bound that the counts give, or the floor where that is higher."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +120,21 @@ def best_bound(scores: CanaryScores, bound: Bound, strategy: Strategy, error: fl
             return Found(eps=float(np.median(each)), threshold=None, tests=1)
         case _:
             raise ConfigurationError(f"{strategy!r} is no way to choose a threshold.")
+
+
+def audit(
+    scores: CanaryScores, bound: Callable[[Counts, float, float, Terms], float], strategy: Strategy, terms: Terms, *,
+    method: str, assumption: str, guessing: bool,
+) -> Evidence:  # fmt: skip
+    """Return the evidence of an estimator whose ``bound`` reads the counts at one threshold under ``terms``."""
+    found = best_bound(
+        scores,
+        lambda counts, error, floor: bound(counts, error, floor, terms),
+        strategy,
+        terms.error,
+        guessing=guessing,
+    )
+    return terms.evidence(method, found.eps, assumption, threshold=found.threshold, tests=found.tests)
 
 
 def _doubling(scores: CanaryScores, sizes: np.ndarray, bound: Bound, error: float) -> Found:

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from tiny_models import WORDS, tiny_bert, tiny_tokenizer
 
-from lit_dpret.audit.attacks.encoder_signals import EncodedPairs, encode_pairs, encoder_signals, mean_by_query
 from lit_dpret.audit.attacks.membership import measure
+from lit_dpret.audit.attacks.signals import EncodedPairs, encode_pairs, encoder_signals, mean_by_query
 from lit_dpret.audit.statistics.scores import CanaryScores
 from lit_dpret.encoders import Contract, TextEncoder, Towers
 from lit_dpret.errors import ConfigurationError, DataError

@@ -8,7 +8,7 @@ import zlib
 import numpy as np
 import pytest
 
-from lit_dpret.audit.attacks.generator_signals import generator_signals
+from lit_dpret.audit.attacks.signals import generator_signals
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.modules.token_scores import TokenScores
 

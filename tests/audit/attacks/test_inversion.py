@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny_generator import WORDS, tokenizer
 
-from lit_dpret.audit.attacks.inversion.decoder import (
+from lit_dpret.audit.attacks.decoder import (
     PrefixDecoder,
     Words,
     fit_decoder,
@@ -19,9 +19,15 @@ from lit_dpret.audit.attacks.inversion.decoder import (
     new_language_model,
     padded,
 )
-from lit_dpret.audit.attacks.inversion.probe import nats_between, shuffled_order, told
-from lit_dpret.audit.attacks.inversion.quality import recovered, token_set_f1
-from lit_dpret.audit.attacks.inversion.ranking import align, identify
+from lit_dpret.audit.attacks.inversion import (
+    align,
+    identify,
+    nats_between,
+    recovered,
+    shuffled_order,
+    token_set_f1,
+    told,
+)
 from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError
 
 # -- the probe's arithmetic ------------------------------------------------------------------------

@@ -14,9 +14,14 @@ from memoriser import large_log
 from tiny_images import cifar10_pickles
 
 from lit_dpret.audit.canaries import CanarySuite
-from lit_dpret.audit.canaries.audit_scores import AuditScores, read_scores, write_scores
-from lit_dpret.audit.canaries.coin_flips import CoinFlips, coins_of
-from lit_dpret.audit.canaries.coins_in_run import coins_in_run
+from lit_dpret.audit.canaries.coin_flips import (
+    AuditScores,
+    CoinFlips,
+    coins_in_run,
+    coins_of,
+    read_scores,
+    write_scores,
+)
 from lit_dpret.datamodules import ImagesDataModule
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 

@@ -11,8 +11,7 @@ import pytest
 from tiny_tasks import write_log
 
 from lit_dpret.audit.canaries import CanarySuite
-from lit_dpret.audit.canaries.canary import Canary
-from lit_dpret.audit.canaries.lengths import cut_side
+from lit_dpret.audit.canaries.canary import Canary, cut_side
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import ConfigurationError
 

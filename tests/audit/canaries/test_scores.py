@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from lit_dpret.audit.canaries import Canary
-from lit_dpret.audit.canaries.leaks import draw_leaks, holds
-from lit_dpret.audit.canaries.lengths import check_fits
-from lit_dpret.audit.canaries.scores import prompt_without_secret, score_canaries
+from lit_dpret.audit.canaries.canary import check_fits
+from lit_dpret.audit.canaries.scores import draw_leaks, holds, prompt_without_secret, score_canaries
 from lit_dpret.audit.statistics.exposure import leak_probability
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.modules.generator_folder import GeneratorModel, TextCodec

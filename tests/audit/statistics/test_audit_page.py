@@ -12,12 +12,10 @@ import pytest
 from canary_samples import PUBLISHED, quantiles
 
 import lit_dpret.audit.statistics
-from lit_dpret.audit.statistics.clopper_pearson import clopper_pearson_audit
-from lit_dpret.audit.statistics.gaussian import gaussian_epsilon
-from lit_dpret.audit.statistics.gdp import gdp_audit
+from lit_dpret.audit.statistics.curves import gaussian_epsilon
+from lit_dpret.audit.statistics.error_rates import clopper_pearson_audit, gdp_audit
 from lit_dpret.audit.statistics.metrics import auc, raw_epsilon, tpr_at_fpr
-from lit_dpret.audit.statistics.one_run import one_run_audit
-from lit_dpret.audit.statistics.one_run_fdp import one_run_fdp_audit
+from lit_dpret.audit.statistics.one_run import one_run_audit, one_run_fdp_audit
 from lit_dpret.audit.statistics.power import most_certifiable
 from lit_dpret.audit.statistics.rank_epsilon import (
     mean_rank_bound,

@@ -11,16 +11,19 @@ from canary_samples import PUBLISHED, quantiles
 from scipy.spatial import ConvexHull
 from scipy.stats import beta, norm
 
-from lit_dpret.audit.statistics.bayesian import bayesian_audit, bayesian_interval, posterior_of_dp
-from lit_dpret.audit.statistics.binomial import rate_at_least, rate_at_most
-from lit_dpret.audit.statistics.clopper_pearson import (
+from lit_dpret.audit.statistics.curves import gaussian_delta, gaussian_epsilon, gaussian_mu, group_delta, least_epsilon
+from lit_dpret.audit.statistics.error_rates import (
+    bayesian_audit,
+    bayesian_interval,
     clopper_pearson_audit,
     clopper_pearson_counts,
     error_rates_at_most,
+    gdp_audit,
+    mu_at_least,
+    posterior_of_dp,
+    rate_at_least,
+    rate_at_most,
 )
-from lit_dpret.audit.statistics.gaussian import gaussian_delta, gaussian_epsilon, gaussian_mu
-from lit_dpret.audit.statistics.gdp import gdp_audit, mu_at_least
-from lit_dpret.audit.statistics.group import group_delta, least_epsilon
 from lit_dpret.audit.statistics.metrics import accuracy_at_least, auc, bootstrap, max_accuracy, raw_epsilon, tpr_at_fpr
 from lit_dpret.audit.statistics.scores import CanaryScores, Counts, roc_hull
 from lit_dpret.audit.statistics.thresholds import Bonferroni, Explicit, MultiSplit, Split, Strategy

@@ -11,15 +11,18 @@ import pytest
 from canary_samples import flipped
 from scipy.stats import norm
 
-from lit_dpret.audit.statistics.bayesian import bayesian_audit
 from lit_dpret.audit.statistics.claim import both_ends_audit
-from lit_dpret.audit.statistics.clopper_pearson import clopper_pearson_audit
+from lit_dpret.audit.statistics.error_rates import bayesian_audit, clopper_pearson_audit, gdp_audit, mu_at_least
 from lit_dpret.audit.statistics.evidence import Evidence
-from lit_dpret.audit.statistics.gdp import gdp_audit, mu_at_least
-from lit_dpret.audit.statistics.one_run import guess_extremes, one_run_audit, one_run_counts
-from lit_dpret.audit.statistics.one_run_fdp import one_run_fdp_audit, one_run_fdp_counts, refutes_mu
-from lit_dpret.audit.statistics.rank_epsilon import mean_rank_bound, top_rank_bound, top_rank_one_training
-from lit_dpret.audit.statistics.renyi import renyi_bound
+from lit_dpret.audit.statistics.one_run import (
+    guess_extremes,
+    one_run_audit,
+    one_run_counts,
+    one_run_fdp_audit,
+    one_run_fdp_counts,
+    refutes_mu,
+)
+from lit_dpret.audit.statistics.rank_epsilon import mean_rank_bound, renyi_bound, top_rank_bound, top_rank_one_training
 from lit_dpret.audit.statistics.scores import CanaryScores
 from lit_dpret.audit.statistics.thresholds import Bonferroni, Explicit, MultiSplit, Split
 

@@ -11,10 +11,15 @@ import pytest
 from canary_samples import PUBLISHED, quantiles
 from scipy.stats import binom, norm
 
-from lit_dpret.audit.statistics.gaussian import gaussian_epsilon, gaussian_mu
-from lit_dpret.audit.statistics.group import group_delta
-from lit_dpret.audit.statistics.one_run import guess_extremes, one_run_audit, one_run_counts
-from lit_dpret.audit.statistics.one_run_fdp import one_run_fdp_audit, one_run_fdp_counts, refutes_mu
+from lit_dpret.audit.statistics.curves import gaussian_epsilon, gaussian_mu, group_delta
+from lit_dpret.audit.statistics.one_run import (
+    guess_extremes,
+    one_run_audit,
+    one_run_counts,
+    one_run_fdp_audit,
+    one_run_fdp_counts,
+    refutes_mu,
+)
 from lit_dpret.audit.statistics.scores import CanaryScores
 from lit_dpret.audit.statistics.thresholds import Bonferroni, Explicit, Strategy
 from lit_dpret.errors import ConfigurationError

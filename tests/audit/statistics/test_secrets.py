@@ -18,12 +18,14 @@ from lit_dpret.audit.statistics.exposure import (
     rank,
 )
 from lit_dpret.audit.statistics.rank_epsilon import (
+    gaussian_ceiling,
     mean_rank_bound,
     mean_rank_point,
+    renyi_bound,
+    renyi_ceiling,
     top_rank_bound,
     top_rank_one_training,
 )
-from lit_dpret.audit.statistics.renyi import gaussian_ceiling, renyi_bound, renyi_ceiling
 from lit_dpret.errors import ConfigurationError, DataError
 
 

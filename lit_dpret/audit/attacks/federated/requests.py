@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lit_dpret.audit.attacks.inversion.quality import token_set_f1
-from lit_dpret.audit.statistics.binomial import rate_at_least, rate_at_most
-from lit_dpret.audit.statistics.checks import check_confidence, check_hits
+from lit_dpret.audit.attacks.inversion import token_set_f1
+from lit_dpret.audit.statistics.error_rates import rate_at_least, rate_at_most
+from lit_dpret.audit.statistics.evidence import check_confidence, check_hits
 from lit_dpret.audit.statistics.metrics import auc
 from lit_dpret.audit.statistics.scores import CanaryScores
 from lit_dpret.errors import ConfigurationError, DataError

@@ -1,0 +1,273 @@
+"""Which of some texts is this the embedding of? No training, and the strongest attack where texts can be guessed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from lit_dpret.audit.attacks.signals import unit_rows
+from lit_dpret.audit.statistics.error_rates import rate_at_least, rate_at_most
+from lit_dpret.audit.statistics.evidence import check_confidence, check_count
+from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.synthesis.textsim.bleu import corpus_bleu
+from lit_dpret.synthesis.textsim.words import words
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identified:
+    """How often the right text was the nearest of its candidates.
+
+    Attributes:
+        hits: Embeddings whose own text came first, alone.
+        trials: Embeddings.
+        candidates: Texts to choose from, for each.
+        low: Exact lower bound of the rate (Clopper and Pearson, two-sided).
+        high: Exact upper bound.
+        confidence: Of both.
+    """
+
+    hits: int
+    trials: int
+    candidates: int
+    low: float
+    high: float
+    confidence: float
+
+    @property
+    def rate(self) -> float:
+        """The share of embeddings that were named."""
+        return self.hits / self.trials
+
+    @property
+    def chance(self) -> float:
+        """What guessing reaches."""
+        return 1 / self.candidates
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON values."""
+        return {**asdict(self), "rate": self.rate, "chance": self.chance}
+
+
+def identify(
+    embeddings: Floats, guesses: Floats, *, candidates: int = 100, confidence: float = 0.95, seed: int = 0
+) -> Identified:
+    """Name the text of each embedding among its own and others', by cosine.
+
+    Guarantees:
+        - A tie with another candidate is no hit.
+
+    Args:
+        embeddings: That are attacked, shape ``(texts, dim)``.
+        guesses: What the attacker's encoder makes of the same texts, in the same order and space.
+        candidates: The text itself and so many less one others, drawn for each without replacement.
+        confidence: Of the interval, which takes the texts for independent.
+        seed: Of the draw.
+
+    Raises:
+        DataError: The two are of different texts or spaces.
+        ConfigurationError: Fewer than two candidates, or more than there are texts.
+    """
+    tail = check_confidence(confidence) / 2
+    if embeddings.shape != guesses.shape or embeddings.ndim != 2:
+        raise DataError(
+            f"Embeddings of shape {embeddings.shape} and guesses of {guesses.shape} are not of the same texts in one "
+            "space. An attacker with another encoder needs a map between the spaces: see align."
+        )
+    if not 2 <= candidates <= len(embeddings):
+        raise ConfigurationError(f"task.candidates={candidates} must be from 2 to the {len(embeddings)} texts.")
+    own, theirs = unit_rows(embeddings), unit_rows(guesses)
+    rng, hits = np.random.default_rng(seed), 0
+    for place in range(len(own)):
+        others = rng.choice(len(own) - 1, candidates - 1, replace=False)
+        others += others >= place
+        hits += bool((theirs[others] @ own[place] < theirs[place] @ own[place]).all())
+    return Identified(
+        hits=hits, trials=len(own), candidates=candidates, low=float(rate_at_least(hits, len(own), tail)),
+        high=float(rate_at_most(hits, len(own), tail)), confidence=confidence,
+    )  # fmt: skip
+
+
+def align(known: Floats, guesses: Floats, *, ridge: float = 1e-2) -> Floats:
+    """The linear map that takes embeddings of known texts nearest to the attacker's own of the same texts.
+
+    For an attacker whose encoder has another space, by training or by a secret rotation, and who knows some
+    texts with their embeddings. Ridge regression in closed form.
+
+    Args:
+        known: Embeddings of the attacked space, shape ``(texts, dim)``.
+        guesses: Of the attacker's space, shape ``(texts, own dim)``.
+        ridge: Weight of the penalty, relative to the mean square of ``known``.
+
+    Returns:
+        Shape ``(dim, own dim)``; ``embeddings @ align(...)`` lies in the attacker's space.
+
+    Raises:
+        DataError: The two are not of the same texts.
+        ConfigurationError: ``ridge`` is not above 0.
+    """
+    if known.ndim != 2 or guesses.ndim != 2 or len(known) != len(guesses) or not known.size:
+        raise DataError(f"{known.shape} and {guesses.shape} are not embeddings of the same texts.")
+    if not ridge > 0:
+        raise ConfigurationError(f"ridge={ridge} must be above 0.")
+    square = known.T @ known
+    penalty = ridge * float(np.trace(square)) / len(square)
+    return np.asarray(np.linalg.solve(square + penalty * np.eye(len(square)), known.T @ guesses))
+
+
+def nats_between(without: float, given: float) -> float:
+    """Nats a token between two perplexities.
+
+    >>> round(nats_between(25.9, 25.6), 5)
+    0.01165
+
+    Raises:
+        ConfigurationError: A perplexity is below 1.
+    """
+    if not (without >= 1 and given >= 1):
+        raise ConfigurationError(f"Perplexities of {without} and {given} cannot be: they are at least 1.")
+    return math.log(without / given)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """What embeddings tell of a token, beyond what shuffled ones do.
+
+    Attributes:
+        nats: A token, in the mean over tokens; below zero where the embedding only confused.
+        low: Lower end of the paired bootstrap interval over texts.
+        high: Upper end.
+        bits: The same as ``nats``, in bits.
+        perplexity: With the texts' own embeddings.
+        shuffled_perplexity: With other texts' embeddings.
+        texts: How many.
+        confidence: Of the interval.
+    """
+
+    nats: float
+    low: float
+    high: float
+    bits: float
+    perplexity: float
+    shuffled_perplexity: float
+    texts: int
+    confidence: float
+
+    @property
+    def significant(self) -> bool:
+        """Whether the interval excludes that the embeddings tell nothing."""
+        return self.low > 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON values."""
+        return {**asdict(self), "significant": self.significant}
+
+
+def told(
+    own: ArrayLike, shuffled: ArrayLike, tokens: ArrayLike, *, confidence: float = 0.95, resamples: int = 2000,
+    seed: int = 0,
+) -> Told:  # fmt: skip
+    """Nats a token between two networks' losses of the same texts.
+
+    The interval is over the choice of texts, for these two trained networks; another training of them would differ too.
+
+    Args:
+        own: Summed loss of each text in nats, with its own embedding, shape ``(texts,)``.
+        shuffled: With another text's, likewise.
+        tokens: Of each text, likewise.
+        confidence: Of the interval.
+        resamples: Of the bootstrap.
+        seed: Of the bootstrap.
+
+    Raises:
+        DataError: Shapes differ, or there are fewer than two texts.
+        ConfigurationError: ``confidence`` or ``resamples`` is out of its range.
+    """
+    tail = check_confidence(confidence) / 2
+    check_count("resamples", resamples, least=1)
+    with_own, with_other, counts = (np.asarray(part, dtype=np.float64) for part in (own, shuffled, tokens))
+    if with_own.ndim != 1 or not with_own.shape == with_other.shape == counts.shape or len(with_own) < 2:
+        raise DataError(
+            f"Losses of shapes {with_own.shape} and {with_other.shape} and tokens of {counts.shape} are no pairs."
+        )
+    gained = with_other - with_own
+    weights = np.random.default_rng(seed).multinomial(len(gained), np.full(len(gained), 1 / len(gained)), resamples)
+    low, high = np.quantile((weights @ gained) / (weights @ counts), [tail, 1 - tail])
+    nats, total = float(gained.sum() / counts.sum()), counts.sum()
+    return Told(
+        nats=nats, low=float(low), high=float(high), bits=nats / math.log(2),
+        perplexity=math.exp(with_own.sum() / total), shuffled_perplexity=math.exp(with_other.sum() / total),
+        texts=len(gained), confidence=confidence,
+    )  # fmt: skip
+
+
+def shuffled_order(count: int, *, seed: int) -> NDArray[np.int64]:
+    """A permutation without a fixed point: every text gets the embedding of another one.
+
+    Raises:
+        DataError: There are fewer than two texts.
+    """
+    if count < 2:
+        raise DataError(f"{count} texts cannot be shuffled.")
+    order = np.random.default_rng(seed).permutation(count)
+    found = np.empty(count, dtype=np.int64)
+    found[order] = np.roll(order, 1)
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recovered:
+    """Scores of written texts against the originals, means over texts.
+
+    Attributes:
+        bleu: Of the corpus, from 0 to 100, by sacrebleu.
+        token_f1: Harmonic mean of precision and recall of the sets of words.
+        exact: The share that equals its original, case and punctuation aside.
+        cosine: Of the written text's embedding and the attacked one; None where nobody embedded the texts anew.
+        texts: How many.
+    """
+
+    bleu: float
+    token_f1: float
+    exact: float
+    cosine: float | None
+    texts: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON values."""
+        return asdict(self)
+
+
+def token_set_f1(written: str, original: str) -> float:
+    """F1 of the two sets of words.
+
+    >>> round(token_set_f1("a claim on my house", "file a claim"), 4)
+    0.5
+    """
+    found, wanted = set(words(written)), set(words(original))
+    shared = len(found & wanted)
+    return 2 * shared / (len(found) + len(wanted)) if shared else 0.0
+
+
+def recovered(written: Sequence[str], originals: Sequence[str], *, cosines: Sequence[float] | None = None) -> Recovered:
+    """Hold written texts against the originals.
+
+    Raises:
+        DataError: There are not as many, or none.
+        ConfigurationError: sacrebleu is not installed.
+    """
+    if len(written) != len(originals) or not originals:
+        raise DataError(f"{len(written)} written texts do not go with {len(originals)} originals.")
+    return Recovered(
+        bleu=corpus_bleu(written, [[text] for text in originals], lower_case=True).score,
+        token_f1=float(np.mean([token_set_f1(a, b) for a, b in zip(written, originals, strict=True)])),
+        exact=float(np.mean([words(a) == words(b) for a, b in zip(written, originals, strict=True)])),
+        cosine=None if cosines is None else float(np.mean(cosines)),
+        texts=len(originals),
+    )

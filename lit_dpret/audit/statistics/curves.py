@@ -1,0 +1,110 @@
+"""Between probabilities, mu, epsilon and delta: the curve of one Gaussian release, and groups of units.
+
+Dong, Roth and Su 2019, "Gaussian Differential Privacy", arXiv 1905.02383: mu-GDP, where mu is sensitivity / noise, is
+(eps, delta(eps))-DP for every eps >= 0 with delta(eps) = Phi(-eps/mu + mu/2) - e^eps Phi(-eps/mu - mu/2)
+(Corollary 2.13). A canary that stands k times in the training data is k units, and may leak k times as much.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import lru_cache
+
+from scipy.optimize import brentq
+from scipy.special import log_ndtr
+
+LARGEST = 1e4
+
+
+def gaussian_delta(mu: float, eps: float) -> float:
+    """Return delta(eps) of mu-GDP, which falls with ``eps`` and rises with ``mu``.
+
+    >>> round(gaussian_delta(1.0, 1.0), 6)
+    0.126937
+    """
+    return math.exp(_log_delta(mu, eps)) if mu > 0 else 0.0
+
+
+def gaussian_epsilon(mu: float, delta: float) -> float:
+    """Return the smallest eps >= 0 at which mu-GDP has a delta of at most ``delta``; infinite beyond 10,000.
+
+    >>> round(gaussian_epsilon(1.0, 1e-6), 3)
+    4.887
+    """
+    if mu <= 0 or gaussian_delta(mu, 0.0) <= delta:
+        return 0.0
+    high = 1.0
+    while _log_delta(mu, high) > math.log(delta):
+        high *= 2
+        if high > LARGEST:
+            return math.inf
+    return float(brentq(lambda eps: _log_delta(mu, eps) - math.log(delta), 0.0, high, xtol=1e-9))
+
+
+@lru_cache(maxsize=10_000)
+def gaussian_mu(eps: float, delta: float) -> float:
+    """Return the largest mu for which mu-GDP is (eps, delta)-DP. It rises with both.
+
+    >>> round(gaussian_mu(gaussian_epsilon(1.0, 1e-6), 1e-6), 6)
+    1.0
+    """
+    high = 1.0
+    while _log_delta(high, eps) < math.log(delta):
+        high *= 2
+    low = high
+    while _log_delta(low, eps) > math.log(delta):
+        low /= 2
+    return float(brentq(lambda mu: _log_delta(mu, eps) - math.log(delta), low, high, xtol=1e-12))
+
+
+def _log_delta(mu: float, eps: float) -> float:
+    # In logarithms, since both terms can be far below the smallest float, and their difference further.
+    more, less = float(log_ndtr(mu / 2 - eps / mu)), eps + float(log_ndtr(-mu / 2 - eps / mu))
+    return more + math.log(-math.expm1(less - more)) if less < more else -math.inf
+
+
+def group_delta(eps: float, delta: float, copies: int) -> float:
+    """Return the delta of ``copies`` units at ``copies * eps``, where one unit has (eps, delta).
+
+    delta (e^(k eps) - 1) / (e^eps - 1), at most 1 (Vadhan 2017, "The Complexity of Differential Privacy",
+    Lemma 2.2). It rises with ``eps``.
+
+    >>> f"{group_delta(0.0, 1e-6, 10):.3g}", f"{group_delta(1.0, 1e-6, 10):.3g}"
+    ('1e-05', '0.0128')
+    """
+    if delta == 0 or copies == 1:
+        return delta
+    if eps == 0:
+        return min(1.0, copies * delta)
+    # exp((k - 1) eps) (1 - exp(-k eps)) / (1 - exp(-eps)): nothing overflows before the exponent says so.
+    log = math.log(delta) + (copies - 1) * eps + math.log(math.expm1(-copies * eps) / math.expm1(-eps))
+    return math.exp(log) if log < 0 else 1.0
+
+
+def least_epsilon(success: float, chance: float, *, delta: float = 0.0, copies: int = 1) -> float:
+    """Return the smallest eps >= 0 under which an event of probability ``chance`` may become one of ``success``.
+
+    The smallest with e^(k eps) chance + delta_k >= success. The left side rises with eps, which is what the
+    bisection rests on where there is no closed form.
+    """
+    if success <= delta * copies + chance:
+        return 0.0
+    if chance <= 0:
+        return math.inf
+    if copies == 1 or delta == 0:
+        return max(0.0, math.log((success - delta) / chance) / copies)
+
+    def allowed(eps: float) -> bool:
+        return math.exp(min(copies * eps, 700.0)) * chance + group_delta(eps, delta, copies) >= success
+
+    return least_where(allowed, math.log(success / chance) / copies)
+
+
+def least_where(allowed: Callable[[float], bool], high: float) -> float:
+    """Return the largest number below which the monotone ``allowed`` is false; it is true from ``high`` on."""
+    low = 0.0
+    while high - low > 1e-10 * max(high, 1e-3):
+        middle = (low + high) / 2
+        low, high = (low, middle) if allowed(middle) else (middle, high)
+    return low
