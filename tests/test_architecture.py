@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,7 @@ ALLOWED: dict[str, set[str]] = {
 }  # fmt: skip
 
 
+@cache
 def ours() -> list[Path]:
     """Every source file, found in the real folders; the links inside the package are not followed."""
     folders = [ROOT / name for name in ("lit_dpret", "callbacks", "datamodules", "reproduction")]
@@ -90,6 +92,11 @@ def ours() -> list[Path]:
         for path in sorted(folder.rglob("*.py"))
         if not (folder.name == "lit_dpret" and path.relative_to(folder).parts[0] in links)
     ]
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def package_of(path: Path) -> str:
@@ -108,7 +115,7 @@ def room_of(name: str) -> str:
 def imported(path: Path) -> set[str]:
     """Our modules that a file imports, anywhere in it, without the leading ``lit_dpret.``."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -135,10 +142,11 @@ def name_of(path: Path) -> str:
     return ".".join(parts[parts[0] == "lit_dpret" :]).removesuffix(".__init__")
 
 
+@cache
 def imported_at_once(path: Path) -> set[str]:
     """Our files that importing a file imports, packages on the way to them included; not those inside functions."""
     found: set[str] = set()
-    waiting: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    waiting: list[ast.AST] = [parsed(path)]
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -180,9 +188,10 @@ def test_no_package_reaches_by_others_what_it_may_not_import(package: str) -> No
         assert room_of(name) not in NEVER_REACHED[package], " <- ".join(path)
 
 
+@cache
 def roots(path: Path) -> set[str]:
     """The top-level packages that a file imports."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = parsed(path)
     found = {a.name.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
     return found | {(n.module or "").split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
 
@@ -248,7 +257,7 @@ def test_the_audit_is_numbers_in_and_numbers_out() -> None:
 
 def test_product_code_raises_and_never_asserts() -> None:
     for path in ours():
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = parsed(path)
         assert not [n for n in ast.walk(tree) if isinstance(n, ast.Assert)], f"{path} asserts"
 
 
@@ -259,7 +268,7 @@ def test_nobody_outside_the_modes_asks_which_mode_it_is() -> None:
     for path in ours():
         if path.is_relative_to(ROOT / "lit_dpret" / "privacy" / "modes"):
             continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("isinstance", "issubclass"):
                 asked = {part.id for part in ast.walk(node.args[1]) if isinstance(part, ast.Name)} & set(modes.__all__)
                 found += [f"{path}:{node.lineno} asks for {name}" for name in asked - {"PrivacyMode"}]
