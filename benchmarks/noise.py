@@ -24,8 +24,7 @@ import numpy as np
 import torch
 
 from lit_dpret.privacy.budget import NoiseName
-from lit_dpret.privacy.noise import BLOCK, KeyedStream
-from lit_dpret.privacy.noise_source import noise_source
+from lit_dpret.privacy.noise import BLOCK, KeyedStream, noise_source
 
 OUT = Path(__file__).resolve().parent / "results" / "noise_cpu.json"
 T5_XL = 2.85e9

@@ -22,7 +22,7 @@ from lit_dpret.costs.memory import Line
 from lit_dpret.distributed.handover import gradient_slot
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.budget import NoiseName
-from lit_dpret.privacy.clipping.phases import PHASES, PREFIX
+from lit_dpret.privacy.clipping.ghost import PHASES, PREFIX
 from lit_dpret.privacy.modes import DPSGD
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
@@ -280,7 +280,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         now: Bytes alive that were made since the beginning.
         peak: The most there were at once.
-        peaks: The most there were at once inside of each phase of clipping (`lit_dpret.privacy.clipping.phases`).
+        peaks: The most there were at once inside of each phase of clipping (`lit_dpret.privacy.clipping.ghost`).
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """Bytes of a private step, by what has to be there at the same time.
 
 While batches are clipped, there are the weights, the optimizer's states, the sum of clipped gradients, and what the
-phases of clipping hold (`lit_dpret.privacy.clipping.phases`), each so much for each row of the physical batch and so
+phases of clipping hold (`lit_dpret.privacy.clipping.ghost`), each so much for each row of the physical batch and so
 much whatever the rows are. In the first batch, and where the pattern of calls changes, the engine goes through the
 graph once more to check itself: it holds more for each row, then autograd's gradient of every trained weight, and of
 one parameter at a time a copy in float64. While the update is made, there are the weights, the states, the sum, the

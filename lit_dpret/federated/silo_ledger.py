@@ -33,8 +33,7 @@ from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.ledger.facts import owed_releases
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, start_of
 from lit_dpret.privacy.modes import DPSGD
-from lit_dpret.privacy.noise import KeyedStream, load_secret
-from lit_dpret.privacy.noise_source import noise_source
+from lit_dpret.privacy.noise import KeyedStream, load_secret, noise_source
 
 _DIGITS = 3
 _RELEASES = "releases"
@@ -54,7 +53,7 @@ class SiloLedger:
         folder: Of the silo's ledgers, made where it is missing; every run on these data has to have the same.
         budget: What all that is released of the silo may cost together.
         accountant: ``pld`` or ``rdp``.
-        noise: ``gaussian`` or ``discrete``, of everything that is released (`lit_dpret.privacy.noise_source`).
+        noise: ``gaussian`` or ``discrete``, of everything that is released (`lit_dpret.privacy.noise`).
         secret_file: Keys the noise; null for the user's state folder. It may not lie in ``folder``.
     """
 

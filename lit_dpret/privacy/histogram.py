@@ -11,7 +11,7 @@ Accountants here take the noise over C, and know that a replacement moves a sum 
 under ``replace_one``, which is less than what a clipped gradient would have to be charged.
 
 The bins must be public: boundaries, centroids or labels that were chosen by looking at private queries would let
-out more than is counted here. The noise is the library's keyed noise (`lit_dpret.privacy.noise_source`); counts are
+out more than is counted here. The noise is the library's keyed noise (`lit_dpret.privacy.noise`); counts are
 rounded to whole numbers afterwards, which is post-processing.
 """
 
@@ -33,7 +33,7 @@ from lit_dpret.privacy.accounting.accountant import Accountant
 from lit_dpret.privacy.accounting.releases import FullBatch, GaussianRelease
 from lit_dpret.privacy.budget import AccountantName, Neighbours, NoiseName, PrivacyBudget, charged
 from lit_dpret.privacy.ledger.run import PrivateRun, sum_tag
-from lit_dpret.privacy.noise_source import noise_source
+from lit_dpret.privacy.noise import noise_source
 from lit_dpret.privacy.plan import HISTOGRAM, PrivacyPlan
 
 HISTOGRAM_NAME = "histogram.json"

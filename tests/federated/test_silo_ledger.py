@@ -16,8 +16,7 @@ from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.accounting.releases import FullBatch, GaussianRelease, Poisson
 from lit_dpret.privacy.budget import ROUNDING_SHARE, PrivacyBudget
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
-from lit_dpret.privacy.noise import KeyedStream
-from lit_dpret.privacy.noise_source import grid_bits
+from lit_dpret.privacy.noise import KeyedStream, grid_bits
 
 BUDGET = PrivacyBudget(eps=4.0, delta=1e-3)
 TERMS = {"delta": BUDGET.delta, "neighbours": BUDGET.neighbours, "accountant": "rdp"}

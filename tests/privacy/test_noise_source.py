@@ -21,8 +21,7 @@ from lit_dpret.privacy.budget import ROUNDING_SHARE, NoiseName, PrivacyBudget, c
 from lit_dpret.privacy.histogram import histogram_plan
 from lit_dpret.privacy.modes import DPSGD, BatchClip, LogitDP, PerExampleDuplicated, PublicPassages
 from lit_dpret.privacy.modes.base import Update
-from lit_dpret.privacy.noise import BLOCK, KeyedStream
-from lit_dpret.privacy.noise_source import FloatNoise, GridNoise, grid_bits, noise_source
+from lit_dpret.privacy.noise import BLOCK, FloatNoise, GridNoise, KeyedStream, grid_bits, noise_source
 from lit_dpret.privacy.plan import PrivacyPlan
 
 SECRET = bytes(range(32))
@@ -99,7 +98,7 @@ def test_a_part_of_a_sum_gets_the_noise_of_its_place_whatever_else_is_drawn(monk
     for start, size in ((0, 5), (BLOCK - 3, 7), (BLOCK, BLOCK), (2 * BLOCK + 1, BLOCK + 16)):
         part = on_grid(total[start : start + size], bits=25, start=start)
         assert torch.equal(part, whole[start : start + size])
-    monkeypatch.setattr("lit_dpret.privacy.noise_source._AT_ONCE", BLOCK + 5)
+    monkeypatch.setattr("lit_dpret.privacy.noise._AT_ONCE", BLOCK + 5)
     assert torch.equal(on_grid(total, bits=25), whole)
     assert not torch.equal(on_grid(total, bits=25, salt="another"), whole)
     shaped = on_grid(total[:12].reshape(3, 4), bits=25)

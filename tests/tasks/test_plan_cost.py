@@ -17,7 +17,7 @@ from lit_dpret.costs.slices import SLICES, Part, slice_of, taken_apart
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.modules import OptimizerSpec, QueryGenerator
 from lit_dpret.privacy.budget import PrivacyBudget
-from lit_dpret.privacy.clipping.phases import PHASES
+from lit_dpret.privacy.clipping.ghost import PHASES
 from lit_dpret.privacy.modes import DPSGD
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.tasks.plan_cost import FACTOR, estimate, format_cost, from_slices, measure

@@ -7,11 +7,10 @@ from typing import Any
 from torch import nn
 
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.privacy.clipping.base import ClippedSum, ClipStats
+from lit_dpret.privacy.clipping.base import ClipGroups, ClippedSum, ClipStats
 from lit_dpret.privacy.clipping.ghost import GhostClipping
-from lit_dpret.privacy.clipping.groups import ClipGroups
-from lit_dpret.privacy.clipping.hooks import OpacusClipping
 from lit_dpret.privacy.clipping.loop import LoopClipping
+from lit_dpret.privacy.clipping.opacus import OpacusClipping
 from lit_dpret.privacy.clipping.vmap import VmapClipping
 
 __all__ = [

@@ -1,47 +1,135 @@
-"""Does what was recorded account for the gradient, row by row? Asked before it is believed.
+"""The audit of a recording: does what was recorded account for the gradient, row by row?
 
-The recorder sees calls of modules; it cannot see whether the first axis of their tensors is the
-batch, whether the loss couples two units, or whether a gradient takes another way. So the first
-batch of an engine, and any later one with a call pattern not seen before, goes through a second
-backward pass in which each unit's loss has a weight of its own. Then
+The recorder sees calls of modules; it cannot see whether the first axis of their tensors is the batch, whether the loss
+couples two units, or whether a gradient takes another way. So the first batch of an engine, and any later one with a
+call pattern not seen before, goes through a second backward pass with a weight of its own for each unit's loss. Then
 
-* the gradient at every recorded output must be the first pass's times the weight of the unit it is
-  charged to, which fails for a coupled loss (in-batch negatives, batch statistics), and for a first
-  axis that is not the batch even where its length happens to equal the batch size; and
+* the gradient at every recorded output must be the first pass's times the weight of the unit it is charged to, which
+  fails for a coupled loss (in-batch negatives, batch statistics), and for a first axis that is not the batch even where
+  its length happens to equal the batch size; and
 * the weighted sum of the engine's gradients must equal that of autograd, for every parameter.
 
-The weights are powers of two of either sign, so scaling commutes with rounding and the first
-comparison is nearly bit-exact in any precision.
+The weights are powers of two of either sign, so scaling commutes with rounding and the first comparison is nearly
+bit-exact in any precision.
 
-A batch counts as seen before where the same modules are called in the same places and rows are
-picked in the same way (`row_pattern`): a model that picks them by values is audited in every batch
-that it treats otherwise than an audited one.
+A batch counts as seen before where the same modules are called in the same places and rows are picked in the same way
+(`row_pattern`). Operations that pick rows by values (``h[mask]``, sorting by length, slices of a ragged batch) can keep
+the first axis equally long and change whose rows stand there, so a batch in which they pick otherwise is audited again.
 
-What stays unseen: a coupling, or a product with a permutation matrix, that starts after the first
-batch and changes neither (``verify=True`` audits every batch), a coupling weaker than ``SLIPPAGE``,
-and a row's loss that depends on the others without a gradient between them, such as a division by
-their number: a training loop looks for these itself (`lit_dpret.modules.coupling_check`).
+What stays unseen: a coupling, or a product with a permutation matrix, that starts after the first batch and changes
+neither (``verify=True`` audits every batch), a coupling weaker than ``SLIPPAGE``, and a row's loss that depends on the
+others without a gradient between them, such as a division by their number: a training loop looks for these itself
+(`lit_dpret.modules.coupling_check`).
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.privacy.clipping.base import accumulator_dtype
 from lit_dpret.privacy.clipping.contributions import Contribution, add_weighted, rounding_of
-from lit_dpret.privacy.clipping.gradients import Layout
-from lit_dpret.privacy.clipping.pattern import ancestors, row_pattern
-from lit_dpret.privacy.clipping.recorder import Use
+from lit_dpret.privacy.clipping.recorder import Layout, Use
 from lit_dpret.privacy.clipping.units import UnitRows
+
+_PICKS = re.compile(
+    r"(Index|Gather|Scatter|Masked(Select|Scatter)|Take|Sort|Topk|Slice|Select|Split|Unbind|PackPadded|AsStrided|Roll)"
+)
+_SAID = ("start", "end", "step", "index", "mask", "split_size", "split_sizes", "batch_sizes", "shifts")
+
+
+def ancestors(loss: Tensor) -> set[Node]:
+    """All nodes of the graph below ``loss``."""
+    return set(_walk(loss))
+
+
+def row_pattern(loss: Tensor, rows: int) -> tuple[object, ...]:
+    """What picked rows on the way to ``loss``, in a fixed order; equal for two batches that were treated alike.
+
+    Empty for a model that never picks rows. Operations on another axis than the batch's are left out.
+
+    Raises:
+        UnsupportedModelError: A part of the graph is hidden.
+    """
+    found: list[object] = []
+    for node in _walk(loss):
+        name = node.name()
+        _refuse_hidden(name)
+        if _PICKS.match(name):
+            found += _picked(node, name, rows)
+    return tuple(found)
+
+
+def refuse_hidden_calls(loss: Tensor) -> None:
+    """Refuse a graph of which a reentrant checkpoint hides a part: its calls run without gradients.
+
+    Raises:
+        UnsupportedModelError: Saying what to use instead.
+    """
+    for node in _walk(loss):
+        _refuse_hidden(node.name())
+
+
+def _refuse_hidden(name: str) -> None:
+    if name.startswith("CheckpointFunction"):
+        raise UnsupportedModelError(
+            "Reentrant activation checkpointing hides calls from the engine, and what is trained in them would get no "
+            "gradient. Use gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False}).",
+            trap="T13",
+        )
+
+
+def _walk(loss: Tensor) -> Iterator[Node]:
+    seen: set[Node] = set()
+    queue = [] if loss.grad_fn is None else [loss.grad_fn]
+    while queue:
+        node = queue.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            queue.extend(parent for parent, _ in node.next_functions if parent is not None)
+
+
+def _picked(node: Node, name: str, rows: int) -> list[object]:
+    saved: Any = node
+    sizes = getattr(saved, "_saved_self_sym_sizes", None)
+    indices = getattr(saved, "_saved_indices", None)
+    if isinstance(indices, (list, tuple)):  # h[...]: one index for each axis, None where it takes all
+        axes = [axis for axis, index in enumerate(indices) if index is not None]
+        wanted = [indices[axis] for axis in axes if _runs_over_rows(axis, sizes, rows)]
+        return [name, *map(_value, wanted)] if wanted else []
+    axis = getattr(saved, "_saved_dim", None)
+    if isinstance(axis, int):
+        axis = axis - 2**64 if axis >= 2**63 else axis
+        if axis < 0:
+            axis = None if sizes is None else axis + len(sizes)
+        if axis is not None and not _runs_over_rows(axis, sizes, rows):
+            return []
+    values = [getattr(saved, f"_saved_{said}", None) for said in _SAID]
+    return [name, *(_value(value) for value in (*values, indices))]
+
+
+def _runs_over_rows(axis: int, sizes: Any, rows: int) -> bool:
+    """The first axis does, and one that is as long as the batch; another one where the first cannot."""
+    if axis == 0 or sizes is None:
+        return axis == 0
+    return bool(sizes[axis] == rows or (sizes[0] % rows and not sizes[axis] % rows))
+
+
+def _value(value: Any) -> object:
+    if isinstance(value, Tensor):
+        return tuple(value.shape), hash(value.detach().cpu().contiguous().numpy().tobytes())
+    return tuple(value) if isinstance(value, (list, tuple)) else value
+
 
 #: What a gradient may depart from its unit's weight, relative to it; 0 but for operations that are not deterministic.
 SLIPPAGE = {torch.float64: 1e-10, torch.float32: 1e-4}

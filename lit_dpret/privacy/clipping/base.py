@@ -1,9 +1,12 @@
-"""What every clipping engine promises, and the parts they share.
+r"""The promise of every clipping engine, and the parts that engines share.
 
-An engine turns the losses of one physical batch into a sum of bounded gradients: one gradient per
-*unit* (whatever one neighbouring data set may lack), scaled down to ``max_grad_norm``, added to an
-accumulator in fp32. It draws no noise and divides by nothing: both happen once per logical step,
-after the last physical batch, and belong to the privacy mode.
+An engine turns the losses of one physical batch into a sum of bounded gradients: one gradient per *unit* (whatever one
+neighbouring data set may lack), scaled down to ``max_grad_norm``, added to an accumulator in fp32. It draws no noise
+and divides by nothing: both happen once per logical step, after the last physical batch, and belong to the mode.
+
+*Flat* clipping bounds one unit's gradient over all parameters at once. *Per-layer* clipping (He et al. 2023,
+2212.01539; McMahan et al. 2018, 1710.06963) bounds each of K layers on its own, by :math:`C / \sqrt K`: by Pythagoras a
+unit's whole contribution stays within C, so noise and accounting are the same.
 """
 
 from __future__ import annotations
@@ -19,9 +22,30 @@ import torch
 from torch import Tensor, nn
 
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
-from lit_dpret.privacy.clipping.groups import ClipGroups, group_parameters
 from lit_dpret.privacy.clipping.rules import refuse_renormalising, refuse_sparse
 from lit_dpret.privacy.clipping.units import UnitRows
+
+ClipGroups = Literal["flat", "per_layer"]
+
+
+def group_parameters(names: Iterable[str], clip_groups: ClipGroups) -> tuple[tuple[str, ...], ...]:
+    """The parameters in groups, in their order.
+
+    A layer is the module that owns a parameter; of several that share it, the first, after which
+    ``named_parameters`` calls it. So every parameter is in one group, and a tied weight is one.
+
+    Example:
+        >>> group_parameters(["embed.weight", "out.weight", "out.bias"], "per_layer")
+        (('embed.weight',), ('out.weight', 'out.bias'))
+        >>> group_parameters(["embed.weight", "out.weight", "out.bias"], "flat")
+        (('embed.weight', 'out.weight', 'out.bias'),)
+    """
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        layer = "" if clip_groups == "flat" else name.rpartition(".")[0]
+        groups.setdefault(layer, []).append(name)
+    return tuple(map(tuple, groups.values()))
+
 
 ClipName = Literal["abadi", "automatic"]
 #: A smaller clip factor would lose its digits in fp32, and with them the bound; such a unit is dropped.

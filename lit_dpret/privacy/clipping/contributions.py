@@ -1,4 +1,4 @@
-r"""Norms and weighted sums of gradients that are never written out.
+r"""Norms and weighted sums of gradients that are never written out, or only where that is cheap.
 
 A use of a parameter contributes, to the gradient of row r,
 
@@ -7,11 +7,19 @@ A use of a parameter contributes, to the gradient of row r,
 * ``Convolution``: as ``Outer``, ``a`` being the patches of the input,
 * ``Dense``: a tensor that is small enough to be written out (biases, norms, position bias).
 
-A parameter used several times gets the sum of its uses, so its squared norm has cross terms: uses
-of one kind are joined along the positions t, and an embedding tied to a linear layer adds
-:math:`2 \sum_{ts} (g_t)_{i_s} (a_t \cdot g'_s)`, a gather instead of a vocabulary-sized matrix
-(book-keeping: Bu et al. 2023, 2210.00038; Gram norms: Goodfellow 2015, 1510.01799, and
-Li et al. 2022, 2110.05679).
+A parameter used several times gets the sum of its uses, so its squared norm has cross terms: uses of one kind are
+joined along the positions t, and an embedding tied to a linear layer adds
+:math:`2 \sum_{ts} (g_t)_{i_s} (a_t \cdot g'_s)`, a gather instead of a vocabulary-sized matrix (book-keeping: Bu et al.
+2023, 2210.00038; Gram norms: Goodfellow 2015, 1510.01799, and Li et al. 2022, 2110.05679).
+
+Patches take kernel-size times the memory of the input, so they are made a few units at a time, for the norm and for the
+sum, in fp32: a convolution kernel of cuDNN may round its products to TF32, and then the sum would not have the norm
+that it was clipped by.
+
+Where a weight has fewer elements than input and output gradient of a unit together (long texts, convolutions on large
+images), each unit's gradient is written out in their place (``Written``). The norm and the weighted sum are then read
+off it, and the multiplications are those of an ordinary backward pass (MixOpt of Bu et al. 2022, 2205.10683, decides
+between the norms only; keeping the gradient saves the second multiplication as well).
 """
 
 from __future__ import annotations
@@ -21,10 +29,100 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from lit_dpret.privacy.clipping.convolution import Convolution, chunk_of
 from lit_dpret.privacy.clipping.units import RowGroup, UnitRows
+
+#: Elements of patches at a time; small on a CPU, where memory is the bound.
+CHUNK = {"cpu": 1 << 22}
+CHUNK_ELSEWHERE = 1 << 25
+
+
+def chunk_of(device: torch.device) -> int:
+    """How many elements a temporary may have."""
+    return CHUNK.get(device.type, CHUNK_ELSEWHERE)
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How a convolution slides: its settings by the names of nn.Conv, the padding as ``F.pad`` takes it."""
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    padding: tuple[int, ...]
+    padding_mode: str
+    groups: int
+
+    @classmethod
+    def of(cls, module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> Geometry:
+        """Read the settings of a module, with ``padding="same"`` resolved."""
+        return cls(
+            kernel=tuple(module.kernel_size),
+            stride=tuple(module.stride),
+            dilation=tuple(module.dilation),
+            padding=tuple(module._reversed_padding_repeated_twice),
+            padding_mode="constant" if module.padding_mode == "zeros" else module.padding_mode,
+            groups=module.groups,
+        )
+
+    def patches(self, x: Tensor) -> Tensor:
+        """(rows, channels, *space) as (rows, places, groups, channels of a group x kernel)."""
+        x = F.pad(x, self.padding, self.padding_mode)
+        for axis, (kernel, stride, dilation) in enumerate(zip(self.kernel, self.stride, self.dilation, strict=True)):
+            x = x.unfold(2 + axis, dilation * (kernel - 1) + 1, stride)[..., ::dilation]
+        x = x.reshape(len(x), self.groups, -1, *x.shape[2:])
+        last = 3 + len(self.kernel)
+        x = x.permute(0, *range(3, last), 1, 2, *range(last, x.dim()))
+        return x.flatten(last - 1).flatten(1, last - 3)
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """``x`` is (rows, folds, channels, *space), ``g`` is (rows, folds x places, out).
+
+    The gradient is (out, channels of a group, *kernel). ``inputs`` and ``outputs`` of some units are
+    (units x groups, positions, ...): a group of channels is a matrix of its own.
+    """
+
+    x: Tensor
+    g: Tensor
+    geometry: Geometry
+
+    @property
+    def groups(self) -> int:
+        """How many matrices a unit's gradient consists of."""
+        return self.geometry.groups
+
+    def inputs(self, group: RowGroup, dtype: torch.dtype) -> Tensor:
+        """The patches of a group's units."""
+        x = group.join(self.x).to(dtype)
+        return self._by_group(self.geometry.patches(x.flatten(0, 1)).reshape(len(x), -1, self.groups, self._width))
+
+    def outputs(self, group: RowGroup, dtype: torch.dtype) -> Tensor:
+        """The output gradients of a group's units."""
+        g = group.join(self.g).to(dtype)
+        return self._by_group(g.reshape(*g.shape[:2], self.groups, -1))
+
+    def add_to(self, total: Tensor, coefficients: Tensor, rows: Tensor | None) -> None:
+        """Add the gradients of ``rows`` to ``total``, each times its coefficient; None takes all rows."""
+        rows = torch.arange(len(coefficients), device=total.device) if rows is None else rows
+        each = self.g.shape[1] * self.groups * self._width
+        matrices = total.view(self.groups, -1, self._width)
+        for part in torch.split(rows, max(1, chunk_of(total.device) // max(1, each))):  # type: ignore[no-untyped-call]
+            a = self.geometry.patches(self.x[part].to(total.dtype).flatten(0, 1)).flatten(0, 1)
+            g = self.g[part].to(total.dtype) * coefficients[part].to(total.dtype)[:, None, None]
+            g = g.reshape(len(a), self.groups, -1)
+            matrices.baddbmm_(g.permute(1, 2, 0), a.transpose(0, 1))
+
+    @property
+    def _width(self) -> int:
+        return self.x.shape[2] // self.groups * int(torch.Size(self.geometry.kernel).numel())
+
+    def _by_group(self, tensor: Tensor) -> Tensor:
+        return tensor.transpose(1, 2).flatten(0, 1)
+
 
 #: A Gram matrix costs passes over it besides its multiplications, so it must save this factor in those.
 GRAM_ADVANTAGE = 1.2
@@ -345,3 +443,82 @@ def _units_at_once(
         elements += groups * 2 * outer * _block(outer) if gram else shape.numel()
         elements += sum(each * use.g.shape[1] * groups * into for use in outers[0] if isinstance(use, Convolution))
     return max(1, chunk_of(batch.real.device) // max(1, elements))
+
+
+#: How much larger than inputs and output gradients together the written gradients may be.
+ROOM = 1.25
+#: Elements that are squared at a time.
+_CACHED = 1 << 18
+
+
+@dataclass(frozen=True)
+class Written:
+    """``value`` is (n, *shape of the parameter): the gradients of ``units``, (n,), in a batch of fixed shape or not."""
+
+    units: Tensor
+    value: Tensor
+    fixed: bool = False
+
+    def add_squares(self, squares: Tensor, dtype: torch.dtype) -> None:
+        """Add the squared norms, computed in ``dtype``, to those of all units, ``(units,)`` in float64."""
+        flat = self.value.flatten(1)
+        if self.fixed:
+            squares[self.units] += flat.to(dtype).square().sum(1, dtype=torch.float64)
+            return
+        step = max(1, _CACHED // max(1, len(flat)))
+        products = flat.new_empty(len(flat), min(step, flat.shape[1]), dtype=dtype)
+        for part in torch.split(flat, step, dim=1):  # in a buffer that stays in the cache; torch sums pairwise
+            part = part.to(dtype)
+            squares[self.units] += torch.mul(part, part, out=products[:, : part.shape[1]]).sum(1).double()
+
+    def add_to(self, total: Tensor | None, factors: Tensor) -> Tensor:
+        """``total`` plus the gradients, each times its unit's factor; one with factor zero is left out.
+
+        Where shapes are fixed, it is set to zero in place of that.
+        """
+        weights = factors[self.units].to(self.value.dtype)
+        value = self.value
+        if self.fixed:
+            kept = (weights != 0).view(-1, *[1] * (value.dim() - 1))
+            value = torch.where(kept, value, torch.zeros_like(value))
+        elif len(keep := weights.nonzero().flatten()) < len(weights):
+            value, weights = value[keep], weights[keep]
+        if total is None or self.fixed:  # XLA has no addmv, and computes in place whatever it can
+            found: Tensor = torch.tensordot(weights, value, dims=1)
+            return found if total is None else total.add_(found)
+        total.view(-1).addmv_(value.flatten(1).T, weights)
+        return total
+
+
+def are_small(uses: Sequence[Sequence[Contribution]], shapes: Sequence[torch.Size], batch: UnitRows) -> bool:
+    """Whether the gradients of parameters that share their inputs take no more room than what they come from."""
+    room = 0
+    for position, use in ((p, use) for p, each in enumerate(uses) for use in each):
+        if not isinstance(use, Product):
+            return False
+        room += _size(use.g)
+        if position == 0:
+            room += _size(use.x if isinstance(use, Convolution) else use.a)
+    units = sum(len(group.units) for group in batch.groups)
+    return units * 4 * sum(shape.numel() for shape in shapes) <= ROOM * room
+
+
+def write_out(uses: Sequence[Contribution], shape: torch.Size, batch: UnitRows, dtype: torch.dtype) -> list[Written]:
+    """Each unit's gradient of one parameter, in ``dtype``."""
+    patches = [_patches(use) for use in uses if isinstance(use, Convolution)]
+    found: list[Written] = []
+    for group in batch.groups:
+        each = group.rows.shape[1] * sum(patches)
+        size = max(1, chunk_of(batch.real.device) // each) if patches else len(group.units)
+        for part in group.split(size):
+            found.append(Written(part.units, unit_gradients(uses, shape, part, dtype), batch.fixed))
+    return found
+
+
+def _patches(use: Convolution) -> int:
+    """Elements of the patches of one row."""
+    return max(1, use.g.shape[1] * use.x.shape[2] * int(torch.Size(use.geometry.kernel).numel()))
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,23 +1,25 @@
 """Book-keeping ghost clipping: exact per-unit clipping at about the cost of an ordinary step.
 
-One forward pass; one backward pass that computes the gradients of layer outputs only; each unit's
-gradient norm from pairs of (input, output gradient), without the gradient; then one weighted sum
-per parameter (Bu et al. 2023, 2210.00038). A unit's gradient is held only where it is no larger
-than the inputs and output gradients that it is made from (`written`).
+One forward pass; one backward pass that computes the gradients of layer outputs only; each unit's gradient norm from
+pairs of (input, output gradient), without the gradient; then one weighted sum per parameter (Bu et al. 2023,
+2210.00038). A unit's gradient is held only where it is no larger than what it is made from.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.profiler import record_function
 
 from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.matmul_precision import whole_products
 from lit_dpret.privacy.clipping.audit import Audit, refuse_lost_gradients, roundoff_of, tolerance_of, unit_weights
 from lit_dpret.privacy.clipping.base import (
+    ClipGroups,
     ClipName,
     ClippedSum,
     ClipStats,
@@ -30,18 +32,27 @@ from lit_dpret.privacy.clipping.base import (
 from lit_dpret.privacy.clipping.contributions import (
     Contribution,
     Dense,
+    Written,
     add_weighted,
+    are_small,
     by_input,
     squared_norms,
     unit_gradients,
+    write_out,
 )
-from lit_dpret.privacy.clipping.gradients import Layout, contributions_of
-from lit_dpret.privacy.clipping.groups import ClipGroups
-from lit_dpret.privacy.clipping.phases import phase
-from lit_dpret.privacy.clipping.recorder import Recorder, Use, uncompiled
+from lit_dpret.privacy.clipping.recorder import Layout, Recorder, Use, contributions_of, uncompiled
 from lit_dpret.privacy.clipping.rules import WAYS_OUT, Plan, make_plan, refuse_functional_use
 from lit_dpret.privacy.clipping.units import UnitRows
-from lit_dpret.privacy.clipping.written import Written, are_small, write_out
+
+PREFIX = "lit_dpret.clipping."
+Phase = Literal["forward", "backward", "check_backward", "check_parameters", "norms", "sum"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
+
+
+def phase(name: Phase) -> record_function:
+    """A context that a profile shows under ``lit_dpret.clipping.<name>``."""
+    return record_function(PREFIX + name)  # type: ignore[no-untyped-call]
+
 
 #: A unit whose squared norm is below this share of its energy is computed in float64 ...
 CANCELLATION = 0.025

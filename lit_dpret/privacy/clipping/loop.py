@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from lit_dpret.privacy.clipping.audit import ancestors, refuse_hidden_calls
 from lit_dpret.privacy.clipping.base import (
     ClippedSum,
     ClipStats,
@@ -19,7 +20,6 @@ from lit_dpret.privacy.clipping.base import (
     accumulator_dtype,
     check_losses,
 )
-from lit_dpret.privacy.clipping.pattern import ancestors, refuse_hidden_calls
 from lit_dpret.privacy.clipping.units import UnitRows
 
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 from torch import nn
 
 from lit_dpret.privacy.clipping.audit import Audit
-from lit_dpret.privacy.clipping.base import ClipName
+from lit_dpret.privacy.clipping.base import ClipGroups, ClipName
 from lit_dpret.privacy.clipping.ghost import GhostClipping
-from lit_dpret.privacy.clipping.groups import ClipGroups
 from lit_dpret.privacy.clipping.rules import Plan, make_plan
 
 

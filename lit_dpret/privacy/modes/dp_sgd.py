@@ -56,7 +56,7 @@ class DPSGD(GaussianMode):
         clip_fraction_budget: The share of each step's budget, above 0 and at most 0.1, that pays for releasing
             the noised share of units that were clipped (`lit_dpret.privacy.clip_fraction`); null releases none.
         noise: ``gaussian`` for floating-point normals; ``discrete`` for whole numbers on a public grid, drawn exactly
-            and from SHAKE-256 (`lit_dpret.privacy.noise_source`).
+            and from SHAKE-256 (`lit_dpret.privacy.noise`).
         secure_rng: Draw the noise from SHAKE-256 instead of NumPy's Philox.
         secret_file: Where the noise secret lies; null for the user's state folder.
         dataset_ledger: The file in which all runs on this data set add up; null for none. The path

@@ -25,8 +25,7 @@ from lit_dpret.privacy.budget import AccountantName, Neighbours, NoiseName, Priv
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.modes.base import Guarantee, PrivacyMode, StepCounts, Update, trainable
 from lit_dpret.privacy.modes.state_watch import StateWatch
-from lit_dpret.privacy.noise import KeyedStream
-from lit_dpret.privacy.noise_source import noise_source
+from lit_dpret.privacy.noise import KeyedStream, noise_source
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.training_data import SamplingRequest
 
@@ -50,7 +49,7 @@ class GaussianMode(PrivacyMode):
         noise_multiplier: Noise standard deviation over sensitivity; null to calibrate it.
         accountant: ``pld``, ``rdp`` or ``prv``.
         noise: ``gaussian`` for floating-point normals; ``discrete`` for whole numbers on a public grid, drawn exactly
-            and from SHAKE-256 (`lit_dpret.privacy.noise_source`).
+            and from SHAKE-256 (`lit_dpret.privacy.noise`).
         secure_rng: Draw the noise from SHAKE-256 instead of NumPy's Philox.
         secret_file: Where the noise secret lies; null for the user's state folder.
         dataset_ledger: The file in which all runs on this data set add up; null for none. The path

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lit_dpret.errors import UnsupportedModelError
-from lit_dpret.privacy.clipping import base, ghost, make_engine, pattern, written
+from lit_dpret.privacy.clipping import audit, base, contributions, ghost, make_engine
 
 Patch = pytest.MonkeyPatch
 
@@ -59,7 +59,7 @@ def test_a_token_whose_gradients_cancel_stays_within_the_bound(
 def test_positions_that_cancel_stay_within_the_bound_in_a_linear_layer(
     lib: SimpleNamespace, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr(written, "ROOM", 0)
+    monkeypatch.setattr(contributions, "ROOM", 0)
     model, weight = nn.Linear(512, 512, bias=False), cancelling(256, 512, 1e7)
     x = (torch.rand(512) + 0.5).expand(2, 256, 512).clone()
     case = lib.Case(model, lambda b: (model(b["x"]) * b["weight"]).sum((1, 2)), {"x": x, "weight": weight})
@@ -153,7 +153,7 @@ def test_picks_along_the_batch_are_told_apart_and_picks_along_other_axes_are_not
     for index in ([0, 1, 2, 3], [3, 1, 0, 2]):
         h = torch.randn(4, 5 if same else 4, 3, requires_grad=True)
         h = h if same else torch.randn(4, 4, 3, requires_grad=True)
-        patterns.append(pattern.row_pattern(pick(h * 1, torch.tensor(index)).sum(), 4))
+        patterns.append(audit.row_pattern(pick(h * 1, torch.tensor(index)).sum(), 4))
     assert (patterns[0] == patterns[1]) is same
 
 
@@ -214,7 +214,7 @@ def test_a_batch_that_breaks_off_halfway_is_neither_released_nor_added_twice(
             raise torch.OutOfMemoryError("no room")
         return plain(*arguments, **named)
 
-    monkeypatch.setattr(written, "ROOM", 0)
+    monkeypatch.setattr(contributions, "ROOM", 0)
     monkeypatch.setattr(module, where, breaks)
     with pytest.raises(torch.OutOfMemoryError):
         case.run(clipping)

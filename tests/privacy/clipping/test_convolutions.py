@@ -11,7 +11,7 @@ from covered_models import resnet
 from torch import Tensor, nn
 
 from lit_dpret.errors import UnsupportedModelError
-from lit_dpret.privacy.clipping import contributions, convolution, make_engine
+from lit_dpret.privacy.clipping import contributions, make_engine
 
 SPACE = {1: (9,), 2: (7, 8), 3: (4, 5, 6)}
 KINDS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
@@ -139,7 +139,7 @@ def test_a_residual_network_with_units_of_several_rows_and_batches_of_one(lib: S
 def test_how_much_is_done_at_a_time_does_not_change_the_sum(
     lib: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(convolution, "CHUNK", {"cpu": 1})
+    monkeypatch.setattr(contributions, "CHUNK", {"cpu": 1})
     lib.check_exact(images(lib, layer(2, "all"), 4, 4, *SPACE[2]))
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_dpret.errors import DataError
-from lit_dpret.privacy.clipping import GhostClipping, written
+from lit_dpret.privacy.clipping import GhostClipping, contributions
 from lit_dpret.privacy.clipping.units import UnitRows
 
 
@@ -29,7 +29,7 @@ def test_norms_and_sum_equal_one_unit_at_a_time(any_case: Any, lib: SimpleNamesp
 def test_a_unit_of_several_rows_is_clipped_as_one(
     name: str, room: float, lib: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(written, "ROOM", room)
+    monkeypatch.setattr(contributions, "ROOM", room)
     case = lib.small("tied", rows=6) if name == "tied" else getattr(lib, name)(rows=6)
     ids, mask = torch.tensor([0, 0, 1, 1, 2, 2]), torch.tensor([True, False, True])
     lib.check_exact(case, unit_ids=ids, mask=mask, fixed_shapes=True)
@@ -57,7 +57,7 @@ class Texts(nn.Module):
 def test_a_broken_row_contributes_zero_and_is_counted_where_it_is_a_units(
     room: float, mask: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(written, "ROOM", room)
+    monkeypatch.setattr(contributions, "ROOM", room)
     torch.manual_seed(0)
     module, inputs, weights = Texts(), torch.randn(4, 5, 6), torch.randn(4, 5)
     clean = torch.tensor([True, True, False, True])
@@ -73,7 +73,7 @@ def test_a_broken_row_contributes_zero_and_is_counted_where_it_is_a_units(
 
 
 def test_a_unit_whose_terms_cancel_is_clipped_by_an_upper_bound_of_its_norm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(written, "ROOM", 0.0)
+    monkeypatch.setattr(contributions, "ROOM", 0.0)
     torch.manual_seed(0)
     module, count = Texts(), 64
     monkeypatch.setattr("lit_dpret.privacy.clipping.contributions._prefers_gram", lambda *_: True)

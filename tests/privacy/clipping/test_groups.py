@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.privacy.clipping import base, make_engine, written
-from lit_dpret.privacy.clipping.groups import group_parameters
+from lit_dpret.privacy.clipping import base, contributions, make_engine
+from lit_dpret.privacy.clipping.base import group_parameters
 from lit_dpret.privacy.modes import DPSGD
 from lit_dpret.privacy.noise import KeyedStream
 
@@ -64,7 +64,7 @@ def check(case: Any, lib: SimpleNamespace, engine: str, clip: str = "abadi", uni
 def test_layers_whose_gradients_are_written_out_are_clipped_alike(
     name: str, clip: str, lib: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(written, "ROOM", math.inf)
+    monkeypatch.setattr(contributions, "ROOM", math.inf)
     check(lib.case(name), lib, "ghost", clip)
     check(lib.case(name), lib, "ghost", clip, unit_ids=torch.arange(lib.case(name).count) // 2)
 

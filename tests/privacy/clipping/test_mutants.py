@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lit_dpret.errors import UnsupportedModelError
-from lit_dpret.privacy.clipping import audit, contributions, ghost, gradients, recorder, rules, units, written
+from lit_dpret.privacy.clipping import audit, contributions, ghost, recorder, rules, units
 
 Patch = pytest.MonkeyPatch
 squared_norms = contributions.squared_norms
@@ -28,7 +28,7 @@ def each_use_alone(patch: Patch) -> None:
         return sum(s for s, _ in found), sum(e for _, e in found)  # type: ignore[return-value]
 
     patch.setattr(ghost, "squared_norms", mutant)
-    patch.setattr(written, "ROOM", 0)  # what is written out is a sum over the uses already
+    patch.setattr(contributions, "ROOM", 0)  # what is written out is a sum over the uses already
 
 
 def last_use_only(patch: Patch) -> None:
@@ -56,7 +56,7 @@ def shared_bias(patch: Patch) -> None:
 
 
 def padding_row(patch: Patch) -> None:
-    plain = gradients.contributions_of
+    plain = recorder.contributions_of
 
     def mutant(use: Any, *rest: Any, **key: Any) -> Any:
         if use.site.kind == "embedding":

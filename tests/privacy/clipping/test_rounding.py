@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_dpret.errors import UnsupportedModelError
-from lit_dpret.privacy.clipping import base, ghost, make_engine, written
+from lit_dpret.privacy.clipping import base, contributions, ghost, make_engine
 
 Patch = pytest.MonkeyPatch
 
@@ -78,9 +78,9 @@ SIZES = {"gram": {"positions": 48, "inner": 96, "out": 80}, "long": {"positions"
 @pytest.mark.parametrize("engine", ["ghost", "vmap", "loop", "opacus"])
 def test_no_contribution_that_a_search_finds_is_above_the_bound(engine: str, sizes: str, monkeypatch: Patch) -> None:
     if sizes == "gram":
-        monkeypatch.setattr(written, "ROOM", 0)
+        monkeypatch.setattr(contributions, "ROOM", 0)
     if engine == "opacus":  # it compares relative to what is left, and refuses what cancels
-        monkeypatch.setattr("lit_dpret.privacy.clipping.hooks.OpacusClipping._compare", lambda *a: None)
+        monkeypatch.setattr("lit_dpret.privacy.clipping.opacus.OpacusClipping._compare", lambda *a: None)
     reached = largest_share(engine, seeds=4, **SIZES[sizes])
     assert 0.99 < reached <= 1.0
     monkeypatch.setattr(base, "ROUNDING", dict.fromkeys(base.ROUNDING, 0.0))
@@ -89,7 +89,7 @@ def test_no_contribution_that_a_search_finds_is_above_the_bound(engine: str, siz
 
 @pytest.mark.parametrize("level", [1e-3, 1e-5, 1e-6, 1e-7, 3e-8, 1e-8, 1e-9])
 def test_in_float64_too_a_unit_whose_terms_cancel_is_within_the_bound(level: float, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(written, "ROOM", 0)
+    monkeypatch.setattr(contributions, "ROOM", 0)
 
     def largest() -> float:
         worst = 0.0

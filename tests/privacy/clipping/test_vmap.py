@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import ViTConfig, ViTModel
 
 from lit_dpret.errors import UnsupportedModelError
-from lit_dpret.privacy.clipping import gradients, make_engine
+from lit_dpret.privacy.clipping import make_engine, recorder
 
 WIDTH = 4
 
@@ -258,7 +258,7 @@ class Failing(nn.Module):
 
 def test_gradients_of_another_row_fail_the_comparison(lib: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mutant that leaves the plain sum as it was."""
-    plain = gradients.Dense
-    monkeypatch.setattr(gradients, "Dense", lambda value, *rest: plain(value.flip(0), *rest))
+    plain = recorder.Dense
+    monkeypatch.setattr(recorder, "Dense", lambda value, *rest: plain(value.flip(0), *rest))
     with pytest.raises(UnsupportedModelError, match="differs from autograd's"):
         lib.check_exact(case_of(lib, Scaled()), engine="vmap")

@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lit_dpret.privacy.clipping import ghost, make_engine, written
-from lit_dpret.privacy.clipping.contributions import Dense, Lookup, Outer
+from lit_dpret.privacy.clipping import contributions, ghost, make_engine
+from lit_dpret.privacy.clipping.contributions import Dense, Lookup, Outer, Written, are_small
 from lit_dpret.privacy.clipping.units import UnitRows
-from lit_dpret.privacy.clipping.written import Written, are_small
 
 Patch = pytest.MonkeyPatch
 WAYS = pytest.mark.parametrize("room", [0.0, math.inf], ids=["never", "always"])
@@ -23,7 +22,7 @@ WAYS = pytest.mark.parametrize("room", [0.0, math.inf], ids=["never", "always"])
 def taken(monkeypatch: Patch) -> list[int]:
     """Counts the gradients that were written out."""
     found = []
-    plain = written.write_out
+    plain = contributions.write_out
 
     def counted(*arguments: Any) -> list[Written]:
         found.append(1)
@@ -37,7 +36,7 @@ def taken(monkeypatch: Patch) -> list[int]:
 def test_norms_and_sum_are_exact_whichever_way_is_taken(
     room: float, any_case: Any, lib: SimpleNamespace, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr(written, "ROOM", room)
+    monkeypatch.setattr(contributions, "ROOM", room)
     lib.check_exact(any_case)
 
 
@@ -46,7 +45,7 @@ def test_norms_and_sum_are_exact_whichever_way_is_taken(
 def test_units_of_several_rows_masks_and_the_other_clip_function(
     room: float, name: str, lib: SimpleNamespace, monkeypatch: Patch, taken: list[int]
 ) -> None:
-    monkeypatch.setattr(written, "ROOM", room)
+    monkeypatch.setattr(contributions, "ROOM", room)
     case = lib.case(name)
     count = case.count
     ids, mask = torch.arange(count) // 2, torch.arange(count) != 1
@@ -80,7 +79,7 @@ def test_a_masked_unit_takes_no_room() -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_broken_unit_is_left_out_of_the_written_sum(value: float, lib: SimpleNamespace, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(written, "ROOM", math.inf)
+    monkeypatch.setattr(contributions, "ROOM", math.inf)
     model = nn.Linear(5, 4, bias=False).double()
     x = torch.randn(3, 2, 5, dtype=torch.float64)
     case = lib.Case(model, lambda b: model(b["x"]).sin().sum((1, 2)), {"x": x.clone()})
@@ -95,7 +94,7 @@ def test_a_broken_unit_is_left_out_of_the_written_sum(value: float, lib: SimpleN
 
 @WAYS
 def test_several_physical_batches_add_up(room: float, lib: SimpleNamespace, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(written, "ROOM", room)
+    monkeypatch.setattr(contributions, "ROOM", room)
     case = lib.case("t5_tied_relu")
     whole = make_engine("ghost", case.module, max_grad_norm=0.5)
     case.run(whole)
@@ -109,7 +108,7 @@ def test_several_physical_batches_add_up(room: float, lib: SimpleNamespace, monk
 def test_in_bf16_a_written_contribution_is_within_the_bound_in_fp32(
     weights: torch.dtype, lib: SimpleNamespace, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr(written, "ROOM", math.inf)
+    monkeypatch.setattr(contributions, "ROOM", math.inf)
     case = lib.case("bert")
     bound = min(float(lib.norm_of(g)) for g in case.unit_gradients()) / 3
     case.module.to(weights)
@@ -128,12 +127,12 @@ def first_use(uses: Any, *rest: Any) -> list[Written]:
     return plain_write_out(uses[:1], *rest)
 
 
-plain_write_out = written.write_out
+plain_write_out = contributions.write_out
 
 
 @pytest.mark.parametrize("mutant", ["squares", "uses", "factors"])
 def test_a_mutant_of_the_written_way_fails(mutant: str, lib: SimpleNamespace, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(written, "ROOM", math.inf)
+    monkeypatch.setattr(contributions, "ROOM", math.inf)
     lib.check_exact(lib.case("two_linears_with_one_weight"))
     if mutant == "squares":
         monkeypatch.setattr(Written, "add_squares", no_squares)

@@ -1,13 +1,20 @@
-"""Clipping of pairwise similarity gradients: norms of all pairs, and the weighted sum of their gradients."""
+"""Clipping of pairwise similarity gradients: the norms of all pairs, and the weighted sum of their gradients.
+
+Which way to the norms is cheapest is decided from public numbers alone: a bound and an exact norm clip differently, so
+the choice must not look at the data. It is made once, for the most records that a sub-batch may have.
+"""
 
 from __future__ import annotations
 
-from lit_dpret.privacy.clipping.pairs.batch import PairBatch, embed_all
-from lit_dpret.privacy.clipping.pairs.blocks import JacobianNorms, KBlocks
-from lit_dpret.privacy.clipping.pairs.choice import NormsName, choose_norms, costs, make_pair_norms, width_of
-from lit_dpret.privacy.clipping.pairs.linear_head import LinearHead
+import math
+from typing import Any, Literal, get_args
+
+from torch import nn
+
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.privacy.clipping.pairs.batch import PairBatch, clipped_pair_factors, embed_all, weighted_backward
+from lit_dpret.privacy.clipping.pairs.blocks import JacobianNorms, KBlocks, LinearHead
 from lit_dpret.privacy.clipping.pairs.norms import PAIRS_AT_ONCE, BruteForce, PairGhost, PairNorms
-from lit_dpret.privacy.clipping.pairs.weights import clipped_pair_factors, weighted_backward
 
 __all__ = [
     "PAIRS_AT_ONCE",
@@ -27,3 +34,118 @@ __all__ = [
     "weighted_backward",
     "width_of",
 ]
+
+
+NormsName = Literal["auto", "pair_ghost", "jacobian", "k_blocks", "linear_head", "brute_force"]
+
+#: How many times the cost of a bound the exact norms may take: a bound clips shared encoders 2 to 5 times too hard.
+EXACT_IS_WORTH = 10.0
+#: What those operations cost in practice, in ordinary steps: measured by benchmarks/logit_dp.py, within a factor of 2.
+GHOST, BLOCKS, INNER = 2.0, 3.5, 0.5
+
+
+def costs(*, n_max: int, dim: int, positions: int, width: int, shared: bool) -> dict[NormsName, float]:
+    """What each way costs, in ordinary steps (one forward and backward pass of n queries and n passages).
+
+    Per linear layer of ``width`` x ``width`` and ``positions`` T: a cotangent is a third of a step, its Gram
+    products add T / h of that (for a pair's joined 2T positions: 2T / h; for a block of d cotangents: (T + d) / h).
+    Inner products of all pairs take, for each parameter and in the cheapest way, 2 d^2, 4 d + 250 or 6 T^2 / h
+    multiplications, of the 12 n T of a step. ``GHOST``, ``BLOCKS`` and ``INNER`` are what was measured over that count.
+
+    Example:
+        >>> found = costs(n_max=32, dim=384, positions=32, width=512, shared=True)
+        >>> {name: round(cost) for name, cost in found.items()}
+        {'pair_ghost': 45, 'jacobian': 812, 'k_blocks': 812}
+    """
+    d, t, h = dim, positions, width
+    blocks = BLOCKS * d / 3 * (1 + (t + d) / h)
+    inner = INNER * n_max * min(2 * d**2, 4 * d + 250, 6 * t**2 / h) / (12 * t) if shared else 0.0
+    return {"pair_ghost": GHOST * n_max * (2 / 3) * (1 + t / h), "jacobian": blocks + inner, "k_blocks": blocks}
+
+
+def choose_norms(
+    *, n_max: int, dim: int, positions: int, width: int, shared: bool = True, linear_head: bool = False
+) -> NormsName:
+    """The way that ``norms=auto`` takes.
+
+    The closed form for a linear head; else the cheapest exact one. The bound of ``k_blocks`` is taken for shared
+    parameters only where exact norms cost more than ``EXACT_IS_WORTH`` times as much.
+
+    Example:
+        >>> choose_norms(n_max=16, dim=384, positions=32, width=512)
+        'pair_ghost'
+        >>> choose_norms(n_max=1024, dim=64, positions=32, width=512, shared=False)
+        'k_blocks'
+
+    Args:
+        n_max: The most records of a sub-batch.
+        dim: Length of an embedding.
+        positions: Tokens of a text, or places of a convolution's output, at most.
+        width: Of a layer; ``width_of`` has it.
+        shared: Whether queries and passages share trainable parameters.
+        linear_head: Whether what is trained is a bias-free linear head on frozen features.
+    """
+    if linear_head:
+        return "linear_head"
+    found = costs(n_max=n_max, dim=dim, positions=positions, width=width, shared=shared)
+    exact: tuple[NormsName, ...] = ("pair_ghost", "jacobian") if shared else ("pair_ghost", "k_blocks")
+    best = min(exact, key=found.__getitem__)
+    return best if found[best] <= EXACT_IS_WORTH * found["k_blocks"] else "k_blocks"
+
+
+def width_of(module: nn.Module) -> int:
+    """The width of a square layer with as many weights as the module's trainable matrices have on average."""
+    sizes = [p.numel() for p in module.parameters() if p.requires_grad and p.dim() > 1]
+    return max(1, round(math.sqrt(sum(sizes) / len(sizes)))) if sizes else 1
+
+
+def make_pair_norms(
+    norms: NormsName,
+    module: nn.Module,
+    *,
+    n_max: int | None = None,
+    dim: int | None = None,
+    positions: int = 1,
+    shared: bool = True,
+    linear_head: bool = False,
+    **settings: Any,
+) -> PairNorms:
+    """The strategy called ``norms``, for ``module``.
+
+    Args:
+        norms: ``auto``, ``pair_ghost``, ``jacobian``, ``k_blocks``, ``linear_head`` or ``brute_force``.
+        module: What is trained.
+        n_max: The most records of a sub-batch; ``auto`` needs it, and ``dim``.
+        dim: Length of an embedding.
+        positions: Tokens of a text, or places of a convolution's output; for ``auto``.
+        shared: Whether the two sides share trainable parameters; False is verified.
+        linear_head: Whether ``module`` is a bias-free linear head on frozen features; for ``auto``, and verified.
+        settings: What the strategy has of its own: ``pairs_at_once`` or ``rows_at_once``.
+
+    Raises:
+        ConfigurationError: No strategy has this name, or ``auto`` lacks a number.
+        UnsupportedModelError: The strategy does not cover the module.
+    """
+    if norms not in get_args(NormsName):
+        raise ConfigurationError(f"privacy.norms={norms!r} is not one of {', '.join(get_args(NormsName))}.")
+    if norms == "auto":
+        if n_max is None or dim is None:
+            raise ConfigurationError(
+                f"privacy.norms=auto chooses by n_max={n_max} and dim={dim}; set both, or name one of "
+                f"{', '.join(get_args(NormsName)[1:])}."
+            )
+        norms = choose_norms(
+            n_max=n_max,
+            dim=dim,
+            positions=positions,
+            width=width_of(module),
+            shared=shared,
+            linear_head=linear_head,
+        )
+    if norms == "jacobian":
+        return JacobianNorms(module, shared=shared, **settings)
+    if norms == "k_blocks":
+        return KBlocks(module, shared=shared, **settings)
+    if norms == "pair_ghost":
+        return PairGhost(module, **settings)
+    return (LinearHead if norms == "linear_head" else BruteForce)(module, **settings)

@@ -22,8 +22,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lit_dpret.privacy.clipping.contributions import Contribution, Dense, Lookup, Outer, unit_gradients
-from lit_dpret.privacy.clipping.convolution import Convolution, chunk_of
+from lit_dpret.privacy.clipping.contributions import (
+    Contribution,
+    Convolution,
+    Dense,
+    Lookup,
+    Outer,
+    chunk_of,
+    unit_gradients,
+)
 from lit_dpret.privacy.clipping.units import RowGroup
 
 #: What reading and writing one element of a temporary costs, in multiplications of a large product.

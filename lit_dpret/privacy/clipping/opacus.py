@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.privacy.clipping.audit import tolerance_of, unit_weights
 from lit_dpret.privacy.clipping.base import (
+    ClipGroups,
     ClipName,
     ClippedSum,
     ClipStats,
@@ -27,7 +28,6 @@ from lit_dpret.privacy.clipping.base import (
     broken_units,
     check_losses,
 )
-from lit_dpret.privacy.clipping.groups import ClipGroups
 from lit_dpret.privacy.clipping.rules import RELATIVE_ATTENTION, WAYS_OUT, qualified_name
 from lit_dpret.privacy.clipping.units import UnitRows
 
