@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_dpret.datamodules.beir_sets import BeirSet, beir_set
 from lit_dpret.datamodules.collection import Collection
-from lit_dpret.datamodules.complaints import Complain, refuse
-from lit_dpret.datamodules.corpus import InMemory
-from lit_dpret.datamodules.ir_source import ir_datasets_library
 from lit_dpret.datamodules.layouts import find_part, folder_parts
-from lit_dpret.datamodules.pairs import PairsDataModule
-from lit_dpret.datamodules.readers import one_line
-from lit_dpret.datamodules.records import Duplicates
-from lit_dpret.datamodules.sampled import PhysicalBatchSize, RowsPerUnit, SamplingName
+from lit_dpret.datamodules.pairs import PairsDataModule, PairSettings
+from lit_dpret.datamodules.readers import Complain, ir_records, refuse
 from lit_dpret.errors import ConfigurationError, DataError
 
 
@@ -27,7 +22,7 @@ class BeirDataModule(PairsDataModule):
         - Nothing is ever downloaded unless ``download=true`` asks for it.
         - `evaluation_split` is the split that BEIR evaluates, `drops_self_matches` whether a query's own passage
           is left out of its ranking.
-        - A set that is not the published one (a sample, another version, another split) is told in a warning.
+        - A set that is not the published one (a sample, another version, another split) is reported in a warning.
 
     Args:
         name: BEIR's name of the set, as ``scifact`` or ``cqadupstack/unix``, or the papers' short one.
@@ -35,9 +30,7 @@ class BeirDataModule(PairsDataModule):
         download: Take the evaluation split from ir-datasets (extra ``beir``) instead, which downloads what it does not
             have yet. There is no train split then.
         only_evaluation: Read only the split that is evaluated; train queries of large sets take their time.
-        allow_empty_passages: Accept passages without any text; several sets have some.
-
-    The other arguments are those of `PairsDataModule`.
+        settings: As for `PairsDataModule`; ``allow_empty_passages`` is true unless set, for several sets have some.
 
     Raises:
         ConfigurationError: The name is unknown or stands for several sets, or neither or both of ``root`` and
@@ -51,24 +44,7 @@ class BeirDataModule(PairsDataModule):
         root: str | Path | None = None,
         download: bool = False,
         only_evaluation: bool = False,
-        lower_case_queries: bool = False,
-        sampling: SamplingName = "truncated_poisson",
-        expected_batch_size: int | None = None,
-        sample_rate: float | None = None,
-        physical_batch_size: PhysicalBatchSize = 32,
-        cap: int | None = None,
-        rows_per_unit: RowsPerUnit = "one",
-        duplicates: Duplicates = "keep",
-        max_rows_per_unit: int | None = None,
-        drop_overlap: bool = False,
-        allow_empty_passages: bool = True,
-        in_memory: InMemory = "auto",
-        cache_dir: str | Path | None = None,
-        max_passages: int | None = None,
-        max_train_queries: int | None = None,
-        max_eval_queries: int | None = None,
-        seed: int = 0,
-        num_workers: int = 0,
+        **settings: Unpack[PairSettings],
     ) -> None:
         self.set = beir_set(name)
         if self.set.members:
@@ -82,28 +58,9 @@ class BeirDataModule(PairsDataModule):
                 f"{self.set.name}, or let download=true fetch it, and not both."
             )
         self.root, self.download, self.only_evaluation = root, download, only_evaluation
-        super().__init__(
-            folder=self.set.source if root is None else root,
-            lower_case_queries=lower_case_queries,
-            sampling=sampling,
-            expected_batch_size=expected_batch_size,
-            sample_rate=sample_rate,
-            physical_batch_size=physical_batch_size,
-            cap=cap,
-            rows_per_unit=rows_per_unit,
-            duplicates=duplicates,
-            max_rows_per_unit=max_rows_per_unit,
-            drop_overlap=drop_overlap,
-            drop_queries_without_passage=True,
-            allow_empty_passages=allow_empty_passages,
-            in_memory=in_memory,
-            cache_dir=cache_dir,
-            max_passages=max_passages,
-            max_train_queries=max_train_queries,
-            max_eval_queries=max_eval_queries,
-            seed=seed,
-            num_workers=num_workers,
-        )
+        settings.setdefault("allow_empty_passages", True)
+        settings["drop_queries_without_passage"] = True
+        super().__init__(folder=self.set.source if root is None else root, **settings)
 
     @property
     def evaluation_split(self) -> str:
@@ -144,12 +101,12 @@ class BeirDataModule(PairsDataModule):
         """
         split = split or self.set.split
         queries, qrels = super().evaluation_set(split)
-        if told := self.departures(split, qrels):
-            rank_zero_warn(f"{self.set.name}: {'; '.join(told)}. Scores are not comparable with published ones.")
+        if found := self.departures(split, qrels):
+            rank_zero_warn(f"{self.set.name}: {'; '.join(found)}. Scores are not comparable with published ones.")
         return queries, qrels
 
     def departures(self, split: str, qrels: dict[str, dict[str, int]]) -> list[str]:
-        """What about this split and these judgements is not BEIR's protocol, one phrase each."""
+        """Return in what this split and these judgements depart from BEIR's protocol, one phrase each."""
         if split != self.set.split:
             return [f"split {split}, where BEIR evaluates {self.set.split}"]
         found = self.set.departures(
@@ -165,15 +122,10 @@ def beir_folder(root: str | Path, wanted: BeirSet) -> Path | None:
 
 
 def _from_ir_datasets(wanted: BeirSet) -> Collection:
-    """The evaluation split out of ir-datasets, which keeps what it has downloaded and checks its hashes."""
-    library = ir_datasets_library()
-    try:
-        found = library.load(wanted.source)
-        passages = {doc.doc_id: f"{getattr(doc, 'title', '')} {doc.text}".strip() for doc in found.docs_iter()}
-        queries = {query.query_id: query.text for query in found.queries_iter()}
-        qrels: dict[str, dict[str, int]] = {}
-        for judged in found.qrels_iter():
-            qrels.setdefault(judged.query_id, {})[judged.doc_id] = int(judged.relevance)
-    except Exception as error:  # of whichever kind: a network, a disk, a hash that differs
-        raise DataError(f"ir-datasets could not give {wanted.source}: {one_line(error)}") from error
+    docs = ir_records(wanted.source, "docs")
+    passages = {doc.doc_id: f"{getattr(doc, 'title', '')} {doc.text}".strip() for doc in docs}
+    queries = {query.query_id: query.text for query in ir_records(wanted.source, "queries")}
+    qrels: dict[str, dict[str, int]] = {}
+    for judged in ir_records(wanted.source, "qrels"):
+        qrels.setdefault(judged.query_id, {})[judged.doc_id] = int(judged.relevance)
     return Collection(passages=passages, queries=queries, qrels={wanted.split: qrels}, source=wanted.source)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from lit_dpret.datamodules.fields import NOT_UNICODE, as_id, is_unicode
+from lit_dpret.datamodules.readers import NOT_UNICODE, as_id, is_unicode
 from lit_dpret.datamodules.records import SPLITS
 from lit_dpret.errors import ConfigurationError, DataError
 

@@ -1,23 +1,57 @@
-"""Any Hugging Face data set of (query, passage) rows, by the names of its columns: from the hub or from a folder."""
+"""Any Hugging Face data set of (query, passage) rows, by the names of its columns: from the hub or from a folder.
+
+A folder is read without the library ``datasets``, by our own readers: every .parquet, .jsonl, .tsv and .csv
+file in it (the last three also with .gz or .zst). A file belongs to the split that its name, or that of a
+folder above it, begins with: ``train-00000-of-00002.parquet``, ``validation.jsonl.gz``, ``data/test/part1.csv``.
+Where no name says a split, or a column does, all are for training.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_dpret.datamodules.collection import Collection
-from lit_dpret.datamodules.complaints import Complain, refuse
-from lit_dpret.datamodules.corpus import open_corpus
-from lit_dpret.datamodules.fields import Records
-from lit_dpret.datamodules.hub_rows import first_columns, hub_rows, local_files, local_rows
+from lit_dpret.datamodules.layouts import open_corpus
 from lit_dpret.datamodules.pair_file import PairColumns, PairReader
-from lit_dpret.datamodules.pairs import PairsDataModule
-from lit_dpret.datamodules.records import SPLITS, Unit
-from lit_dpret.datamodules.settings import PairSettings
+from lit_dpret.datamodules.pairs import PairsDataModule, PairSettings
+from lit_dpret.datamodules.readers import FORMATS, Complain, RecordFile, Records, one_line, refuse
+from lit_dpret.datamodules.records import SPLIT_NAMES, SPLITS, Unit
 from lit_dpret.errors import ConfigurationError, DataError
+
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+class HubRows(Records):
+    """The rows of one split as ``datasets`` gives them, in order.
+
+    Args:
+        rows: What to iterate over: a ``Dataset`` or an ``IterableDataset``.
+        source: Its name, for messages.
+        complain: Gets what goes wrong while rows are fetched.
+    """
+
+    def __init__(self, rows: Iterable[Mapping[str, Any]], source: str, complain: Complain) -> None:
+        super().__init__(source, complain)
+        self._rows = rows
+
+    def __iter__(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        rows, number = iter(self._rows), 0
+        while True:
+            try:
+                row = next(rows)
+            except StopIteration:
+                return
+            except Exception as error:  # of whichever kind: a network, a disk, a schema that a file breaks
+                self.complain(_not_given(self.where(number + 1), error))
+                return
+            number += 1
+            yield number, dict(row)
 
 
 class HuggingFaceDataModule(PairsDataModule):
@@ -25,7 +59,7 @@ class HuggingFaceDataModule(PairsDataModule):
 
     A path that exists is read from disk, without ``datasets`` and without a network; anything else is a name on the hub
     (extra ``hf``). Only the columns that are named are read. `lit_dpret.datamodules.pair_file` says how rows become
-    queries and passages, `lit_dpret.datamodules.hub_rows` which file is which split.
+    queries and passages.
 
     Args:
         path: A folder, a file, or a name on the hub.
@@ -121,19 +155,11 @@ class HuggingFaceDataModule(PairsDataModule):
 
     def columns(self) -> dict[str, tuple[str, ...]]:
         """The columns of the first row of each split."""
-        return {split: first_columns(records[0]) for split, records in self._rows(_pass_over).items()}
+        return {split: records[0].columns() for split, records in self._rows(refuse).items()}
 
     def read_collection(self, complain: Complain = refuse) -> Collection:
         """All rows of all splits, or the first ``max_rows`` of each."""
-        passages = None
-        if self.corpus:
-            passages = open_corpus(
-                self.corpus,
-                in_memory=self.in_memory,
-                cache_dir=self.cache_dir,
-                allow_empty=self.allow_empty_passages,
-                complain=complain,
-            )
+        passages = open_corpus(self.corpus, self._corpus_settings(), complain=complain) if self.corpus else None
         reader = PairReader(corpus=passages, columns=self.pair_columns)
         for split, sources in self._rows(complain).items():
             left = self.max_rows
@@ -143,18 +169,97 @@ class HuggingFaceDataModule(PairsDataModule):
         return reader.collection(self.path)
 
     def _rows(self, complain: Complain) -> dict[str, list[Records]]:
-        if self.is_local:
-            files = local_files(Path(self.path), self.splits, named=not self.pair_columns.split)
-            return local_rows(files, complain)
-        return hub_rows(
-            self.path,
-            name=self.name,
-            revision=self.revision,
-            splits=self.splits,
-            streaming=self.streaming,
-            complain=complain,
+        if not self.is_local:
+            return self._hub_rows(complain)
+        files = _local_files(Path(self.path), self.splits, named=not self.pair_columns.split)
+        return {
+            split: [RecordFile(path, knob="datamodule.path", complain=complain) for path in paths]
+            for split, paths in files.items()
+        }
+
+    def _hub_rows(self, complain: Complain) -> dict[str, list[Records]]:
+        if not _HUB_NAME.fullmatch(self.path):
+            raise DataError(f"{self.path} does not exist; check datamodule.path.", kind="missing file")
+        try:
+            library = importlib.import_module("datasets")
+        except ImportError as error:
+            raise ConfigurationError(
+                f"datamodule.path={self.path} is no file or folder here, and the hub is read through datasets: pip "
+                'install "lit-dpret[hf]".'
+            ) from error
+        how = {"revision": self.revision, "streaming": self.streaming}
+        others: list[str] = []
+        try:
+            if self.splits is None:
+                found = library.load_dataset(self.path, self.name, **how)
+                given = {SPLIT_NAMES[theirs]: found[theirs] for theirs in found if theirs in SPLIT_NAMES}
+                others = [theirs for theirs in found if theirs not in SPLIT_NAMES]
+            else:
+                given = {
+                    split: library.load_dataset(self.path, self.name, split=theirs, **how)
+                    for split, theirs in self.splits.items()
+                }
+        except Exception as error:  # of whichever kind: no network, no such name, a gate
+            raise _not_given(f"datamodule.path={self.path}", error) from error
+        if not given:
+            raise DataError(
+                f"{self.path} has no train, validation or test split but {', '.join(others)}; set datamodule.splits."
+            )
+        return {split: [HubRows(rows, f"{self.path} split {split}", complain)] for split, rows in given.items()}
+
+
+def _local_files(root: Path, splits: Mapping[str, str] | None, *, named: bool = True) -> dict[str, list[Path]]:
+    """Find the files of each split in a folder, or the one file that ``root`` is; see the module's text.
+
+    Args:
+        root: A file or a folder.
+        splits: What the folder calls the splits: ``{"dev": "holdout"}``. None for the usual names.
+        named: Whether names say the split; else all files are for training.
+
+    Raises:
+        DataError: There is no file, a split that was named has none, or only some of the names say a split.
+    """
+    names = SPLIT_NAMES if splits is None else {name: split for split, name in splits.items()}
+    if root.is_file() and not named:
+        return {"train": [root]}
+    if root.is_file():
+        return {_split_in(root.name, names) or "train": [root]}
+    files = [path for path in sorted(root.rglob("*")) if path.is_file() and set(path.suffixes) & set(FORMATS)]
+    if not files:
+        raise DataError(
+            f"{root} holds no file of records (.parquet; .jsonl, .tsv or .csv, each also .gz or .zst).",
+            kind="missing file",
         )
+    if not named:
+        return {"train": files}
+    found: dict[str, list[Path]] = {}
+    for path in files:
+        found.setdefault(_split_in(str(path.relative_to(root)), names), []).append(path)
+    unnamed = found.pop("", [])
+    if splits is not None:
+        if missing := sorted(set(splits) - set(found)):
+            raise DataError(
+                f"{root} holds no file of {splits[missing[0]]} (datamodule.splits.{missing[0]}).", kind="missing file"
+            )
+        return found
+    if found and unnamed:
+        raise DataError(
+            f"{root}: the name of {unnamed[0].relative_to(root)} says no split, and other names do. Name the splits in "
+            "datamodule.splits, the column that says it in datamodule.split_column, or a single file in "
+            "datamodule.path."
+        )
+    return found or {"train": unnamed}
 
 
-def _pass_over(problem: DataError) -> None:
-    """For a look at the columns alone: reading complains of the rest."""
+def _split_in(name: str, names: Mapping[str, str]) -> str:
+    """Return the split that a path names, from its outermost folder on, by how a part begins; empty for none."""
+    for part in Path(name).parts:
+        stem = part.split(".")[0]
+        for theirs, split in names.items():
+            if re.match(rf"{re.escape(theirs)}(?!_?[A-Za-z])", stem):
+                return split
+    return ""
+
+
+def _not_given(what: str, error: Exception) -> DataError:
+    return DataError(f"{what} could not be had: {one_line(error)}", kind="unreadable file")

@@ -1,8 +1,12 @@
-"""Where labelled images come from: CIFAR-10, CIFAR-100, Fashion-MNIST, or a folder of classes.
+"""Where labelled images come from: CIFAR-10, CIFAR-100, Fashion-MNIST, a folder of classes, or the hub.
 
 Each source is one function from a folder and a split to a `RawSplit`, listed in `SOURCES`, with a
-sentence that says where to get the data. Nothing is downloaded, unless a data set of the Hugging
-Face hub is named.
+sentence that says where to get the data. Nothing is downloaded, unless a data set of the Hugging Face
+hub is named. Reading is in two steps, so that a public sample of a data set decodes only the images that it
+keeps: a `RawSplit` knows ids and labels at once, and decodes the images asked for.
+
+Nothing here runs code from a file: pickled batches are read by an unpickler that can build NumPy
+arrays, and refuses everything else.
 
 **Groups.** CIFAR-100 comes with 20 groups of its labels, the classes of the paper's second task
 (paper 002, section 5.2). Where that data set is not at hand, groups of another one stand in for it;
@@ -16,7 +20,12 @@ they are ours:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gzip
+import importlib
+import io
+import pickle
+import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -25,18 +34,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lit_dpret.datamodules.image_files import (
-    RawSplit,
-    encoded,
-    optional,
-    positions,
-    read_idx,
-    read_parquet,
-    read_pickle,
-    stacked,
-    text,
-)
-from lit_dpret.errors import DataError
+from lit_dpret.errors import ConfigurationError, DataError
 
 SourceName = Literal["cifar10", "cifar100", "fashion_mnist", "vision_folder"]
 ImageSplit = Literal["train", "test"]
@@ -50,6 +48,37 @@ _FASHION = (
 _FASHION_GROUPS = ("tops", "outfits and legwear", "footwear", "bags")
 _FASHION_GROUP_OF = (0, 1, 0, 1, 0, 2, 0, 2, 3, 2)
 _IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm"}
+_UNSIGNED_BYTE = 0x08  # of an IDX file
+_HARMLESS = {
+    ("numpy", "ndarray"),
+    ("numpy", "dtype"),
+    ("numpy.core.multiarray", "_reconstruct"),
+    ("numpy._core.multiarray", "_reconstruct"),
+    ("_codecs", "encode"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RawSplit:
+    """One split as its files hold it.
+
+    Attributes:
+        source: The file or folder, for messages.
+        ids: One public id per image; the same image keeps its id whatever else the files hold.
+        labels: The label of each image, counted from 0.
+        coarse: The group of each image, where the files name groups.
+        decode: The images at some positions, uint8 of shape (positions, channels, height, width).
+        label_names: Names of the labels, where the files give them.
+        coarse_names: Names of the groups, where the files give them.
+    """
+
+    source: str
+    ids: Sequence[str]
+    labels: Sequence[int]
+    decode: Callable[[Sequence[int]], Tensor]
+    coarse: Sequence[int] | None = None
+    label_names: tuple[str, ...] = ()
+    coarse_names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +102,7 @@ class Source:
 
 
 def read_source(name: SourceName, folder: Path, split: ImageSplit, *, image_size: int | None = None) -> RawSplit:
-    """One split of a data set in ``folder``, with the names and groups that its source knows.
+    """Read one split of a data set in ``folder``, with the names and groups that its source knows.
 
     Raises:
         DataError: The folder or a file is missing or broken; the message says where to get the data.
@@ -85,13 +114,13 @@ def read_source(name: SourceName, folder: Path, split: ImageSplit, *, image_size
 
 
 def read_hub(name: SourceName, hub: str, split: ImageSplit) -> RawSplit:
-    """One split of a data set of the Hugging Face hub, through the package ``datasets``; downloads it.
+    """Read one split of a data set of the Hugging Face hub, through the package ``datasets``; it is downloaded.
 
     Raises:
         ConfigurationError: ``datasets`` is not installed.
         DataError: The data set cannot be loaded, or lacks a column.
     """
-    datasets = optional("datasets", "datasets", f"datamodule.hub={hub}")
+    datasets = _optional("datasets", "datasets", f"datamodule.hub={hub}")
     try:
         table: Any = datasets.load_dataset(hub, split=split)
     except Exception as error:  # the hub raises many kinds of error
@@ -113,7 +142,7 @@ def read_hub(name: SourceName, hub: str, split: ImageSplit) -> RawSplit:
         name,
         RawSplit(
             source=hub,
-            ids=positions(len(table)),
+            ids=_positions(len(table)),
             labels=list(table[labels]),
             coarse=list(table["coarse_label"]) if grouped else None,
             decode=decode,
@@ -155,24 +184,24 @@ def _cifar100(folder: Path, split: ImageSplit, image_size: int | None) -> RawSpl
     raw = _pickled(pickles, [split], labels="fine_labels", coarse="coarse_labels")
     if not (pickles / "meta").exists():
         return raw
-    meta = read_pickle(pickles / "meta")
+    meta = _read_pickle(pickles / "meta")
     return replace(
         raw,
-        label_names=tuple(text(name) for name in meta.get("fine_label_names", ())),
-        coarse_names=tuple(text(name) for name in meta.get("coarse_label_names", ())),
+        label_names=tuple(_text(name) for name in meta.get("fine_label_names", ())),
+        coarse_names=tuple(_text(name) for name in meta.get("coarse_label_names", ())),
     )
 
 
 def _fashion_mnist(folder: Path, split: ImageSplit, image_size: int | None) -> RawSplit:
     stem = "train" if split == "train" else "t10k"
     images, labels = (
-        read_idx(_file(folder, [f"{stem}-{part}-ubyte.gz", f"{stem}-{part}-ubyte"], "fashion_mnist"))
+        _read_idx(_file(folder, [f"{stem}-{part}-ubyte.gz", f"{stem}-{part}-ubyte"], "fashion_mnist"))
         for part in ("images-idx3", "labels-idx1")
     )
     if images.ndim != 3 or labels.shape != images.shape[:1]:
         raise DataError(f"{folder}: {split} has images of shape {images.shape} and labels of shape {labels.shape}.")
     return RawSplit(
-        source=str(folder), ids=positions(len(labels)), labels=labels.tolist(), decode=stacked(images[:, None])
+        source=str(folder), ids=_positions(len(labels)), labels=labels.tolist(), decode=_stacked(images[:, None])
     )
 
 
@@ -188,7 +217,7 @@ def _vision_folder(folder: Path, split: ImageSplit, image_size: int | None) -> R
         source=str(root),
         ids=[path.relative_to(root).as_posix() for path in files],
         labels=[names.index(path.parent.name) for path in files],
-        decode=encoded(lambda position: files[position].read_bytes(), source=str(root), size=image_size),
+        decode=_encoded(lambda position: files[position].read_bytes(), source=str(root), size=image_size),
         label_names=names,
     )
 
@@ -196,7 +225,7 @@ def _vision_folder(folder: Path, split: ImageSplit, image_size: int | None) -> R
 def _pickled(folder: Path, names: list[str], *, labels: str, coarse: str | None = None) -> RawSplit:
     batches = []
     for name in names:
-        batch = read_pickle(folder / name)
+        batch = _read_pickle(folder / name)
         missing = [key for key in ("data", labels, coarse) if key is not None and key not in batch]
         if missing:
             raise DataError(f"{folder / name} has no {missing[0]}; it holds {sorted(batch)}.")
@@ -207,10 +236,10 @@ def _pickled(folder: Path, names: list[str], *, labels: str, coarse: str | None 
     pixels = np.concatenate([batch["data"] for batch in batches]).reshape(-1, 3, 32, 32)
     return RawSplit(
         source=str(folder),
-        ids=positions(len(pixels)),
+        ids=_positions(len(pixels)),
         labels=[int(label) for batch in batches for label in batch[labels]],
         coarse=[int(label) for batch in batches for label in batch[coarse]] if coarse else None,
-        decode=stacked(pixels),
+        decode=_stacked(pixels),
     )
 
 
@@ -220,7 +249,7 @@ def _parquet(folder: Path, split: ImageSplit, name: SourceName, *, labels: str, 
         parts = sorted(folder.glob(f"{split}-*.parquet"))
     if not parts:
         raise DataError(f"{folder} holds neither pickled batches nor {split}.parquet. {SOURCES[name].missing}")
-    return read_parquet(parts, labels=labels, coarse=coarse)
+    return _read_parquet(parts, labels=labels, coarse=coarse)
 
 
 def _first(*folders: Path, holding: str) -> Path | None:
@@ -232,6 +261,119 @@ def _file(folder: Path, names: list[str], source: SourceName) -> Path:
     if found is None:
         raise DataError(f"{folder / names[0]} does not exist. {SOURCES[source].missing}")
     return found
+
+
+def _stacked(pixels: np.ndarray) -> Callable[[Sequence[int]], Tensor]:
+    """Return the ``decode`` of images in memory, uint8 of shape (n, channels, height, width)."""
+    return lambda positions: torch.from_numpy(np.ascontiguousarray(pixels[np.asarray(positions, dtype=np.int64)]))
+
+
+def _encoded(
+    images: Callable[[int], bytes], *, source: str, size: int | None = None
+) -> Callable[[Sequence[int]], Tensor]:
+    """Return the ``decode`` of JPEG, PNG and other files of one size; with ``size`` each is resized to that square."""
+    pillow = _optional("PIL.Image", "Pillow", source)
+
+    def one(position: int) -> np.ndarray:
+        try:
+            with pillow.open(io.BytesIO(images(position))) as image:
+                rgb = image.convert("RGB")
+                return np.asarray(rgb if size is None else rgb.resize((size, size), pillow.Resampling.BILINEAR))
+        except (OSError, SyntaxError) as error:
+            raise DataError(f"{source}: image {position} cannot be decoded ({type(error).__name__}).") from error
+
+    def decode(positions: Sequence[int]) -> Tensor:
+        pixels = [one(position) for position in positions]
+        if len({image.shape for image in pixels}) > 1:
+            raise DataError(
+                f"{source}: the images differ in size. Set datamodule.image_size to resize them to a square."
+            )
+        return torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2).contiguous()
+
+    return decode
+
+
+def _optional(module: str, package: str, source: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigurationError(
+            f'Reading {source} needs {package}, which is not installed. Run: pip install "lit-dpret[vision]"'
+        ) from error
+
+
+def _read_idx(path: Path) -> np.ndarray:
+    """Read the array of an IDX file of bytes (the format of MNIST), compressed with gzip or not."""
+    try:
+        data = path.read_bytes()
+        data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path} cannot be read: {error}.") from error
+    if len(data) < 4 or data[:2] != b"\0\0" or data[2] != _UNSIGNED_BYTE or data[3] < 1:
+        raise DataError(f"{path} is no IDX file of unsigned bytes.")
+    start = 4 + 4 * data[3]
+    shape = tuple(int(size) for size in np.frombuffer(data[4:start], dtype=">u4"))
+    if len(data) - start != int(np.prod(shape)) or len(shape) != data[3]:
+        raise DataError(f"{path} states the shape {shape} and holds {len(data) - start} bytes.")
+    return np.frombuffer(data, dtype=np.uint8, offset=start).reshape(shape)
+
+
+class _ArraysOnly(pickle.Unpickler):
+    """Reads dictionaries, lists, strings, numbers and NumPy arrays; a pickle may otherwise run any code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _HARMLESS:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+        return super().find_class(module, name)
+
+
+def _read_pickle(path: Path) -> dict[str, Any]:
+    """Read the dictionary of a pickled CIFAR batch, its keys as text; Python 2 or 3 wrote it."""
+    try:
+        with path.open("rb") as file:
+            found = _ArraysOnly(file, encoding="bytes").load()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}.") from error
+    except Exception as error:  # a broken pickle raises almost anything
+        raise DataError(f"{path} is no pickled batch of images: {error or type(error).__name__}.") from error
+    if not isinstance(found, dict):
+        raise DataError(f"{path} is no pickled batch of images: it holds a {type(found).__name__}.")
+    return {_text(key): value for key, value in found.items()}
+
+
+def _text(value: Any) -> str:
+    """Return a name that Python 2 may have pickled as bytes."""
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+
+
+def _read_parquet(paths: Sequence[Path], *, labels: str, coarse: str | None = None) -> RawSplit:
+    """Read a table in parts, with labels and encoded images in ``image`` or ``img`` (bytes, or the hub's struct)."""
+    source = str(paths[0]) if len(paths) == 1 else str(paths[0].parent)
+    parquet = _optional("pyarrow.parquet", "pyarrow", source)
+    arrow = _optional("pyarrow", "pyarrow", source)
+    try:
+        table = arrow.concat_tables([parquet.read_table(path) for path in paths])
+    except (OSError, arrow.ArrowException) as error:
+        raise DataError(f"{source} cannot be read: {type(error).__name__}.") from error
+    column = next((name for name in ("image", "img") if name in table.column_names), None)
+    if column is None or labels not in table.column_names:
+        raise DataError(f"{source} needs the columns image (or img) and {labels}; it has {table.column_names}.")
+    images = table.column(column).combine_chunks()
+    if arrow.types.is_struct(images.type):
+        images = images.field("bytes")
+    numbers = table.column(labels).to_pylist()
+    return RawSplit(
+        source=source,
+        ids=table.column("name").to_pylist() if "name" in table.column_names else _positions(len(numbers)),
+        labels=numbers,
+        coarse=table.column(coarse).to_pylist() if coarse in table.column_names else None,
+        decode=_encoded(lambda position: bytes(images[position].as_py()), source=source),
+    )
+
+
+def _positions(count: int) -> list[str]:
+    """Return ids of images that have no names: their places in the file."""
+    return [str(position) for position in range(count)]
 
 
 SOURCES: dict[SourceName, Source] = {

@@ -14,17 +14,16 @@ import hmac
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, Unpack, get_args
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lit_dpret.datamodules.image_files import RawSplit
-from lit_dpret.datamodules.image_sources import SOURCES, ImageSplit, SourceName, read_hub, read_source
-from lit_dpret.datamodules.planted import Planted
+from lit_dpret.datamodules.image_sources import SOURCES, ImageSplit, RawSplit, SourceName, read_hub, read_source
 from lit_dpret.datamodules.records import stable_hash
-from lit_dpret.datamodules.sampled import PhysicalBatchSize, SampledDataModule, SamplingName
+from lit_dpret.datamodules.sampled import Draw, SampledDataModule, SamplingSettings, UnitItems
+from lit_dpret.datamodules.unit_dataset import Planted
 from lit_dpret.errors import ConfigurationError, DataError
 
 Labels = Literal["fine", "coarse"]
@@ -81,28 +80,12 @@ class ImageUnits:
         return None
 
 
-class DrawnWithRandomNumber(Protocol):
-    """One slot of a batch: the number of its unit (-1 for padding) and a keyed random number."""
-
-    @property
-    def unit(self) -> int: ...
-    @property
-    def pick(self) -> int: ...
-
-
-class ImageItems(Dataset[tuple[Any, Sequence[ImageRow]]]):
+class ImageItems(UnitItems):
     """A map-style data set whose index is a draw; the row takes the draw's random number along."""
 
-    def __init__(self, units: ImageUnits) -> None:
-        self.units = units
-
-    def __len__(self) -> int:
-        return len(self.units)
-
-    def __getitem__(self, draw: DrawnWithRandomNumber) -> tuple[Any, Sequence[ImageRow]]:
-        if draw.unit == -1:
-            return draw, ()
-        return draw, tuple(replace(row, draw=draw.pick) for row in self.units.rows(draw.unit))
+    def __getitem__(self, draw: Draw) -> tuple[Any, Sequence[ImageRow]]:
+        _, rows = super().__getitem__(draw)
+        return draw, tuple(replace(row, draw=draw.pick) for row in rows)
 
 
 @dataclass(frozen=True)
@@ -128,13 +111,7 @@ class ImagesDataModule(SampledDataModule):
         max_images: Train on a public sample of so many images, those whose ids hash lowest under ``seed``;
             refused under ``add_or_remove``.
         max_test_images: The same of the test split.
-        sampling: How the plan should draw images.
-        expected_batch_size: Images per logical batch, on average.
-        sample_rate: The probability of each image; see `SampledDataModule`.
-        physical_batch_size: Images that fit on the device at once.
-        cap: Largest logical batch under ``truncated_poisson``; None lets the accountant choose.
-        seed: Of the public samples.
-        num_workers: Worker processes of the train loader.
+        sampled: As for `SampledDataModule`; ``physical_batch_size`` is 256 unless set.
 
     Raises:
         ConfigurationError: A setting is out of range or contradicts another; the message names it.
@@ -150,24 +127,10 @@ class ImagesDataModule(SampledDataModule):
         image_size: int | None = None,
         max_images: int | None = None,
         max_test_images: int | None = None,
-        sampling: SamplingName = "truncated_poisson",
-        expected_batch_size: int | None = None,
-        sample_rate: float | None = None,
-        physical_batch_size: PhysicalBatchSize = 256,
-        cap: int | None = None,
-        seed: int = 0,
-        num_workers: int = 0,
+        **sampled: Unpack[SamplingSettings],
     ) -> None:
-        super().__init__(
-            sampling=sampling,
-            expected_batch_size=expected_batch_size,
-            sample_rate=sample_rate,
-            physical_batch_size=physical_batch_size,
-            cap=cap,
-            rows_per_unit="one",
-            seed=seed,
-            num_workers=num_workers,
-        )
+        sampled.setdefault("physical_batch_size", 256)
+        super().__init__(**sampled)
         self.source = source
         self.hub = hub
         self.labels = labels

@@ -14,13 +14,12 @@ import json
 import zlib
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from lit_dpret.datamodules.collection import Collection
-from lit_dpret.datamodules.complaints import Complain, refuse
-from lit_dpret.datamodules.pairs import PairsDataModule
-from lit_dpret.datamodules.records import Duplicates, collapse_whitespace
-from lit_dpret.datamodules.sampled import PhysicalBatchSize, RowsPerUnit, SamplingName
+from lit_dpret.datamodules.pairs import PairsDataModule, PairSettings
+from lit_dpret.datamodules.readers import Complain, refuse
+from lit_dpret.datamodules.records import collapse_whitespace
 from lit_dpret.errors import ConfigurationError, DataError
 
 _PACKAGE = "insuranceqa_data"
@@ -37,52 +36,15 @@ class InsuranceQADataModule(PairsDataModule):
     Args:
         folder: A BEIR folder, or a folder with the package's ``train.json.gz``, ``valid.json.gz``,
             ``test.json.gz`` and ``answers.json.gz``. None takes the installed package.
-
-    The other arguments are those of `PairsDataModule`.
+        settings: As for `PairsDataModule`; ``lower_case_queries`` is true unless set.
 
     Raises:
         ConfigurationError: The package is not installed, or is a version without data.
     """
 
-    def __init__(
-        self,
-        *,
-        folder: str | Path | None = None,
-        lower_case_queries: bool = True,
-        sampling: SamplingName = "truncated_poisson",
-        expected_batch_size: int | None = None,
-        sample_rate: float | None = None,
-        physical_batch_size: PhysicalBatchSize = 32,
-        cap: int | None = None,
-        rows_per_unit: RowsPerUnit = "one",
-        duplicates: Duplicates = "keep",
-        max_rows_per_unit: int | None = None,
-        drop_overlap: bool = False,
-        max_passages: int | None = None,
-        max_train_queries: int | None = None,
-        max_eval_queries: int | None = None,
-        seed: int = 0,
-        num_workers: int = 0,
-    ) -> None:
-        super().__init__(
-            folder=folder or _package_folder(),
-            lower_case_queries=lower_case_queries,
-            sampling=sampling,
-            expected_batch_size=expected_batch_size,
-            sample_rate=sample_rate,
-            physical_batch_size=physical_batch_size,
-            cap=cap,
-            rows_per_unit=rows_per_unit,
-            duplicates=duplicates,
-            max_rows_per_unit=max_rows_per_unit,
-            drop_overlap=drop_overlap,
-            max_passages=max_passages,
-            max_train_queries=max_train_queries,
-            in_memory=True,
-            max_eval_queries=max_eval_queries,
-            seed=seed,
-            num_workers=num_workers,
-        )
+    def __init__(self, *, folder: str | Path | None = None, **settings: Unpack[PairSettings]) -> None:
+        settings.setdefault("lower_case_queries", True)
+        super().__init__(folder=folder or _package_folder(), **settings)
 
     def _sources(self) -> dict[str, Any]:
         folder = Path(str(self.folder))

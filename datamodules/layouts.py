@@ -23,22 +23,26 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from lit_dpret.datamodules.complaints import Complain, refuse
-from lit_dpret.datamodules.fields import Fields, as_id
-from lit_dpret.datamodules.readers import RecordFile
+from lit_dpret.datamodules.collection import Collection
+from lit_dpret.datamodules.passage_store import build_store, cached_store, file_key
+from lit_dpret.datamodules.readers import Complain, RecordFile, Records, refuse
 from lit_dpret.datamodules.records import SPLIT_NAMES
 from lit_dpret.errors import DataError
 
 _SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".tsv", ".tsv.gz", ".csv", ".csv.gz", ".parquet")
 _QRELS_SUFFIXES = (".tsv", ".tsv.gz", *(s for s in _SUFFIXES if not s.startswith(".tsv")))
 _ID = ("_id", "id")
-_TEXT = ("text",)
-_TITLE = ("title",)
 _QUERY_ID = ("query-id", "query_id")
 _PASSAGE_ID = ("corpus-id", "corpus_id", "passage_id")
 _GRADE = ("score", "grade")
+
+
+InMemory = bool | Literal["auto"]
+
+_LARGE = 2**29  # bytes of plain text; as Python strings it is about two and a half times that
+_PACKED = 4  # bytes of text in a byte of a compressed file, roughly
 
 
 @dataclass
@@ -58,92 +62,140 @@ class Queries:
     domains: dict[str, str] = field(default_factory=dict)
 
 
-def corpus_records(file: RecordFile, *, allow_empty: bool = False) -> Iterator[tuple[int, str, str, object]]:
-    """Line, id, text (title and text joined) and domain of each passage of a corpus file, in order."""
-    fields = Fields(file)
-    for number, record in file:
-        try:
-            passage_id = fields.id(number, record, _ID)
-            title = fields.text(number, record, _TITLE, optional=True)
-            text = f"{title} {fields.text(number, record, _TEXT)}".strip()
-            if not text and not allow_empty:
-                raise DataError(
-                    f"{file.where(number)}: passage {passage_id!r} has an empty text; mend it or set "
-                    "datamodule.allow_empty_passages=true.",
-                    kind="empty passage",
-                )
-            domain = fields.optional_id(number, record, "domain")
-        except DataError as error:
-            file.complain(error)
-            continue
-        yield number, passage_id, text, domain
-
-
-def read_corpus(
-    path: str | Path,
-    *,
-    allow_empty: bool = False,
-    knob: str = "datamodule.corpus",
-    columns: Sequence[str] | None = None,
-    complain: Complain = refuse,
-) -> Passages:
-    """All passages of a corpus file; see the module's table for its columns.
+@dataclass(frozen=True, kw_only=True)
+class CorpusSettings:
+    """How a corpus file is read.
 
     Args:
-        path: The file.
+        in_memory: Whether to hold its texts; ``auto`` holds up to half a gigabyte of text.
+        cache_dir: Where stores on disk are kept; None for ``~/.cache/lit-dpret/passages``. A store takes as much disk
+            as the plain text, and about 50 bytes for each passage.
         allow_empty: Accept passages with neither title nor text.
-        knob: What the user set to name it, for messages.
-        columns: The names of the columns of a TSV file without a header line.
-        complain: Gets every problem. By default the first one is raised; else the record is left out.
+        header: The names of the columns of a TSV file without a header line.
+        knob: What the user set to name the file, for messages.
+    """
+
+    in_memory: InMemory = True
+    cache_dir: str | Path | None = None
+    allow_empty: bool = False
+    header: Sequence[str] | None = None
+    knob: str = "datamodule.corpus"
+
+    def holds(self, path: str | Path) -> bool:
+        """Whether the texts of this file are to be held in memory."""
+        if self.in_memory != "auto":
+            return self.in_memory
+        file = Path(path)
+        packed = file.suffix.lower() in (".gz", ".zst", ".parquet")
+        return file.stat().st_size * (_PACKED if packed else 1) <= _LARGE
+
+
+def open_corpus(path: str | Path, how: CorpusSettings | None = None, *, complain: Complain = refuse) -> Passages:
+    """Read all passages of a corpus file, into memory or into a store; the module's table lists its columns.
+
+    Guarantees:
+        - Both ways give the same ids and texts in the same order, and the same complaints.
+        - A store is built once for a file; a file that was changed gets another one.
+        - A store that lacks a record which was complained about is not kept.
 
     Raises:
         DataError: A record is malformed, repeats an id or, unless ``allow_empty``, has neither title
             nor text; the message names the lines. There is no passage.
+        StorageError: The cache cannot be written.
     """
-    file = RecordFile(path, knob=knob, columns=columns, complain=complain)
-    texts: dict[str, str] = {}
-    domains: dict[str, str] = {}
-    for number, passage_id, text, domain in corpus_records(file, allow_empty=allow_empty):
-        if passage_id in texts:
-            complain(repeated_id(file, number, passage_id))
-            continue
-        texts[passage_id] = text
-        keep(domains, passage_id, domain)
-    if not texts:
-        raise no_passages(file)
-    return Passages(texts, domains)
+    how = how or CorpusSettings()
+    file = RecordFile(path, knob=how.knob, header=how.header, complain=complain)
+    last = 0
+
+    def passages() -> Iterator[tuple[str, str, str | None]]:
+        nonlocal last
+        for last, record in file:
+            try:
+                passage_id = file.id(last, record, *_ID)
+                title = file.text(last, record, "title", optional=True)
+                text = f"{title} {file.text(last, record, 'text')}".strip()
+                if not text and not how.allow_empty:
+                    raise DataError(
+                        f"{file.where(last)}: passage {passage_id!r} has an empty text; mend it or set "
+                        "datamodule.allow_empty_passages=true.",
+                        kind="empty passage",
+                    )
+                domain = file.optional_id(last, record, "domain")
+            except DataError as error:
+                file.complain(error)
+                continue
+            yield passage_id, text, domain
+
+    if how.holds(path):
+        texts: dict[str, str] = {}
+        domains: dict[str, str] = {}
+        for passage_id, text, domain in passages():
+            if passage_id in texts:
+                complain(_repeated_id(file, last, passage_id))
+                continue
+            texts[passage_id] = text
+            if domain is not None:
+                domains[passage_id] = domain
+        if not texts:
+            raise DataError(f"{file.path} holds no passages.", kind="empty file")
+        return Passages(texts, domains)
+
+    def build(draft: Path) -> bool:
+        noted: list[DataError] = []
+
+        def note(problem: DataError) -> None:
+            noted[:] = [problem]
+            complain(problem)
+
+        file.complain = refuse if complain is refuse else note
+        texts = ((passage_id, text) for passage_id, text, _ in passages())
+        store = build_store(draft, texts, lambda found: file.complain(_repeated_id(file, last, found)))
+        if not len(store):
+            raise DataError(f"{file.path} holds no passages.", kind="empty file")
+        return not noted
+
+    # The name decides how the bytes are read, so it is part of what the file is.
+    key = file_key(file.path, "".join(file.path.suffixes).lower(), how.header, how.allow_empty)
+    return Passages(cached_store(f"{file.path.name.split('.')[0]}-{key}", build, how.cache_dir))
 
 
 def read_queries(
     path: str | Path,
     *,
     knob: str = "datamodule.queries",
-    columns: Sequence[str] | None = None,
+    header: Sequence[str] | None = None,
     complain: Complain = refuse,
 ) -> Queries:
-    """All queries of a file; see the module's table for its columns, and `read_corpus` for the arguments.
+    """Read all queries of a file; the module's table lists its columns.
+
+    Args:
+        path: The file.
+        knob: What the user set to name it, for messages.
+        header: The names of the columns of a TSV file without a header line.
+        complain: Gets every problem. By default the first one is raised; else the record is left out.
 
     Raises:
         DataError: A record is malformed or repeats an id; the message names the lines. There is no query.
     """
-    file = RecordFile(path, knob=knob, columns=columns, complain=complain)
-    fields = Fields(file)
+    file = RecordFile(path, knob=knob, header=header, complain=complain)
     found = Queries()
     for number, record in file:
         try:
-            query_id = fields.id(number, record, _ID)
+            query_id = file.id(number, record, *_ID)
             if query_id in found.texts:
-                raise repeated_id(file, number, query_id)
-            text = query_text(fields, number, record, _TEXT, query_id)
+                raise _repeated_id(file, number, query_id)
+            text = query_text(file, number, record, "text", query_id)
             metadata = record.get("metadata")
             more = {**metadata, **record} if isinstance(metadata, Mapping) else record
-            user, domain = (fields.optional_id(number, more, name) for name in ("user_id", "domain"))
+            user, domain = (file.optional_id(number, more, name) for name in ("user_id", "domain"))
         except DataError as error:
             complain(error)
             continue
         found.texts[query_id] = text
-        keep(found.users, query_id, user)
-        keep(found.domains, query_id, domain)
+        if user is not None:
+            found.users[query_id] = user
+        if domain is not None:
+            found.domains[query_id] = domain
     if not found.texts:
         raise DataError(f"{file.path} holds no queries.", kind="empty file")
     return found
@@ -155,38 +207,34 @@ def read_qrels(
     passages: Mapping[str, str],
     queries: Mapping[str, str],
     knob: str = "datamodule.qrels",
-    columns: Sequence[str] | None = None,
+    header: Sequence[str] | None = None,
     complain: Complain = refuse,
 ) -> dict[str, dict[str, int]]:
-    """The judgements of one split, ``{query_id: {passage_id: grade}}``; `read_corpus` tells the arguments.
+    """Read the judgements of one split, ``{query_id: {passage_id: grade}}``; arguments as for `read_queries`.
 
     Raises:
         DataError: A record is malformed, repeats a pair, or names a passage or query that
             ``passages`` or ``queries`` do not hold; the message names the line. There is no judgement.
     """
-    file = RecordFile(path, knob=knob, columns=columns, complain=complain)
-    fields = Fields(file)
+    file = RecordFile(path, knob=knob, header=header, complain=complain)
     qrels: dict[str, dict[str, int]] = {}
     for number, record in file:
         try:
-            query_id = fields.id(number, record, _QUERY_ID)
-            passage_id = fields.id(number, record, _PASSAGE_ID)
+            query_id = file.id(number, record, *_QUERY_ID)
+            passage_id = file.id(number, record, *_PASSAGE_ID)
+            where = file.where(number)
             if query_id not in queries:
-                raise DataError(
-                    f"{file.where(number)}: query {query_id!r} is not among the queries.", kind="unknown query"
-                )
+                raise DataError(f"{where}: query {query_id!r} is not among the queries.", kind="unknown query")
             if passage_id not in passages:
-                raise DataError(
-                    f"{file.where(number)}: passage {passage_id!r} is not in the corpus.", kind="unknown passage"
-                )
+                raise DataError(f"{where}: passage {passage_id!r} is not in the corpus.", kind="unknown passage")
             if passage_id in qrels.get(query_id, ()):
                 first = file.find(number, (_QUERY_ID, query_id), (_PASSAGE_ID, passage_id))
                 raise DataError(
-                    f"{file.where(number)}: query {query_id!r} and passage {passage_id!r} were already paired on "
+                    f"{where}: query {query_id!r} and passage {passage_id!r} were already paired on "
                     f"{file.place(first)}.",
                     kind="repeated pair",
                 )
-            qrels.setdefault(query_id, {})[passage_id] = fields.grade(number, record, _GRADE)
+            qrels.setdefault(query_id, {})[passage_id] = file.grade(number, record, *_GRADE)
         except DataError as error:
             complain(error)
     if not qrels:
@@ -194,13 +242,43 @@ def read_qrels(
     return qrels
 
 
+def read_parts(
+    *,
+    corpus: str | Path | Passages,
+    queries: str | Path,
+    qrels: Mapping[str, str | Path],
+    source: str,
+    how: CorpusSettings | None = None,
+    complain: Complain = refuse,
+) -> Collection:
+    """Read a collection from its separate files (or passages at hand); ``qrels`` gives one file per split."""
+    passages = corpus if isinstance(corpus, Passages) else open_corpus(corpus, how, complain=complain)
+    asked = read_queries(queries, complain=complain)
+    judged: dict[str, dict[str, dict[str, int]]] = {}
+    for name, path in qrels.items():
+        split = split_name(name, "datamodule.qrels")
+        if split in judged:
+            raise DataError(f"datamodule.qrels names two files for the split {split}; keep one.")
+        knob = f"datamodule.qrels.{name}"
+        judged[split] = read_qrels(path, passages=passages.texts, queries=asked.texts, knob=knob, complain=complain)
+    return Collection(
+        passages=passages.texts,
+        queries=asked.texts,
+        qrels=judged,
+        users=asked.users,
+        domains=asked.domains,
+        passage_domains=passages.domains,
+        source=source,
+    )
+
+
 def find_part(folder: Path, name: str, suffixes: tuple[str, ...] = _SUFFIXES) -> Path | None:
-    """The file ``name.*`` of a folder, by the first suffix that exists."""
+    """Return the file ``name.*`` of a folder, by the first suffix that exists."""
     return next((folder / (name + s) for s in suffixes if (folder / (name + s)).exists()), None)
 
 
 def qrels_files(folder: Path) -> dict[str, Path]:
-    """The qrels file of each split that ``folder`` has one for."""
+    """Return the qrels file of each split that ``folder`` has one for."""
     files: dict[str, Path] = {}
     for name, split in SPLIT_NAMES.items():
         path = find_part(folder, name, _QRELS_SUFFIXES)
@@ -218,7 +296,7 @@ def folder_parts(
     needs_corpus: bool = True,
     knob: str = "datamodule.folder",
 ) -> dict[str, Any]:
-    """The files of a BEIR folder, as `lit_dpret.datamodules.corpus.read_parts` takes them.
+    """Find the files of a BEIR folder, as `read_parts` takes them.
 
     ``corpus`` stands in for the folder's own; ``knob`` is the setting that a message names.
 
@@ -246,7 +324,7 @@ def folder_parts(
 
 
 def split_name(name: str, where: str) -> str:
-    """``train``, ``dev`` or ``test``; ``valid`` and ``validation`` are dev. Another value may be a private text."""
+    """Return ``train``, ``dev`` or ``test``; refuse another value, which may be a private text, without showing it."""
     if name not in SPLIT_NAMES:
         like = len(name) <= 32 and len(name.split()) == 1 and any(known in name.lower() for known in SPLIT_NAMES)
         shown = repr(name) if like else "(a text)"
@@ -254,29 +332,16 @@ def split_name(name: str, where: str) -> str:
     return SPLIT_NAMES[name]
 
 
-def keep(found: dict[str, str], key: str, value: object) -> None:
-    """Remember an optional value; null and empty mean that there is none."""
-    text = as_id(value)
-    if text is not None:
-        found[key] = text
-
-
-def query_text(fields: Fields, number: int, record: Mapping[str, Any], names: tuple[str, ...], query_id: str) -> str:
-    """The text of a query; an empty one raises DataError."""
-    text = fields.text(number, record, names)
+def query_text(file: Records, number: int, record: Mapping[str, Any], name: str, query_id: str) -> str:
+    """Return the text of a query; refuse an empty one."""
+    text = file.text(number, record, name)
     if not text.strip():
-        raise DataError(f"{fields.file.where(number)}: query {query_id!r} has an empty text.", kind="empty query")
+        raise DataError(f"{file.where(number)}: query {query_id!r} has an empty text.", kind="empty query")
     return text
 
 
-def repeated_id(file: RecordFile, number: int, found: str) -> DataError:
-    """An id that an earlier record of the file has already."""
+def _repeated_id(file: RecordFile, number: int, found: str) -> DataError:
     first = file.find(number, (_ID, found))
     return DataError(
         f"{file.where(number)}: id {found!r} was already given on {file.place(first)}.", kind="repeated id"
     )
-
-
-def no_passages(file: RecordFile) -> DataError:
-    """A corpus file without a single passage."""
-    return DataError(f"{file.path} holds no passages.", kind="empty file")

@@ -20,17 +20,15 @@ has downloaded and checks its hashes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Unpack, get_args
 
 from lit_dpret.datamodules.collection import Collection
-from lit_dpret.datamodules.complaints import Complain, refuse
-from lit_dpret.datamodules.corpus import open_corpus, store_passages
-from lit_dpret.datamodules.ir_source import ir_datasets_library
-from lit_dpret.datamodules.layouts import Queries, find_part, read_qrels, read_queries
-from lit_dpret.datamodules.pairs import PairsDataModule
-from lit_dpret.datamodules.readers import one_line
-from lit_dpret.datamodules.settings import PairSettings
+from lit_dpret.datamodules.layouts import CorpusSettings, find_part, open_corpus, read_qrels, read_queries
+from lit_dpret.datamodules.pairs import PairsDataModule, PairSettings
+from lit_dpret.datamodules.passage_store import build_store, cached_store
+from lit_dpret.datamodules.readers import Complain, ir_records, refuse
 from lit_dpret.errors import ConfigurationError, DataError
 
 Dev = Literal["small", "full"]
@@ -84,10 +82,13 @@ class MSMarcoDataModule(PairsDataModule):
         if self.download:
             self.read_collection()
             return
-        self._store(self._sources()["collection"], _TEXT_COLUMNS)
+        self._store(self._sources()["collection"], self._corpus_settings())
+
+    def _corpus_settings(self) -> CorpusSettings:
+        return replace(super()._corpus_settings(), knob="datamodule.folder", header=_TEXT_COLUMNS)
 
     def _splits(self) -> dict[str, str]:
-        """What the files, and ir-datasets with another mark between the words, call the splits."""
+        """Return what the files call the splits; ir-datasets has a slash for the dot."""
         dev = {"dev": "dev.small" if self.dev == "small" else "dev"}
         return dev if self.only_evaluation else {"train": "train", **dev}
 
@@ -95,12 +96,11 @@ class MSMarcoDataModule(PairsDataModule):
         root = Path(str(self.folder))
         if not root.is_dir():
             raise DataError(f"{root} does not exist or is not a folder; check datamodule.folder.", kind="missing file")
-        splits = {"dev": "dev.small" if self.dev == "small" else "dev"}
-        if not self.only_evaluation:
-            splits["train"] = "train"
         names = {"collection": "collection"}
         names |= {
-            f"{part}.{split}": f"{part}.{name}" for split, name in splits.items() for part in ("queries", "qrels")
+            f"{part}.{split}": f"{part}.{name}"
+            for split, name in self._splits().items()
+            for part in ("queries", "qrels")
         }
         found = {part: find_part(root, name, _SUFFIXES) for part, name in names.items()}
         if missing := [f"{names[part]}.tsv" for part, path in found.items() if path is None]:
@@ -127,24 +127,16 @@ class MSMarcoDataModule(PairsDataModule):
         if self.download:
             return self._downloaded()
         files = self._sources()
-        passages = open_corpus(
-            files["collection"],
-            in_memory=self.in_memory,
-            cache_dir=self.cache_dir,
-            allow_empty=self.allow_empty_passages,
-            knob="datamodule.folder",
-            columns=_TEXT_COLUMNS,
-            complain=complain,
-        )
+        passages = open_corpus(files["collection"], self._corpus_settings(), complain=complain)
         queries: dict[str, str] = {}
         qrels: dict[str, dict[str, dict[str, int]]] = {}
         for split in self._splits():
-            asked: Queries = read_queries(files[f"queries.{split}"], columns=_TEXT_COLUMNS, complain=complain)
+            asked = read_queries(files[f"queries.{split}"], header=_TEXT_COLUMNS, complain=complain)
             qrels[split] = read_qrels(
                 files[f"qrels.{split}"],
                 passages=passages.texts,
                 queries=asked.texts,
-                columns=_QRELS_COLUMNS,
+                header=_QRELS_COLUMNS,
                 complain=complain,
             )
             for query_id in qrels[split]:
@@ -158,30 +150,28 @@ class MSMarcoDataModule(PairsDataModule):
         return Collection(passages=passages.texts, queries=queries, qrels=qrels, source=str(self.folder))
 
     def _downloaded(self) -> Collection:
-        library = ir_datasets_library()
+        def build(draft: Path) -> bool:
+            build_store(draft, passages(), _refuse_repeated)
+            return True
 
         def passages() -> Iterator[tuple[str, str]]:
-            for doc in _given(library, "", "docs_iter"):
-                yield doc.doc_id, doc.text
+            return ((doc.doc_id, doc.text) for doc in ir_records(_SOURCE, "docs"))
 
+        texts: Mapping[str, str]
         if self.in_memory is True:
-            texts: Mapping[str, str] = dict(passages())
+            texts = dict(passages())
         else:
-            texts = store_passages(f"{_SOURCE}-ir-datasets", passages, cache_dir=self.cache_dir)
+            texts = cached_store(f"{_SOURCE}-ir-datasets", build, self.cache_dir)
         queries: dict[str, str] = {}
         qrels: dict[str, dict[str, dict[str, int]]] = {}
         for split, theirs in self._splits().items():
-            part = "/" + theirs.replace(".", "/")
+            source = f"{_SOURCE}/{theirs.replace('.', '/')}"
             judged = qrels.setdefault(split, {})
-            for row in _given(library, part, "qrels_iter"):
+            for row in ir_records(source, "qrels"):
                 judged.setdefault(row.query_id, {})[row.doc_id] = int(row.relevance)
-            queries |= {r.query_id: r.text for r in _given(library, part, "queries_iter") if r.query_id in judged}
+            queries |= {r.query_id: r.text for r in ir_records(source, "queries") if r.query_id in judged}
         return Collection(passages=texts, queries=queries, qrels=qrels, source=_SOURCE)
 
 
-def _given(library: Any, part: str, records: str) -> Iterator[Any]:
-    """Records as ir-datasets gives them, or one line about why it does not."""
-    try:
-        yield from getattr(library.load(_SOURCE + part), records)()
-    except Exception as error:  # of whichever kind: a network, a disk, a hash that differs
-        raise DataError(f"ir-datasets could not give {_SOURCE}{part}: {one_line(error)}") from error
+def _refuse_repeated(passage_id: str) -> None:
+    raise DataError(f"{_SOURCE}: id {passage_id!r} was already given.", kind="repeated id")

@@ -1,4 +1,4 @@
-"""One file of (query, passage) records, as a query log gives them, as a `Collection`.
+"""One file of (query, passage) records, as a query log gives them, read into a `Collection`.
 
 Columns: ``query`` and ``passage``, both texts; optional ``query_id``, ``passage_id``, ``user_id``,
 ``domain`` and ``split``. Others are ignored. `PairColumns` gives them other names, and a `PairReader` takes
@@ -24,12 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from lit_dpret.datamodules.collection import Collection
-from lit_dpret.datamodules.complaints import Complain, refuse
-from lit_dpret.datamodules.corpus import InMemory, open_corpus
-from lit_dpret.datamodules.fields import Fields, Records
-from lit_dpret.datamodules.layouts import Passages, keep, query_text, split_name
+from lit_dpret.datamodules.layouts import CorpusSettings, Passages, open_corpus, query_text, split_name
 from lit_dpret.datamodules.passage_store import PassageStore
-from lit_dpret.datamodules.readers import RecordFile
+from lit_dpret.datamodules.readers import Complain, RecordFile, Records, refuse
 from lit_dpret.datamodules.records import stable_hash
 from lit_dpret.errors import ConfigurationError, DataError
 
@@ -63,26 +60,19 @@ def read_pairs(
     path: str | Path,
     *,
     corpus: str | Path | None = None,
-    allow_empty_passages: bool = False,
-    in_memory: InMemory = True,
-    cache_dir: str | Path | None = None,
+    how: CorpusSettings | None = None,
     complain: Complain = refuse,
 ) -> Collection:
-    """A collection from one file of (query, passage) records; see the module's text.
+    """Read a collection from one file of (query, passage) records; see the module's text.
 
-    With ``corpus`` the passages are those of that file, and every pair must name one of them, by
-    ``passage_id`` or by its exact text. Of it alone ``in_memory`` and ``cache_dir`` speak.
+    With ``corpus`` the passages are those of that file, read as ``how`` says, and every pair must name one of them,
+    by ``passage_id`` or by its exact text.
 
     Raises:
         DataError: A record is malformed, contradicts another (same id, other text or user or
             split), repeats a pair, or names a passage the corpus lacks.
     """
-    passages = None
-    if corpus:
-        passages = open_corpus(
-            corpus, in_memory=in_memory, cache_dir=cache_dir, allow_empty=allow_empty_passages, complain=complain
-        )
-    reader = PairReader(corpus=passages)
+    reader = PairReader(corpus=open_corpus(corpus, how, complain=complain) if corpus else None)
     reader.add(RecordFile(path, knob="datamodule.pairs", complain=complain))
     return reader.collection(str(path))
 
@@ -98,19 +88,20 @@ class PairReader:
     def __init__(self, *, corpus: Passages | None = None, columns: PairColumns | None = None) -> None:
         self.columns = PairColumns() if columns is None else columns
         self.corpus = corpus
-        self.passages: dict[str, str] = {}
+        self._passages: dict[str, str] = {}
         self._by_text: dict[str, str] | None = None if corpus else {}
-        self.queries: dict[str, str] = {}
-        self.users: dict[str, str] = {}
-        self.domains: dict[str, str] = {}
-        self.splits: dict[str, str] = {}
-        self.first: dict[str, tuple[int, int]] = {}
-        self.pairs: dict[tuple[str, str], tuple[int, int]] = {}
-        self.qrels: dict[str, dict[str, dict[str, int]]] = {}
+        self._queries: dict[str, str] = {}
+        self._users: dict[str, str] = {}
+        self._domains: dict[str, str] = {}
+        self._splits: dict[str, str] = {}
+        # The place (source, number) of the first record of each query, and of each pair.
+        self._first: dict[str, tuple[int, int]] = {}
+        self._pairs: dict[tuple[str, str], tuple[int, int]] = {}
+        self._qrels: dict[str, dict[str, dict[str, int]]] = {}
         self._sources: list[Records] = []
 
     def add(self, records: Records, *, split: str | None = None, limit: int | None = None) -> int:
-        """Take the records of one source; returns how many there were.
+        """Take the records of one source; return how many there were.
 
         Args:
             records: What to read; problems go to its ``complain``, and the record is then left out.
@@ -121,94 +112,87 @@ class PairReader:
             DataError: See `read_pairs`.
         """
         self._sources.append(records)
-        self._fields = Fields(records)
         count = 0
         for count, (number, record) in enumerate(islice(records, limit), start=1):  # noqa: B007
             try:
-                self._take(number, record, split or "train")
+                self._take(records, number, record, split or "train")
             except DataError as error:
                 records.complain(error)
         return count
 
     def collection(self, source: str) -> Collection:
-        """Everything that was taken.
+        """Return everything that was taken.
 
         Raises:
             DataError: That is nothing.
         """
-        if not self.pairs:
+        if not self._pairs:
             raise DataError(f"{source} holds no pairs.", kind="empty file")
         return Collection(
-            passages=self.corpus.texts if self.corpus else self.passages,
-            queries=self.queries,
-            qrels=self.qrels,
-            users=self.users,
-            domains=self.domains,
+            passages=self.corpus.texts if self.corpus else self._passages,
+            queries=self._queries,
+            qrels=self._qrels,
+            users=self._users,
+            domains=self._domains,
             passage_domains=self.corpus.domains if self.corpus else {},
             source=source,
         )
 
-    def _take(self, number: int, record: Mapping[str, Any], split: str) -> None:
+    def _take(self, records: Records, number: int, record: Mapping[str, Any], split: str) -> None:
         for name in self.columns.required:
-            self._fields.name(number, record, (name,))
-        passage_id = self._passage(number, record)
-        query_id = self._query(number, record, split)
-        if (query_id, passage_id) in self.pairs:
+            records.name(number, record, name)
+        passage_id = self._passage(records, number, record)
+        query_id = self._query(records, number, record, split)
+        if (query_id, passage_id) in self._pairs:
             raise DataError(
-                f"{self._where(number)}: query {query_id!r} and passage {passage_id!r} were already paired on "
-                f"{self._there(self.pairs[query_id, passage_id])}.",
+                f"{records.where(number)}: query {query_id!r} and passage {passage_id!r} were already paired on "
+                f"{self._there(self._pairs[query_id, passage_id])}.",
                 kind="repeated pair",
             )
-        self.pairs[query_id, passage_id] = self._here(number)
-        self.qrels.setdefault(self.splits[query_id], {}).setdefault(query_id, {})[passage_id] = 1
-
-    def _here(self, number: int) -> tuple[int, int]:
-        return len(self._sources) - 1, number
+        self._pairs[query_id, passage_id] = len(self._sources) - 1, number
+        self._qrels.setdefault(self._splits[query_id], {}).setdefault(query_id, {})[passage_id] = 1
 
     def _there(self, place: tuple[int, int]) -> str:
+        """Name the place of an earlier record, with its file where that is another one."""
         source, number = place
         records = self._sources[source]
         return records.place(number) if records is self._sources[-1] else records.where(number)
 
-    def _where(self, number: int) -> str:
-        return self._sources[-1].where(number)
-
-    def _query(self, number: int, record: Mapping[str, Any], split: str) -> str:
-        columns, file = self.columns, len(self._sources)
+    def _query(self, records: Records, number: int, record: Mapping[str, Any], split: str) -> str:
+        columns, file, where = self.columns, len(self._sources), records.where(number)
         if columns.query_id in record:
-            query_id = self._fields.id(number, record, (columns.query_id,))
+            query_id = records.id(number, record, columns.query_id)
         else:
             query_id = f"row-{number}" if file == 1 else f"row-{file}.{number}"
-        text = query_text(self._fields, number, record, (columns.query,), query_id)
-        where = self._where(number)
-        user = self._fields.optional_id(number, record, columns.user)
-        domain = self._fields.optional_id(number, record, columns.domain)
-        split = split_name(self._fields.text(number, record, (columns.split,), optional=True) or split, where)
-        if query_id in self.queries:
-            for word, old, new in (
-                ("texts", self.queries[query_id], text),
-                ("users", self.users.get(query_id), user),
-                ("splits", self.splits[query_id], split),
-            ):
-                if old != new:
-                    raise DataError(
-                        f"{where}: query {query_id!r} has two {word}, here and on {self._there(self.first[query_id])}.",
-                        kind=f"query with two {word}",
-                    )
-        else:
-            self.queries[query_id], self.splits[query_id] = text, split
-            self.first[query_id] = self._here(number)
-            keep(self.users, query_id, user)
-            keep(self.domains, query_id, domain)
+        text = query_text(records, number, record, columns.query, query_id)
+        user = records.optional_id(number, record, columns.user)
+        domain = records.optional_id(number, record, columns.domain)
+        split = split_name(records.text(number, record, columns.split, optional=True) or split, where)
+        if query_id not in self._queries:
+            self._queries[query_id], self._splits[query_id] = text, split
+            self._first[query_id] = file - 1, number
+            if user is not None:
+                self._users[query_id] = user
+            if domain is not None:
+                self._domains[query_id] = domain
+            return query_id
+        for word, old, new in (
+            ("texts", self._queries[query_id], text),
+            ("users", self._users.get(query_id), user),
+            ("splits", self._splits[query_id], split),
+        ):
+            if old != new:
+                first = self._there(self._first[query_id])
+                raise DataError(
+                    f"{where}: query {query_id!r} has two {word}, here and on {first}.", kind=f"query with two {word}"
+                )
         return query_id
 
-    def _passage(self, number: int, record: Mapping[str, Any]) -> str:
-        where, names = self._where(number), (self.columns.passage,)
-        passage_id = self._fields.optional_id(number, record, self.columns.passage_id)
-        if passage_id is None or self.corpus is None:
-            text = self._fields.text(number, record, names).strip()
-        else:
-            text = self._fields.text(number, record, names, optional=True).strip()
+    def _passage(self, records: Records, number: int, record: Mapping[str, Any]) -> str:
+        where = records.where(number)
+        passage_id = records.optional_id(number, record, self.columns.passage_id)
+        is_named = passage_id is not None and self.corpus is not None
+        text = records.text(number, record, self.columns.passage, optional=is_named).strip()
         if self.corpus is not None:
             known = self.corpus.texts
             if passage_id is None:
@@ -227,7 +211,7 @@ class PairReader:
             raise DataError(f"{where}: the passage has an empty text.", kind="empty passage")
         if passage_id is None:
             passage_id = self._ids_by_text().setdefault(text, f"p-{stable_hash(text).hex()[:20]}")
-        if self.passages.setdefault(passage_id, text) != text:
+        if self._passages.setdefault(passage_id, text) != text:
             raise DataError(
                 f"{where}: passage {passage_id!r} has two texts, here and further up.", kind="passage with two texts"
             )

@@ -7,24 +7,37 @@ it stands in `lit_dpret.datamodules.sampled`.
 from __future__ import annotations
 
 import hmac
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Unpack, get_args
 
 from lit_dpret.datamodules import preparation
 from lit_dpret.datamodules.collection import Collection
-from lit_dpret.datamodules.complaints import Complain, refuse
-from lit_dpret.datamodules.corpus import InMemory, check_in_memory, is_held, open_corpus, read_parts
+from lit_dpret.datamodules.layouts import CorpusSettings, InMemory, folder_parts, open_corpus, qrels_files, read_parts
 from lit_dpret.datamodules.pair_file import read_pairs
-from lit_dpret.datamodules.pair_sources import PairSource, check_one_source, find_sources
 from lit_dpret.datamodules.passage_store import PassageStore
-from lit_dpret.datamodules.planted import Planted
-from lit_dpret.datamodules.readers import columns_of
+from lit_dpret.datamodules.readers import Complain, RecordFile, refuse
 from lit_dpret.datamodules.records import Duplicates, Row, Unit
-from lit_dpret.datamodules.sampled import PhysicalBatchSize, RowsPerUnit, SampledDataModule, SamplingName
-from lit_dpret.datamodules.unit_dataset import GroupedUnitDataset
+from lit_dpret.datamodules.sampled import SampledDataModule, SamplingSettings
+from lit_dpret.datamodules.unit_dataset import GroupedUnitDataset, Planted
 from lit_dpret.errors import ConfigurationError, DataError
+
+
+class PairSettings(SamplingSettings, total=False):
+    """Arguments of `PairsDataModule`, apart from where its data is; DataModules of other sources take them too."""
+
+    lower_case_queries: bool
+    duplicates: Duplicates
+    max_rows_per_unit: int | None
+    drop_overlap: bool
+    drop_queries_without_passage: bool
+    allow_empty_passages: bool
+    in_memory: InMemory
+    cache_dir: str | Path | None
+    max_passages: int | None
+    max_train_queries: int | None
+    max_eval_queries: int | None
 
 
 class PairsDataModule(SampledDataModule):
@@ -45,29 +58,21 @@ class PairsDataModule(SampledDataModule):
             `public_passages` refuses to derive a public list from private records. Elsewhere the
             corpus is public by definition.
         lower_case_queries: Lower-case every query.
-        sampling: How the plan should draw units.
-        expected_batch_size: Units per logical batch, on average.
-        sample_rate: The probability of each unit; where it is given, ``expected_batch_size`` is only the
-            constant that the sum is divided by. Both are declared under ``privacy.neighbours=add_or_remove``.
-        physical_batch_size: Units that fit on the device at once.
-        cap: Largest logical batch under ``truncated_poisson``; None lets the accountant choose.
-        rows_per_unit: ``one`` draws one row of each drawn unit, ``all`` takes all.
         duplicates: ``keep`` or ``merge`` equal query texts under different ids; read
             `lit_dpret.datamodules.unit_dataset` before changing it.
         max_rows_per_unit: Keep at most so many rows of a unit, by hash of query text and passage id.
-        in_memory: Whether to hold the texts of the corpus; ``auto`` holds up to half a gigabyte, and reads a larger
-            one from a store on disk (`lit_dpret.datamodules.passage_store`).
-        cache_dir: Where such stores are kept; None for ``~/.cache/lit-dpret/passages``.
         drop_overlap: Leave out train queries that repeat an evaluation query or share a positive
             passage with one.
         drop_queries_without_passage: Leave out queries without a passage instead of refusing them.
         allow_empty_passages: Accept passages without any text (some public collections have them).
+        in_memory: Whether to hold the texts of the corpus; ``auto`` holds up to half a gigabyte, and reads a larger
+            one from a store on disk (`lit_dpret.datamodules.passage_store`).
+        cache_dir: Where such stores are kept; None for ``~/.cache/lit-dpret/passages``.
         max_passages: Train and evaluate on a public sample of so many passages; scores are then not
             comparable with the full corpus. `lit_dpret.datamodules.preparation.sample` says how.
         max_train_queries: At most so many train queries, chosen by id; refused under ``add_or_remove``.
         max_eval_queries: At most so many queries of each evaluation split.
-        seed: Of that sample; public.
-        num_workers: Worker processes of the train loader.
+        sampled: As for `SampledDataModule`.
 
     Raises:
         ConfigurationError: Arguments that contradict each other; the message names them.
@@ -83,12 +88,6 @@ class PairsDataModule(SampledDataModule):
         pairs: str | Path | None = None,
         passages_are_public: bool = False,
         lower_case_queries: bool = False,
-        sampling: SamplingName = "truncated_poisson",
-        expected_batch_size: int | None = None,
-        sample_rate: float | None = None,
-        physical_batch_size: PhysicalBatchSize = 32,
-        cap: int | None = None,
-        rows_per_unit: RowsPerUnit = "one",
         duplicates: Duplicates = "keep",
         max_rows_per_unit: int | None = None,
         drop_overlap: bool = False,
@@ -99,19 +98,9 @@ class PairsDataModule(SampledDataModule):
         max_passages: int | None = None,
         max_train_queries: int | None = None,
         max_eval_queries: int | None = None,
-        seed: int = 0,
-        num_workers: int = 0,
+        **sampled: Unpack[SamplingSettings],
     ) -> None:
-        super().__init__(
-            sampling=sampling,
-            expected_batch_size=expected_batch_size,
-            sample_rate=sample_rate,
-            physical_batch_size=physical_batch_size,
-            cap=cap,
-            rows_per_unit=rows_per_unit,
-            seed=seed,
-            num_workers=num_workers,
-        )
+        super().__init__(**sampled)
         self.folder, self.corpus, self.queries, self.qrels, self.pairs = folder, corpus, queries, qrels, pairs
         self.passages_are_public = passages_are_public
         self.lower_case_queries = lower_case_queries
@@ -129,15 +118,27 @@ class PairsDataModule(SampledDataModule):
         self._units: GroupedUnitDataset | None = None
         self._planted: Planted | None = None
         self._check_choices(duplicates=Duplicates)
-        check_in_memory(in_memory)
+        if not isinstance(in_memory, bool) and in_memory != "auto":
+            raise ConfigurationError(f"datamodule.in_memory={in_memory!r} is not one of true, false, auto.")
         self._check_whole_numbers(
             max_rows_per_unit=1, max_passages=1, max_train_queries=1, max_eval_queries=1, optional=True
         )
-        self._check_sources()
+        self._check_one_source()
 
-    def _check_sources(self) -> None:
-        check_one_source(self._source)
-        if self.pairs and not self.corpus and self.max_passages is not None and not self.passages_are_public:
+    def _check_one_source(self) -> None:
+        given = [name for name in ("folder", "pairs") if getattr(self, name)]
+        if self.queries or self.qrels:
+            given.append("queries and qrels")
+        if len(given) != 1:
+            found = " and ".join(f"datamodule.{name}" for name in given) or "none of them"
+            raise ConfigurationError(
+                "Say where the data is by one of datamodule.folder, datamodule.pairs, or datamodule.queries with "
+                f"datamodule.qrels and datamodule.corpus; {found} is set."
+            )
+        missing = [name for name in ("queries", "qrels", "corpus") if not getattr(self, name)]
+        if given == ["queries and qrels"] and missing:
+            raise ConfigurationError(f"datamodule.{missing[0]} is not set; queries, qrels and corpus go together.")
+        if self.max_passages is not None and not self.has_public_passages:
             raise self._no_public_list("datamodule.max_passages")
 
     def _no_public_list(self, wanted: str) -> ConfigurationError:
@@ -150,81 +151,90 @@ class PairsDataModule(SampledDataModule):
     # -- reading -----------------------------------------------------------------------------
 
     def prepare_data(self) -> None:
-        """Look whether the files are there, and store a large corpus; nothing is downloaded."""
-        found = self._sources()
-        if corpus := found.get("corpus"):
+        """Check that the files are there, and store a large corpus; nothing is downloaded."""
+        if corpus := self._sources().get("corpus"):
             self._store(corpus)
 
-    def _store(self, corpus: str | Path, columns: Sequence[str] | None = None) -> None:
+    def _store(self, corpus: str | Path, how: CorpusSettings | None = None) -> None:
         """Build the store of a large corpus where there is none: one process does it before all set up."""
-        if not is_held(corpus, self.in_memory):
-            open_corpus(
-                corpus,
-                in_memory=False,
-                cache_dir=self.cache_dir,
-                allow_empty=self.allow_empty_passages,
-                columns=columns,
-            )
+        how = how or self._corpus_settings()
+        if not how.holds(corpus):
+            open_corpus(corpus, how)
 
-    @property
-    def _source(self) -> PairSource:
-        return PairSource(self.folder, self.corpus, self.queries, self.qrels, self.pairs)
+    def _corpus_settings(self) -> CorpusSettings:
+        return CorpusSettings(in_memory=self.in_memory, cache_dir=self.cache_dir, allow_empty=self.allow_empty_passages)
 
     def _sources(self) -> dict[str, Any]:
-        """The files of the parts that this configuration names, found and looked at by `setup`."""
-        return find_sources(self._source)
+        """Find the files that the settings name, by the part that each holds; ``qrels`` are by split."""
+        if self.pairs:
+            found: dict[str, Any] = {"pairs": Path(self.pairs)}
+            if self.corpus:
+                found["corpus"] = Path(self.corpus)
+        elif self.folder:
+            found = folder_parts(self.folder, corpus=self.corpus)
+        else:
+            found = {"corpus": self.corpus, "queries": self.queries, "qrels": self._qrels_by_split()}
+            found["source"] = str(self.queries)
+        for name, path in _by_name(found).items():
+            if not Path(path).exists():
+                raise DataError(f"{path} does not exist; check datamodule.{name}.")
+        return found
+
+    def _qrels_by_split(self) -> Mapping[str, str | Path]:
+        if isinstance(self.qrels, Mapping):
+            return self.qrels
+        folder = Path(str(self.qrels))
+        if not folder.is_dir():
+            raise DataError(
+                f"datamodule.qrels={folder} is not a folder of splits; name the split of a single file: "
+                f"datamodule.qrels.train={folder}."
+            )
+        if not (files := qrels_files(folder)):
+            raise DataError(f"datamodule.qrels={folder} holds none of train.tsv, dev.tsv, test.tsv.")
+        return files
 
     def read_collection(self, complain: Complain = refuse) -> Collection:
-        """The data as it stands in the files. A subclass for another source overrides this alone.
+        """Read the data as it stands in the files. A subclass for another source overrides this alone.
 
         Args:
             complain: Gets every problem of a record; unless it raises it, the record is left out.
         """
-        found = self._sources()
-        stored: dict[str, Any] = {"in_memory": self.in_memory, "cache_dir": self.cache_dir}
-        stored |= {"complain": complain, "allow_empty_passages": self.allow_empty_passages}
+        found, how = self._sources(), self._corpus_settings()
         if self.pairs:
-            return read_pairs(found["pairs"], corpus=found.get("corpus"), **stored)
-        return read_parts(**found, **stored)
+            return read_pairs(found["pairs"], corpus=found.get("corpus"), how=how, complain=complain)
+        return read_parts(**found, how=how, complain=complain)
 
     def columns(self) -> dict[str, tuple[str, ...]]:
-        """The columns of each file, by the name of the part that it holds; the first record shows them.
+        """Return the columns of each file, by the part that it holds; the first record shows them.
 
         Raises:
             DataError: A file is missing.
         """
-        found = self._sources()
-        parts = {name: found[name] for name in ("pairs", "corpus", "queries") if found.get(name)}
-        parts |= {f"qrels.{split}": path for split, path in found.get("qrels", {}).items()}
-        return {name: columns_of(path) for name, path in parts.items()}
+        return {name: RecordFile(path).columns() for name, path in _by_name(self._sources()).items()}
 
     def setup(self, stage: str | None = None) -> None:
         """Read, check and prepare the data, once; every process ends with the same."""
-        if self._collection is not None:
-            return
-        collection = self.read_collection()
-        if self.drop_queries_without_passage:
-            collection = preparation.drop_queries_without_passage(collection)
-        collection.check(allow_empty_passages=self.allow_empty_passages)
-        if self.lower_case_queries:
-            collection = preparation.lower_case_queries(collection)
-        if self.drop_overlap:
-            collection = preparation.drop_overlap(collection)
-        self._collection = preparation.sample(
-            collection,
-            max_passages=self.max_passages,
-            max_train_queries=self.max_train_queries,
-            max_eval_queries=self.max_eval_queries,
-            seed=self.seed,
-        )
+        _ = self.collection
 
     @property
     def collection(self) -> Collection:
         """The prepared data; read on first use."""
         if self._collection is None:
-            self.setup()
-        if self._collection is None:
-            raise ConfigurationError(f"{type(self).__name__}.setup() left no collection.")
+            read = self.read_collection()
+            if self.drop_queries_without_passage:
+                read = preparation.drop_queries_without_passage(read)
+            read.check(allow_empty_passages=self.allow_empty_passages)
+            if self.lower_case_queries:
+                read = preparation.lower_case_queries(read)
+            if self.drop_overlap:
+                read = preparation.drop_overlap(read)
+            self._collection = preparation.sample(
+                read,
+                max_passages=self.max_passages,
+                max_train_queries=self.max_train_queries,
+                max_eval_queries=self.max_eval_queries,
+                seed=self.seed,
+            )
         return self._collection
 
     # -- the private side --------------------------------------------------------------------
@@ -383,3 +393,9 @@ class PairsDataModule(SampledDataModule):
         """Every (query, positive passage) row of a split, for training or probing without privacy."""
         units = GroupedUnitDataset(self.collection, unit="query", split=split)
         return [row for unit in range(len(units)) for row in units.rows(unit)]
+
+
+def _by_name(found: Mapping[str, Any]) -> dict[str, str | Path]:
+    """Return files by the setting that names each: those of ``qrels`` as ``qrels.train`` and so on."""
+    plain = {name: path for name, path in found.items() if name not in ("qrels", "source") and path}
+    return plain | {f"qrels.{split}": path for split, path in found.get("qrels", {}).items()}

@@ -1,39 +1,34 @@
 """A corpus on disk that is used like a dictionary: texts are read when they are asked for, and not held.
 
 MS MARCO's 8.8 million passages are 3 GB of text and, as Python strings in a dictionary, more than twice that. A
-`PassageStore` keeps them in one file, and beside it three arrays that are mapped and not read: where each passage
-begins, the hashes of all ids in rising order, and which passage each of those belongs to. A look-up is a binary
-search and one read; going through the corpus in order is reading the file.
-
-A store is built once from a corpus file of any format, next to others in a cache folder. Its name is made from what
-the file is (length, time of change, hash of its beginning and end), so a changed file is another store and none is
-ever stale. It appears whole or not at all.
-
-Layout of a store, numbers little-endian: ``texts.bin``, for each passage the byte lengths of id and text (``<II``),
-the id, the text; ``starts.u64``; ``hashes.u64``; ``order.u32``; ``store.json``, written last.
+`PassageStore` keeps them in an SQLite file. It is built once from a corpus file of any format, next to others in a
+cache folder, under a name made from what the file is (length, time of change, hash of its beginning and end): a
+changed file is another store and none is ever stale. It appears whole or not at all.
 """
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
+import logging
 import os
-import shutil
-import struct
-from array import array
-from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
+import sqlite3
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
 from pathlib import Path
 from typing import Any, overload
 
-import numpy as np
-
 from lit_dpret.errors import DataError, StorageError
 
-FORMAT = 2  # ids without surrounding whitespace
-_HEADER = struct.Struct("<II")
-_TEXTS, _STARTS, _HASHES, _ORDER, _SUMMARY = "texts.bin", "starts.u64", "hashes.u64", "order.u32", "store.json"
+_FORMAT = 3  # SQLite
+_ABANDONED = 3600.0  # seconds
 _READ = 2**20
-_KEPT_BACK = 2**14  # numbers gathered before they go to the disk
+_MAPPED = 2**40  # bytes of the file that may be mapped into memory: as many as SQLite allows
+_log = logging.getLogger(__name__)
 
 
 class PassageStore(Mapping[str, str]):
@@ -45,96 +40,66 @@ class PassageStore(Mapping[str, str]):
         - Threads, forked and spawned processes may read it at the same time.
 
     Args:
-        folder: What `build_store` made.
+        path: The file that `build_store` wrote.
 
     Raises:
-        DataError: The folder is no finished store, or one of another version.
+        DataError: The file is no finished store, or one of another version.
     """
 
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        # A connection belongs to the thread and the process that opened it.
+        self._connections: dict[tuple[int, int], sqlite3.Connection] = {}
+        self._count: int
         try:
-            summary = json.loads((self.folder / _SUMMARY).read_text(encoding="utf-8"))
-            self._count, sizes = int(summary["passages"]), summary["bytes"]
-            whole = summary["format"] == FORMAT and all(
-                (self.folder / name).stat().st_size == size for name, size in sizes.items()
-            )
-            self._end: int = sizes[_TEXTS]
-            self._file = os.open(self.folder / _TEXTS, os.O_RDONLY) if whole else -1
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DataError(f"{self.folder} is no store of passages; delete it to have it built anew.") from error
+            format_, self._count, size = next(self._query("SELECT format, passages, bytes FROM store"))
+            whole = format_ == _FORMAT and self.path.stat().st_size == size
+        except (sqlite3.Error, StopIteration, OSError) as error:
+            raise DataError(f"{self.path} is no store of passages; delete it to have it built again.") from error
         if not whole:
-            raise DataError(f"{self.folder} is a damaged store of passages; delete it to have it built anew.")
-        self._starts = self._mapped(_STARTS, "<u8")
-        self._hashes = self._mapped(_HASHES, "<u8")
-        self._order = self._mapped(_ORDER, "<u4")
+            raise DataError(f"{self.path} is a damaged store of passages; delete it to have it built again.")
 
-    def _mapped(self, name: str, kind: str) -> np.ndarray[Any, Any]:
-        if not self._count:
-            return np.empty(0, dtype=kind)
-        return np.memmap(self.folder / name, dtype=kind, mode="r", shape=(self._count,))
-
-    def __del__(self) -> None:
-        if getattr(self, "_file", -1) >= 0:
-            os.close(self._file)
-            self._file = -1
+    def _query(self, statement: str, *values: object) -> Iterator[Any]:
+        place = (os.getpid(), threading.get_ident())
+        if place not in self._connections:
+            # immutable: nobody writes to a finished store, so no reader needs a lock.
+            uri = f"{self.path.absolute().as_uri()}?mode=ro&immutable=1"
+            self._connections[place] = sqlite3.connect(uri, uri=True, check_same_thread=False)
+            self._connections[place].execute(f"PRAGMA mmap_size={_MAPPED}")
+        return self._connections[place].execute(statement, values)
 
     def __reduce__(self) -> tuple[type[PassageStore], tuple[Path]]:
-        return PassageStore, (self.folder,)
+        return PassageStore, (self.path,)
 
     def __repr__(self) -> str:
-        return f"PassageStore({self._count} passages in {self.folder})"
+        return f"PassageStore({self._count} passages in {self.path})"
 
     def __len__(self) -> int:
         return self._count
 
     def __getitem__(self, passage_id: str) -> str:
         if isinstance(passage_id, str):
-            wanted = passage_id.encode("utf-8", "surrogatepass")
-            hashed = np.uint64(_hash(wanted))
-            place = int(np.searchsorted(self._hashes, hashed))
-            while place < self._count and self._hashes[place] == hashed:
-                name, text = self._record(int(self._order[place]))
-                if name == wanted:
-                    return _decoded(text)
-                place += 1
+            for row in self._query("SELECT text FROM passages WHERE id = ?", passage_id):
+                return str(row[0])
         raise KeyError(passage_id)
 
     def __iter__(self) -> Iterator[str]:
-        return (_decoded(name) for name, _ in self._records())
+        return (name for (name,) in self._query("SELECT id FROM passages ORDER BY rowid"))
 
     def values(self) -> _Values:
-        """The texts, in order, read as one goes; parts of them by number, like those of a list."""
+        """The texts, in order, read as one goes; a slice of them by number, like that of a list."""
         return _Values(self)
 
     def items(self) -> ItemsView[str, str]:
         """Ids and texts, in order, read as one goes."""
         return _Items(self)
 
-    def _record(self, row: int) -> tuple[bytes, bytes]:
-        start = int(self._starts[row])
-        end = int(self._starts[row + 1]) if row + 1 < self._count else self._end
-        data = os.pread(self._file, end - start, start)
-        return _unpacked(data, 0)
-
-    def _records(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[bytes, bytes]]:
-        """The records from ``start`` to before ``stop`` in order, read in large pieces."""
-        piece, begun = b"", 0
-        for row in range(start, self._count if stop is None else stop):
-            place = int(self._starts[row])
-            end = int(self._starts[row + 1]) if row + 1 < self._count else self._end
-            if not begun <= place < end <= begun + len(piece):
-                piece, begun = os.pread(self._file, max(_READ, end - place), place), place
-            yield _unpacked(piece, place - begun)
-
 
 class _Values(ValuesView[str], Sequence[str]):
-    """The texts in order; parts of them can be asked for by number, like those of a list."""
-
     _mapping: PassageStore
 
     def __iter__(self) -> Iterator[str]:
-        return (_decoded(text) for _, text in self._mapping._records())
+        return (text for (text,) in self._mapping._query("SELECT text FROM passages ORDER BY rowid"))
 
     def __contains__(self, text: object) -> bool:
         return any(found == text for found in self)
@@ -145,139 +110,110 @@ class _Values(ValuesView[str], Sequence[str]):
     def __getitem__(self, place: slice) -> list[str]: ...
     def __getitem__(self, place: int | slice) -> str | list[str]:
         rows = range(len(self))[place]
-        if isinstance(rows, int):
-            return _decoded(self._mapping._record(rows)[1])
-        if rows.step == 1:
-            return [_decoded(text) for _, text in self._mapping._records(rows.start, max(rows.start, rows.stop))]
-        return [_decoded(self._mapping._record(row)[1]) for row in rows]
+        wanted = range(rows, rows + 1) if isinstance(rows, int) else rows
+        low, high = (min(wanted), max(wanted)) if wanted else (0, -1)
+        found = [
+            text
+            for (text,) in self._mapping._query(
+                "SELECT text FROM passages WHERE rowid BETWEEN ? AND ? ORDER BY rowid", low + 1, high + 1
+            )
+        ]
+        return found[0] if isinstance(rows, int) else found[:: rows.step]
 
 
 class _Items(ItemsView[str, str]):
     _mapping: PassageStore
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
-        return ((_decoded(name), _decoded(text)) for name, text in self._mapping._records())
+        return self._mapping._query("SELECT id, text FROM passages ORDER BY rowid")
 
 
-def build_store(folder: Path, passages: Iterable[tuple[str, str]]) -> list[int]:
-    """Write a store of ``passages``, ids and texts, into the new folder ``folder``.
+def build_store(path: Path, passages: Iterable[tuple[str, str]], repeated: Callable[[str], object]) -> PassageStore:
+    """Write a store of ``passages``, ids and texts, into the new file ``path``.
 
-    An id that comes again is left out, whatever its text; nothing but numbers is held meanwhile.
-
-    Returns:
-        Which of ``passages``, counted from 0, were left out, in order.
+    Args:
+        path: The file.
+        passages: Ids and texts.
+        repeated: Called with an id that comes again, which is left out, whatever its text.
 
     Raises:
-        StorageError: The folder cannot be written.
+        StorageError: The file cannot be written.
     """
     try:
-        folder.mkdir(parents=True)
-        with (
-            (folder / _TEXTS).open("wb") as texts,
-            (folder / _STARTS).open("wb") as starts,
-            (folder / _HASHES).open("wb") as hashes,
-        ):
-            end = count = 0
-            kept_back = array("Q"), array("Q")
-            for count, (passage_id, text) in enumerate(passages, start=1):  # noqa: B007
-                name, content = passage_id.encode("utf-8", "surrogatepass"), text.encode("utf-8", "surrogatepass")
-                kept_back[0].append(end)
-                kept_back[1].append(_hash(name))
-                end += texts.write(_HEADER.pack(len(name), len(content)) + name + content)
-                if len(kept_back[0]) == _KEPT_BACK:
-                    _flush(kept_back, (starts, hashes))
-            _flush(kept_back, (starts, hashes))
-        again = _sort(folder, count)
-        sizes = {name: (folder / name).stat().st_size for name in (_TEXTS, _STARTS, _HASHES, _ORDER)}
-        summary = {"format": FORMAT, "passages": count - len(again), "bytes": sizes}
-        (folder / _SUMMARY).write_text(json.dumps(summary), encoding="utf-8")
-    except OSError as error:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        connection = sqlite3.connect(path, isolation_level=None)
+        try:
+            # A draft that a crash interrupts is thrown away, so it needs no journal.
+            connection.executescript(
+                "PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF; PRAGMA cache_size = -65536;"
+                "CREATE TABLE passages (id TEXT NOT NULL UNIQUE, text TEXT NOT NULL);"
+                "CREATE TABLE store (format INTEGER, passages INTEGER, bytes INTEGER);"
+                "BEGIN;"
+            )
+            count = 0
+            for passage_id, text in passages:
+                if connection.execute("INSERT OR IGNORE INTO passages VALUES (?, ?)", (passage_id, text)).rowcount:
+                    count += 1
+                else:
+                    repeated(passage_id)
+            connection.execute("INSERT INTO store VALUES (?, ?, 0)", (_FORMAT, count))
+            connection.execute("COMMIT")
+            connection.execute("UPDATE store SET bytes = ?", (path.stat().st_size,))
+        finally:
+            connection.close()
+    except (OSError, sqlite3.Error) as error:
+        reason = error.strerror if isinstance(error, OSError) else None
         raise StorageError(
-            f"{folder} cannot be written: {error.strerror or error}. Free space, or choose another "
-            "datamodule.cache_dir."
+            f"{path} cannot be written: {reason or error}. Free space, or choose another datamodule.cache_dir."
         ) from error
-    return again
+    return PassageStore(path)
 
 
-def published_store(folder: Path, draft: Path) -> PassageStore:
-    """The store that was drafted, under its name; where another process was first, that one's."""
+def cached_store(name: str, build: Callable[[Path], bool], cache_dir: str | Path | None) -> PassageStore:
+    """Return the store of this name; build it where there is none.
+
+    Args:
+        name: Of the store.
+        build: Writes a store into a new file; returns whether everything is in it. One that is not whole serves
+            this process alone and is not kept.
+        cache_dir: Where stores are kept; None for `default_cache`.
+    """
+    path = (default_cache() if cache_dir is None else Path(cache_dir)) / f"{name}.sqlite"
+    if path.exists():
+        try:
+            return PassageStore(path)
+        except DataError:  # damaged, or of another version
+            path.unlink(missing_ok=True)
+    _log.info("Copying passages into %s, to be read from there.", path)
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*"):  # by processes that were killed
+        if time.time() - left.stat().st_mtime > _ABANDONED:
+            left.unlink(missing_ok=True)
+    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
-        os.replace(draft, folder)
-    except OSError:  # there is one already
-        shutil.rmtree(draft, ignore_errors=True)
-    return PassageStore(folder)
+        whole = build(draft)
+        if whole:
+            os.replace(draft, path)  # of two processes that build it, the later one replaces an equal file
+            return PassageStore(path)
+        store = PassageStore(draft)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+    weakref.finalize(store, draft.unlink, missing_ok=True)
+    return store
+
+
+def default_cache() -> Path:
+    """Where stores are kept unless ``datamodule.cache_dir`` says otherwise."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "lit-dpret" / "passages"
 
 
 def file_key(path: Path, *facts: object) -> str:
-    """What a file is, in 32 hexadecimal digits: its length, time of change, first and last bytes, and ``facts``."""
+    """Hash what a file is into 32 hexadecimal digits: its length, time of change, first and last bytes, ``facts``."""
     status = path.stat()
-    digest = hashlib.sha256(json.dumps([FORMAT, status.st_size, status.st_mtime_ns, *facts], default=str).encode())
+    digest = hashlib.sha256(json.dumps([_FORMAT, status.st_size, status.st_mtime_ns, *facts], default=str).encode())
     with path.open("rb") as file:
         digest.update(file.read(_READ))
         file.seek(max(0, status.st_size - _READ))
         digest.update(file.read(_READ))
     return digest.hexdigest()[:32]
-
-
-def _sort(folder: Path, count: int) -> list[int]:
-    """Put the hashes in order, and leave out records whose id an earlier one has; returns those records."""
-    if not count:
-        (folder / _ORDER).touch()
-        return []
-    hashes = np.fromfile(folder / _HASHES, dtype="<u8")
-    order = np.argsort(hashes, kind="stable").astype("<u4")
-    hashes = hashes[order]
-    again = _repeated(folder, hashes, order)
-    if again:
-        keep = np.ones(count, dtype=bool)
-        keep[again] = False
-        starts = np.fromfile(folder / _STARTS, dtype="<u8")[keep]
-        starts.tofile(folder / _STARTS)
-        renumbered = np.cumsum(keep) - 1
-        hashes, order = hashes[keep[order]], renumbered[order[keep[order]]].astype("<u4")
-    hashes.tofile(folder / _HASHES)
-    order.tofile(folder / _ORDER)
-    return again
-
-
-def _repeated(folder: Path, hashes: np.ndarray[Any, Any], order: np.ndarray[Any, Any]) -> list[int]:
-    """The records, in order, whose id an earlier record has; only those with equal hashes are looked at."""
-    same = np.flatnonzero(hashes[1:] == hashes[:-1])
-    if not len(same):
-        return []
-    starts = np.memmap(folder / _STARTS, dtype="<u8", mode="r")
-    seen: set[bytes] = set()
-    again: list[int] = []
-    with (folder / _TEXTS).open("rb") as texts:
-
-        def name(row: int) -> bytes:
-            texts.seek(int(starts[row]))
-            length, _ = _HEADER.unpack(texts.read(_HEADER.size))
-            return texts.read(length)
-
-        for row in sorted({int(order[place + step]) for place in same for step in (0, 1)}):
-            found = name(row)
-            if found in seen:
-                again.append(row)
-            seen.add(found)
-    return again
-
-
-def _flush(kept_back: tuple[array[int], array[int]], files: tuple[Any, Any]) -> None:
-    for numbers, file in zip(kept_back, files, strict=True):
-        np.array(numbers, dtype="<u8").tofile(file)
-        del numbers[:]
-
-
-def _hash(name: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
-
-
-def _unpacked(data: bytes, at: int) -> tuple[bytes, bytes]:
-    of_name, of_text = _HEADER.unpack_from(data, at)
-    begun = at + _HEADER.size
-    return data[begun : begun + of_name], data[begun + of_name : begun + of_name + of_text]
-
-
-def _decoded(data: bytes) -> str:
-    return data.decode("utf-8", "surrogatepass")

@@ -1,16 +1,19 @@
-"""One file of records, whatever its format, with every complaint naming the file and the line.
+"""Files of records, whatever their format, with every complaint naming the file and the line.
 
 JSONL, TSV, CSV and parquet files all come out as dictionaries. The format follows the name:
 ``.jsonl``, ``.tsv`` and ``.csv``, each also with ``.gz`` or ``.zst`` behind it, and ``.parquet``.
 
 - JSONL: one JSON object a line; blank lines are passed over.
 - TSV: a header line, then fields between tabs. Quote marks are ordinary characters, as in BEIR and
-  MS MARCO files. MS MARCO's have no header: there the reader is told the ``columns``.
+  MS MARCO files. MS MARCO's have no header: there the reader gets the ``columns``.
 - CSV: a header line, then fields between commas, quoted as spreadsheets quote them.
 - Parquet: through pyarrow, where it is installed; complaints name the row, counted from 1.
 
 A message never shows a text from the file, only ids, column names and grades: the file may be a
 private query log, and messages end up in logs.
+
+Readers hand every problem to a `Complain`. `refuse` raises it, which is what training wants. `Problems`
+counts it, after which the reader leaves the record out and goes on: so ``task=check_data`` reports everything at once.
 """
 
 from __future__ import annotations
@@ -21,34 +24,162 @@ import gzip
 import importlib
 import io
 import json
+import re
+import unicodedata
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from lit_dpret.datamodules.complaints import Complain, refuse
-from lit_dpret.datamodules.fields import as_id, kind_of, shown_columns
 from lit_dpret.errors import ConfigurationError, DataError
 
 FORMATS = (".jsonl", ".tsv", ".csv", ".parquet")
+NOT_UNICODE = "holds half of a surrogate pair (\\ud800 to \\udfff alone), which is no character; mend the text"
 _COMPRESSIONS = (".gz", ".zst")
 _LONGEST_FIELD = 2**27  # csv's own limit of 131,072 characters is shorter than real articles
 _MOST_FINDS = 20  # of a reader that collects problems: each find reads the file again
+_KNOWN_COLUMNS = frozenset(
+    {"_id", "id", "text", "title", "query", "passage", "query_id", "query-id", "passage_id", "corpus-id", "corpus_id",
+     "score", "grade", "user_id", "domain", "split", "question", "answer"}
+)  # fmt: skip
+
+Complain = Callable[[DataError], None]
 
 
-class RecordFile:
-    """The records of one file, in order, each with its place.
+def refuse(problem: DataError) -> None:
+    """Raise the problem: a reader that complains to this stops at the first."""
+    raise problem
 
-    Iterating yields ``(number, record)``: the line (parquet: row) number, counted from 1, and a
-    dictionary. The file is read anew by every iteration and closed at its end.
+
+@dataclass(kw_only=True)
+class Problems:
+    """Problems by kind: how many of each, and the messages of the first few.
+
+    Example:
+        >>> problems = Problems(examples=1)
+        >>> for line in (3, 8):
+        ...     problems(DataError(f"corpus.jsonl line {line}: malformed JSON.", kind="malformed JSON"))
+        >>> problems.counts, problems.shown
+        ({'malformed JSON': 2}, {'malformed JSON': ['corpus.jsonl line 3: malformed JSON.']})
+
+    Args:
+        examples: How many messages to keep of each kind.
+    """
+
+    examples: int = 5
+    counts: dict[str, int] = field(default_factory=dict)
+    shown: dict[str, list[str]] = field(default_factory=dict)
+
+    def __call__(self, problem: DataError) -> None:
+        self.counts[problem.kind] = self.counts.get(problem.kind, 0) + 1
+        shown = self.shown.setdefault(problem.kind, [])
+        if len(shown) < self.examples:
+            shown.append(str(problem))
+
+    @property
+    def total(self) -> int:
+        """How many problems there are of all kinds."""
+        return sum(self.counts.values())
+
+
+class Records:
+    """Records in order, each with its place, and the columns of a record by any of their names.
+
+    Iterating yields ``(number, record)``, numbers counted from 1. The methods that take both pick a column and raise
+    a `DataError` that names the place.
+
+    Args:
+        source: Where the records come from, for messages.
+        complain: Gets every problem that iterating finds. By default the first one is raised; where it
+            is only noted, the record is left out.
+    """
+
+    row_word, column_word = "row", "column"
+
+    def __init__(self, source: str, complain: Complain = refuse) -> None:
+        self.source, self.complain = source, complain
+
+    def __iter__(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        raise NotImplementedError
+
+    def where(self, number: int) -> str:
+        """The place of record ``number``, in the words of a message."""
+        return f"{self.source} {self.place(number)}"
+
+    def place(self, number: int) -> str:
+        """``line 3``, or ``row 3``; 0 stands for a place that nobody looked for."""
+        return f"{self.row_word} {number}" if number else "an earlier one"
+
+    def columns(self) -> tuple[str, ...]:
+        """The columns of the first record, as they may be shown; () where there is none."""
+        quiet = copy.copy(self)
+        quiet.complain = _ignore
+        return next((shown_columns(record) for _, record in quiet), ())
+
+    def name(self, number: int, record: Mapping[str, Any], *names: str) -> str:
+        """Return the first of ``names`` that ``record`` has."""
+        for name in names:
+            if name in record:
+                return name
+        wanted = " or ".join(repr(name) for name in names)
+        found = ", ".join(shown_columns(record)) or "none"
+        raise DataError(f"{self.where(number)}: no {self.column_word} {wanted}; found: {found}.", kind="missing column")
+
+    def id(self, number: int, record: Mapping[str, Any], *names: str) -> str:
+        """Return the id under one of ``names``."""
+        name = self.name(number, record, *names)
+        found = as_id(record[name])
+        if found is None:
+            kind = "empty" if isinstance(record[name], str) else kind_of(record[name])
+            raise DataError(f"{self.where(number)}: {name!r} is {kind}; an id is expected.", kind="no id")
+        return self.unicode(number, name, found)
+
+    def optional_id(self, number: int, record: Mapping[str, Any], name: str) -> str | None:
+        """Return the id under ``name``; None where it is missing, null or empty."""
+        found = as_id(record.get(name))
+        return None if found is None else self.unicode(number, name, found)
+
+    def text(self, number: int, record: Mapping[str, Any], *names: str, optional: bool = False) -> str:
+        """Return the text under one of ``names``; ``""`` where it is optional and missing or null."""
+        if optional and all(record.get(name) is None for name in names):
+            return ""
+        name = self.name(number, record, *names)
+        value = record[name]
+        if not isinstance(value, str):
+            raise DataError(f"{self.where(number)}: {name!r} is {kind_of(value)}; a text is expected.", kind="no text")
+        return self.unicode(number, name, value)
+
+    def unicode(self, number: int, name: str, value: str) -> str:
+        """Return ``value``; refuse a text that cannot be written as UTF-8."""
+        if not is_unicode(value):
+            raise DataError(f"{self.where(number)}: {name!r} {NOT_UNICODE}.", kind="not Unicode text")
+        return value
+
+    def grade(self, number: int, record: Mapping[str, Any], *names: str) -> int:
+        """Return the relevance grade under one of ``names``, a whole number."""
+        name = self.name(number, record, *names)
+        value = record[name]
+        try:
+            if isinstance(value, bool) or value is None or (isinstance(value, float) and not value.is_integer()):
+                raise ValueError
+            return int(value)
+        except (ValueError, TypeError):
+            raise DataError(
+                f"{self.where(number)}: grade {name}={shown_number(value)} is not a whole number.",
+                kind="no whole-number grade",
+            ) from None
+
+
+class RecordFile(Records):
+    """The records of one file; it is read again by every iteration and closed at its end.
 
     Args:
         path: The file; its name decides the format.
         knob: What the user set to name this file, for messages.
-        columns: The names of the columns of a TSV file without a header line.
-        complain: Gets every problem that iterating finds. By default the first one is raised; where it
-            is only noted, a line that is no record is left out.
+        header: The names of the columns of a TSV file without a header line.
+        complain: As for `Records`.
 
     Raises:
         DataError: The file is missing, is a folder or has an unknown format; while iterating, unless
@@ -62,38 +193,27 @@ class RecordFile:
         path: str | Path,
         *,
         knob: str = "the path",
-        columns: Sequence[str] | None = None,
+        header: Sequence[str] | None = None,
         complain: Complain = refuse,
     ) -> None:
-        self.path = Path(path)
-        self.columns = columns
-        self.complain = complain
+        super().__init__(str(path), complain)
+        self.path, self.header = Path(path), header
         self._finds = 0
         suffixes = [suffix.lower() for suffix in self.path.suffixes]
         self._compression = suffixes.pop() if suffixes and suffixes[-1] in _COMPRESSIONS else ""
         self.format = suffixes[-1] if suffixes else ""
+        self.row_word = "row" if self.format == ".parquet" else "line"
+        self.column_word = "key" if self.format == ".jsonl" else "column"
         if self.format not in FORMATS or (self.format == ".parquet" and self._compression):
-            raise DataError(
+            raise _unreadable(
                 f"{self.path} is of no known format: name it .jsonl, .tsv or .csv "
-                "(each may end in .gz or .zst), or .parquet.",
-                kind="unreadable file",
+                "(each may end in .gz or .zst), or .parquet."
             )
-        if columns is not None and self.format != ".tsv":
+        if header is not None and self.format != ".tsv":
             raise DataError(f"{self.path} is read without a header line, so it must be a .tsv file; check {knob}.")
-        if not self.path.exists():
-            raise DataError(f"{self.path} does not exist; check {knob}.", kind="missing file")
         if not self.path.is_file():
-            raise DataError(f"{self.path} is not a file; check {knob}.", kind="missing file")
-
-    def where(self, number: int) -> str:
-        """The place of record ``number``, in the words of a message."""
-        return f"{self.path} {self.place(number)}"
-
-    def place(self, number: int) -> str:
-        """``line 3``, or for parquet ``row 3``; 0 stands for a place that nobody looked for."""
-        if number == 0:
-            return "an earlier one"
-        return f"{'row' if self.format == '.parquet' else 'line'} {number}"
+            problem = "is not a file" if self.path.exists() else "does not exist"
+            raise DataError(f"{self.path} {problem}; check {knob}.", kind="missing file")
 
     def __iter__(self) -> Iterator[tuple[int, dict[str, Any]]]:
         try:
@@ -101,23 +221,24 @@ class RecordFile:
                 yield from self._parquet()
             elif self.format == ".jsonl":
                 yield from self._jsonl()
+            elif self.header is None:
+                yield from self._table()
             else:
-                yield from self._table() if self.columns is None else self._bare_table(self.columns)
+                yield from self._bare_table(self.header)
         except DataError as error:  # the file ends here
             self.complain(error)
 
     def find(self, before: int, *wanted: tuple[tuple[str, ...], str]) -> int:
-        """The number of the first record, before ``before``, with these ids.
+        """Return the number of the first record, before ``before``, with these ids; 0 for none.
 
         Each of ``wanted`` is the names that a column goes by, and the id to look for in it. It reads
         the file again, so it serves messages alone, and a few of them where problems are collected.
-        Returns 0 for none.
         """
         self._finds += 1
         if self.complain is not refuse and self._finds > _MOST_FINDS:
             return 0
         again = copy.copy(self)
-        again.complain = _say_nothing
+        again.complain = _ignore
         for number, record in again:
             if number >= before:
                 break
@@ -155,13 +276,12 @@ class RecordFile:
                 try:
                     text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 except UnicodeDecodeError as error:
-                    self._note(f"{self.where(number)}: not UTF-8 text (byte {error.start + 1}).", "not UTF-8", error)
+                    self._note(number, f"not UTF-8 text (byte {error.start + 1})", "not UTF-8", error)
                     continue
                 yield number, text
 
-    def _note(self, message: str, kind: str, cause: Exception | None = None) -> None:
-        """Complain about one record; returns where the complaint was only noted."""
-        error = DataError(message, kind=kind)
+    def _note(self, number: int, message: str, kind: str, cause: Exception | None = None) -> None:
+        error = DataError(f"{self.where(number)}: {message}.", kind=kind)
         error.__cause__ = cause
         self.complain(error)
 
@@ -174,16 +294,16 @@ class RecordFile:
             except (ValueError, RecursionError) as error:
                 reason = "a number is too long" if isinstance(error, ValueError) else "nested too deeply"
                 reason = error.msg if isinstance(error, json.JSONDecodeError) else reason
-                self._note(f"{self.where(number)}: malformed JSON ({reason}).", "malformed JSON", error)
+                self._note(number, f"malformed JSON ({reason})", "malformed JSON", error)
                 continue
-            if not isinstance(record, dict):
+            if isinstance(record, dict):
+                yield number, record
+            else:
                 self._note(
-                    f"{self.where(number)}: a JSON object in braces is expected, not {kind_of(record)}; "
-                    "JSONL holds one object a line.",
+                    number,
+                    f"a JSON object in braces is expected, not {kind_of(record)}; JSONL holds one object a line",
                     "malformed JSON",
                 )
-                continue
-            yield number, record
 
     def _table(self) -> Iterator[tuple[int, dict[str, Any]]]:
         csv.field_size_limit(max(csv.field_size_limit(), _LONGEST_FIELD))
@@ -214,34 +334,34 @@ class RecordFile:
                 header = [name.strip() for name in values]
                 repeated = next((name for name in header if header.count(name) > 1), None)
                 if repeated is not None:
-                    raise DataError(
-                        f"{self.where(start)}: the header names column {shown_columns([repeated])[0]!r} twice."
-                    )
+                    shown = shown_columns([repeated])[0]
+                    raise DataError(f"{self.where(start)}: the header names column {shown!r} twice.")
             elif len(values) != len(header):
                 self._note(
-                    f"{self.where(start)}: {len(values)} columns, but the header on the first line has "
-                    f"{len(header)} ({', '.join(shown_columns(header))}).",
+                    start,
+                    f"{len(values)} columns, but the header on the first line has "
+                    f"{len(header)} ({', '.join(shown_columns(header))})",
                     "wrong number of columns",
                 )
             else:
                 yield start, dict(zip(header, values, strict=True))
 
-    def _bare_table(self, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    def _bare_table(self, header: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
         for number, line in self._lines():
             text = line.rstrip("\r\n")
             values = text.split("\t")
-            if len(values) == len(columns):
-                yield number, dict(zip(columns, values, strict=True))
+            if len(values) == len(header):
+                yield number, dict(zip(header, values, strict=True))
             elif text:
                 self._note(
-                    f"{self.where(number)}: {len(values)} columns, but {len(columns)} are expected "
-                    f"({', '.join(columns)}; tabs between them, no header).",
+                    number,
+                    f"{len(values)} columns, but {len(header)} are expected "
+                    f"({', '.join(header)}; tabs between them, no header)",
                     "wrong number of columns",
                 )
 
     def _parquet(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        _optional("pyarrow", self.path)
-        pyarrow = importlib.import_module("pyarrow")
+        pyarrow = _optional("pyarrow", self.path)
         parquet = importlib.import_module("pyarrow.parquet")
         number = 0
         try:
@@ -253,19 +373,16 @@ class RecordFile:
         except UnicodeDecodeError as error:
             raise _unreadable(f"{self.path} row {number + 1} or one soon after it: not UTF-8 text.") from error
         except (pyarrow.ArrowException, OSError) as error:
-            reason = one_line(error)
-            raise _unreadable(f"{self.path} is not a readable parquet file ({reason}).") from error
+            raise _unreadable(f"{self.path} is not a readable parquet file ({one_line(error)}).") from error
 
 
 class _ZstdStream(io.RawIOBase):
     """Unpacks zstd and, unlike zstandard's own stream reader, refuses a file that was cut short."""
 
     def __init__(self, packed: IO[bytes], zstandard: Any) -> None:
-        self._packed = packed
-        self._zstandard = zstandard
+        self._packed, self._zstandard = packed, zstandard
         self._frame: Any = None
-        self._ready = b""
-        self._left = b""
+        self._ready = self._left = b""
 
     def readable(self) -> bool:
         return True
@@ -288,18 +405,109 @@ class _ZstdStream(io.RawIOBase):
         return size
 
 
-def _unreadable(message: str) -> DataError:
-    return DataError(message, kind="unreadable file")
+def ir_records(source: str, records: str) -> Iterator[Any]:
+    """Yield records of a data set of ir-datasets, which downloads it, keeps it and checks its hashes.
+
+    Args:
+        source: The name of the data set.
+        records: ``docs``, ``queries`` or ``qrels``.
+
+    Raises:
+        ConfigurationError: ir-datasets is not installed.
+        DataError: It cannot give them.
+    """
+    try:
+        library = importlib.import_module("ir_datasets")
+    except ImportError as error:
+        raise ConfigurationError(
+            'datamodule.download=true needs ir-datasets: pip install "lit-dpret[beir]". Or name the folder of the data '
+            "that you have."
+        ) from error
+    try:
+        yield from getattr(library.load(source), f"{records}_iter")()
+    except Exception as error:  # of whichever kind: a network, a disk, a hash that differs
+        raise DataError(f"ir-datasets could not give {source}: {one_line(error)}") from error
 
 
-def _say_nothing(problem: DataError) -> None:
-    """For a second reading of what has been complained about."""
+def is_unicode(text: str) -> bool:
+    r"""Return whether a text can be written as UTF-8. JSON can say half of a surrogate pair, which is no character.
+
+    Example:
+        >>> is_unicode("\N{WAVE DASH}"), is_unicode("\ud800")
+        (True, False)
+    """
+    try:
+        return text.isascii() or bool(text.encode())
+    except UnicodeEncodeError:
+        return False
+
+
+def as_id(value: object) -> str | None:
+    r"""Return an id as a string; whole numbers are ids too. None for what cannot be an id.
+
+    Surrounding whitespace is removed and accents are composed (NFC): who is meant must not depend on how an id
+    was written.
+
+    Example:
+        >>> as_id("u1 "), as_id(7), as_id("Jose\N{COMBINING ACUTE ACCENT}") == "Jos\N{LATIN SMALL LETTER E WITH ACUTE}"
+        ('u1', '7', True)
+    """
+    if isinstance(value, str):
+        return unicodedata.normalize("NFC", value.strip()) or None
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    return None
+
+
+def shown_columns(names: Iterable[object]) -> tuple[str, ...]:
+    """Return names of columns as a message may show them: in a table without a header they are private texts.
+
+    They are taken for names where each is one word, or where one of them is a name that we know.
+
+    Example:
+        >>> shown_columns(["query-id", "user id", "does my policy cover a flood"])
+        ('query-id', 'user id', '(a text)')
+        >>> shown_columns(["insulin dose", "Ask your doctor how much."])
+        ('(a text)', '(a text)')
+    """
+    found = [str(name) for name in names]
+    most = 2 if any(name.strip().lower() in _KNOWN_COLUMNS for name in found) else 1
+    if most == 1 and any(len(name.split()) > 1 for name in found):
+        most = 0
+    return tuple(
+        name if len(name) <= 32 and len(name.split()) <= most and is_unicode(name) else "(a text)" for name in found
+    )
+
+
+def shown_number(value: object) -> str:
+    """Return what should be a number as a message may show it: anything else may be a private text.
+
+    Example:
+        >>> shown_number("1.5"), shown_number("insulin dose")
+        ("'1.5'", '(a text)')
+    """
+    text = str(value)
+    return repr(text) if re.fullmatch(r"[-+.,\deE]{0,24}|nan|inf|None|True|False", text) else "(a text)"
+
+
+def kind_of(value: object) -> str:
+    """Name the type of a value, without showing it."""
+    names = {list: "a list", dict: "an object", str: "a string", bool: "true or false", int: "a number"}
+    return "null" if value is None else names.get(type(value), f"a {type(value).__name__}")
 
 
 def one_line(error: BaseException) -> str:
-    """The first line of an exception's message, shortened: messages here are one line."""
+    """Return the first line of an exception's message, shortened: messages here are one line."""
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return first if len(first) <= 160 else first[:157] + "..."
+
+
+def _ignore(problem: DataError) -> None:
+    """Take problems that the first reading has reported already."""
+
+
+def _unreadable(message: str) -> DataError:
+    return DataError(message, kind="unreadable file")
 
 
 def _optional(package: str, path: Path) -> Any:
@@ -307,10 +515,3 @@ def _optional(package: str, path: Path) -> Any:
         return importlib.import_module(package)
     except ImportError as error:
         raise ConfigurationError(f"Reading {path} needs {package}: pip install {package}.") from error
-
-
-def columns_of(path: str | Path) -> tuple[str, ...]:
-    """The columns of the first record of a file that is one, as they may be shown; () where there is none."""
-    for _, record in RecordFile(path, complain=_say_nothing):
-        return shown_columns(record)
-    return ()

@@ -8,22 +8,70 @@ has heard of.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, Protocol, TypedDict, get_args
 
 import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, Dataset
 
-from lit_dpret.datamodules.unit_dataset import UnitItems, Units
 from lit_dpret.errors import ConfigurationError
 
 SamplingName = Literal["truncated_poisson", "poisson", "fixed_size", "shuffle", "full_batch"]
 RowsPerUnit = Literal["one", "all"]
 PhysicalBatchSize = int | Literal["auto"]
 
-#: What stands for ``physical_batch_size=auto`` until it is found, which a fit does before its first release.
+#: The default, which also stands for ``physical_batch_size=auto`` until a fit finds it, before its first release.
 UNTIL_FOUND = 32
+
+
+class Draw(Protocol):
+    """One slot of a batch."""
+
+    @property
+    def unit(self) -> int:
+        """The number of the unit drawn for it, -1 for padding."""
+
+    @property
+    def pick(self) -> int:
+        """A random number of this draw, from the run's keyed stream."""
+
+
+class Units(Protocol):
+    """A train split seen as units of privacy, whatever its rows are."""
+
+    def __len__(self) -> int: ...
+    def rows(self, unit: int) -> Sequence[Any]: ...
+
+
+class UnitItems(Dataset[tuple[Any, Sequence[Any]]]):
+    """A map-style data set whose index is a draw: ``items[draw]`` is ``(draw, rows of its unit)``.
+
+    A batch sampler that yields lists of draws thereby tells the collate function which slot is
+    real. Padding has no rows.
+    """
+
+    def __init__(self, units: Units) -> None:
+        self.units = units
+
+    def __len__(self) -> int:
+        return len(self.units)
+
+    def __getitem__(self, draw: Draw) -> tuple[Any, Sequence[Any]]:
+        return draw, (() if draw.unit == -1 else self.units.rows(draw.unit))
+
+
+class SamplingSettings(TypedDict, total=False):
+    """Arguments of `SampledDataModule`."""
+
+    sampling: SamplingName
+    expected_batch_size: int | None
+    sample_rate: float | None
+    physical_batch_size: PhysicalBatchSize
+    cap: int | None
+    rows_per_unit: RowsPerUnit
+    seed: int
+    num_workers: int
 
 
 class SampledDataModule(LightningDataModule):
@@ -45,7 +93,7 @@ class SampledDataModule(LightningDataModule):
             release, on random rows of the longest size.
         cap: Largest logical batch under ``truncated_poisson``; None lets the accountant choose.
         rows_per_unit: ``one`` draws one row of each drawn unit, ``all`` takes all.
-        seed: Of public choices.
+        seed: Of public choices, such as a sample of the data.
         num_workers: Worker processes of the train loader.
 
     Raises:
@@ -55,14 +103,14 @@ class SampledDataModule(LightningDataModule):
     def __init__(
         self,
         *,
-        sampling: SamplingName,
-        expected_batch_size: int | None,
-        sample_rate: float | None,
-        physical_batch_size: PhysicalBatchSize,
-        cap: int | None,
-        rows_per_unit: RowsPerUnit,
-        seed: int,
-        num_workers: int,
+        sampling: SamplingName = "truncated_poisson",
+        expected_batch_size: int | None = None,
+        sample_rate: float | None = None,
+        physical_batch_size: PhysicalBatchSize = UNTIL_FOUND,
+        cap: int | None = None,
+        rows_per_unit: RowsPerUnit = "one",
+        seed: int = 0,
+        num_workers: int = 0,
     ) -> None:
         super().__init__()
         self.sampling = sampling

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from lit_dpret.datamodules.collection import Collection
-from lit_dpret.datamodules.complaints import Complain, refuse
-from lit_dpret.datamodules.pairs import PairsDataModule
-from lit_dpret.datamodules.settings import PairSettings
+from lit_dpret.datamodules.pairs import PairsDataModule, PairSettings
+from lit_dpret.datamodules.readers import Complain, refuse
 from lit_dpret.datamodules.silo_folder import Silo, read_silo
 
 

@@ -24,9 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.datamodules.complaints import Complain, refuse
-from lit_dpret.datamodules.fields import NOT_UNICODE, Fields, as_id, is_unicode
-from lit_dpret.datamodules.readers import RecordFile
+from lit_dpret.datamodules.readers import NOT_UNICODE, Complain, RecordFile, as_id, is_unicode, refuse
 from lit_dpret.datamodules.records import SPLITS
 from lit_dpret.errors import ConfigurationError, DataError, StorageError, schema_problem
 
@@ -251,13 +249,12 @@ def read_silo(folder: str | Path, *, complain: Complain = refuse, verify: bool =
 def _records(path: Path, columns: tuple[str, str], complain: Complain) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """An id, a second text, and the record; repeated ids and missing columns are complained about."""
     file = RecordFile(path, knob="federated.data", complain=complain)
-    fields = Fields(file)
     seen: set[str] = set()
     for number, record in file:
         try:
-            name = fields.id(number, record, columns[:1])
-            second = fields.text(number, record, columns[1:])
-            fields.unicode(number, "text", str(record.get("text", "")))
+            name = file.id(number, record, columns[0])
+            second = file.text(number, record, columns[1])
+            file.unicode(number, "text", str(record.get("text", "")))
             if name in seen:
                 raise DataError(f"{file.where(number)}: id {name!r} was given before.", kind="repeated id")
         except DataError as error:

@@ -18,12 +18,10 @@ from pathlib import Path
 from typing import Any, Literal, Unpack
 
 from lit_dpret.datamodules.collection import Collection
-from lit_dpret.datamodules.complaints import Complain, refuse
-from lit_dpret.datamodules.fields import NOT_UNICODE, is_unicode
 from lit_dpret.datamodules.layouts import find_part
-from lit_dpret.datamodules.pairs import PairsDataModule
+from lit_dpret.datamodules.pairs import PairsDataModule, PairSettings
+from lit_dpret.datamodules.readers import NOT_UNICODE, Complain, is_unicode, refuse
 from lit_dpret.datamodules.records import collapse_whitespace, stable_hash
-from lit_dpret.datamodules.settings import PairSettings
 from lit_dpret.errors import DataError
 
 Unanswerable = Literal["drop", "refuse"]

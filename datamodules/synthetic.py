@@ -10,18 +10,14 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_dpret.datamodules.collection import Collection
-from lit_dpret.datamodules.complaints import Complain, refuse
-from lit_dpret.datamodules.corpus import read_parts
-from lit_dpret.datamodules.layouts import Passages, folder_parts, read_corpus
-from lit_dpret.datamodules.pairs import PairsDataModule
-from lit_dpret.datamodules.readers import one_line
-from lit_dpret.datamodules.records import Duplicates
-from lit_dpret.datamodules.sampled import PhysicalBatchSize, RowsPerUnit, SamplingName
+from lit_dpret.datamodules.layouts import Passages, folder_parts, open_corpus, read_parts
+from lit_dpret.datamodules.pairs import PairsDataModule, PairSettings
+from lit_dpret.datamodules.readers import Complain, one_line, refuse
 from lit_dpret.errors import DataError, schema_problem
 
 CARD = "privacy_card.json"
@@ -43,8 +39,7 @@ class SyntheticDataModule(PairsDataModule):
             been chosen by public means (their round trip, say); null for all.
         require_privacy_card: False accepts a folder without a card. What is trained on it then has
             no claim to inherit.
-
-    The other arguments are those of `PairsDataModule`.
+        settings: As for `PairsDataModule`; ``sampling`` is ``shuffle`` unless set.
 
     Raises:
         DataError: The folder is missing, or holds no readable privacy card.
@@ -58,42 +53,10 @@ class SyntheticDataModule(PairsDataModule):
         evaluation: PairsDataModule | None = None,
         keep: str | Path | None = None,
         require_privacy_card: bool = True,
-        lower_case_queries: bool = False,
-        sampling: SamplingName = "shuffle",
-        expected_batch_size: int | None = None,
-        sample_rate: float | None = None,
-        physical_batch_size: PhysicalBatchSize = 32,
-        cap: int | None = None,
-        rows_per_unit: RowsPerUnit = "one",
-        duplicates: Duplicates = "keep",
-        max_rows_per_unit: int | None = None,
-        allow_empty_passages: bool = False,
-        max_passages: int | None = None,
-        max_train_queries: int | None = None,
-        max_eval_queries: int | None = None,
-        seed: int = 0,
-        num_workers: int = 0,
+        **settings: Unpack[PairSettings],
     ) -> None:
-        super().__init__(
-            folder=folder,
-            corpus=corpus,
-            lower_case_queries=lower_case_queries,
-            sampling=sampling,
-            expected_batch_size=expected_batch_size,
-            sample_rate=sample_rate,
-            physical_batch_size=physical_batch_size,
-            cap=cap,
-            rows_per_unit=rows_per_unit,
-            duplicates=duplicates,
-            max_rows_per_unit=max_rows_per_unit,
-            allow_empty_passages=allow_empty_passages,
-            max_passages=max_passages,
-            max_train_queries=max_train_queries,
-            in_memory=True,
-            max_eval_queries=max_eval_queries,
-            seed=seed,
-            num_workers=num_workers,
-        )
+        settings.setdefault("sampling", "shuffle")
+        super().__init__(folder=folder, corpus=corpus, **settings)
         self.evaluation = evaluation
         self.keep = keep
         self.require_privacy_card = require_privacy_card
@@ -139,7 +102,7 @@ class SyntheticDataModule(PairsDataModule):
         found = self._sources()
         passages = Passages()
         if found["corpus"]:
-            passages = read_corpus(found["corpus"], allow_empty=self.allow_empty_passages, complain=complain)
+            passages = open_corpus(found["corpus"], self._corpus_settings(), complain=complain)
         if self.evaluation is None:
             return read_parts(**{**found, "corpus": passages}, complain=complain)
         other, texts = self.evaluation.collection, dict(passages.texts)

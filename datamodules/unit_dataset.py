@@ -21,10 +21,10 @@ data where the number of ids was bookkeeping. Under ``zero_out`` that number is 
 
 from __future__ import annotations
 
+import hmac
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, get_args
-
-from torch.utils.data import Dataset
+from dataclasses import dataclass, field
+from typing import Any, get_args
 
 from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.records import Duplicates, Row, Unit, normalise, stable_hash
@@ -169,32 +169,56 @@ def _lowest(rows: list[tuple[str, str]], limit: int | None, queries: Mapping[str
     return tuple(row for row in rows if row in kept)
 
 
-class Drawn(Protocol):
-    """One slot of a batch: the number of the unit drawn for it, -1 for padding."""
+@dataclass(frozen=True)
+class Planted:
+    """Units that are trained on and belong to nobody: canaries, put beside the data of a run.
 
-    @property
-    def unit(self) -> int: ...
+    They come as finished rows; secrets and coin flips belong to `lit_dpret.audit.canaries`. They join as units, so
+    that sampling, n, delta and the fingerprint of the data speak of what is really trained on. A unit without rows is
+    one that a coin flip left out: under ``zero_out`` that is what absence means, and n does not tell how the coins
+    fell.
 
-
-class Units(Protocol):
-    """A train split seen as units of privacy, whatever its rows are."""
-
-    def __len__(self) -> int: ...
-    def rows(self, unit: int) -> Sequence[Any]: ...
-
-
-class UnitItems(Dataset[tuple[Any, Sequence[Any]]]):
-    """A map-style data set whose index is a draw: ``items[draw]`` is ``(draw, rows of its unit)``.
-
-    A batch sampler that yields lists of draws thereby tells the collate function which slot is
-    real. Padding (``draw.unit == -1``) has no rows.
+    Args:
+        units: The rows of each, of the kind that the data have: one, or none. A canary that stands k times in
+            the data is k units.
+        facts: What may be published of them, as JSON values: it goes into the ledger and onto the card.
     """
 
-    def __init__(self, units: Units) -> None:
-        self.units = units
+    units: Sequence[Sequence[Any]] = field(repr=False)
+    facts: Mapping[str, Any]
 
-    def __len__(self) -> int:
-        return len(self.units)
+    def check(self, before: Planted | None, *, duplicates: Duplicates, passages: Mapping[str, str]) -> None:
+        """Refuse to be planted where a row would not be a unit of its own, or would contradict the data.
 
-    def __getitem__(self, draw: Drawn) -> tuple[Any, Sequence[Any]]:
-        return draw, (() if draw.unit == -1 else self.units.rows(draw.unit))
+        Args:
+            before: What is planted already.
+            duplicates: What the data do about equal texts.
+            passages: Those of the data, by id.
+
+        Raises:
+            ConfigurationError: Something is planted, or equal texts would become one unit.
+            DataError: A planted passage has the id of a passage of the data, and another text.
+        """
+        if before is not None:
+            raise ConfigurationError(
+                "Something is planted in these data already. Plant everything at once, in data read again."
+            )
+        if duplicates == "merge":
+            raise ConfigurationError(
+                "datamodule.duplicates=merge makes equal texts one unit, and each copy of a canary has to be one. Set "
+                "datamodule.duplicates=keep."
+            )
+        for row in (row for rows in self.units for row in rows):
+            if row.passage_id in passages and passages[row.passage_id] != row.passage:
+                raise DataError(f"A planted row has another text for passage {row.passage_id!r} than the data.")
+
+    def fingerprint(self, key: bytes) -> str:
+        """HMAC-SHA256 of the units in their order, 64 hexadecimal digits."""
+        digest = hmac.new(key, digestmod="sha256")
+        for rows in self.units:
+            digest.update(len(rows).to_bytes(8, "big"))
+            for row in rows:
+                for part in (row.query_id, row.query, row.passage_id, row.passage):
+                    data = part.encode("utf-8", "surrogatepass")
+                    digest.update(len(data).to_bytes(8, "big") + data)
+        return digest.hexdigest()

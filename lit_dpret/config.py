@@ -76,7 +76,9 @@ def _files(group: str) -> dict[str, Traversable]:
     """The file of each choice of a group, by its name."""
     folders: list[Traversable] = [files(CONFIG_MODULE).joinpath(group), STUDIES / group]
     parts = [part for folder in folders if folder.is_dir() for part in folder.iterdir()]
-    return {part.name.removesuffix(".yaml"): part for part in parts if part.name.endswith(".yaml")}
+    # Files that begin with _ are parts that several choices share.
+    found = [part for part in parts if part.name.endswith(".yaml") and not part.name.startswith("_")]
+    return {part.name.removesuffix(".yaml"): part for part in found}
 
 
 def choices(group: str) -> list[Choice]:
@@ -149,6 +151,12 @@ def _read(group: str, name: str, text: str) -> Choice:
     node = yaml.compose(text, Loader=yaml.SafeLoader)
     lines = text.splitlines()
     found = list(_keys(node, lines)) if isinstance(node, yaml.MappingNode) else []
+    own = {key.name for key in found}
+    for part in (yaml.safe_load(text) or {}).get("defaults", ()):
+        if isinstance(part, str) and part.startswith("_") and part != "_self_":
+            shared = files(CONFIG_MODULE).joinpath(group, f"{part}.yaml").read_text(encoding="utf-8")
+            node = yaml.compose(shared, Loader=yaml.SafeLoader)
+            found += [key for key in _keys(node, shared.splitlines()) if key.name not in own]
     package = re.search(r"^# @package (\S+)", text, flags=re.MULTILINE)
     place = f"{package[1] if package else group}."
     place = "" if place in (".", "_global_.") else place

@@ -15,7 +15,7 @@ from lit_dpret.distributed.rank_watch import new_name
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
-_FILES = [p for top in (CONFIGS, ROOT / "reproduction" / "configs") for p in top.glob("*/*.yaml")]
+_FILES = [p for top in (CONFIGS, ROOT / "reproduction" / "configs") for p in top.glob("*/[!_]*.yaml")]
 # configs/sweep holds files of W&B, which name options and are none.
 OPTIONS = sorted((p.parent.name, p.stem) for p in _FILES if p.parent.name != "sweep")
 
@@ -44,7 +44,7 @@ SAFE = {
     "callbacks": ["default"],
     "logger": ["none", "csv"],
     "canaries": [p.stem for p in (CONFIGS / "canaries").glob("*.yaml")],
-    "datamodule": [p.stem for p in (CONFIGS / "datamodule").glob("*.yaml")],
+    "datamodule": [p.stem for p in (CONFIGS / "datamodule").glob("[!_]*.yaml")],
 }
 
 NEEDED = {

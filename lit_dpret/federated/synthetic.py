@@ -31,8 +31,7 @@ from lit_dpret.cards.start import MODEL_FOLDER
 from lit_dpret.cards.text import privacy_line
 from lit_dpret.cards.verification import verify_chain
 from lit_dpret.datamodules import SiloDataModule
-from lit_dpret.datamodules.corpus import read_parts
-from lit_dpret.datamodules.layouts import folder_parts
+from lit_dpret.datamodules.layouts import folder_parts, read_parts
 from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError
 from lit_dpret.federated.fitting import attempt_folder, fit_epochs
 from lit_dpret.federated.settings import FederatedPrivacy, PddAs2

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 from lit_dpret.datamodules.collection import Collection, TextData
-from lit_dpret.datamodules.complaints import Problems
-from lit_dpret.datamodules.settings import PairSettings
+from lit_dpret.datamodules.pairs import PairSettings
+from lit_dpret.datamodules.readers import Problems
 from lit_dpret.datamodules.splitting import SplitBy, checked_fractions, split_collection, write_split
 from lit_dpret.datamodules.survey import count_splits, count_users, find_duplicates, measure_lengths
 from lit_dpret.errors import ConfigurationError, DataError

@@ -28,7 +28,6 @@ from lit_dpret.audit.attacks.decoder import (
 from lit_dpret.audit.attacks.inversion import align, identify, recovered, shuffled_order, told
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.start import model_folder
-from lit_dpret.datamodules.fields import Fields
 from lit_dpret.datamodules.readers import RecordFile
 from lit_dpret.datamodules.records import normalise
 from lit_dpret.encoders import Side, TextEncoder, load_towers
@@ -194,8 +193,7 @@ class Inversion:
     def _read(self, parts: Parts) -> list[str]:
         if self.texts is not None:
             file = RecordFile(Path(self.texts), knob="task.texts")
-            fields = Fields(file)
-            return [fields.text(number, record, ("text",)) for number, record in file]
+            return [file.text(number, record, "text") for number, record in file]
         data = parts.make_datamodule()
         data.prepare_data()
         data.setup("fit")

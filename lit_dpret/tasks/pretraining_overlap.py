@@ -13,7 +13,6 @@ from rich.console import Console
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.file import CARD_NAME
 from lit_dpret.cards.page import Banner, Block, Bullets, Code, Grid, Section, to_html, to_markdown
-from lit_dpret.datamodules.fields import Fields
 from lit_dpret.datamodules.readers import RecordFile
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.files import write_whole
@@ -136,9 +135,8 @@ class PretrainingOverlap:
         for done, path in enumerate(files):
             progress(done, len(files))
             file = RecordFile(path, knob="task.corpus")
-            fields = Fields(file)
             for number, record in file:
-                yield fields.text(number, record, (self.field,))
+                yield file.text(number, record, self.field)
         progress(len(files), len(files))
 
     def _reach(self) -> str:

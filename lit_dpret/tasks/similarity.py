@@ -13,9 +13,7 @@ from rich.console import Console
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.file import CARD_NAME, read_card
 from lit_dpret.cards.text import privacy_line
-from lit_dpret.datamodules.corpus import read_parts
-from lit_dpret.datamodules.fields import Fields
-from lit_dpret.datamodules.layouts import folder_parts
+from lit_dpret.datamodules.layouts import folder_parts, read_parts
 from lit_dpret.datamodules.readers import RecordFile
 from lit_dpret.encoders import Towers, load_towers
 from lit_dpret.errors import ConfigurationError, DataError
@@ -64,8 +62,7 @@ class Texts:
             DataError: There is no such file, or a record without a text.
         """
         file = RecordFile(path, knob="task.reference_file")
-        fields = Fields(file)
-        return cls({str(number): fields.text(number, record, ("text",)) for number, record in file}, [], {})
+        return cls({str(number): file.text(number, record, "text") for number, record in file}, [], {})
 
     def sample(self, count: int) -> list[str]:
         """So many queries, chosen by hash of id; all where there are no more."""

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from lit_dpret.datamodules import PairsDataModule, corpus
-from lit_dpret.datamodules.complaints import Problems
-from lit_dpret.datamodules.corpus import check_in_memory, default_cache, is_held, open_corpus
-from lit_dpret.datamodules.passage_store import PassageStore
+from lit_dpret.datamodules import PairsDataModule, layouts
+from lit_dpret.datamodules.layouts import CorpusSettings, open_corpus
+from lit_dpret.datamodules.passage_store import PassageStore, default_cache
+from lit_dpret.datamodules.readers import Problems
 from lit_dpret.errors import ConfigurationError, DataError
 
 Write = Callable[..., Path]
@@ -24,8 +24,8 @@ RECORDS = [{"_id": f"p{i}", "title": "A" * (i % 2), "text": f"body {i}"} for i i
 
 
 def both(path: Path, cache: Path, **how: Any) -> tuple[Any, Any]:
-    held = open_corpus(path, in_memory=True, **how)
-    stored = open_corpus(path, in_memory=False, cache_dir=cache, **how)
+    held = open_corpus(path, CorpusSettings(in_memory=True, **how))
+    stored = open_corpus(path, CorpusSettings(in_memory=False, cache_dir=cache, **how))
     assert isinstance(stored.texts, PassageStore) and isinstance(held.texts, dict)
     return held, stored
 
@@ -54,10 +54,10 @@ def test_every_format_gives_the_same_store(write: Write, tmp_path: Path) -> None
 
 def test_a_table_without_a_header_is_read_by_its_columns(write: Write, tmp_path: Path) -> None:
     path = write("collection.tsv", '0\tThe "first"\r\n1\tsecond\n\n2\t third \n')
-    held, stored = both(path, tmp_path, columns=("id", "text"))
+    held, stored = both(path, tmp_path, header=("id", "text"))
     assert held.texts == stored.texts == {"0": 'The "first"', "1": "second", "2": "third"}
     with pytest.raises(DataError, match=r"\.jsonl is read without a header line, so it must be a \.tsv file"):
-        open_corpus(write("collection.jsonl", RECORDS), columns=("id", "text"))
+        open_corpus(write("collection.jsonl", RECORDS), CorpusSettings(header=("id", "text")))
 
 
 BROKEN = {
@@ -77,9 +77,9 @@ def test_both_ways_complain_alike_and_an_incomplete_store_is_not_kept(name: str,
     told = []
     for in_memory in (True, False):
         with pytest.raises(DataError) as refused:
-            open_corpus(path, in_memory=in_memory, cache_dir=cache)
+            open_corpus(path, CorpusSettings(in_memory=in_memory, cache_dir=cache))
         problems = Problems(examples=9)
-        found = open_corpus(path, in_memory=in_memory, cache_dir=cache, complain=problems)
+        found = open_corpus(path, CorpusSettings(in_memory=in_memory, cache_dir=cache), complain=problems)
         messages = [message for shown in problems.shown.values() for message in shown]
         assert str(refused.value) in messages and len(messages) == len(wanted) == problems.total
         assert all(any(part in message for message in messages) for part in wanted)
@@ -94,47 +94,47 @@ def test_a_store_is_built_once_and_anew_for_a_changed_file(
     write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write("corpus.jsonl", RECORDS)
-    first = open_corpus(path, in_memory=False, cache_dir=tmp_path / "cache").texts
+    first = open_corpus(path, CorpusSettings(in_memory=False, cache_dir=tmp_path / "cache")).texts
     with monkeypatch.context() as patch:
-        patch.setattr(corpus, "build_store", lambda *_: pytest.fail("built again"))
-        assert open_corpus(path, in_memory=False, cache_dir=tmp_path / "cache").texts == first
+        patch.setattr(layouts, "build_store", lambda *_: pytest.fail("built again"))
+        assert open_corpus(path, CorpusSettings(in_memory=False, cache_dir=tmp_path / "cache")).texts == first
     write("corpus.jsonl", [*RECORDS, {"_id": "new", "text": "new"}])
-    second = open_corpus(path, in_memory=False, cache_dir=tmp_path / "cache").texts
+    second = open_corpus(path, CorpusSettings(in_memory=False, cache_dir=tmp_path / "cache")).texts
     assert second["new"] == "new" and "new" not in first
 
 
 def test_a_damaged_store_is_built_anew(write: Write, tmp_path: Path) -> None:
     path = write("corpus.jsonl", RECORDS)
-    store = open_corpus(path, in_memory=False, cache_dir=tmp_path / "cache").texts
+    store = open_corpus(path, CorpusSettings(in_memory=False, cache_dir=tmp_path / "cache")).texts
     assert isinstance(store, PassageStore)
-    (store.folder / "order.u32").write_bytes(b"")
-    assert len(open_corpus(path, in_memory=False, cache_dir=tmp_path / "cache").texts) == len(RECORDS)
+    store.path.write_bytes(b"")
+    assert len(open_corpus(path, CorpusSettings(in_memory=False, cache_dir=tmp_path / "cache")).texts) == len(RECORDS)
 
 
 def test_what_a_killed_process_left_is_cleared_away_and_what_another_writes_is_not(
     write: Write, tmp_path: Path
 ) -> None:
     path, cache = write("corpus.jsonl", RECORDS), tmp_path / "cache"
-    store = open_corpus(path, in_memory=False, cache_dir=cache).texts
+    how = CorpusSettings(in_memory=False, cache_dir=cache)
+    store = open_corpus(path, how).texts
     assert isinstance(store, PassageStore)
-    store.folder.rename(cache / "elsewhere")
+    store.path.rename(cache / "elsewhere")
     for name, age in (("left", 7200), ("written", 10)):
-        draft = cache / f".{store.folder.name}.{name}"
-        draft.mkdir()
-        (draft / "texts.bin").touch()
-        for place in (draft / "texts.bin", draft):
-            os.utime(place, (time.time() - age, time.time() - age))
-    open_corpus(path, in_memory=False, cache_dir=cache)
+        draft = cache / f".{store.path.name}.{name}"
+        draft.touch()
+        os.utime(draft, (time.time() - age, time.time() - age))
+    open_corpus(path, how)
     assert sorted(path.name for path in cache.iterdir()) == sorted(
-        [f".{store.folder.name}.written", "elsewhere", store.folder.name]
+        [f".{store.path.name}.written", "elsewhere", store.path.name]
     )
 
 
 def test_auto_holds_what_is_small(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, packed = write("a.tsv", b"x" * 100), write("a.tsv.gz", b"x" * 100)
-    assert is_held(plain, "auto") and is_held(packed, True) and not is_held(packed, False)
-    monkeypatch.setattr(corpus, "_LARGE", 150)
-    assert is_held(plain, "auto") and not is_held(packed, "auto")
+    auto = CorpusSettings(in_memory="auto")
+    assert auto.holds(plain) and CorpusSettings().holds(packed) and not CorpusSettings(in_memory=False).holds(packed)
+    monkeypatch.setattr(layouts, "_LARGE", 150)
+    assert auto.holds(plain) and not auto.holds(packed)
 
 
 def test_stores_lie_in_the_users_cache_unless_told_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,9 +146,9 @@ def test_stores_lie_in_the_users_cache_unless_told_otherwise(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("value", ["yes", 1.0, None])
-def test_in_memory_is_true_false_or_auto(value: object) -> None:
-    with pytest.raises(ConfigurationError, match=r"datamodule\.in_memory=.* is not one of true, false, auto"):
-        check_in_memory(value)
+def test_in_memory_is_true_false_or_auto(value: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"datamodule\.in_memory="):
+        PairsDataModule(folder="x", in_memory=value)
 
 
 def test_training_data_is_the_same_whether_passages_are_held_or_not(harbour: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lit_dpret.datamodules import HuggingFaceDataModule
-from lit_dpret.datamodules.complaints import Problems
+from lit_dpret.datamodules.readers import Problems
 from lit_dpret.errors import ConfigurationError, DataError
 
 Write = Callable[..., Path]

@@ -7,8 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from lit_dpret.datamodules.corpus import read_parts
-from lit_dpret.datamodules.layouts import folder_parts, read_corpus, read_qrels, read_queries
+from lit_dpret.datamodules.layouts import (
+    CorpusSettings,
+    folder_parts,
+    open_corpus,
+    read_parts,
+    read_qrels,
+    read_queries,
+)
 from lit_dpret.datamodules.pair_file import read_pairs
 from lit_dpret.errors import DataError
 
@@ -66,7 +72,7 @@ def test_two_files_for_one_split_are_refused(harbour_copy: Path) -> None:
         folder_parts(harbour_copy)
 
 
-@pytest.mark.parametrize("reader", [read_corpus, read_queries])
+@pytest.mark.parametrize("reader", [open_corpus, read_queries])
 def test_a_missing_key_is_refused_with_the_keys_found(write: Write, reader: Callable[[Path], object]) -> None:
     with pytest.raises(DataError, match=r"line 2: no key 'text'; found: _id, body\."):
         reader(write("x.jsonl", [{"_id": "a", "text": "t"}, {"_id": "b", "body": "secret"}]))
@@ -74,14 +80,14 @@ def test_a_missing_key_is_refused_with_the_keys_found(write: Write, reader: Call
         reader(write("x.tsv", "key\ttext\na\tsecret\n"))
 
 
-@pytest.mark.parametrize("reader", [read_corpus, read_queries])
+@pytest.mark.parametrize("reader", [open_corpus, read_queries])
 def test_a_duplicate_id_is_refused_with_both_lines(write: Write, reader: Callable[[Path], object]) -> None:
     path = write("x.jsonl", '{"_id": "a", "text": "t"}\n\n{"_id": "b", "text": "t"}\n{"id": "a", "text": "u"}\n')
     with pytest.raises(DataError, match=r"line 4: id 'a' was already given on line 1\."):
         reader(path)
 
 
-@pytest.mark.parametrize("reader", [read_corpus, read_queries])
+@pytest.mark.parametrize("reader", [open_corpus, read_queries])
 @pytest.mark.parametrize(
     ("record", "reason"),
     [
@@ -104,19 +110,19 @@ def test_a_record_without_a_usable_id_or_text_is_refused(
 
 
 def test_whole_numbers_serve_as_ids(write: Write) -> None:
-    assert list(read_corpus(write("x.jsonl", [{"_id": 12, "text": "t"}])).texts) == ["12"]
+    assert list(open_corpus(write("x.jsonl", [{"_id": 12, "text": "t"}])).texts) == ["12"]
 
 
 def test_an_empty_passage_is_accepted_only_when_asked_for(write: Write) -> None:
     path = write("x.jsonl", [{"_id": "a", "title": "", "text": ""}])
     with pytest.raises(DataError, match=r"datamodule\.allow_empty_passages"):
-        read_corpus(path)
-    assert read_corpus(path, allow_empty=True).texts == {"a": ""}
+        open_corpus(path)
+    assert open_corpus(path, CorpusSettings(allow_empty=True)).texts == {"a": ""}
 
 
 def test_an_empty_file_is_refused_by_what_it_should_hold(write: Write) -> None:
     with pytest.raises(DataError, match="holds no passages"):
-        read_corpus(write("c.jsonl", ""))
+        open_corpus(write("c.jsonl", ""))
     with pytest.raises(DataError, match="holds no queries"):
         read_queries(write("q.jsonl", "\n"))
     with pytest.raises(DataError, match="holds no qrels"):
@@ -264,5 +270,5 @@ def test_real_sets_in_this_layout_are_read_and_pass_every_check(shared_data: Pat
 def test_a_real_set_with_empty_passages_needs_the_knob(shared_data: Path) -> None:
     with pytest.raises(DataError, match="'471' has an empty text"):
         read_parts(**folder_parts(shared_data / "cranfield"))
-    data = read_parts(**folder_parts(shared_data / "cranfield"), allow_empty_passages=True)
+    data = read_parts(**folder_parts(shared_data / "cranfield"), how=CorpusSettings(allow_empty=True))
     assert len(data.check(allow_empty_passages=True).passages) == 1400

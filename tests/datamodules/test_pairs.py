@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import MappingProxyType
@@ -10,10 +9,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lit_dpret.datamodules.insuranceqa import InsuranceQADataModule
 from lit_dpret.datamodules.pairs import PairsDataModule
 from lit_dpret.datamodules.records import Unit
-from lit_dpret.datamodules.synthetic import SyntheticDataModule
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.privacy.sampling import PADDING, Draw
 
@@ -282,12 +279,3 @@ def test_the_policy_on_duplicates_can_be_put_on_a_card(harbour: Path) -> None:
     datamodule = PairsDataModule(folder=harbour)
     datamodule.use_unit("query")
     assert "separate units" in datamodule.describe_duplicates()
-
-
-@pytest.mark.parametrize("kind", [PairsDataModule, InsuranceQADataModule, SyntheticDataModule])
-def test_every_setting_is_a_keyword_with_a_name_of_its_own(kind: type[PairsDataModule]) -> None:
-    parameters = list(inspect.signature(kind.__init__).parameters.values())[1:]
-    assert all(parameter.kind is inspect.Parameter.KEYWORD_ONLY for parameter in parameters)
-    base = inspect.signature(PairsDataModule.__init__).parameters
-    own = {"evaluation", "keep", "require_privacy_card"}
-    assert {parameter.name for parameter in parameters} <= base.keys() | own

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from lit_dpret.datamodules.collection import Collection
-from lit_dpret.datamodules.corpus import read_parts
-from lit_dpret.datamodules.layouts import folder_parts
+from lit_dpret.datamodules.layouts import folder_parts, read_parts
 from lit_dpret.datamodules.preparation import (
     Overlap,
     drop_overlap,

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import doctest
 import gzip
 import sys
 from collections.abc import Callable
@@ -8,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from lit_dpret.datamodules.readers import RecordFile
+from lit_dpret.datamodules import readers
+from lit_dpret.datamodules.readers import Problems, RecordFile
 from lit_dpret.errors import ConfigurationError, DataError
 
 Write = Callable[..., Path]
@@ -169,3 +171,23 @@ def test_a_quote_that_never_ends_is_refused(write: Write) -> None:
 def test_a_text_longer_than_the_csv_module_likes_is_read(write: Write) -> None:
     text = "x" * 200_000
     assert [record for _, record in RecordFile(write("x.tsv", f"a\tb\n1\t{text}\n"))] == [{"a": "1", "b": text}]
+
+
+def test_a_file_is_not_read_again_for_every_repeated_id(write: Write) -> None:
+    file = RecordFile(write("a.jsonl", '{"_id": "a"}\n' * 100), complain=Problems())
+    found = [file.find(number, (("_id",), "a")) for number in range(2, 60)]
+    assert found[:20] == [1] * 20 and set(found[20:]) == {0}
+    assert file.place(0) == "an earlier one"
+
+
+def test_problems_are_counted_by_kind_and_a_few_are_shown() -> None:
+    problems = Problems(examples=2)
+    for number in range(5):
+        problems(DataError(f"number {number}", kind="many"))
+    problems(DataError("alone"))
+    assert problems.counts == {"many": 5, "malformed data": 1} and problems.total == 6
+    assert problems.shown == {"many": ["number 0", "number 1"], "malformed data": ["alone"]}
+
+
+def test_the_examples_of_the_docstrings_hold() -> None:
+    assert doctest.testmod(readers).failed == 0

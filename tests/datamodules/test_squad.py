@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lit_dpret.datamodules import SquadDataModule
-from lit_dpret.datamodules.complaints import Problems
+from lit_dpret.datamodules.readers import Problems
 from lit_dpret.errors import ConfigurationError, DataError
 
 

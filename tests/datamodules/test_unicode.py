@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 from tiny_silos import SIZE
 
-from lit_dpret.datamodules.corpus import open_corpus, read_parts
-from lit_dpret.datamodules.fields import is_unicode
-from lit_dpret.datamodules.hub_rows import HubRows
+from lit_dpret.datamodules.huggingface import HubRows
+from lit_dpret.datamodules.layouts import CorpusSettings, open_corpus, read_parts
 from lit_dpret.datamodules.pair_file import PairReader, read_pairs
-from lit_dpret.datamodules.readers import RecordFile
+from lit_dpret.datamodules.readers import RecordFile, is_unicode
 from lit_dpret.datamodules.silo_folder import read_silo, write_silos
 from lit_dpret.datamodules.squad import SquadDataModule
 from lit_dpret.errors import DataError
@@ -69,7 +68,7 @@ def test_a_user_inside_the_metadata_of_a_query_is_looked_at(tmp_path: Path) -> N
 def test_a_stored_corpus_complains_as_one_in_memory_does(tmp_path: Path) -> None:
     path = folder(tmp_path, "corpus", "text")["corpus"]
     with pytest.raises(DataError, match=r"corpus\.jsonl line 2: 'text'"):
-        open_corpus(path, in_memory=False, cache_dir=tmp_path / "cache")
+        open_corpus(path, CorpusSettings(in_memory=False, cache_dir=tmp_path / "cache"))
 
 
 @pytest.mark.parametrize("column", PAIRS[1])
@@ -81,7 +80,7 @@ def test_a_file_of_pairs_and_rows_of_the_hub_are_refused_with_their_place(column
     reader = PairReader()
     assert reader.add(HubRows(records, "some/set split train", found.append)) == 2
     assert [str(problem).partition(": ")[0] for problem in found] == ["some/set split train row 2"]
-    assert list(reader.queries.values()) == ["first"]
+    assert list(reader.collection("here").queries.values()) == ["first"]
 
 
 def test_a_column_that_nobody_reads_may_hold_anything(tmp_path: Path) -> None:

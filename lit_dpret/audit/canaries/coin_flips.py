@@ -38,8 +38,8 @@ from lit_dpret.audit.canaries.canary import CANARIES, CanarySet, Kind, check_all
 from lit_dpret.audit.canaries.planting import planted_facts
 from lit_dpret.audit.canaries.suite import CanarySuite
 from lit_dpret.datamodules.images import ImageRow
-from lit_dpret.datamodules.planted import Planted
 from lit_dpret.datamodules.records import Row
+from lit_dpret.datamodules.unit_dataset import Planted
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError, schema_problem
 from lit_dpret.files import write_whole
 

@@ -16,7 +16,7 @@ from lit_dpret.audit.canaries.canary import (
     write_canaries,
 )
 from lit_dpret.audit.canaries.suite import CanarySuite, Sources
-from lit_dpret.datamodules.planted import Planted
+from lit_dpret.datamodules.unit_dataset import Planted
 from lit_dpret.errors import ConfigurationError, ResumeError
 
 

@@ -19,8 +19,7 @@ from typing import Any, Literal
 
 from lit_dpret.cards.card import CARD_NAME, read_card
 from lit_dpret.cards.file import card_above, card_names, check_artefact, check_dataset_card
-from lit_dpret.datamodules.fields import Fields
-from lit_dpret.datamodules.layouts import folder_parts, read_corpus
+from lit_dpret.datamodules.layouts import folder_parts, open_corpus
 from lit_dpret.datamodules.readers import RecordFile
 from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError
 
@@ -126,7 +125,7 @@ def require_of_its_folder(released: ReleasedQueries) -> None:
     parts = folder_parts(released.folder, needs_corpus=False)
     sources = _sources(parts["qrels"]["train"])
     known = {name: (text, sources.get(name)) for _, name, text, _ in _queries(parts["queries"])}
-    own = {} if parts["corpus"] is None else read_corpus(parts["corpus"]).texts
+    own = {} if parts["corpus"] is None else open_corpus(parts["corpus"]).texts
     for number, query in enumerate(released):
         text = released.passages.get(query.passage_id)
         if known.get(query.query_id) != (query.text, query.passage_id) or own.get(query.passage_id, text) != text:
@@ -165,7 +164,7 @@ def load_released(
             f"{place} holds no {CARD_NAME}, so nobody could say what its queries promise. Take the folder that "
             "task=synthesize wrote, or declare by task.queries_are_public=true that nothing private went into it."
         )
-    passages = read_corpus(parts["corpus"]).texts
+    passages = open_corpus(parts["corpus"]).texts
     sources = _sources(parts["qrels"]["train"])
     if corpus is not None:
         _check_same_passages(place, passages, sources)
@@ -185,7 +184,7 @@ def load_released(
 def _check_same_passages(place: Path, passages: Mapping[str, str], sources: Mapping[str, str]) -> None:
     """Refuse another corpus in which a passage has another text than the one that its queries were written for."""
     try:
-        own = read_corpus(folder_parts(str(place))["corpus"]).texts
+        own = open_corpus(folder_parts(str(place))["corpus"]).texts
     except (ConfigurationError, DataError):  # the folder has none: there is nothing to contradict
         return
     for name in sources.values():
@@ -197,10 +196,9 @@ def _check_same_passages(place: Path, passages: Mapping[str, str], sources: Mapp
 
 
 def _queries(path: Path) -> Iterator[tuple[str, str, str, Mapping[str, Any]]]:
-    file = RecordFile(path)
-    fields, seen = Fields(file), set()
+    file, seen = RecordFile(path), set()
     for number, record in file:
-        name, text = fields.id(number, record, _ID), fields.text(number, record, _TEXT)
+        name, text = file.id(number, record, *_ID), file.text(number, record, *_TEXT)
         if name in seen:
             raise DataError(f"{file.where(number)}: id {name!r} was given before.")
         if not text.strip():
@@ -211,10 +209,9 @@ def _queries(path: Path) -> Iterator[tuple[str, str, str, Mapping[str, Any]]]:
 
 
 def _sources(path: Path) -> dict[str, str]:
-    file = RecordFile(path)
-    fields, found = Fields(file), dict[str, str]()
+    file, found = RecordFile(path), dict[str, str]()
     for number, record in file:
-        query, passage = fields.id(number, record, _QUERY_ID), fields.id(number, record, _PASSAGE_ID)
+        query, passage = file.id(number, record, *_QUERY_ID), file.id(number, record, *_PASSAGE_ID)
         if found.setdefault(query, passage) != passage:
             raise DataError(
                 f"{file.where(number)}: query {query!r} has passages {found[query]!r} and {passage!r}; a synthetic "
