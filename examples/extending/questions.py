@@ -8,8 +8,8 @@ from typing import Any, Unpack
 
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.datamodules.collection import Collection
-from lit_dpret.datamodules.complaints import Complain, refuse
-from lit_dpret.datamodules.settings import PairSettings
+from lit_dpret.datamodules.readers import Complain, refuse
+from lit_dpret.datamodules.pairs import PairSettings
 from lit_dpret.errors import DataError
 
 
