@@ -80,7 +80,7 @@ def one(name: str, what: str) -> dict[str, Any]:
     """A prediction of a case, a real step, or times of both in turn, in this process."""
     import torch
 
-    from lit_dpret.tasks.plan_cost import estimate, measure
+    from lit_dpret.tasks.plan import estimate, measure
 
     torch.set_num_threads(1)
     case, cpu = Case(name), torch.device("cpu")

@@ -43,7 +43,7 @@ def synthesize(folder: Path, passages: dict[str, str], out: Path) -> float:
 
 def encode(folder: Path, passages: dict[str, str], out: Path) -> float:
     from lit_dpret.distributed.crew import crew_here
-    from lit_dpret.indexing import encode_folder
+    from lit_dpret.tasks.index_folder import encode_folder
 
     begun: list[float] = []
     with crew_here() as crew:

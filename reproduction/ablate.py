@@ -30,8 +30,8 @@ from lit_dpret.retrieval.runs import EvaluationResult
 from lit_dpret.synthesis.filters import ReleasedQueries, load_released
 from lit_dpret.synthesis.filters.pseudo_labels import LABELS
 from lit_dpret.synthesis.pseudo_queries import write_pseudo_queries
-from lit_dpret.tasks.consistency import KEPT, check_round_trip
 from lit_dpret.tasks.parts import Parts
+from lit_dpret.tasks.pipeline_stages import KEPT, check_round_trip
 from lit_dpret.tasks.synthesize import public_sample
 from reproduction.comparison import METRIC_NAMES, PUBLIC
 from reproduction.generator_stage import draw, likeness, train_generator

@@ -26,9 +26,9 @@ from lit_dpret.errors import ConfigurationError, PrivacyViolation
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
 from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.report.canary_table import CanaryRow, write_canary_table
-from lit_dpret.tasks.canary_scoring import Measurement, limits_by_copies
+from lit_dpret.tasks.audit import Measurement, limits_by_copies
 from lit_dpret.tasks.parts import Parts, check_run_dir
-from lit_dpret.tasks.retriever_stage import stage_callbacks, train_retriever
+from lit_dpret.tasks.pipeline_stages import stage_callbacks, train_retriever
 from lit_dpret.tasks.stages import DONE, Stages
 
 NAME = "canaries"

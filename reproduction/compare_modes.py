@@ -20,7 +20,7 @@ from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.retrieval.runs import EvaluationResult
 from lit_dpret.synthesis.filters import load_released
-from lit_dpret.tasks.consistency import KEPT, check_round_trip
+from lit_dpret.tasks.pipeline_stages import KEPT, check_round_trip
 from reproduction.compare_variant import Variant
 from reproduction.head_comparison import HeadComparison
 from reproduction.report.mode_report import COMPARE_MODES, Headings

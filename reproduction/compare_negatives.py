@@ -21,8 +21,8 @@ from lit_dpret.errors import ConfigurationError
 from lit_dpret.negatives import InBatchNegatives, NegativeSource, PassageSource, refusal
 from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
 from lit_dpret.retrieval.runs import EvaluationResult
-from lit_dpret.tasks.retriever_stage import stage_callbacks, train_retriever
-from lit_dpret.tasks.scoring import score_embeddings
+from lit_dpret.tasks.pipeline_stages import stage_callbacks, train_retriever
+from lit_dpret.tasks.ranking import score_embeddings
 from reproduction.comparison import Comparison
 from reproduction.report.mode_report import Headings
 

@@ -25,7 +25,7 @@ from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import ConfigurationError, ResumeError
 from lit_dpret.retrieval.runs import EvaluationResult
 from lit_dpret.tasks.parts import Parts, check_run_dir
-from lit_dpret.tasks.scoring import score_bm25
+from lit_dpret.tasks.ranking import score_bm25
 from lit_dpret.tasks.stages import DONE, Stages
 from reproduction.compare_report import tell
 from reproduction.report.mode_comparison import ModeRow

@@ -17,7 +17,7 @@ from lit_dpret.costs.measure import peak, reset_peak, resident
 from lit_dpret.synthesis.writer import synthesize
 from lit_dpret.tasks.fit import train
 from lit_dpret.tasks.parts import Parts
-from lit_dpret.tasks.retriever_stage import stage_callbacks
+from lit_dpret.tasks.pipeline_stages import stage_callbacks
 from lit_dpret.tasks.similarity import Similarity
 from reproduction.recipe import GeneratorRecipe
 

@@ -14,8 +14,8 @@ from lit_dpret.cards.card import read_card
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.retrieval.runs import EvaluationResult
-from lit_dpret.tasks.retriever_stage import stage_callbacks, train_retriever
-from lit_dpret.tasks.scoring import score_embeddings
+from lit_dpret.tasks.pipeline_stages import stage_callbacks, train_retriever
+from lit_dpret.tasks.ranking import score_embeddings
 from lit_dpret.tasks.stages import DONE
 from reproduction.compare_variant import Variant
 from reproduction.comparison import C, Comparison

@@ -14,7 +14,7 @@ from lit_dpret.synthesis.filters import ReleasedQueries
 from lit_dpret.synthesis.filters.cross_encoder import CrossEncoder
 from lit_dpret.synthesis.filters.pseudo_labels import label
 from lit_dpret.synthesis.filters.released import require_covered
-from lit_dpret.tasks.scoring import rank_embeddings
+from lit_dpret.tasks.ranking import rank_embeddings
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from lit_dpret.modules import EmbeddingTrainer, OptimizerSpec
 from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.tasks.fit import train
 from lit_dpret.tasks.parts import Parts, check_run_dir
-from lit_dpret.tasks.retriever_stage import is_begun
+from lit_dpret.tasks.pipeline_stages import is_begun
 from lit_dpret.tasks.stages import Stages
 from reproduction.curve_recorder import CurveRecorder, HeldOutLoss, read_curve
 from reproduction.report.variant_report import PAGE

@@ -21,8 +21,7 @@ from lit_dpret.retrieval.runs import check_qrels, evaluate
 from lit_dpret.retrieval.statistics import bootstrap_interval, macro_interval
 from lit_dpret.tasks.evaluate import SUMMARY, checked_metrics
 from lit_dpret.tasks.parts import Parts, check_run_dir
-from lit_dpret.tasks.ranker import Ranker
-from lit_dpret.tasks.run_files import read_per_query, write_evaluation
+from lit_dpret.tasks.ranking import Ranker, read_per_query, write_evaluation
 from lit_dpret.tasks.stages import Stages
 from reproduction.report.zero_shot_table import SetResult, ZeroShotTable
 

@@ -19,7 +19,7 @@ from lit_dpret.costs.slices import bytes_on_one, predict
 from lit_dpret.costs.work import ACCELERATORS, UTILISATION, accelerator, work_of
 from lit_dpret.modules import OptimizerSpec
 from lit_dpret.modules.outline import GeneratorOutline
-from lit_dpret.tasks.plan_cost import duration, size
+from lit_dpret.tasks.plan import duration, size
 
 ROOT = Path(__file__).resolve().parent.parent
 BATCH, EPOCHS = 1024, 30

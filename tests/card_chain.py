@@ -13,10 +13,10 @@ from tiny_tasks import retriever, trainer, write_log
 
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
 from lit_dpret.datamodules import PairsDataModule, SyntheticDataModule
-from lit_dpret.indexing import encode_folder, index_folder
 from lit_dpret.privacy.modes import DPSGD, SyntheticData
 from lit_dpret.synthesis.writer import synthesize
 from lit_dpret.tasks.fit import train
+from lit_dpret.tasks.index_folder import encode_folder, index_folder
 
 
 @dataclass(frozen=True)

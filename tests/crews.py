@@ -62,7 +62,7 @@ def encode(folder: Path) -> None:
     """Embeddings of texts by the encoder in ``folder/encoder``, in ``folder/set``."""
     from lit_dpret.distributed.crew import crew_here
     from lit_dpret.encoders import embedding_cache
-    from lit_dpret.indexing import encode_folder
+    from lit_dpret.tasks.index_folder import encode_folder
 
     embedding_cache._BATCHES_PER_GROUP = 1
     slow = embedding_cache.WindowGroups.embed
@@ -110,8 +110,6 @@ JOBS: dict[str, Callable[[Path], None]] = {job.__name__: job for job in (synthes
 def main() -> None:
     job, folder, world = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     sys.path.insert(0, str(Path(__file__).resolve().parent))
-    import lit_dpret.indexing
-    import lit_dpret.synthesis.writer  # noqa: F401
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -41,7 +41,6 @@ ALLOWED: dict[str, set[str]] = {
         "evaluation_mode", "distributed", "privacy", "losses", "encoders", "assets", "negatives", "progress", "memory",
         "matmul_precision",
     },
-    "indexing": {"distributed", "privacy", "cards", "encoders", "retrieval"},
     "costs": {"distributed", "privacy", "modules"},
     "synthesis": {
         "distributed", "privacy", "cards", "modules", "matmul_precision", "assets", "retrieval", "encoders",
@@ -66,7 +65,7 @@ ALLOWED: dict[str, set[str]] = {
     # The roof.
     "tasks": {
         "files", "distributed", "privacy", "cards", "retrieval", "report", "callbacks", "datamodules", "synthesis",
-        "modules", "encoders", "assets", "indexing", "losses", "evaluation_mode", "negatives", "audit", "federated",
+        "modules", "encoders", "assets", "losses", "evaluation_mode", "negatives", "audit", "federated",
         "progress", "costs", "sweeps",
     },
     "config": set(),  # it reads docstrings of whatever a YAML names, by import at run time

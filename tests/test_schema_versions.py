@@ -17,12 +17,12 @@ from lit_dpret.cards.card import read_card, write_card
 from lit_dpret.cards.file import checksum
 from lit_dpret.datamodules import SyntheticDataModule
 from lit_dpret.errors import DataError, LedgerError, ResumeError, UnsupportedModelError
-from lit_dpret.indexing import IndexFolder
 from lit_dpret.modules.generator_folder import load_generator
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 from lit_dpret.synthesis.shards import ShardStore
 from lit_dpret.tasks.checkpoints import WholeCheckpoints, newest_checkpoint
+from lit_dpret.tasks.index_folder import IndexFolder
 
 FIXTURES = Path(__file__).resolve().parent / "data" / "schema"
 OTHER = r"/2', and this lit-dpret reads 'lit-dpret/"

@@ -32,7 +32,7 @@ _MODULES = {
     "Plan": "plan",
     "PretrainingOverlap": "pretraining_overlap",
     "PseudoLabels": "pseudo_labels",
-    "Ranker": "ranker",
+    "Ranker": "ranking",
     "Search": "search",
     "Similarity": "similarity",
     "Sweep": "sweep",

@@ -8,26 +8,121 @@ same: under a broken or missing guarantee they may hold private texts.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from lit_dpret.audit.canaries import CANARIES, CanarySet, read_canaries
+from lit_dpret.audit.canaries import CANARIES, Canary, CanarySet, read_canaries
 from lit_dpret.audit.canaries.canary import set_sha256
-from lit_dpret.audit.canaries.findings import ALARM, PAPER_KINDS, POOLED, Cell, Excess, Limits, Outcome, cells_of
+from lit_dpret.audit.canaries.findings import (
+    ALARM,
+    PAPER_KINDS,
+    POOLED,
+    Cell,
+    Excess,
+    Limits,
+    Outcome,
+    cells_of,
+    secret_limits,
+)
+from lit_dpret.audit.canaries.scores import Leak, Span, draw_leaks, score_canaries, score_pairs
 from lit_dpret.audit.canaries.suite import QUERY_SIDE_ONLY
 from lit_dpret.audit.statistics.evidence import Evidence
 from lit_dpret.audit.statistics.one_run import one_run_audit
 from lit_dpret.audit.statistics.scores import CanaryScores
+from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.amendments import AttackResult, add_evidence
 from lit_dpret.cards.card import read_card
 from lit_dpret.cards.start import MODEL_FOLDER
 from lit_dpret.cards.text import BOUND, privacy_line
-from lit_dpret.errors import ConfigurationError, DataError, PrivacyViolation
-from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
+from lit_dpret.encoders import load_towers
+from lit_dpret.errors import ConfigurationError, DataError, PrivacyViolation, UnsupportedAccountingError
+from lit_dpret.modules.generator_folder import is_generator, load_generator
+from lit_dpret.privacy.accounting.ceilings import SecretCeiling
+from lit_dpret.privacy.accounting.groups import group_epsilon
+from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, claimed_releases
 from lit_dpret.report.canary_table import CanaryRow, write_canary_table
-from lit_dpret.tasks.canary_scoring import Measurement, limits_by_copies
+from lit_dpret.synthesis.sampler import Decoding
 from lit_dpret.tasks.parts import Parts, check_run_dir
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """How canaries are measured.
+
+    Args:
+        draws: Queries that are drawn for each canary's passage.
+        top_p, temperature, max_new_tokens: Of those draws; take the settings of the release.
+        span: What a candidate is judged by: the ``secret`` alone, or the whole ``query``.
+
+    A dual encoder draws nothing, and judges pairs (`lit_dpret.audit.canaries.scores`); none of this is about it.
+    """
+
+    draws: int = 20
+    top_p: float = 0.8
+    temperature: float = 1.0
+    max_new_tokens: int = 32
+    span: Span = "secret"
+
+    def __post_init__(self) -> None:
+        if self.draws < 1:
+            raise ConfigurationError(f"task.measure.draws={self.draws} must be at least 1.")
+        if self.span not in get_args(Span):
+            raise ConfigurationError(f"task.measure.span={self.span!r} is not one of {', '.join(get_args(Span))}.")
+        self.decoding()
+
+    def decoding(self) -> Decoding:
+        """The way of sampling."""
+        return Decoding(top_p=self.top_p, temperature=self.temperature, max_new_tokens=self.max_new_tokens)
+
+    def of(self, model: Path, canaries: Sequence[Canary], *, seed: int) -> list[dict[str, Any]]:
+        """``score`` and ``leak`` of each canary, as JSON values; samples of generated queries among them.
+
+        A model that writes no text is taken for a dual encoder: its leaks are of no draw.
+        """
+        if not is_generator(model):
+            towers = load_towers(model)
+            with ProgressLine("scoring canaries") as progress:
+                pairs = score_pairs(towers, canaries, progress=progress)
+            return [{"score": one.to_dict(), "leak": Leak(one.name, 0, 0, None, ()).to_dict()} for one in pairs]
+        generator = load_generator(model)
+        with ProgressLine("scoring canaries") as progress:
+            scores = score_canaries(generator, canaries, decoding=self.decoding(), span=self.span, progress=progress)
+        with ProgressLine("drawing queries") as progress:
+            leaks = draw_leaks(
+                generator, canaries, decoding=self.decoding(), draws=self.draws, seed=seed, progress=progress
+            )
+        return [{"score": score.to_dict(), "leak": leak.to_dict()} for score, leak in zip(scores, leaks, strict=True)]
+
+
+def limits_by_copies(
+    card: Mapping[str, Any], ledger: Path, measure: Measurement, *, copies: Sequence[int], candidates: int
+) -> dict[int, Limits]:
+    """What the ledger behind a card allows for secrets that stand so often in the data.
+
+    Where several units together have no known bound, the ceilings are trivial. Without a guarantee there are none.
+    """
+    claim = card["claim"]
+    if claim["guarantee"] != "dp":
+        return {}
+    releases = claimed_releases(PrivacyLedger.read(ledger).records[: card["ledger"]["records"]])
+    found = {}
+    for k in copies:
+        group: dict[str, Any] = {"neighbours": claim["neighbours"]}
+        facts: dict[str, float | None] = {"eps": claim["epsilon"], "delta": claim["delta"], "group_eps": None}
+        try:
+            ceiling = SecretCeiling(releases, copies=k, **group)
+            together = group_epsilon(releases, delta=claim["delta"], max_units=k, **group)
+        except UnsupportedAccountingError:
+            found[k] = Limits(eps=claim["epsilon"], delta=claim["delta"])
+            continue
+        facts["group_eps"] = together if together < float("inf") else None
+        found[k] = secret_limits(
+            ceiling, candidates=candidates, draws=measure.draws, tokens=measure.max_new_tokens, **facts
+        )
+    return found
+
 
 NAME = "audit"
 _COINS = "one_run"

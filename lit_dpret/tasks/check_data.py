@@ -5,22 +5,73 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from lit_dpret.datamodules.collection import Collection, TextData
 from lit_dpret.datamodules.pairs import PairSettings
 from lit_dpret.datamodules.readers import Problems
 from lit_dpret.datamodules.splitting import SplitBy, checked_fractions, split_collection, write_split
-from lit_dpret.datamodules.survey import count_splits, count_users, find_duplicates, measure_lengths
-from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.datamodules.survey import count_splits, count_users, count_words, find_duplicates, measure_lengths
+from lit_dpret.errors import ConfigurationError, DataError, LitDpretError
 from lit_dpret.files import write_whole
 from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.report.data_check import PRIVATE, format_check
 from lit_dpret.tasks.parts import Parts, check_run_dir
-from lit_dpret.tasks.token_lengths import make_rulers
+
+Side = Literal["query", "passage"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ruler:
+    """Measures texts of one side.
+
+    Args:
+        unit: ``tokens`` or ``words``.
+        count: The length of each text, uncut, with prefix or prompt and special tokens.
+        limit: Where the model cuts; None for words.
+    """
+
+    unit: Literal["tokens", "words"]
+    count: Callable[[Sequence[str]], Sequence[int]]
+    limit: int | None = None
+
+
+def make_rulers(parts: Parts, privacy: Any) -> tuple[dict[Side, Ruler], str]:
+    """A ruler for each side by the tokenizer of ``model=``, or by words where it cannot be had.
+
+    Returns:
+        The rulers, and what they measure by, in words.
+    """
+    words = Ruler(unit="words", count=count_words)
+    try:
+        module = parts.make_module(privacy=privacy)
+        rulers: dict[Side, Ruler] = {"query": _ruler(module, "query"), "passage": _ruler(module, "passage")}
+    except (LitDpretError, AttributeError) as error:
+        why = str(error) if isinstance(error, LitDpretError) else "the model of model= reads no texts"
+        return {"query": words, "passage": words}, f"words between white space ({why})"
+    return rulers, f"tokens of {type(module).__name__}, with its prefix and special tokens"
+
+
+def _ruler(module: Any, side: Side) -> Ruler:
+    if hasattr(module, "codec"):  # a generator, which writes queries for passages after a prompt
+        tokenizer, contract = module.codec.tokenizer, module.codec.contract
+        prefix = contract.prompt if side == "passage" else ""
+        limit = contract.max_passage_length if side == "passage" else contract.max_query_length
+    else:
+        tower = module.tower(side) if hasattr(module, "tower") else module.encoder
+        tokenizer, contract = tower.tokenizer, tower.contract
+        prefix, limit = contract.prefix(side), contract.max_length(side)
+
+    def count(texts: Sequence[str]) -> list[int]:
+        raw = [prefix + (text.lower() if contract.lower_case else text) for text in texts]
+        return [len(ids) for ids in tokenizer(raw, truncation=False, padding=False, verbose=False)["input_ids"]]
+
+    return Ruler(unit="tokens", count=count, limit=int(limit))
+
 
 SCHEMA = "lit-dpret/data-check/1"
 REPORT = "check_data.private.json"

@@ -13,7 +13,7 @@ from lit_dpret.retrieval.comparison import compare_values
 from lit_dpret.retrieval.metrics import Metric, Values
 from lit_dpret.retrieval.runs import DEFAULT_METRICS, evaluate, read_qrels, read_run
 from lit_dpret.tasks.parts import Parts, check_run_dir
-from lit_dpret.tasks.run_files import JUDGEMENTS, find_runs
+from lit_dpret.tasks.ranking import JUDGEMENTS, find_runs
 
 
 class Compare:

@@ -9,9 +9,8 @@ from lit_dpret.callbacks import ProgressLine
 from lit_dpret.distributed.crew import Crew, crew_here
 from lit_dpret.encoders import Side
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.indexing import IndexFolder, encode_folder
-from lit_dpret.indexing.build import Declared
 from lit_dpret.retrieval.rows import Storage
+from lit_dpret.tasks.index_folder import Declared, IndexFolder, encode_folder
 from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.uncovered import refuse_training_data
 

@@ -10,8 +10,7 @@ from lit_dpret.errors import ConfigurationError
 from lit_dpret.retrieval.metrics import Metric
 from lit_dpret.retrieval.runs import DEFAULT_METRICS, EvaluationResult, check_qrels, evaluate
 from lit_dpret.tasks.parts import Parts, check_run_dir
-from lit_dpret.tasks.ranker import Ranker
-from lit_dpret.tasks.run_files import write_evaluation
+from lit_dpret.tasks.ranking import Ranker, write_evaluation
 
 SUMMARY = "evaluation.json"
 

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 from lit_dpret.distributed.crew import crew_here
-from lit_dpret.indexing import index_folder
 from lit_dpret.tasks.encode import told
+from lit_dpret.tasks.index_folder import index_folder
 from lit_dpret.tasks.parts import Parts, check_run_dir
 
 INDEX = "index"

@@ -6,26 +6,247 @@ remembers. So every one of them takes the target's number of steps, and where th
 
 from __future__ import annotations
 
+import io
 import shutil
 import time
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 import numpy as np
 from lightning.pytorch.callbacks import Callback
 from numpy.typing import NDArray
 
+from lit_dpret.audit.attacks.coins import Coins
 from lit_dpret.audit.attacks.shadows import FEWEST, ShadowMatrix, balanced_halves
+from lit_dpret.audit.attacks.signals import (
+    EncodedPairs,
+    encode_pairs,
+    encoder_signals,
+    generator_signals,
+    mean_by_query,
+)
 from lit_dpret.callbacks import PrivacyAccountant, ProgressLine, StepProgress
-from lit_dpret.errors import ConfigurationError, ResumeError
+from lit_dpret.datamodules.records import normalise
+from lit_dpret.encoders import load_towers
+from lit_dpret.errors import ConfigurationError, DataError, ResumeError
+from lit_dpret.files import write_whole
+from lit_dpret.modules.generator_folder import is_generator, load_generator
+from lit_dpret.modules.token_scores import TokenScorer, TokenScores
 from lit_dpret.tasks.fit import train
-from lit_dpret.tasks.membership_models import Attacker, read_signals, write_signals
-from lit_dpret.tasks.membership_suspects import Suspects
 from lit_dpret.tasks.parts import Parts
 from lit_dpret.tasks.stages import Stages
+
+Others = Literal["coins", "dev", "test"]
+
+SHIFT = (
+    "Members and others come from different splits, so that an attack may tell the splits apart and not the members. "
+    "Numbers above one half, and above a ceiling, may be that."
+)
+MOST_POPULATION = 500
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Suspects:
+    """Queries in a fixed order: first those that are attacked, then the population that RMIA compares them with.
+
+    Attributes:
+        universe: Ids of all queries that shadow models may be trained on.
+        ids: Of the suspects.
+        member: Whether the target was trained on them, shape ``(suspects,)``.
+        attacked: How many of them, from the first on, are attacked; the rest are no members.
+        queries: The text of each row: a suspect with a passage of its.
+        passages: The passages, as many.
+        row_of: Which suspect a row belongs to, shape ``(rows,)``.
+        fair: Whether a coin decided about each query of the universe, so that members and others are of one law.
+        left_out: Queries of the universe whose text occurs there under several ids, which are not attacked.
+        unanswered: Others that have no passage in the collection (a sample of passages leaves such), so that nothing
+            is learnt from them; they are not attacked either.
+    """
+
+    universe: list[str]
+    ids: list[str]
+    member: NDArray[np.bool_]
+    attacked: int
+    queries: list[str]
+    passages: list[str]
+    row_of: NDArray[np.int64]
+    fair: bool
+    left_out: int
+    unanswered: int = 0
+
+    def __repr__(self) -> str:
+        return f"Suspects({self.attacked} attacked, {len(self.ids) - self.attacked} in the population)"
+
+    @property
+    def population(self) -> NDArray[np.int64]:
+        """Places of the population among the suspects."""
+        return np.arange(self.attacked, len(self.ids))
+
+    def texts(self) -> list[str]:
+        """The query of each suspect, once."""
+        firsts = np.unique(self.row_of, return_index=True)[1]
+        return [self.queries[row] for row in firsts]
+
+
+def choose_suspects(data: Any, others: Others, coins: Coins | None, *, count: int, rows: int, seed: int) -> Suspects:
+    """Draw suspects from the data that the target was trained on.
+
+    Guarantees:
+        - With ``coins``, who is attacked does not depend on the coins, as the theorem of the one-run audit asks.
+        - With a split, half of the attacked are members as far as there are enough.
+
+    Args:
+        data: The datamodule of the target, set up.
+        others: Where queries that it was not trained on come from.
+        coins: Of the target's run.
+        count: Queries to attack.
+        rows: Passages of a query that are looked at, from the first on.
+        seed: Of the draw.
+
+    Raises:
+        ConfigurationError: There are no coins where ``others=coins`` says so.
+        DataError: The coins are of other data, or there are too few queries on one side.
+    """
+    collection = data.collection
+    trained = list(collection.split("train"))
+    if others == "coins":
+        if coins is None:
+            raise ConfigurationError(
+                "task.others=coins, but the run tossed none. Train the target with task.membership_coins=true, or take "
+                "others from another split (task.others=dev), which may differ in more than membership."
+            )
+        if set(coins.heads) != set(trained):
+            raise DataError(
+                "The coins of the run are of other queries than the datamodule's train split: give the datamodule the "
+                "settings that it was trained with."
+            )
+        outside = [query for query in trained if not coins.heads[query]]
+    else:
+        outside = list(collection.split(others))
+    universe = trained if others == "coins" else [*trained, *outside]
+    split_of = dict.fromkeys(outside, "train" if others == "coins" else others) | dict.fromkeys(trained, "train")
+    known = {query: normalise(collection.queries[query]) for query in universe}
+    copies = Counter(known.values())
+    rng, held_out = np.random.default_rng(seed), set(outside)
+    single = [query for query in universe if copies[known[query]] == 1]
+    free = [query for query in single if collection.positives(split_of[query], query)]
+    unanswered = len(single) - len(free)
+    free = [free[place] for place in rng.permutation(len(free))]
+    absent = [query for query in free if query in held_out]
+    apart = min(MOST_POPULATION, len(absent) // 4)
+    if others == "coins":
+        chosen = free[: min(count, len(free) - 2 * apart)]
+    else:
+        half = min(count // 2, len(absent) - apart)
+        present = [query for query in free if query not in held_out]
+        chosen = [*present[:half], *absent[:half]]
+    attacked = set(chosen)
+    population = [query for query in absent if query not in attacked][:apart]
+    member = np.array([query not in held_out for query in [*chosen, *population]])
+    if not len(population) or len(set(member[: len(chosen)])) < 2:
+        raise DataError(
+            f"{len(free)} queries are too few for an attack, without copies and without those that have no passage: "
+            "there must be members, others, and some to compare with. Raise datamodule.max_train_queries and "
+            "datamodule.max_passages, where they are set."
+        )
+    texts: list[str] = []
+    passages: list[str] = []
+    row_of: list[int] = []
+    for place, query in enumerate([*chosen, *population]):
+        for passage in collection.positives(split_of[query], query)[:rows]:
+            texts.append(collection.queries[query])
+            passages.append(collection.passages[passage])
+            row_of.append(place)
+    return Suspects(
+        universe=universe, ids=[*chosen, *population], member=member, attacked=len(chosen), queries=texts,
+        passages=passages, row_of=np.array(row_of), fair=others == "coins", left_out=len(universe) - len(single),
+        unanswered=unanswered,
+    )  # fmt: skip
+
+
+Signals = Mapping[str, NDArray[np.float64]]
+Progress = Callable[[int, int], None]
+
+
+@dataclass(eq=False, repr=False)
+class Attacker:
+    """What is the same for target, reference and shadow models: the suspects, the pool and the settings.
+
+    Args:
+        target: The folder of the attacked model; the others are read as what it is.
+        suspects: Queries with their passages.
+        pool: Public passages that encoders are asked to tell the right ones from.
+        temperature: Of the encoders' softmax.
+        batch_size: Texts per forward pass.
+        device: Where to compute.
+    """
+
+    target: Path
+    suspects: Suspects
+    pool: list[str]
+    temperature: float
+    batch_size: int
+    device: str
+    _reference: TokenScores | EncodedPairs | None = None
+
+    def learn_reference(self, source: str | Path, progress: Progress) -> None:
+        """Look at the suspects with a model that never saw private data."""
+        self._reference = self._look(source, progress)
+
+    def signals(
+        self, source: str | Path, progress: Progress, *, moments: bool = False
+    ) -> dict[str, NDArray[np.float64]]:
+        """Signals of every suspect, the mean over its rows, each of shape ``(suspects,)``.
+
+        ``moments`` adds the signal of a generator that needs the mean and deviation over its whole vocabulary.
+        """
+        seen, suspects = self._look(source, progress, moments=moments), self.suspects
+        if isinstance(seen, TokenScores):
+            known = self._reference if isinstance(self._reference, TokenScores) else None
+            found = generator_signals(seen, suspects.queries, reference=known)
+        else:
+            paired = self._reference if isinstance(self._reference, EncodedPairs) else None
+            found = encoder_signals(seen, temperature=self.temperature, reference=paired)
+        return mean_by_query(found, suspects.row_of, len(suspects.ids))
+
+    def _look(self, source: str | Path, progress: Progress, *, moments: bool = False) -> TokenScores | EncodedPairs:
+        texts = (self.suspects.queries, self.suspects.passages)
+        settings: dict[str, Any] = {"batch_size": self.batch_size, "progress": progress}
+        if is_generator(self.target):
+            contract = None if is_generator(source) else load_generator(self.target).contract
+            scorer = TokenScorer.load(source, contract=contract, device=self.device)
+            return scorer.score(*texts, moments=moments, **settings)
+        return encode_pairs(load_towers(source), *texts, self.pool, device=self.device, **settings)
+
+
+def write_signals(path: Path, signals: Signals) -> None:
+    """Write signals of private queries, whole or not at all, for their owner alone.
+
+    Raises:
+        StorageError: The file cannot be written.
+    """
+    content = io.BytesIO()
+    np.savez(content, **signals)  # type: ignore[arg-type]
+    write_whole(path, content.getvalue(), owner_only=True)
+
+
+def read_signals(path: Path) -> dict[str, NDArray[np.float64]]:
+    """What `write_signals` wrote.
+
+    Raises:
+        DataError: The file is missing or broken.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            return {name: np.asarray(stored[name], dtype=np.float64) for name in stored.files}
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(f"{path} holds no signals of a shadow model. Remove its folder, and resume.") from error
+
 
 PILOT_STEPS = 5
 SIGNALS = "signals.npz"

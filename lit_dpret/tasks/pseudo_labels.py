@@ -10,7 +10,7 @@ from lit_dpret.errors import ConfigurationError
 from lit_dpret.synthesis.filters.pseudo_labels import LABELS, label
 from lit_dpret.synthesis.filters.released import load_released
 from lit_dpret.tasks.parts import Parts, check_run_dir
-from lit_dpret.tasks.ranker import Ranker
+from lit_dpret.tasks.ranking import Ranker
 
 PSEUDO_LABELS = "pseudo_labels"
 

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.indexing import IndexFolder
 from lit_dpret.retrieval.search import MISSING
+from lit_dpret.tasks.index_folder import IndexFolder
 from lit_dpret.tasks.parts import Parts
 
 _SHOWN = 200  # characters of a passage

@@ -20,8 +20,8 @@ from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.sweeps import SweepFile, SweepFolder, Trial, run_trials
 from lit_dpret.sweeps.folder import SWEEP
 from lit_dpret.sweeps.report import write_report
+from lit_dpret.tasks.fit import PlannedFit
 from lit_dpret.tasks.parts import Parts, check_run_dir
-from lit_dpret.tasks.planned_fits import PlannedFit
 from lit_dpret.tasks.trial import check_trial
 
 _PLANNED_BY = ("task", "privacy", "datamodule", "trainer", "callbacks", "canaries")

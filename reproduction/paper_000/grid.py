@@ -14,7 +14,7 @@ from lit_dpret.errors import ConfigurationError
 from lit_dpret.retrieval.statistics import Interval
 from lit_dpret.tasks.fit_scored import BLEU, FitScored
 from lit_dpret.tasks.parts import Parts
-from lit_dpret.tasks.retriever_stage import stage_callbacks
+from lit_dpret.tasks.pipeline_stages import stage_callbacks
 from reproduction.paper_000.study import LeftOut, Study, shown
 from reproduction.report.paper_000 import TABLE_1
 from reproduction.report.paper_table import PaperRow, PaperTable

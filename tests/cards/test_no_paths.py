@@ -11,8 +11,7 @@ from stand_ins import Regression, dp, fit
 
 from lit_dpret.callbacks import PrivacyCard
 from lit_dpret.cards.card import read_card
-from lit_dpret.indexing import IndexFolder
-from lit_dpret.indexing.folder import told_from
+from lit_dpret.tasks.index_folder import IndexFolder, told_from
 
 OWNER = "home-of-the-owner"
 

@@ -24,9 +24,9 @@ from lit_dpret.errors import ConfigurationError, DataError, PrivacyViolation, Re
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.privacy.modes import DPSGD, LogitDP, NoPrivacy
 from lit_dpret.tasks import Audit, Fit
-from lit_dpret.tasks.canary_scoring import Measurement
+from lit_dpret.tasks.audit import Measurement
 from lit_dpret.tasks.parts import Parts
-from lit_dpret.tasks.retriever_stage import stage_callbacks
+from lit_dpret.tasks.pipeline_stages import stage_callbacks
 from reproduction import CanaryStudy, canary_study
 
 MEASURE = Measurement(draws=2, max_new_tokens=24)

@@ -28,8 +28,8 @@ from lit_dpret.errors import ConfigurationError, PrivacyViolation
 from lit_dpret.modules import DualEncoder, OptimizerSpec
 from lit_dpret.privacy.modes import NoPrivacy, PublicPassages
 from lit_dpret.tasks import Audit, Fit
-from lit_dpret.tasks.canary_scoring import Measurement
-from lit_dpret.tasks.retriever_stage import stage_callbacks
+from lit_dpret.tasks.audit import Measurement
+from lit_dpret.tasks.pipeline_stages import stage_callbacks
 
 SUITE = CanarySuite(kinds=("echo",), repetitions=(1,), count=48, candidates=10, query_words=2, suffix_words=3, seed=3)
 

@@ -16,7 +16,7 @@ from lit_dpret.encoders.st_folder import save_sentence_transformer
 from lit_dpret.errors import PrivateDataError
 from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.synthesis.filters import load_released
-from lit_dpret.tasks.consistency import KEPT, check_round_trip
+from lit_dpret.tasks.pipeline_stages import KEPT, check_round_trip
 
 
 def test_an_encoder_of_other_private_training_takes_no_part_in_the_round_trip(tmp_path: Path) -> None:

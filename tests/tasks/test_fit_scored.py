@@ -17,7 +17,7 @@ from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.tasks import FitScored
 from lit_dpret.tasks.fit_scored import BLEU
 from lit_dpret.tasks.parts import Parts
-from lit_dpret.tasks.retriever_stage import stage_callbacks
+from lit_dpret.tasks.pipeline_stages import stage_callbacks
 
 
 class Told(DummyLogger):

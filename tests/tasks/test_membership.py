@@ -26,9 +26,7 @@ from lit_dpret.errors import ConfigurationError, DataError, LitDpretError, Priva
 from lit_dpret.modules import DualEncoder, OptimizerSpec
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy
 from lit_dpret.tasks import Fit, Membership
-from lit_dpret.tasks.membership_models import Attacker
-from lit_dpret.tasks.membership_shadows import Shadows
-from lit_dpret.tasks.membership_suspects import choose_suspects
+from lit_dpret.tasks.membership_shadows import Attacker, Shadows, choose_suspects
 from lit_dpret.tasks.parts import Parts
 
 QUERIES, STEPS = 160, 80

@@ -20,7 +20,7 @@ from lit_dpret.privacy.budget import PrivacyBudget
 from lit_dpret.privacy.clipping.ghost import PHASES
 from lit_dpret.privacy.modes import DPSGD
 from lit_dpret.privacy.plan import PrivacyPlan
-from lit_dpret.tasks.plan_cost import FACTOR, estimate, format_cost, from_slices, measure
+from lit_dpret.tasks.plan import FACTOR, estimate, format_cost, from_slices, measure
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -66,7 +66,7 @@ IN_A_PROCESS = """
 import json, sys, torch
 sys.path[:0] = [{tests!r}, {here!r}]
 from test_plan_cost import CPU, new_t5, plan
-from lit_dpret.tasks.plan_cost import estimate, measure
+from lit_dpret.tasks.plan import estimate, measure
 torch.set_num_threads(1)
 module = new_t5({layers}, {width}, passage={passage}, query={query})
 found = plan({rows}, 64)

@@ -11,7 +11,7 @@ from tiny_models import tiny_bert, tiny_tokenizer
 
 from lit_dpret.encoders import Contract, TextEncoder, embedding_cache
 from lit_dpret.encoders.st_folder import save_sentence_transformer
-from lit_dpret.indexing import IndexFolder, encode_folder
+from lit_dpret.tasks.index_folder import IndexFolder, encode_folder
 
 WORDS = ["how", "to", "file", "a", "claim", "flood", "insurance", "cover", "my", "house"]
 TEXTS = {

@@ -18,8 +18,9 @@ from lit_dpret.encoders import Contract, TextEncoder
 from lit_dpret.encoders.embedding_cache import encode_to_file
 from lit_dpret.encoders.st_folder import save_sentence_transformer
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
-from lit_dpret.indexing import IndexFolder, build, encode_folder, index_folder
 from lit_dpret.retrieval.search import search
+from lit_dpret.tasks import index_folder as build
+from lit_dpret.tasks.index_folder import IndexFolder, encode_folder, index_folder
 
 WORDS = ["how", "to", "file", "a", "claim", "flood", "insurance", "cover", "my", "house"]
 PASSAGES = {f"p{i}{j}": f"{one} {two} house" for i, one in enumerate(WORDS) for j, two in enumerate(WORDS)}

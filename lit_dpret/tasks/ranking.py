@@ -1,0 +1,249 @@
+"""From embeddings or words to a scored ranking; the same few lines for every task."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from lit_dpret.callbacks import ProgressLine
+from lit_dpret.encoders import Towers, cut, load_towers
+from lit_dpret.encoders.bulk import ahead, in_order
+from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.files import write_whole
+from lit_dpret.retrieval.backends import check_search, make_search
+from lit_dpret.retrieval.bm25 import BM25
+from lit_dpret.retrieval.metrics import Qrels, Values
+from lit_dpret.retrieval.runs import EvaluationResult, Ranking, evaluate, without_self_matches, write_run
+from lit_dpret.retrieval.search import SearchStream, TopK, lexicographic_rank, search
+
+
+def rank_embeddings(
+    query_ids: Sequence[str],
+    query_embeddings: Tensor,
+    passage_ids: Sequence[str],
+    passage_embeddings: Tensor,
+    *,
+    k: int = 100,
+    find: Callable[..., TopK] = search,
+) -> Ranking:
+    """The ``k`` nearest passages of every query by dot product, as ``find`` finds them."""
+    top = find(
+        query_embeddings,
+        passage_embeddings,
+        min(k, len(passage_ids)),
+        tie_rank=lexicographic_rank(passage_ids),
+    )
+    return Ranking(query_ids=query_ids, passage_ids=passage_ids, top=top)
+
+
+def score_embeddings(
+    query_ids: Sequence[str],
+    query_embeddings: Tensor,
+    passage_ids: Sequence[str],
+    passage_embeddings: Tensor,
+    qrels: Qrels,
+    *,
+    k: int = 100,
+    find: Callable[..., TopK] = search,
+) -> EvaluationResult:
+    """Rank and judge against the full qrels."""
+    ranking = rank_embeddings(query_ids, query_embeddings, passage_ids, passage_embeddings, k=k, find=find)
+    return evaluate(ranking, qrels)
+
+
+def rank_stream(
+    query_ids: Sequence[str],
+    query_embeddings: Tensor,
+    passage_ids: Sequence[str],
+    pieces: Iterable[Tensor],
+    *,
+    k: int = 100,
+    device: str | None = None,
+) -> Ranking:
+    """The ``k`` nearest of passages whose embeddings come piece by piece and are not kept."""
+    stream = SearchStream(
+        query_embeddings, min(k, len(passage_ids)), tie_rank=lexicographic_rank(passage_ids), device=device
+    )
+    for piece in pieces:
+        stream.add(piece)
+    return Ranking(query_ids=query_ids, passage_ids=passage_ids, top=stream.result())
+
+
+def score_bm25(
+    queries: Mapping[str, str], passages: Mapping[str, str], qrels: Qrels, *, k: int = 100
+) -> EvaluationResult:
+    """BM25 (k1 0.9, b 0.4, English stop words and stems) over the same passages."""
+    passage_ids = list(passages)
+    index = BM25([passages[name] for name in passage_ids], passage_ids)
+    top = index.search(list(queries.values()), min(k, len(passage_ids)))
+    return evaluate(Ranking(query_ids=list(queries), passage_ids=passage_ids, top=top), qrels)
+
+
+class Ranker:
+    """Ranks passages for queries, best first.
+
+    Args:
+        encoder: ``minilm``, the folder of a trained encoder, a hub name, or ``bm25``.
+        max_passage_length: Tokens of a passage that are read; null for what the encoder's folder says.
+        max_query_length: The same for a query.
+        cache_dir: Where to keep passage embeddings between runs; null keeps none, and searches each piece of
+            the corpus while the next is encoded.
+        search: ``exact``, ``faiss:FACTORY`` or ``scann``; the last two hold all passages.
+        dtype: In which the encoder computes.
+        batch_size: Texts per forward pass.
+        device: Where to encode and search.
+
+    Raises:
+        ConfigurationError: A setting of encoders is given for ``bm25``.
+    """
+
+    def __init__(
+        self,
+        encoder: str,
+        *,
+        max_passage_length: int | None = None,
+        max_query_length: int | None = None,
+        cache_dir: str | Path | None = None,
+        search: str = "exact",
+        dtype: str = "float32",
+        batch_size: int = 64,
+        device: str = "cpu",
+    ) -> None:
+        check_search(search)
+        if encoder == "bm25" and (max_passage_length is not None or max_query_length is not None):
+            raise ConfigurationError(
+                "task.encoder=bm25 reads whole texts: set task.max_passage_length and task.max_query_length to null."
+            )
+        self.encoder = encoder
+        self._lengths = max_query_length, max_passage_length
+        self._cache_dir = None if cache_dir is None else Path(cache_dir)
+        self._search, self._dtype = search, dtype
+        self.device = device
+        self._how: dict[str, Any] = {"batch_size": batch_size, "device": device}
+        self._towers: Towers | None = None
+
+    def rank(
+        self, queries: Mapping[str, str], passages: Mapping[str, str], *, k: int, drop_self_matches: bool = False
+    ) -> Ranking:
+        """The first ``k`` passages of every query, texts by id.
+
+        Args:
+            queries: The texts to rank for.
+            passages: The texts to rank.
+            k: How many; fewer where there are fewer passages.
+            drop_self_matches: Never return the passage that has the query's own id.
+        """
+        wanted = min(k + drop_self_matches, len(passages))
+        ranking = (self._words if self.encoder == "bm25" else self._nearest)(queries, passages, wanted)
+        return without_self_matches(ranking, k) if drop_self_matches else ranking
+
+    def _words(self, queries: Mapping[str, str], passages: Mapping[str, str], k: int) -> Ranking:
+        ids = list(passages)
+        top = BM25(list(passages.values()), ids).search(list(queries.values()), k)
+        return Ranking(query_ids=list(queries), passage_ids=ids, top=top)
+
+    def _nearest(self, queries: Mapping[str, str], passages: Mapping[str, str], k: int) -> Ranking:
+        if self._towers is None:
+            self._towers = self._load()
+        device = self._how["device"]
+        asked = self._towers.query_encoder.encode(list(queries.values()), "query", **self._how)
+        ids, texts, tower = list(passages), in_order(passages), self._towers.passage_encoder
+        with ProgressLine("encoding passages") as progress:
+            if self._cache_dir is None and self._search == "exact":
+                pieces = tower.encode_stream(texts, "passage", progress=progress, **self._how)
+                # On a CPU the two would only take each other's cores.
+                pieces = pieces if device == "cpu" else ahead(pieces)
+                return rank_stream(list(queries), asked, ids, pieces, k=k, device=device)
+            if self._cache_dir is None:
+                found = tower.encode(texts, "passage", progress=progress, **self._how)
+            else:
+                found = tower.encode_cached(texts, "passage", self._cache_dir, progress=progress, **self._how)
+        find = make_search(self._search, device=device)
+        return rank_embeddings(list(queries), asked, ids, found, k=k, find=find)
+
+    def _load(self) -> Towers:
+        of_queries, of_passages = self._lengths
+        towers = load_towers(self.encoder, dtype=self._dtype)
+        return cut(towers, query_max_length=of_queries, passage_max_length=of_passages)
+
+
+RUN = "run.trec"
+JUDGEMENTS = "qrels.trec"
+PER_QUERY = "per_query.tsv"
+
+
+def write_evaluation(
+    folder: Path, *, ranking: Ranking, qrels: Qrels, result: EvaluationResult, facts: Mapping[str, Any], name: str
+) -> Path:
+    """Write the ranking as a TREC run, the judgements, the values per query, and the summary last.
+
+    Where an id holds white space, which TREC's format cannot carry, run and judgements are left out and the
+    summary says so.
+
+    Args:
+        folder: Made where it is missing.
+        ranking: What the system returned.
+        qrels: What it was judged by.
+        result: The values.
+        facts: What to say in the summary besides the aggregates.
+        name: Of the summary.
+
+    Returns:
+        The path of the summary, a JSON file.
+
+    Raises:
+        StorageError: A file cannot be written.
+    """
+    names = [*ranking.query_ids, *ranking.passage_ids, *qrels, *(p for judged in qrels.values() for p in judged)]
+    awkward = next((one for one in names if one.split() != [one]), None)
+    if awkward is None:
+        write_run(folder / RUN, ranking)
+        lines = [f"{q} 0 {p} {grade}\n" for q, judged in qrels.items() for p, grade in judged.items()]
+        write_whole(folder / JUDGEMENTS, "".join(lines), owner_only=True)
+    else:
+        facts = {**facts, "run": f"not written: TREC's format cannot carry the id {awkward!r}"}
+    result.write_per_query(folder / PER_QUERY)
+    path = folder / name
+    write_whole(path, json.dumps({**facts, **result.to_dict()}, indent=2) + "\n", owner_only=True)
+    return path
+
+
+def read_per_query(folder: Path, metrics: Sequence[str]) -> dict[str, Values]:
+    """The values that `write_evaluation` left in a folder, one per query in order, by metric.
+
+    Raises:
+        DataError: The file is missing or lacks a metric.
+    """
+    path = folder / PER_QUERY
+    try:
+        header, *lines = path.read_text(encoding="utf-8").rstrip("\n").split("\n")
+        columns = header.split("\t")
+        rows = [line.split("\t") for line in lines]
+        return {m: np.array([float(row[columns.index(m)]) for row in rows], dtype=np.float64) for m in metrics}
+    except (OSError, ValueError, IndexError) as error:
+        raise DataError(f"{path} does not hold the values that were measured: {error}") from error
+
+
+def find_runs(path: Path) -> dict[str, Path]:
+    """The TREC runs that a path means: the file itself, or those of a folder by data set.
+
+    A folder of ``task=evaluate`` has one run, that of ``task=zero_shot`` one in each subfolder.
+
+    Raises:
+        DataError: There is no such path, or no run in it.
+    """
+    if path.is_file():
+        return {path.stem: path}
+    if not path.is_dir():
+        raise DataError(f"{path} is neither a TREC run nor a folder with one.")
+    if (path / RUN).is_file():
+        return {"run": path / RUN}
+    found = {file.parent.relative_to(path).as_posix(): file for file in sorted(path.rglob(RUN))}
+    if not found:
+        raise DataError(f"{path} holds no {RUN}. Name a TREC run, or the folder of a task=evaluate or task=zero_shot.")
+    return found
