@@ -18,9 +18,9 @@ from typing import Any, Literal
 import lightning as L
 
 from lit_dpret.callbacks.log_gate import rehearsed
-from lit_dpret.callbacks.own_code import refuse_remembering_collation
+from lit_dpret.callbacks.own_code import refuse_other_units, refuse_remembering_collation, refuse_replaced_sampler
 from lit_dpret.callbacks.planning import PlannedRun, plan_run
-from lit_dpret.callbacks.refusals import complaints, refuse_other_units, refuse_replaced_sampler
+from lit_dpret.callbacks.refusals import complaints
 from lit_dpret.callbacks.traps import SEVERITIES, TRAPS, Severity, Stage, Trap
 from lit_dpret.errors import LitDpretError
 from lit_dpret.privacy.noise import KeyedStream, load_secret

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import random
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
@@ -12,8 +14,9 @@ import torch
 from lightning.pytorch.core.hooks import DataHooks
 from torch import Tensor
 
-from lit_dpret.errors import ConfigurationError, UnsupportedModelError
-from lit_dpret.privacy.sampling import ALONE, Draw, PrivateBatchSampler
+from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError
+from lit_dpret.privacy.sampling import ALONE, Draw, PrivateBatchSampler, answer_of
+from lit_dpret.privacy.unit_owners import UnitOwners, names_its_unit, row_keys
 
 _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _KNOWN = ("lit_dpret.", "lightning.", "pytorch_lightning.")
@@ -159,3 +162,132 @@ def _leaves(value: Any) -> Iterator[Any]:
             yield from _leaves(inner)
     else:
         yield value
+
+
+#: After so many units without a named row, a data set is not asked for the others.
+UNNAMED = 99
+
+
+def refuse_replaced_sampler(loader: Any, sampler: PrivateBatchSampler) -> None:
+    """Refuse a training loader that does not draw by the planned law.
+
+    Raises:
+        ConfigurationError: Its batch sampler is not ``sampler``.
+    """
+    if getattr(loader, "batch_sampler", None) is not sampler:
+        raise ConfigurationError(
+            "The training loader does not draw by the planned law: its batch sampler was replaced. "
+            "Set trainer.use_distributed_sampler=false, and do not override train_dataloader.",
+            trap="T2",
+        )
+
+
+def refuse_other_units(loader: Any, sampler: PrivateBatchSampler) -> bool:
+    """Ask a training data set that is not of this package for every unit once, and refuse it where units share rows.
+
+    Ours is built unit by unit. Where rows have no names (`row_key`) nothing can be told, and asking ends early.
+
+    Returns:
+        Whether the rows of one unit are known to be all rows of one query, user or image, for they say whose they are.
+
+    Raises:
+        DataError: It has another number of units, answered for another unit, or gave rows of one query, user or image
+            for two units.
+    """
+    dataset = loader.dataset
+    if hasattr(dataset, "__len__") and len(dataset) != sampler.units:
+        raise DataError(
+            "The training data set does not have as many units as datamodule.n_units said when the run was planned, so "
+            "epsilon would be false: len(dataset) must be datamodule.n_units (datamodule.train_dataloader).",
+            trap="T38",
+        )
+    units = getattr(dataset, "units", dataset)
+    if type(units).__module__.startswith("lit_dpret.") and type(dataset).__module__.startswith("lit_dpret."):
+        if (grouped := getattr(units, "unit", sampler.unit)) != sampler.unit:
+            raise DataError(
+                f"The training data are grouped by {grouped} where privacy.unit={sampler.unit}, so epsilon would be "
+                "false: build them by the unit that datamodule.use_unit was told.",
+                trap="T38",
+            )
+        return True
+    owners, seen, unnamed = UnitOwners(sampler.unit), False, False
+    for unit in range(sampler.units):
+        draw, rows = answer_of(dataset[Draw(unit, 0, 0, False)])
+        if draw.unit != unit:
+            raise DataError(
+                f"The training data set answers for unit {draw.unit} where unit {unit} was drawn, so epsilon would be "
+                "false: dataset[draw] must return the draw itself (datamodule.train_dataloader).",
+                trap="T38",
+            )
+        keys = row_keys(rows, sampler.unit)
+        seen |= bool(keys)
+        unnamed |= not all(names_its_unit(row, sampler.unit) for row in rows)
+        if unit == UNNAMED and not seen:
+            break
+        owners.note(unit, keys)
+    _refuse_remembering(dataset, sampler)
+    return not unnamed
+
+
+def _refuse_remembering(dataset: Any, sampler: PrivateBatchSampler) -> None:
+    """Refuse a data set whose rows of a unit follow from which unit was asked for before it."""
+    asked = [unit for unit in range(min(sampler.units, UNNAMED)) if len(answer_of(_ask(dataset, unit))[1])][:4]
+    for before, unit, other in zip(asked, asked[1:], asked[2:], strict=False):
+        found = []
+        for first in (before, before, other):
+            _ask(dataset, first)
+            found.append(_content(_ask(dataset, unit)[1]))
+        # Rows that differ each time are drawn by generators of their own, and say nothing.
+        if found[0] == found[1] != found[2]:
+            raise DataError(
+                "The training data set gives other rows for a unit when another one was asked for before it, so one "
+                "unit has a say in what others train on, which no clipping bounds. dataset[draw] must depend on "
+                "draw.unit alone (datamodule.train_dataloader).",
+                trap="T38",
+            )
+
+
+def _ask(dataset: Any, unit: int) -> Any:
+    """What a data set answers for a unit, with the same random numbers each time."""
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(unit)
+        random.seed(unit)
+        np.random.seed(unit)
+        answer = dataset[Draw(unit, 0, 0, False)]
+    random.setstate(python)
+    np.random.set_state(numpy)
+    return answer
+
+
+def _content(rows: Any) -> bytes | None:
+    try:
+        return pickle.dumps(list(rows))
+    except Exception:  # rows that no worker process could send either
+        return None
+
+
+def refuse_false_bound(mode: Any, data: Any) -> None:
+    """Refuse a declared ``privacy.max_units_per_user`` that the user ids of the data contradict.
+
+    Where the data name no users, nothing is known and nothing is refused.
+
+    Raises:
+        ConfigurationError: A user has more units, or shares one with somebody else.
+    """
+    bound = getattr(mode, "max_units_per_user", None)
+    if bound is None or not hasattr(data, "train_units"):
+        return
+    units = data.train_units()
+    if units.duplicates == "merge":
+        raise ConfigurationError(
+            f"privacy.max_units_per_user={bound} cannot go with datamodule.duplicates=merge: a merged unit may belong "
+            "to several people, and taking one of them out changes it instead of blanking it. Set "
+            "datamodule.duplicates=keep, or leave the bound null."
+        )
+    most = units.most_units_of_a_user()
+    if most is not None and most > bound:
+        raise ConfigurationError(
+            f"privacy.max_units_per_user={bound} is not true of these data: a user id has more {mode.unit} units than "
+            "that. Declare a bound that holds, take rows out of the data, or set privacy.unit=user."
+        )

@@ -21,7 +21,7 @@ import lightning as L
 import torch
 
 import lit_dpret
-from lit_dpret.callbacks.refusals import refuse_false_bound
+from lit_dpret.callbacks.own_code import refuse_false_bound
 from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.privacy.accounting.releases import Poisson, SamplingLaw, Shuffle

@@ -29,23 +29,24 @@ from lit_dpret.callbacks.fixed_shapes import (
     tie_again,
 )
 from lit_dpret.callbacks.log_gate import LogGate, tell
-from lit_dpret.callbacks.own_code import built, refuse_made_in_setup, refuse_remembering_collation, trusted_code
+from lit_dpret.callbacks.origins import claim_of, refuse_other_weights
+from lit_dpret.callbacks.own_code import (
+    built,
+    refuse_made_in_setup,
+    refuse_other_units,
+    refuse_remembering_collation,
+    refuse_replaced_sampler,
+    trusted_code,
+)
 from lit_dpret.callbacks.physical_batch import fit_physical_batch
 from lit_dpret.callbacks.planning import PlannedRun, fingerprint_of_files, plan_run, require_agreement
-from lit_dpret.callbacks.refusals import (
-    refuse_broken_claims,
-    refuse_other_units,
-    refuse_other_weights,
-    refuse_replaced_sampler,
-    takes_whole_epochs,
-)
+from lit_dpret.callbacks.refusals import refuse_broken_claims, takes_whole_epochs
 from lit_dpret.callbacks.strategies import (
     keep_the_sampler,
     note_sigterm_quietly,
     refuse_own_optimizers,
     strategy_name,
 )
-from lit_dpret.cards.card import read_card
 from lit_dpret.cards.start import Start, note_start, read_start
 from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError, UnsupportedModelError
@@ -96,7 +97,7 @@ class PrivacyAccountant(Callback):
             ``privacy.eps`` stays the budget of this run alone.
         init_from_is_public: Declares that nothing private went into that model.
         trial_of: The folder of the sweep that the run is a trial of. The run takes over one of the reservations that
-            the sweep made in its ledger of the data set, and its own ledger and card tell of the sweep.
+            the sweep made in its ledger of the data set, and its own ledger and card name the sweep.
     """
 
     counts_releases = True
@@ -118,8 +119,7 @@ class PrivacyAccountant(Callback):
         if replay not in ("auto", "never"):
             raise ConfigurationError(f"callbacks.accountant.replay={replay!r} is not one of auto, never.")
         self.run_dir = None if run_dir is None else Path(run_dir)
-        self.resume = resume
-        self.resume_reserve = resume_reserve
+        self.resume, self.resume_reserve = resume, resume_reserve
         self.replay = replay
         self.eps_log_points = eps_log_points
         self.init_from, self.init_from_is_public = init_from, init_from_is_public
@@ -128,12 +128,21 @@ class PrivacyAccountant(Callback):
         self._start: Start | None = None
         self._dataset: DatasetLedger | None = None
         self._account: DatasetAccount | None = None
-        self._restored: Position | None = None
-        self._begun = self._ended = self._trained = False
-        self.log_gate: LogGate | None = None
         self._hook: Any = None
-        self._in_batch = False
+        self._forget_earlier_fit()
+
+    def _forget_earlier_fit(self) -> None:
+        """Let nothing of an earlier fit with this object stand for this one: not its reservation, nor its place."""
+        self._close_account()
+        self._account = None
+        self._restored: Position | None = None
+        self.log_gate: LogGate | None = None
         self._checkpoint_gate: CheckpointGate | None = None
+        self._begun = self._ended = self._trained = self._in_batch = False
+        self._strange: str | None = None
+        self._updates: Counter[str] = Counter()
+        for name in ("_run", "_gate", "_between", "_identity"):  # a missing one says that setup did not come so far
+            vars(self).pop(name, None)
 
     @property
     def ledger(self) -> PrivacyLedger:
@@ -142,8 +151,12 @@ class PrivacyAccountant(Callback):
             raise AttributeError("This rank has no ledger open: rank 0 has, during fit.")
         return self._run.ledger
 
+    @property
+    def _ledger_path(self) -> Path:
+        return Path(self.run_dir or ".") / LEDGER_NAME
+
     def epsilon(self) -> float:
-        """Epsilon spent so far, from the ledger; on another rank than 0, as it was last told."""
+        """Epsilon spent so far, from the ledger; on ranks other than 0, as of the last time it was shared."""
         return self._gate.epsilon()
 
     def start(self) -> Start | None:
@@ -157,14 +170,14 @@ class PrivacyAccountant(Callback):
         start = self.start()
         known = [] if start is None else list(start.facts["runs"])
         if module.privacy.guarantee == "inherited" and getattr(data, "privacy_card_path", None) is not None:
-            known.append(_claim_of(data))
+            known.append(claim_of(data))
         if "_identity" in vars(self):
             known.append(self._identity)
-        elif self.resume and self.run_dir is not None and (Path(self.run_dir) / LEDGER_NAME).is_file():
-            known.append(ledger_identity(PrivacyLedger.read(Path(self.run_dir) / LEDGER_NAME).records))
+        elif self.resume and self.run_dir is not None and self._ledger_path.is_file():
+            known.append(ledger_identity(PrivacyLedger.read(self._ledger_path).records))
         return known
 
-    # -- getting ready -----------------------------------------------------------------------
+    # -- getting ready: plan, open the ledger, put the gates in place -------------------------
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage != "fit":
@@ -172,25 +185,26 @@ class PrivacyAccountant(Callback):
         self._forget_earlier_fit()
         ranks = self._ranks = Ranks.here()
         module: Any = pl_module
-        mode: Any = getattr(module, "privacy", None)
         data: Any = getattr(trainer, "datamodule", None)
-        self._data = data
+        self._trainer, self._module, self._data = trainer, module, data
         self.run_dir = self.run_dir or Path(trainer.default_root_dir)
+
+        # Every rank plans by itself, and all must have planned the same.
         own_plan = ranks.together(lambda: self._planned(trainer, module, data))
         planned = ranks.share(lambda: own_plan)
-        counted = self.sweep is not None and mode.guarantee == "dp"
-        self._in_dataset = counted or getattr(mode, "dataset_ledger", None) is not None
+        mode: PrivacyMode = module.privacy
         secret = ranks.share(lambda: self._secret(mode))
-        agreed = KeyedStream(secret, "agreement")
-        require_agreement(trainer, module, data, planned=own_plan, stream=agreed, ranks=ranks)
+        stream = KeyedStream(secret, "agreement")
+        require_agreement(trainer, module, data, planned=own_plan, stream=stream, ranks=ranks)
         planned = fit_physical_batch(trainer, module, data, planned, ranks)
         self.plan, self.planned_steps = planned.plan, planned.steps
+
+        # Rank 0 opens the ledger; what it grants or refuses later is shared by the gate.
         run_id = ranks.share(lambda: self._open(trainer, module, data, planned, secret))
         self._identity = ranks.share(lambda: self._run.identity)
+        self._in_dataset = ranks.share(lambda: self._dataset is not None)
         stream = self._run.stream if ranks.is_first else KeyedStream(secret, run_id, secure_rng=mode.secure_rng)
         self.sampler = planned.sampler(data, stream, ranks=ranks)
-        self._strange: str | None = None
-        self._updates: Counter[str] = Counter()
         self.sampler.watched = self.plan is not None
         self.sampler.before_first_draw = lambda: self._begin(trainer, pl_module)
         own = None
@@ -203,44 +217,22 @@ class PrivacyAccountant(Callback):
             own, stream=stream, run_id=run_id, sampler=self.sampler, ranks=ranks, plan=self.plan,
             whole=strategy == "ddp", parts=strategy in ("fsdp", "deepspeed"),
         )  # fmt: skip
-        if averaging(trainer) is not None and hasattr(module, "prepare"):
-            ranks.in_turn(lambda: module.prepare(data))  # what is copied now for the average has its final shapes
-        shape = shape_of_batches(trainer, module, data)
-        mode.fixed_shapes = asks_for_one_program(trainer, module)
-        self.sampler.scatters = shape is not None and mode.neighbours == "add_or_remove"
-        collate = collate_of(trainer, module)
-        data.attach(self.sampler, UnitCollator(collate, data.rows_per_unit, unit=mode.unit, shape=shape))
-        keep_the_sampler(trainer)
-        self._shared = place_early(trainer, pl_module)
-        ranks.together(lambda: mode.attach(pl_module, self.plan, stream))
-        module.receive_guard(self._gate)
-        self._trainer, self._module = trainer, module
+
+        self._attach(trainer, module, data, stream)
         self._built = built(module) if mode.guarantee == "dp" and strategy in ("one_device", "ddp") else None
         self._between = BetweenSteps(trainer, module, self._complete)
         if mode.guarantee == "dp":
-            declare = partial(self._note_private, mode) if module.log_private_loss else None
+            declare = self._note_private if module.log_private_loss else None
             self.log_gate = LogGate(trainer, module, step=lambda: self._gate.steps_done, declare=declare)
             if self.sampler.physical_batches_per_step is None:
                 self.log_gate.log_every_batch()
 
-    def _note_private(self, mode: PrivacyMode, name: str) -> None:
-        """Write down that a private number is shown, for the card; once the run has ended, it is too late for that."""
-        if self._ended:
-            raise unaccounted(repr(name), mode)
-        if self._ranks.is_first:
-            self.ledger.append("event", name=PRIVATE_LOG_EVENT, logged=name)
-
-    def _note_kept(self, mode: PrivacyMode, name: str) -> None:
-        """Write down that a checkpoint holds a private number; after the end its card claims nothing anyway."""
-        if not self._ended:
-            self._note_private(mode, name)
-
     def _planned(self, trainer: L.Trainer, module: Any, data: Any) -> PlannedRun:
-        """What would run, once nothing speaks against it."""
+        """Plan the run, once nothing speaks against it."""
         refuse_broken_claims(trainer, module, data)
         if (start := self.start()) is not None:
             start.check(module.privacy)
-        if module.privacy.noise_seed is None and self._ranks.is_first:
+        if self._ranks.is_first:
             self._secret(module.privacy)  # a bad secret file is refused before a long calibration
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if hasattr(callback, "plant_canaries"):  # an audit: before the run is planned, because n counts its units
@@ -258,7 +250,7 @@ class PrivacyAccountant(Callback):
         self._dataset = self._dataset_ledger(mode)
         planted = getattr(data, "planted_facts", None)
         self._run = PrivateRun.open(
-            Path(self.run_dir or ".") / LEDGER_NAME,
+            self._ledger_path,
             resume=self.resume,
             secret=secret,
             secure_rng=mode.secure_rng,
@@ -292,6 +284,39 @@ class PrivacyAccountant(Callback):
         note_sweep(self._run.ledger, None if self.sweep is None else self.sweep.describe())
         return self._run.run_id
 
+    def _dataset_ledger(self, mode: PrivacyMode) -> DatasetLedger | None:
+        """The ledger of the data set, if there is one; a run that it has no room for leaves nothing behind."""
+        if self.plan is None:
+            return None
+        ledger = mode.ledger_of_dataset(self.plan.budget, run_dir=self.run_dir)
+        if self.sweep is not None:
+            ledger = trial_ledger(self.sweep, self.plan.budget, own=ledger, mode=mode.name)
+        uncounted = self._uncounted(ledger)
+        if ledger is not None:
+            release = self.plan.release()
+            require_room(ledger, self._ledger_path, release, steps=self.planned_steps, earlier=uncounted)
+        return ledger
+
+    def _uncounted(self, ledger: DatasetLedger | None) -> tuple[EarlierRun, ...]:
+        """The run whose model this one starts from, where the data set's ledger does not count it."""
+        start = self.start()
+        return () if start is None else start.uncounted(ledger)
+
+    def _attach(self, trainer: L.Trainer, module: Any, data: Any, stream: KeyedStream) -> None:
+        """Hand sampler, collation, noise and gate to those who use them."""
+        mode: PrivacyMode = module.privacy
+        if averaging(trainer) is not None and hasattr(module, "prepare"):
+            self._ranks.in_turn(lambda: module.prepare(data))  # what is copied for the average has its final shapes
+        shape = shape_of_batches(trainer, module, data)
+        mode.fixed_shapes = asks_for_one_program(trainer, module)
+        self.sampler.scatters = shape is not None and mode.neighbours == "add_or_remove"
+        collate = collate_of(trainer, module)
+        data.attach(self.sampler, UnitCollator(collate, data.rows_per_unit, unit=mode.unit, shape=shape))
+        keep_the_sampler(trainer)
+        self._shared = place_early(trainer, module)
+        self._ranks.together(lambda: mode.attach(module, self.plan, stream))
+        module.receive_guard(self._gate)
+
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Attach the mode to what a strategy put in the parameters' place: engines know parameters by identity."""
         module: Any = pl_module
@@ -301,33 +326,6 @@ class PrivacyAccountant(Callback):
         if getattr(module, "in_shards", False):
             with module.whole():
                 self._ranks.together(lambda: module.privacy.attach(module, self.plan, self._gate.stream))
-
-    def _forget_earlier_fit(self) -> None:
-        """Let nothing of an earlier fit with this object stand for this one: not its reservation, nor its place."""
-        if self._account is not None:
-            self._account.close()
-        self._begun = self._ended = self._trained = self._in_batch = False
-        self._account, self._restored, self.log_gate, self._checkpoint_gate = None, None, None, None
-        for name in ("_run", "_gate", "_between", "_identity"):
-            vars(self).pop(name, None)
-
-    def _dataset_ledger(self, mode: PrivacyMode) -> DatasetLedger | None:
-        """The ledger of the data set, if there is one; a run that it does not cover leaves nothing behind."""
-        if self.plan is None:
-            return None
-        ledger = mode.ledger_of_dataset(self.plan.budget, run_dir=self.run_dir)
-        if self.sweep is not None:
-            ledger = trial_ledger(self.sweep, self.plan.budget, own=ledger, mode=mode.name)
-        uncounted = self._uncounted(ledger)
-        if ledger is not None:
-            path = Path(self.run_dir or ".") / LEDGER_NAME
-            require_room(ledger, path, self.plan.release(), steps=self.planned_steps, earlier=uncounted)
-        return ledger
-
-    def _uncounted(self, ledger: DatasetLedger | None) -> tuple[EarlierRun, ...]:
-        """The run whose model this one starts from, where the data set's ledger does not count it."""
-        start = self.start()
-        return () if start is None else start.uncounted(ledger)
 
     # -- resuming ----------------------------------------------------------------------------
 
@@ -340,7 +338,7 @@ class PrivacyAccountant(Callback):
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Refuse the checkpoint of another run under a claim; the module, which has its weights by now, is marked.
 
-        Batches may be counted otherwise than by the run that wrote it.
+        The counters are set to this run's own: batches may be counted otherwise than by the run that wrote it.
         """
         module: Any = pl_module
         if trainer.state.fn != "fit" or "_gate" not in vars(self):
@@ -381,18 +379,17 @@ class PrivacyAccountant(Callback):
             refuse_remembering_collation(module, getattr(loader, "dataset", None), self.sampler)
 
     def _begin(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Settle where to go on, before the first coin is tossed.
+        """Settle where to go on, and reserve the steps, before the first coin is tossed.
 
         Lightning may fetch the first batches before ``on_train_start``; the sampler calls this too.
         """
         if self._begun:
             return
         self._begun = True
-        refuse_made_in_setup(pl_module, self._built if self._restored is None else None)
-        self._refuse_other_checkpoints()
-        self._ranks.share(lambda: self._refuse_unknown_start(trainer))
         module: Any = pl_module
-        if self._restored is None:  # its own checkpoint, which the ledger knows, has put its weights there
+        self._refuse_other_checkpoints(trainer)
+        if self._restored is None:  # weights of its own checkpoint are known to the ledger
+            refuse_made_in_setup(module, self._built)
             self._ranks.together(lambda: refuse_other_weights(module, self, self._data))
         self._start_values = fingerprints(pl_module)
         if self._restored is not None:
@@ -411,11 +408,11 @@ class PrivacyAccountant(Callback):
         )
         self._gate.begin(self._restored, state if replays else None)
         if module.privacy.guarantee == "dp":
-            declare = partial(self._note_kept, module.privacy) if module.log_private_loss else None
+            declare = self._note_kept if module.log_private_loss else None
             self._checkpoint_gate = CheckpointGate(trainer, module, self._between.put_together(False), declare)
         self._ranks.share(self._reserve)
 
-    def _refuse_other_checkpoints(self) -> None:
+    def _refuse_other_checkpoints(self, trainer: L.Trainer) -> None:
         found = self._ranks.gather(self._restored)
         for rank, position in enumerate(found):
             if position != found[0]:
@@ -423,27 +420,18 @@ class PrivacyAccountant(Callback):
                     f"Rank {rank} went on from another checkpoint than rank 0: all must read the same file. Put the "
                     "run folder where every machine of the job sees it."
                 )
-
-    def _refuse_unknown_start(self, trainer: L.Trainer) -> None:
-        if self._restored is None and self._run.intents and trainer.global_step > 0:
+        begun = self._ranks.share(lambda: bool(self._run.intents))
+        if self._restored is None and begun and trainer.global_step > 0:
             raise ResumeError("The checkpoint holds no accountant state, but the ledger holds releases.")
 
     def _reserve(self) -> None:
         """Reserve the run's steps in the ledger of its data set, on rank 0."""
         if self._dataset is not None:
-            name = str(self.run_dir)
+            earlier = self._uncounted(self._dataset)
             self._account = DatasetAccount(
-                self._dataset,
-                self._gate.own,
-                steps=self.planned_steps,
-                name=name,
-                earlier=self._uncounted(self._dataset),
+                self._dataset, self._gate.own, steps=self.planned_steps, name=str(self.run_dir), earlier=earlier
             )
             self._account.reserve()
-
-    def _keep_covered(self) -> None:
-        if self._account is not None:
-            self._account.keep_covered()
 
     # -- during the run ----------------------------------------------------------------------
 
@@ -505,18 +493,34 @@ class PrivacyAccountant(Callback):
             return
         if self._in_dataset:
             self._ranks.share(self._keep_covered)
-        every = max(1, -(-self.planned_steps // max(1, self.eps_log_points)))
         done = batch.step + 1
         if (fraction := self._gate.clip_fraction) is not None:
             tell(trainer, {"privacy/clip_fraction": fraction}, done)
+        every = max(1, -(-self.planned_steps // max(1, self.eps_log_points)))
         if done % every == 0 or done == self.planned_steps:
             spent = {"privacy/eps_spent": self._gate.share_epsilon(), "privacy/delta": self.plan.budget.delta}
             tell(trainer, spent, done)
 
-    def _complete(self, checkpoint: dict[str, Any]) -> None:
-        """Remember what leaves the run, let it go on with a whole step, and look for what may not leave.
+    def _keep_covered(self) -> None:
+        if self._account is not None:
+            self._account.keep_covered()
 
-        Where the number of physical batches tells what may be private, hide it.
+    def _note_private(self, name: str) -> None:
+        """Write down that a private number is shown, for the card; once the run has ended, it is too late for that."""
+        if self._ended:
+            raise unaccounted(repr(name), self._module.privacy)
+        if self._ranks.is_first:
+            self.ledger.append("event", name=PRIVATE_LOG_EVENT, logged=name)
+
+    def _note_kept(self, name: str) -> None:
+        """Write down that a checkpoint holds a private number; after the end its card claims nothing anyway."""
+        if not self._ended:
+            self._note_private(name)
+
+    def _complete(self, checkpoint: dict[str, Any]) -> None:
+        """Complete a checkpoint: remember its weights, set its counters to a whole step, and check what it holds.
+
+        Where the number of physical batches may be private, it is hidden.
         """
         trainer, module = self._trainer, self._module
         for state in ("state_dict", "current_model_state"):  # the second where an average took the place of the first
@@ -529,8 +533,7 @@ class PrivacyAccountant(Callback):
             loop["epoch_loop.state_dict"].pop("_batches_that_stepped", None)
             for part in ("total", "current"):
                 progress = loop["epoch_loop.batch_progress"][part]
-                for name in progress:
-                    progress[name] = self._gate.steps_done
+                progress |= dict.fromkeys(progress, self._gate.steps_done)
         if (gate := self._checkpoint_gate) is not None:
             # After an error, the other ranks may not have met it.
             ranks = Ranks() if trainer.interrupted else self._ranks
@@ -541,13 +544,15 @@ class PrivacyAccountant(Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._ended = True
         self._remember(pl_module)
-        self._ranks.share(self._finish)
+        self._ranks.share(lambda: self._finish("finished"))
         if self._ranks.world_size > 1:
             self._gate.share_epsilon()  # for who asks another rank when the run is over
 
-    def _finish(self) -> None:
-        self._settle()
-        self.ledger.append("end", reason="finished", steps=self._gate.steps_done)
+    def _finish(self, reason: str) -> None:
+        """Settle with the ledger of the data set, and end the run's own."""
+        if self._account is not None:
+            self._account.settle()
+        self.ledger.append("end", reason=reason, steps=self._gate.steps_done)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """End a run that went on from its very last step: Lightning then skips training, and ``on_train_end``."""
@@ -568,30 +573,9 @@ class PrivacyAccountant(Callback):
                 found = isinstance(exception, UnsupportedModelError) and self.plan is not None
                 if found and self._gate.steps_done and self._ranks.world_size == 1:
                     self._gate.forfeit()
-                self._settle()
-                self.ledger.append("end", reason=type(exception).__name__, steps=self._gate.steps_done)
+                self._finish(type(exception).__name__)
         finally:
             self._close()
-
-    def _itself(self, module: Any) -> TrainedIn:
-        inherited = module.privacy.guarantee == "inherited"
-        return TrainedIn(_claim_of(self._data) if inherited else self._identity, module.privacy.name, str(self.run_dir))
-
-    def _remember(self, module: Any, tensors: Mapping[str, Any] | None = None) -> None:
-        """Remember, for whoever trains in this process later, the values that this run has given its weights."""
-        if self._begun and hasattr(self, "_start_values"):
-            values = weights(module) if tensors is None else tensors
-            remember(values, self._start_values, self._itself(module))
-
-    def _settle(self) -> None:
-        if self._account is not None:
-            self._account.settle()
-
-    def _close(self) -> None:
-        if self._account is not None:
-            self._account.close()
-        self.ledger.close()
-        self._ended = True
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage != "fit":
@@ -604,8 +588,21 @@ class PrivacyAccountant(Callback):
         if hasattr(self, "_run"):
             self._close()
 
+    def _close(self) -> None:
+        self._close_account()
+        self.ledger.close()
+        self._ended = True
 
-def _claim_of(data: Any) -> str:
-    """What the data of ``privacy=synthetic`` were released by: all that is made of one release has one claim."""
-    card = read_card(data.privacy_card_path)
-    return f"claim {(card['ledger'] or {}).get('head') or card['checksum']}"
+    def _close_account(self) -> None:
+        if self._account is not None:
+            self._account.close()
+
+    def _itself(self, module: Any) -> TrainedIn:
+        inherited = module.privacy.guarantee == "inherited"
+        return TrainedIn(claim_of(self._data) if inherited else self._identity, module.privacy.name, str(self.run_dir))
+
+    def _remember(self, module: Any, tensors: Mapping[str, Any] | None = None) -> None:
+        """Remember, for later runs in this process, the values that this run has given its weights."""
+        if self._begun and hasattr(self, "_start_values"):
+            values = weights(module) if tensors is None else tensors
+            remember(values, self._start_values, self._itself(module))
