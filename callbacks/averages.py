@@ -86,11 +86,7 @@ def describe(trainer: L.Trainer) -> dict[str, str]:
 
 
 def refuse_averages(trainer: L.Trainer, module: Any, callbacks: list[Any]) -> None:
-    """Refuse an average that would read private rows, or would not be of the weights.
-
-    Raises:
-        ConfigurationError: Naming the callback and the setting.
-    """
+    """Refuse an average that would read private rows, or would not be of the weights."""
     found = [c for c in callbacks if isinstance(c, (WeightAveraging, StochasticWeightAveraging))]
     for callback in found:
         name = type(callback).__name__
@@ -131,10 +127,7 @@ def refuse_averages(trainer: L.Trainer, module: Any, callbacks: list[Any]) -> No
 
 
 def go_on_averaging(trainer: L.Trainer, module: Any) -> None:
-    """Have `StochasticWeightAveraging` go on from a checkpoint inside an epoch, where Lightning waits for the next one.
-
-    Until then it would count no average, write none into checkpoints, and leave the learning rate as it is.
-    """
+    """Have `StochasticWeightAveraging` go on from a checkpoint at once, where Lightning waits for the next epoch."""
     callback = averaging(trainer)
     if not isinstance(callback, StochasticWeightAveraging) or callback._scheduler_state is None:
         return

@@ -141,9 +141,9 @@ class BetweenSteps:
 def count_by_steps(checkpoint: dict[str, Any], steps_done: int, sampler: PrivateBatchSampler) -> None:
     """Set the loops' counters in ``checkpoint`` to what this fit would have counted after ``steps_done`` steps.
 
-    Lightning ends an epoch at a number of batches, and the sampler at a number of steps: where the two do not agree,
-    the sampler is asked for the next epoch in the middle of a step, or an epoch is trained twice. The counters become
-    those that Lightning has in ``on_train_batch_end`` of the last step done, and it completes them from there.
+    Lightning ends an epoch at a number of batches, and the sampler at a number of steps: where they disagree, an epoch
+    is trained twice or ends inside a step. Lightning completes the counters as in ``on_train_batch_end`` of the last
+    step.
     """
     if steps_done == 0:
         return
@@ -180,12 +180,6 @@ class CheckpointGate:
           ``declare`` was called with its name before.
         - The states of this package's and Lightning's own callbacks pass as these callbacks give them.
         - What is taken out of a checkpoint is never missed.
-
-    Args:
-        trainer: Of the fit.
-        module: Names its mode, and what it declares to be public.
-        start: A checkpoint from before the first private batch.
-        declare: Notes that a private number is handed on; None where that is refused.
     """
 
     def __init__(
@@ -196,11 +190,7 @@ class CheckpointGate:
         self._declared: set[str] = set()
 
     def check(self, checkpoint: Mapping[str, Any]) -> None:
-        """Refuse what else a complete checkpoint holds, or note it.
-
-        Raises:
-            ConfigurationError: Naming it.
-        """
+        """Refuse what else a complete checkpoint holds, or note it."""
         callbacks: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]
         data: Any = self._trainer.datamodule  # type: ignore[attr-defined]
         public = {name for each in (self._module, data, *callbacks) for name in getattr(each, "public_metrics", ())}

@@ -36,15 +36,11 @@ REHEARSED_STEPS = 20
 
 @dataclass(frozen=True)
 class Finding:
-    """What is known of one trap.
+    """The finding about one trap (``T1`` and so on; ``other`` for a refusal that is of none).
 
-    Attributes:
-        trap: ``T1`` and so on; ``other`` for a refusal that keeps out of none of them.
-        title: The mistake.
-        status: ``refused``: a fit would raise ``text``. ``declared``: a fit would run, and its card say so.
-            ``not reached``: an earlier refusal is in the way. ``yours``: no examination can see it.
-        text: What is true instead, or the refusal, or what to do.
-        severity: What the mistake costs; None for a refusal that keeps out of no trap.
+    ``refused``: a fit would raise ``text``. ``declared``: a fit would run, and its card say so. ``not reached``: an
+    earlier refusal is in the way. ``yours``: no examination can see it. ``text`` says what is true instead, or what to
+    do.
     """
 
     trap: str
@@ -110,15 +106,8 @@ class Examination:
 def examine(trainer: L.Trainer, module: Any, data: Any) -> Examination:
     """Examine what ``trainer.fit(module, datamodule=data)`` would run; ``data`` is set up already.
 
-    Nothing is released and no weight is changed. A secret is made where there is none yet, as a fit would do.
-
-    Args:
-        trainer: With the callbacks of the run.
-        module: A ``PrivateModule``.
-        data: The DataModule.
-
-    Returns:
-        One finding for each trap, and one more for each further refusal.
+    Nothing is released and no weight is changed. A secret is made where there is none yet, as a fit would do. Returns
+    one finding for each trap, and one more for each further refusal.
     """
     mode = getattr(module, "privacy", None)
     look = _Look()

@@ -22,11 +22,7 @@ Shared = list[list[str]]
 
 
 def shape_of_batches(trainer: L.Trainer, module: Any, data: Any) -> FixedShape | None:
-    """The shape that every physical batch is filled up to; None where a batch is as large as what was drawn.
-
-    Raises:
-        ConfigurationError: As `FixedShape.of`.
-    """
+    """Return the shape that every physical batch is filled up to; None where a batch is as large as what was drawn."""
     if rests_on_shapes(trainer, module):
         return FixedShape.of(data, module.place_rows if getattr(module, "fills_up", False) else copied_rows, spare=1)
     return FixedShape.of(data, module.place_rows) if asks_for_one_program(trainer, module) else None
@@ -64,11 +60,7 @@ def below_float32(trainer: L.Trainer, module: Any) -> str | None:
 
 
 def refuse_changing_rows(trainer: L.Trainer, module: Any) -> None:
-    """Refuse low precision under a guarantee where the other rows' gradients would not be the same without a unit.
-
-    Raises:
-        ConfigurationError: Naming ``trainer.precision``.
-    """
+    """Refuse low precision under a guarantee where the other rows' gradients would not be the same without a unit."""
     if not rests_on_shapes(trainer, module) or str(trainer.precision).startswith("16"):  # of 16, T7 tells
         return
     found, mode = below_float32(trainer, module), module.privacy
@@ -99,11 +91,7 @@ def precision_assumptions(trainer: L.Trainer, module: Any) -> list[str]:
 
 
 def refuse_changing_shapes(trainer: L.Trainer, module: Any) -> None:
-    """Refuse what an XLA device would compile anew for every batch, or compute in too low a precision.
-
-    Raises:
-        ConfigurationError: Naming the setting.
-    """
+    """Refuse what an XLA device would compile anew for every batch, or compute in too low a precision."""
     if not is_lazy(trainer.strategy.root_device):
         return
     if getattr(module, "fixed_shapes", False) is False:
@@ -124,11 +112,8 @@ def place_early(trainer: L.Trainer, module: L.LightningModule) -> Shared:
     """Move the module to its XLA device before anybody looks at its parameters, and have products computed in full.
 
     There, unlike on a GPU, moving makes new parameters, and unties those that are shared. Lightning, which does this
-    later, then finds everything in place.
-
-    Returns:
-        The names of the parameters that are shared, for `tie_again`: when the training is over, Lightning moves the
-        module back to the CPU, and unties them.
+    later, then finds everything in place. Returns the names of shared parameters, for `tie_again`: when the training is
+    over, Lightning moves the module back to the CPU, and unties them.
     """
     device = trainer.strategy.root_device
     if not is_lazy(device):

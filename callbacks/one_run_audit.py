@@ -42,17 +42,11 @@ def audit_results(
     refutation: Refutation | None,
     at_point: Evidence | None,
 ) -> list[AttackResult]:
-    """The bound at the claim's delta, and the point of the claimed curve that the guesses speak against most.
+    """Return the bound at the claim's delta, and the point of the claimed curve that the guesses speak against most.
 
-    The scores behind them belong to planted rows and public words, so that the numbers are post-processing of the
-    model, which is released anyway.
-
-    Args:
-        evidence: The bound on epsilon.
-        canaries: How many were planted or left out.
-        counts: Guesses and right ones, the largest number of guesses first.
-        refutation: Of the claimed curve, where something is claimed.
-        at_point: The bound at the delta of ``refutation``, at the confidence of the alarm.
+    The scores behind them belong to planted rows and public words, so the numbers are post-processing of the released
+    model. ``counts`` holds guesses and right ones, the largest number of guesses first; ``at_point`` is the bound at
+    the delta of ``refutation``, at the confidence of the alarm.
     """
     guesses, right = counts[0]
     best = most_certifiable(canaries, delta=0.0, confidence=evidence.confidence or 0.95).one_run
@@ -319,11 +313,7 @@ class OneRunAudit(Callback):
         self._judge(trainer, pl_module)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Judge a run that went on from its very last step, and end with an error where the claim is contradicted.
-
-        Raises:
-            PrivacyViolation: The canaries contradict the ledger's claim with confidence 1 - 1e-4.
-        """
+        """Judge a run that went on from its very last step, and raise where the claim is contradicted."""
         if not self._judged:
             self._judge(trainer, pl_module)
         if self._violation is not None:

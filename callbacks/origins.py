@@ -20,13 +20,7 @@ from lit_dpret.privacy.ledger.trained import held, noted_in, runs_behind
 def refuse_other_weights(module: Any, counter: Any, data: Any) -> None:
     """Refuse weights that a run trained on private data whose releases this run's claim does not count.
 
-    Args:
-        module: What is to be trained.
-        counter: The accountant of the run; it knows which runs are counted.
-        data: The DataModule of the run.
-
-    Raises:
-        ConfigurationError: Naming that run, and the way out.
+    ``counter`` is the accountant of the run: it knows which runs are counted.
     """
     if counter.counted_by_others or module.privacy.guarantee == "none":
         return
@@ -50,10 +44,7 @@ def refuse_other_weights(module: Any, counter: Any, data: Any) -> None:
 
 
 def _origins(module: Any, start: Start | None) -> list[Path]:
-    """The folders other than the start's that weights came from.
-
-    By the settings of whatever the module holds, and by what its transformers remember.
-    """
+    """Return the folders, other than the start's, that a module's settings or transformers say weights came from."""
     own = None if start is None else model_folder(start.folder).resolve()
     parts = [part for part in held(module) if isinstance(part, nn.Module)]
     remembered = (getattr(getattr(part, "config", None), "_name_or_path", None) for part in parts)
@@ -70,11 +61,7 @@ def claim_of(data: Any) -> str:
 
 
 def refuse_cards_behind(module: Any, start: Start | None) -> None:
-    """Refuse weights from a folder with a privacy card, unless it is the run that ``init_from`` names.
-
-    Raises:
-        ConfigurationError: Naming the card.
-    """
+    """Refuse weights from a folder with a privacy card, unless it is the run that ``init_from`` names."""
     for place in _origins(module, start):
         card = place / CARD_NAME if (place / CARD_NAME).is_file() else card_above(place)
         if card is not None:

@@ -25,11 +25,7 @@ _SETTINGS, _LONGEST = 64, 500
 
 
 def refuse_changed_batches(module: Any, data: Any) -> None:
-    """Refuse hooks that change a batch on its way to the device: nobody could compare rows without their company.
-
-    Raises:
-        ConfigurationError: Naming the hook.
-    """
+    """Refuse hooks that change a batch on its way to the device: nobody could compare rows without their company."""
     for owner in (module, data):
         for hook in _HOOKS:
             if getattr(type(owner), hook, None) not in (getattr(DataHooks, hook), None):
@@ -42,11 +38,7 @@ def refuse_changed_batches(module: Any, data: Any) -> None:
 
 
 def refuse_replaced_weighting(module: Any) -> None:
-    """Refuse a ``unit_loss`` of the user's own: clipping takes rows as they are weighted there, unexamined.
-
-    Raises:
-        ConfigurationError: Naming the class.
-    """
+    """Refuse a ``unit_loss`` of the user's own: clipping takes rows as they are weighted there, unexamined."""
     owner = next((kind for kind in type(module).__mro__ if "unit_loss" in vars(kind)), None)
     if owner is not None and not owner.__module__.startswith("lit_dpret."):
         raise ConfigurationError(
@@ -57,11 +49,7 @@ def refuse_replaced_weighting(module: Any) -> None:
 
 
 def refuse_remembering_collation(module: Any, dataset: Any, sampler: PrivateBatchSampler) -> None:
-    """Have the rows of some units collated alone, after others and with others, before the first step.
-
-    Raises:
-        UnsupportedModelError: ``collate_rows`` remembers what it was given.
-    """
+    """Have the rows of some units collated alone, after others and with others, before the first step."""
     examine = getattr(module, "examine_collation", None)
     if examine is None or dataset is None:
         return
@@ -101,11 +89,7 @@ def built(module: Any) -> dict[str, Tensor] | None:
 
 
 def refuse_made_in_setup(module: Any, before: Mapping[str, Tensor] | None) -> None:
-    """Refuse weights and buffers that ``setup`` of a module made, where the private rows are at hand.
-
-    Raises:
-        UnsupportedModelError: Naming the first one, unless ``public_metrics`` of the module lists it.
-    """
+    """Refuse weights and buffers that ``setup`` of a module made, where the private rows are at hand."""
     if before is None:
         return
     public = set(getattr(module, "public_metrics", ()))
@@ -130,11 +114,7 @@ def _tensors_of(module: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def refuse_saved_data(module: Any, data: Any) -> None:
-    """Refuse hyper-parameters that hold data: checkpoints and loggers keep what ``save_hyperparameters`` took.
-
-    Raises:
-        ConfigurationError: Naming the first one.
-    """
+    """Refuse hyper-parameters that hold data: checkpoints and loggers keep what ``save_hyperparameters`` took."""
     for owner, name, value in _saved(module, data):
         leaves = list(islice(_leaves(value), _SETTINGS + 1))
         if len(leaves) > _SETTINGS or any(
@@ -169,11 +149,7 @@ UNNAMED = 99
 
 
 def refuse_replaced_sampler(loader: Any, sampler: PrivateBatchSampler) -> None:
-    """Refuse a training loader that does not draw by the planned law.
-
-    Raises:
-        ConfigurationError: Its batch sampler is not ``sampler``.
-    """
+    """Refuse a training loader that does not draw by the planned law."""
     if getattr(loader, "batch_sampler", None) is not sampler:
         raise ConfigurationError(
             "The training loader does not draw by the planned law: its batch sampler was replaced. "
@@ -183,12 +159,10 @@ def refuse_replaced_sampler(loader: Any, sampler: PrivateBatchSampler) -> None:
 
 
 def refuse_other_units(loader: Any, sampler: PrivateBatchSampler) -> bool:
-    """Ask a training data set that is not of this package for every unit once, and refuse it where units share rows.
+    """Ask a training data set from outside this package for every unit once, and refuse one whose units share rows.
 
-    Ours is built unit by unit. Where rows have no names (`row_key`) nothing can be told, and asking ends early.
-
-    Returns:
-        Whether the rows of one unit are known to be all rows of one query, user or image, for they say whose they are.
+    Ours is built unit by unit. Where rows have no names (`row_key`) nothing can be seen, and asking ends early. Returns
+    whether the rows of one unit are known to be all rows of one query, user or image.
 
     Raises:
         DataError: It has another number of units, answered for another unit, or gave rows of one query, user or image
@@ -268,13 +242,7 @@ def _content(rows: Any) -> bytes | None:
 
 
 def refuse_false_bound(mode: Any, data: Any) -> None:
-    """Refuse a declared ``privacy.max_units_per_user`` that the user ids of the data contradict.
-
-    Where the data name no users, nothing is known and nothing is refused.
-
-    Raises:
-        ConfigurationError: A user has more units, or shares one with somebody else.
-    """
+    """Refuse a declared ``privacy.max_units_per_user`` that the user ids of the data, if any, contradict."""
     bound = getattr(mode, "max_units_per_user", None)
     if bound is None or not hasattr(data, "train_units"):
         return

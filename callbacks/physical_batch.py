@@ -112,13 +112,13 @@ def _try(trainer: L.Trainer, module: Any, beside: int, device: torch.device, siz
 def largest_that_fits(
     attempt: Callable[[int], None], *, most: int, room: Callable[[], tuple[int, int] | None] = lambda: None
 ) -> int:
-    """The largest power of two up to ``most`` for which ``attempt`` does not run out of memory.
+    """Return the largest power of two up to ``most`` for which ``attempt`` does not run out of memory.
 
     Args:
         attempt: Takes a size; its failures for want of memory are caught, all others raised.
         most: The largest to try; itself where it is no power of two and everything below fits.
-        room: The bytes that were taken at the peak so far and the bytes that are free, where attempts do not fail
-            when memory is short; doubling stops before it would take more than `SHARE_ON_CPU` of what is free.
+        room: The peak bytes so far and the free bytes, where attempts do not fail when memory is short; doubling stops
+            before it would take more than `SHARE_ON_CPU` of what is free.
 
     Raises:
         DeviceMemoryError: Not even 1 fits.

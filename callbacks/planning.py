@@ -69,14 +69,9 @@ class PlannedRun:
 
 
 def plan_run(trainer: L.Trainer, mode: PrivacyMode, data: Any, *, module: Any = None, reserve: int = 0) -> PlannedRun:
-    """Plan the run of ``trainer`` on ``data`` under ``mode``.
+    """Plan the run of ``trainer`` on ``data`` under ``mode``, with ``reserve`` steps paid for beyond its length.
 
-    Args:
-        trainer: States the length.
-        mode: States the promise.
-        data: States how batches are to be drawn, and holds the units.
-        module: What will be trained; a mode for coupled losses reads its loss.
-        reserve: Steps that are paid for beyond the length.
+    A mode for coupled losses reads the loss of ``module``.
 
     Raises:
         ConfigurationError: Something is missing, out of range, or cannot meet the budget.
@@ -97,11 +92,7 @@ def plan_run(trainer: L.Trainer, mode: PrivacyMode, data: Any, *, module: Any = 
 
 
 def planned_steps(trainer: L.Trainer, steps_per_epoch: int) -> int:
-    """How many logical steps ``trainer`` will take; a private run must know before it starts.
-
-    Raises:
-        ConfigurationError: Neither ``max_steps`` nor ``max_epochs`` is set, or one of them is 0.
-    """
+    """Return how many logical steps ``trainer`` will take; a private run must know before it starts."""
     epochs = trainer.max_epochs
     by_epochs = epochs * steps_per_epoch if epochs is not None and epochs > 0 else None
     by_steps = trainer.max_steps if trainer.max_steps > 0 else None
@@ -117,17 +108,10 @@ def planned_steps(trainer: L.Trainer, steps_per_epoch: int) -> int:
 
 
 def fingerprint_of_files(module: Any, key: bytes) -> str | None:
-    """What stands in the module's own files, if it reads any.
+    """Return a fingerprint of the files that the module reads beside its DataModule, keyed by the run's secret.
 
     Labels and hard negatives were made of private queries, so to a claim another file is another data set, and a
     resume with one is refused like a resume with another log.
-
-    Args:
-        module: With ``files_read()``, where it has any.
-        key: Of the run's privacy secret; without it the fingerprint says nothing about the files.
-
-    Raises:
-        DataError: A file cannot be read.
     """
     files: list[Path] = module.files_read() if hasattr(module, "files_read") else []
     if not files:
@@ -148,19 +132,7 @@ _OF_ONE_RANK = ("secret_file", "dataset_ledger", "counts")
 def require_agreement(
     trainer: L.Trainer, module: Any, data: Any, *, planned: PlannedRun, stream: KeyedStream, ranks: Ranks
 ) -> None:
-    """Refuse ranks that are not about to do the same.
-
-    Args:
-        trainer: Of this rank.
-        module: Before training; its weights may differ, because the strategy makes them equal.
-        data: Set up, its unit chosen.
-        planned: What this rank planned by itself.
-        stream: The shared stream; keys the hash of the data.
-        ranks: Who takes part.
-
-    Raises:
-        ConfigurationError: On every rank, naming what differs and on which of them.
-    """
+    """Refuse ranks that are not about to do the same; weights may differ, because the strategy makes them equal."""
     if ranks.world_size == 1:
         return
     told = ranks.gather(ranks.together(lambda: facts_of(trainer, module, data, planned=planned, stream=stream)))

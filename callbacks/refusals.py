@@ -82,12 +82,7 @@ class Candidate:
 
 
 def refuse_broken_claims(trainer: L.Trainer, module: Any, data: Any) -> None:
-    """Refuse a Trainer, module or DataModule with which the run would release what nobody counts.
-
-    Raises:
-        ConfigurationError: Naming the setting and what to do instead.
-        DataError: ``privacy=synthetic`` on data that its card does not describe.
-    """
+    """Refuse a Trainer, module or DataModule with which the run would release what nobody counts."""
     candidate = Candidate(trainer, module, data)
     for check in candidate.checks:
         check(candidate)

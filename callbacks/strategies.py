@@ -35,16 +35,13 @@ _ROWS = {
 def ddp_strategy(
     *, timeout_minutes: float = 5.0, process_group_backend: str | None = None, **settings: Any
 ) -> DDPStrategy:
-    """Lightning's DDP, with a timeout that a configuration can say.
+    """Build Lightning's DDP, with a timeout that a configuration can state.
 
     Args:
         timeout_minutes: How long ranks wait for one that is stuck. It must cover what one of them does while the others
             wait: reading its data, writing a checkpoint.
         process_group_backend: ``gloo`` or ``nccl``; null for the device's own.
         settings: Of ``DistributedDataParallel``.
-
-    Raises:
-        ConfigurationError: The timeout is no positive number.
     """
     if not (math.isfinite(timeout_minutes) and timeout_minutes > 0):
         raise ConfigurationError(f"trainer.strategy.timeout_minutes={timeout_minutes} is not a positive number.")
@@ -73,11 +70,7 @@ def strategy_name(trainer: L.Trainer) -> str:
 
 
 def refuse_unsupported(trainer: L.Trainer, mode: Any) -> None:
-    """Refuse a strategy under which the privacy mode's claim would be false, or is not shown to be true.
-
-    Raises:
-        ConfigurationError: With the reason of the table.
-    """
+    """Refuse a strategy under which the privacy mode's claim would be false, or is not shown to be true."""
     row = strategy(strategy_name(trainer))
     engine = getattr(mode, "engine", None)
     reason = row.reason_against(mode, engine)
@@ -122,9 +115,6 @@ def refuse_parted_sums(trainer: L.Trainer, module: Any) -> None:
 
     Each process would noise a sum of its own, with the noise that they all share: the difference of two of their
     updates is a difference of clipped gradients without any noise.
-
-    Raises:
-        ConfigurationError: Naming what to do, or to run on one process.
     """
     if trainer.world_size > 1 and getattr(module, "adds_up_over_ranks", False) is not True:
         raise ConfigurationError(
@@ -138,11 +128,7 @@ def refuse_parted_sums(trainer: L.Trainer, module: Any) -> None:
 
 
 def refuse_uncut_optimizer(trainer: L.Trainer, module: Any) -> None:
-    """Refuse an optimizer that needs more of a parameter than a rank holds.
-
-    Raises:
-        ConfigurationError: Naming those that do not.
-    """
+    """Refuse an optimizer that needs more of a parameter than a rank holds."""
     if strategy_name(trainer) == "fsdp" and module.optimizer_spec.name == "adafactor":
         raise ConfigurationError(
             "model.optimizer.name=adafactor averages over whole rows and columns of a parameter and scales by its root "
@@ -152,12 +138,7 @@ def refuse_uncut_optimizer(trainer: L.Trainer, module: Any) -> None:
 
 
 def refuse_own_optimizers(trainer: L.Trainer, module: Any) -> None:
-    """Refuse what a module's ``configure_optimizers`` returned where a run cannot follow it.
-
-    Raises:
-        ConfigurationError: Not exactly one optimizer, one that asks for the loss again, or a schedule that goes by a
-            metric.
-    """
+    """Refuse what a module's ``configure_optimizers`` returned where a run cannot follow it."""
     who, found = f"{type(module).__name__}.configure_optimizers", trainer.optimizers
     if len(found) != 1 or isinstance(found[0], _MockOptimizer):
         count = sum(not isinstance(optimizer, _MockOptimizer) for optimizer in found)
@@ -177,11 +158,7 @@ def refuse_own_optimizers(trainer: L.Trainer, module: Any) -> None:
 
 
 def refuse_second_masters(trainer: L.Trainer) -> None:
-    """Refuse half precision with float32 copies in the optimizer where the strategy keeps such copies itself.
-
-    Raises:
-        ConfigurationError: Naming the precision under which there is one copy.
-    """
+    """Refuse half precision with float32 copies in the optimizer where the strategy keeps such copies itself."""
     name = strategy_name(trainer)
     if name in ("fsdp", "deepspeed") and str(trainer.precision) == "bf16-true":
         copies = "its shards are float32" if name == "fsdp" else "ZeRO divides them"
@@ -195,8 +172,7 @@ def refuse_second_masters(trainer: L.Trainer) -> None:
 def keep_the_sampler(trainer: L.Trainer) -> None:
     """Tell a Trainer that its training batches are dealt to the ranks already.
 
-    Without this, ``Trainer(strategy="ddp")`` as people write it would try to put a `DistributedSampler` in their place,
-    and fail. What the loader really draws by is checked when training starts.
+    Without this, ``Trainer(strategy="ddp")`` would try to put a `DistributedSampler` in their place, and fail.
     """
     connector: Any = getattr(trainer, "_accelerator_connector", None)
     if hasattr(connector, "use_distributed_sampler"):
@@ -223,15 +199,7 @@ def note_sigterm_quietly(trainer: L.Trainer) -> None:
 
 
 def refuse_zero_settings(strategy: Any, optimizer: Any) -> None:
-    """Refuse a `DeepSpeedStrategy` that would do more than hold, exchange and update shards.
-
-    Args:
-        strategy: The Trainer's.
-        optimizer: The module's `OptimizerSpec`, where it has one.
-
-    Raises:
-        ConfigurationError: Naming the key, its value and what to do instead.
-    """
+    """Refuse a `DeepSpeedStrategy` that would do more than hold, exchange and update shards."""
     config: Mapping[str, Any] = strategy.config or {}
     stage = (config.get("zero_optimization") or {}).get("stage")
     if stage not in (1, 2, 3):

@@ -35,18 +35,13 @@ class AttackResult:
         metric: What ``estimate`` is.
         estimate: The measured value; None where there is a bound alone.
         ci: Its confidence interval, at ``confidence``.
-        eps_lower: The lower bound on epsilon; None where the attack gives none.
-        delta: That goes with the bound.
+        eps_lower: The lower bound on epsilon, at ``delta``; None where the attack gives none.
         confidence: Of the interval and the bound; None for a point value.
-        method: Which estimator gave the bound.
-        assumption: What must hold for it.
+        method: Which estimator gave the bound; it holds under ``assumption``.
         copies: How often each canary stood in the data.
         ceiling: What ``estimate`` cannot exceed by the accounting; it is no measurement.
         about: ``this model``, or ``other trainings`` with the same settings.
         canaried: Whether the model that the card is about was trained on the planted canaries.
-
-    Raises:
-        ConfigurationError: A number is not finite, or a field is out of its range.
     """
 
     attack: str
@@ -82,30 +77,17 @@ class AttackResult:
 
 
 def with_evidence(card: Mapping[str, Any], results: Sequence[AttackResult]) -> dict[str, Any]:
-    """A card about to be written, with these results among its empirical ones.
-
-    Guarantees:
-        - The claim's numbers, the assumptions and the ceilings are as they were.
-    """
+    """Add results to a card about to be written; claim, assumptions and ceilings stay as they were."""
     changed = copy.deepcopy(dict(card))
     changed["empirical"]["results"] += [result.to_dict() for result in results]
     return _restated(changed)
 
 
 def add_evidence(folder: str | Path, results: Sequence[AttackResult]) -> Path | None:
-    """Add results to the card that lies in ``folder``.
+    """Add results to the card in ``folder``; return its path, or None where the folder has no card.
 
-    Guarantees:
-        - Nothing else of the card changes but the sentence of its statement that says whether attacks were run.
-        - The SHA-256 of the card before is kept in ``amendments``, so that cards derived from it are still
-          traced to it.
-
-    Args:
-        folder: Of the card. A model folder's copy is a card of its own: call this for both.
-        results: What was found; nothing is written where there is none.
-
-    Returns:
-        The card, or None where the folder has none.
+    Nothing else of the card changes but the sentence of its statement that says whether attacks were run. A model
+    folder's copy is a card of its own: call this for both.
 
     Raises:
         DataError: The card is malformed or was edited by hand.
@@ -157,17 +139,14 @@ def _restated(card: dict[str, Any]) -> dict[str, Any]:
 
 
 def note_not_covered(folder: str | Path, what: str, *, computed: str) -> Path | None:
-    """Add to the card of ``folder`` that something computed from private data is not covered by it.
+    """Note on the card of ``folder`` that something computed from private data is not covered by it.
 
-    Guarantees:
-        - When it returns, the card on the disk says so under what is not covered, and as a caution beside its claim.
-        - The claim, the assumptions and everything else on the card are as they were.
-        - Each call is recorded in ``amendments``, with the SHA-256 of the card before it; equal texts stand once
-          in the lists that people read.
+    The note stands under what is not covered and as a caution beside the claim, and in ``amendments``; everything else
+    is as it was. Equal texts stand once.
 
     Args:
         folder: Where the card lies.
-        what: What is let out, with the artefact it is about, as the subject of a sentence.
+        what: What was published, with the artefact it is about, as the subject of a sentence.
         computed: From what, as the end of a sentence.
 
     Returns:
@@ -192,15 +171,10 @@ def note_not_covered(folder: str | Path, what: str, *, computed: str) -> Path | 
 
 
 def with_notes(card: Mapping[str, Any], folder: str | Path) -> dict[str, Any]:
-    """A card about to be written, with the notes of the one that it will replace in ``folder``.
+    """Keep the notes of the card in ``folder`` on the one that will replace it, as when a run resumes.
 
-    Guarantees:
-        - Making the card of an artefact anew, as a resumed run does, forgets nothing that was noted on it, nor
-          the results of attacks on these very files.
-
-    Args:
-        card: The new card.
-        folder: Where it is going. A card of another artefact there, or none, leaves it as it is.
+    Results of attacks are kept only on the very same files. The card of another artefact there leaves the new one as
+    it is.
     """
     path = Path(folder) / CARD_NAME
     if not path.is_file():
@@ -238,11 +212,9 @@ def text_sha256(card: Mapping[str, Any]) -> str:
 
 
 def versions(card: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The card, then what it was before each amendment, the newest first.
+    """Yield the card, then what it was before each amendment, the newest first.
 
-    Guarantees:
-        - An earlier version is given only if its file has the SHA-256 that the amendment recorded; the first
-          one that cannot be restored so ends the sequence.
+    It ends at the first version whose file does not have the SHA-256 that its amendment recorded.
     """
     current: dict[str, Any] | None = dict(card)
     while current is not None:
@@ -251,11 +223,9 @@ def versions(card: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def names_before_evidence(card: Mapping[str, Any]) -> set[str]:
-    """SHA-256 of a card, and of what it was before results of audits were added to it.
+    """Return the SHA-256 of a card, and of what it was before results of audits were added to it.
 
-    Guarantees:
-        - A name is given only for what `versions` restored, byte for byte, by taking results off again: between any
-          two of the cards that are named, the claim, its ledger and its files are the same.
+    Claim, ledger and files are the same in all of them.
     """
     found = set()
     for version in versions(card):

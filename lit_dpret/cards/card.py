@@ -193,7 +193,7 @@ def inherit_card(
     output_released: Sequence[str] = (),
     assumptions: Sequence[Assumption] = (),
 ) -> dict[str, Any]:
-    """The card of an artefact that was computed from another artefact and public data alone.
+    """Build the card of an artefact that was computed from another artefact and public data alone.
 
     Guarantees:
         - The claim is the parent's: same epsilon, delta, unit and neighbours; never better. A parent
@@ -205,15 +205,13 @@ def inherit_card(
         subject: From `subject_of`.
         description: What was done with the parent, in a phrase.
         parent_ledger: The parent's ledger; by default the file that the parent names, beside its
-            card. If it is there, the parent's arithmetic is checked; if not, the card says so. Beside an inherited
-            card may lie the ledger of the run that made the artefact, which is not the claim's and is passed over.
-        ledger_records: Records of the run that made the new artefact; a release among them means
-            that private data were touched, and is refused.
+            card. If it is there, the parent's arithmetic is checked; if not, the card says so.
+        ledger_records: Records of the run that made the new artefact; a release among them is refused.
         mechanism: Facts about the new run: ``optimizer``, ``steps_done``, …
         tuning: As in `build_card`.
         generation: As in `build_card`.
         environment: As in `build_card`.
-        output_released: What has been let out, in words; by default the subject's name.
+        output_released: What has been published, in words; by default the subject's name.
         assumptions: Further steps of the argument. A false one leaves no guarantee.
 
     Raises:

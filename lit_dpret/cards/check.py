@@ -50,12 +50,10 @@ TOLERANCE = 1e-6
 
 
 def verify_card(card: Mapping[str, Any], ledger_path: str | Path, *, folder: str | Path | None = None) -> list[str]:
-    """What is wrong with a card, given the ledger it was made from; empty where nothing is.
+    """Return what is wrong with a card, given the ledger it was made from; empty where nothing is.
 
-    Guarantees:
-        - The chain is verified, and epsilon recomputed from it.
-        - Records that were cut off the ledger's end, or appended after the card was made, are
-          reported: the card stores the head hash and the number of records.
+    The chain is verified and epsilon recomputed from it. Records that were cut off the ledger's end, or appended after
+    the card was made, are reported: the card stores the head hash and the number of records.
 
     Args:
         card: From `read_card` (or `build_card`); for an inherited card, the ledger is the parent's.
@@ -210,14 +208,7 @@ _SENTENCES = (
 
 @dataclass(frozen=True)
 class Recheck:
-    """What came of it.
-
-    Args:
-        numbers: How many numbers were computed anew.
-        wrong: What is wrong with those numbers and other facts that differ.
-        words: What is wrong with sentences, if this version wrote them.
-        decided: The entries of the card that the ledger decides, right or wrong.
-    """
+    """The outcome: numbers recomputed, wrong facts, wrong sentences, and the entries that the ledger decides."""
 
     numbers: int
     wrong: list[str]
@@ -226,15 +217,10 @@ class Recheck:
 
 
 def recheck(card: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> Recheck:
-    """Compute anew what the ledger decides.
+    """Recompute what the ledger decides, for a card with a ledger of its own.
 
-    Guarantees:
-        - An entry that the ledger decides and that differs from it, is missing or stands where the ledger knows none is
-          reported by its place. Every entry that is not among ``decided`` was compared with nothing.
-
-    Args:
-        card: One with a ledger of its own.
-        records: The records that it was made from.
+    An entry that differs from the ledger, is missing, or stands where the ledger knows none is reported by its place.
+    Every entry that is not among ``decided`` was compared with nothing.
 
     Raises:
         LedgerError: The records contradict each other, or hold no plan.

@@ -91,12 +91,10 @@ def claim_facts(
 
 
 def user_level_epsilon(releases: Sequence[Release], plan: PrivacyPlan, verdict: Verdict) -> float | None:
-    """The epsilon of everything that one user contributed; None where it is not declared or not proved.
+    """Return the epsilon of everything that one user contributed; None where it is not declared or not proved.
 
-    Guarantees:
-        - With ``unit=user`` it is the claim's own.
-        - Otherwise it is that of ``max_units_per_user`` units together, a bound that the run declared
-          before its first step. Nothing is concluded from the data.
+    With ``unit=user`` it is the claim's own. Otherwise it is that of ``max_units_per_user`` units together, a bound
+    that the run declared before its first step; nothing is concluded from the data.
     """
     if plan.budget.unit == "user":
         return verdict.epsilon
@@ -243,14 +241,7 @@ def uncovered(
     tuning: Mapping[str, Any],
     randomness: Mapping[str, Any],
 ) -> list[str]:
-    """What a reader might take for covered and is not.
-
-    Args:
-        claim: The card's.
-        groups: What several units are worth together: ``units``, ``epsilon``, ``why``.
-        tuning: The card's.
-        randomness: The card's.
-    """
+    """List what a reader might take for covered and is not, by the card's claim, groups, tuning and randomness."""
     unit, neighbours, most = claim["unit"], claim["neighbours"], claim["max_units_per_user"]
     gaps = []
     if unit == "pair":
@@ -324,14 +315,7 @@ _PAIRS = 60
 
 @dataclass(frozen=True, kw_only=True)
 class ClaimedCurve:
-    """What a run claims of one unit.
-
-    Attributes:
-        eps: The epsilon of its own releases; at most that on its card.
-        delta: The delta that it goes with.
-        neighbours: The relation.
-        pairs: (epsilon, delta) that the releases satisfy all at once, the claim among them.
-    """
+    """The claim of a run about one unit: ``eps`` at ``delta``, and all ``pairs`` (epsilon, delta) that hold at once."""
 
     eps: float
     delta: float
@@ -340,17 +324,14 @@ class ClaimedCurve:
 
 
 def claimed_curve(records: Sequence[Mapping[str, Any]]) -> ClaimedCurve | None:
-    """The curve of the releases that a ledger charges; None where they prove nothing, so that nothing is claimed.
+    """Return the privacy curve of a ledger's own releases, which an audit of that run can contradict.
 
-    Guarantees:
-        - Every pair is one that the accountant vouches for, under the relation of the claim.
-        - It says what the ledger says, never what was configured: steps that stated less noise are charged so.
-
-    Args:
-        records: ``PrivacyLedger.records``.
+    The card prints one epsilon at one delta; the releases satisfy a whole curve, and an audit may test every pair of
+    it. A canary planted in this run met none of the releases of a model that the run started from, so those are left
+    out: the curve is never above the claim on the card. None where the releases prove nothing.
 
     Raises:
-        LedgerError: They contradict each other.
+        LedgerError: The records contradict each other.
     """
     plan, _ = plan_of(records)
     if plan is None:

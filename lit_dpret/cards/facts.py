@@ -51,23 +51,14 @@ def package_versions() -> dict[str, str]:
 
 
 def environment_facts(*, device: torch.device | str | None = None, precision: str | None = None) -> dict[str, Any]:
-    """What a card says of the machine: kinds, never names of hosts or users.
-
-    Args:
-        device: Where it was computed; None where that is not known.
-        precision: In which numbers, as Lightning writes it.
-    """
+    """Return what a card says of the machine: kinds, never names of hosts or users; None where a fact is not known."""
     return {"code_commit": code_commit(), "hardware": None if device is None else _hardware(str(device)),
             "precision": precision}  # fmt: skip
 
 
 @cache
 def code_commit() -> str | None:
-    """The git commit of this package's own checkout, ``+changes`` where files differ from it; None elsewhere.
-
-    Guarantees:
-        - An installed package is not taken for a part of the repository that its environment happens to lie in.
-    """
+    """Return the commit of this package's own checkout, ``+changes`` where files differ; None if it is installed."""
     package = Path(__file__).resolve().parent.parent
 
     def git(*arguments: str) -> str | None:
@@ -98,11 +89,9 @@ KNOB = "callbacks.card.pretraining_overlap"
 
 
 def overlap_facts(file: str | Path) -> dict[str, Any]:
-    """The block ``pretraining.overlap_check`` from the ``pretraining_overlap.json`` that the task wrote.
+    """Return the block ``pretraining.overlap_check`` from the ``pretraining_overlap.json`` of the task.
 
-    Returns:
-        ``corpus`` (name, documents, words), ``sampled``, ``whose`` the queries are, ``split``, and ``found``: by kind
-        of text, the share found exactly and by words in a row, with their intervals.
+    Of private queries the share is itself a number computed from them, so a card takes it of public texts alone.
 
     Raises:
         ConfigurationError: It cannot be read, is no such file, or holds shares of private queries.
@@ -147,14 +136,7 @@ def protocol_facts(files: Iterable[str | Path], *, knob: str = _KNOB) -> list[di
 
 
 def note_protocols(ledger: PrivacyLedger, files: Sequence[str | Path]) -> None:
-    """Write the hashes of protocols into a ledger, before its first release.
-
-    Guarantees:
-        - When it returns, each file is registered in a record before that of the first announced step.
-
-    Args:
-        ledger: Open for writing.
-        files: The protocols; those that are registered already are not written again.
+    """Write the hashes of protocols into a ledger, before the record of its first announced step.
 
     Raises:
         ConfigurationError: A file cannot be read, or is empty.

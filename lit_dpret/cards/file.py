@@ -46,10 +46,7 @@ def subject_of(
 
 
 def write_card(card: Mapping[str, Any], folder: str | Path) -> Path:
-    """Write ``privacy_card.json``, ``.md`` and ``.html``; each file appears whole or not at all.
-
-    Returns:
-        The path of the JSON.
+    """Write ``privacy_card.json``, ``.md`` and ``.html``, each whole or not at all; return the path of the JSON.
 
     Raises:
         StorageError: The folder cannot be written.
@@ -174,8 +171,7 @@ def check_dataset_card(path: Path | None) -> None:
     """Refuse data that its privacy card does not describe, file by file.
 
     Raises:
-        DataError: The card is missing, is not one of a data set, or lists other contents than the
-            folder's queries, judgements and passages.
+        DataError: The card is missing, is of something else, or lists other contents than the folder has.
     """
     if path is None:
         raise DataError(
@@ -201,9 +197,8 @@ def check_dataset_card(path: Path | None) -> None:
 def check_artefact(folder: Path, card: Mapping[str, Any]) -> None:
     """Refuse a folder of a model or a data set that is not what the card in it describes.
 
-    Guarantees:
-        - Every file of the folder is listed on the card with its SHA-256, hidden ones, the ledger and the
-          card itself aside, and every listed file is there.
+    Every file must be listed with its SHA-256, hidden ones, the ledger and the card itself aside, and every listed file
+    must be there.
 
     Raises:
         DataError: A file was changed, added or taken away, or the card lists none.

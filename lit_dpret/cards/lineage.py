@@ -31,13 +31,7 @@ _MOST_FOLDERS = 5000
 
 @dataclass(frozen=True)
 class FoundCard:
-    """A card on the disk.
-
-    Args:
-        path: Its file.
-        card: What stands in it now.
-        named: What stood in it when it was named, if it was amended since.
-    """
+    """A card on the disk: its content now, and when it was ``named``, if it was amended since."""
 
     path: Path
     card: dict[str, Any]
@@ -52,9 +46,6 @@ class Lineage:
 
     Attributes:
         damaged: Files that were met on the way and are no cards, or were edited.
-
-    Raises:
-        DataError: One of them does not exist.
     """
 
     def __init__(self, folders: Iterable[str | Path] = ()) -> None:
@@ -82,12 +73,7 @@ class Lineage:
         return None
 
     def ledger(self, card: Mapping[str, Any], beside: Path) -> Path | None:
-        """The ledger that a card names: one that holds its head, else one of its name where a run leaves it.
-
-        Args:
-            card: The card.
-            beside: The card's file.
-        """
+        """Return the ledger that a card names: one that holds its head, else one of its name where a run leaves it."""
         ledger = card["ledger"]
         name, head = Path(str(ledger["name"])).name, str(ledger["head"]).encode()
         usual = [folder / name for folder in (beside.parent, beside.resolve().parent.parent)]
@@ -148,13 +134,9 @@ _TUNING = "It leaves out how the settings of its parent were chosen."
 def link_problems(
     child: Mapping[str, Any], parent: Mapping[str, Any], ancestors: Sequence[Mapping[str, Any]], ledger: Path | None
 ) -> list[str]:
-    """What is wrong with a card, given that of its nearest parent.
+    """Return what is wrong with a card, given its nearest parent's and the further cards that it names.
 
-    Args:
-        child: The derived card.
-        parent: The card that it names first.
-        ancestors: The further cards that it names.
-        ledger: The parent's ledger, where it was found; without it the releases of a start are not compared.
+    Without the parent's ``ledger``, the releases of a start are not compared.
     """
     problems = []
     if list(ancestors) != parent["parents"]:

@@ -28,27 +28,19 @@ _INSTALL = "needs the package cryptography: pip install 'lit-dpret[sign]'."
 
 @dataclass(frozen=True)
 class Signed:
-    """A signature that fits a card.
-
-    Args:
-        key: Fingerprint of the public key, SHA-256 of its 32 bytes.
-        later: How many amendments the card got after it was signed; those are not covered.
-    """
+    """A signature that fits a card: the fingerprint of its key, and how many amendments it does not cover."""
 
     key: str
     later: int
 
 
 def sign_card(path: str | Path, key_file: str | Path) -> list[Path]:
-    """Sign a card, and the copies of it that a run keeps in its folder and beside its model.
+    """Sign a card, and the copies of it that a run keeps in its folder and beside its model; return the signatures.
 
     Args:
         path: The card, or its folder.
         key_file: A private Ed25519 key in PEM, as ``openssl genpkey -algorithm ed25519`` writes it; readable by
             its owner alone, and not in the folder of the card.
-
-    Returns:
-        The signatures.
 
     Raises:
         ConfigurationError: The key cannot be used, or the package ``cryptography`` is missing.

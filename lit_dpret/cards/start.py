@@ -39,13 +39,13 @@ MODEL_FOLDER = "model"
 
 @dataclass(frozen=True)
 class Start:
-    """What a run has to know of the one that it starts from.
+    """Facts about the run that the weights are loaded from.
 
     Args:
         folder: Of the earlier run.
         facts: What goes into the ledger: ``name``, ``card_sha256``, ``public``, ``guarantee``,
             ``releases``, ``parents``, ``runs`` (the ledgers of the releases, by their identities), ``tuning`` (how its
-            settings were chosen), and ``head`` (of its own ledger, the last record that tells of a step), ``unit``,
+            settings were chosen), and ``head`` (the last record of a step in its own ledger), ``unit``,
             ``neighbours`` and ``epsilon`` where there are any.
         knob: The setting that named it, for messages.
     """
@@ -88,11 +88,7 @@ class Start:
         return () if dataset is None else self.earlier()
 
     def check(self, mode: Any) -> None:
-        """Refuse a start with which the run could not claim what its mode promises.
-
-        Raises:
-            ConfigurationError: The claims do not add up; the message says why.
-        """
+        """Refuse a start with which the run could not claim what its mode promises."""
         guarantee, facts = mode.guarantee, self.facts
         if guarantee == "none" or facts["public"]:
             return
@@ -122,8 +118,8 @@ class Start:
 def note_start(ledger: PrivacyLedger, start: Start | None) -> None:
     """Write the start of a run into its ledger before its first step, once.
 
-    The folder of the start may have moved since then, its card may carry further evidence (an audit, a note), and a
-    resume of a finished run may have made the card again.
+    On resume it must be the same start; only its folder, further evidence on its card, and a card made again may
+    differ.
 
     Raises:
         ResumeError: The ledger was begun from another start, or from none.
@@ -156,18 +152,16 @@ def model_folder(run: str | Path) -> Path:
 
 
 def read_start(run: str | Path, *, public: bool, knob: str = "init_from") -> Start:
-    """The start that ``init_from=run`` means.
+    """Read the start that ``init_from=run`` means.
 
     Guarantees:
-        - A private start is taken only if its card agrees with its ledger, file for file and number
-          for number.
+        - A private start is taken only if its card agrees with its ledger, file for file and number for number.
         - A start whose card an audit contradicts has no guarantee to pass on.
-        - Without a card, only a declaration makes a start public; a card that claims differential
-          privacy, and so tells of private data, cannot be declared away.
+        - Without a card, only a declaration makes a start public; a card that tells of private data cannot be declared
+          away.
 
     Args:
-        run: A run folder with ``model/``, ``privacy_card.json`` and ``privacy_ledger.jsonl``; or any
-            model folder that is declared public.
+        run: A run folder with ``model/``, card and ledger; or any model folder that is declared public.
         public: ``init_from_is_public``: nothing private went into it.
         knob: The setting that named it, for messages.
 

@@ -70,10 +70,7 @@ def audit_sections(card: Mapping[str, Any]) -> list[Section]:
 
 
 def contradicted(card: Mapping[str, Any]) -> bool:
-    """Whether a result on the card lies above what the accounting allows, with the confidence of `ALARM`.
-
-    That is a lower bound on epsilon (`BOUND`) above its ceiling, or an interval that lies above it.
-    """
+    """Return whether a bound on epsilon, or an interval, lies above its ceiling with the confidence of `ALARM`."""
     for one in card["empirical"].get("results", []):
         if one["ceiling"] is None or (one["confidence"] or 0) < ALARM:
             continue
@@ -84,12 +81,7 @@ def contradicted(card: Mapping[str, Any]) -> bool:
 
 
 def audit_problems(card: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What audits leave against a card: a contradiction, or a result that is due by the run's ledger and is not there.
-
-    Args:
-        card: As it is now, with all its amendments.
-        records: Of its ledger, as far as the card was made from them; none where it was not found.
-    """
+    """Return what audits leave against a card: a contradiction, or a missing result that its ledger announces."""
     if contradicted(card):
         return [attacks_sentence(card)]
     events = [record for record in records if record["kind"] == "event" and record.get("name") == AUDIT_EVENT]

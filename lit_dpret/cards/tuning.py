@@ -38,21 +38,20 @@ def tuning_facts(
     sweep: Mapping[str, Any] | None = None,
     delta: float | None = None,
 ) -> dict[str, Any]:
-    """The tuning block of a card: the facts given, a sentence, and whether an epsilon covers the choice.
+    """Return the tuning block of a card: the facts given, a sentence, and whether an epsilon covers the choice.
 
     Guarantees:
-        - A choice made on private data is accounted only where the search was declared as
-          `RandomStopping` and its cost is proved; ``epsilon`` is then that of the search with its
-          best run. The epsilon of the claim stays that of the one run.
-        - The same choice among the trials of a sweep that were all reserved beforehand is accounted by their sum:
-          ``epsilon`` is then the limit of the ledger that holds them. Where one of the trials had no privacy, where the
-          limit holds at a larger delta than the claim's, or where the run claims nothing, none is stated.
+        - A choice on private data is accounted only where the search was declared as `RandomStopping` and its cost is
+          proved; ``epsilon`` is then that of the search with its best run. The epsilon of the claim stays that of the
+          run.
+        - A choice among the trials of a sweep that were all reserved beforehand is accounted by their sum: ``epsilon``
+          is the limit of the ledger that holds them. Where a trial had no privacy, where the limit holds at a larger
+          delta than the claim's, or where the run claims nothing, none is stated.
 
     Args:
         tuning: ``data``, ``n_trials``, ``method``, ``mean_runs``, ``runs_law``, ``note``.
-        cost: What a search costs, as `search_cost` gives it; None where the artefact has no releases
-            of its own.
-        sweep: The sweep that the run is a trial of, as its ledger tells of it.
+        cost: What a search costs, from `search_cost`; None where the artefact has no releases of its own.
+        sweep: The sweep that the run is a trial of, from its ledger.
         delta: Of the claim; None where nothing is claimed.
 
     Raises:
@@ -85,18 +84,10 @@ def tuning_facts(
 def with_earlier_tuning(
     own: Mapping[str, Any], earlier: Mapping[str, Any] | None, name: str, *, composed: bool
 ) -> dict[str, Any]:
-    """Add to a tuning block how the settings were chosen of what the artefact was made from.
+    """Add to a tuning block how the settings of what the artefact was made from were chosen.
 
-    Guarantees:
-        - A choice on private or unstated data behind the model is a choice behind whatever is made from it.
-        - What is made from it without private data has the same epsilon with that choice; a claim ``composed`` of
-          both runs has none that is proved.
-
-    Args:
-        own: From `tuning_facts`.
-        earlier: The block of the other card; None where there is none.
-        name: Of the other artefact.
-        composed: The artefact made releases of its own beside those of the other.
+    A choice on private or unstated data behind the model is a choice behind whatever is made from it. What is made
+    from it without private data keeps that epsilon; a claim ``composed`` of both runs has none that is proved.
     """
     if earlier is None or earlier["data"] not in _OPEN or (not own["accounted"] and own["data"] == earlier["data"]):
         return dict(own)
@@ -127,14 +118,9 @@ def possible_tuning(
     delta: float | None,
     start: Mapping[str, Any] | None,
 ) -> list[dict[str, Any]]:
-    """The tuning blocks that a run may have, given its ledger, whatever was declared of its own choice.
+    """Return the tuning blocks that a run may have, given its ledger, whatever was declared of its own choice.
 
-    Args:
-        stated: The block on its card, for what the run alone declares.
-        cost: As in `tuning_facts`.
-        sweep: As the ledger tells of it.
-        delta: Of the claim; None where nothing is claimed.
-        start: As the ledger tells of it.
+    ``stated`` is the block on its card, for what the run alone declares; the rest is as in `tuning_facts`.
     """
     declared = {name: stated.get(name) for name in ("n_trials", "method", "mean_runs", "runs_law", "note")}
     found = []
@@ -157,16 +143,7 @@ def same_facts(stated: Mapping[str, Any], possible: Mapping[str, Any]) -> bool:
 
 
 def refuse_other_tuning(tuning: Mapping[str, Any], metric_data: str, *, knob: str = "callbacks.card.tuning_") -> None:
-    """Refuse what a trial says of the choice of its settings, where its sweep says something else.
-
-    Args:
-        tuning: What the trial says: ``data`` and, where it declares a search, ``method``.
-        metric_data: On which data the trials of its sweep are compared.
-        knob: How the trial's settings begin, for the message.
-
-    Raises:
-        ConfigurationError: They contradict each other.
-    """
+    """Refuse what a trial says of the choice of its settings, where its sweep (``metric_data``) says something else."""
     refuse_told_number(tuning, "trial_of", knob=knob)
     if (data := tuning.get("data")) not in (None, "unknown", metric_data):
         raise ConfigurationError(
@@ -176,11 +153,7 @@ def refuse_other_tuning(tuning: Mapping[str, Any], metric_data: str, *, knob: st
 
 
 def refuse_told_number(tuning: Mapping[str, Any], teller: str, *, knob: str = "callbacks.card.tuning_") -> None:
-    """Refuse a search by random stopping beside the setting ``teller``, which tells how many runs there are.
-
-    Raises:
-        ConfigurationError: Such a search is declared.
-    """
+    """Refuse a search by random stopping beside the setting ``teller``, which tells how many runs there are."""
     if tuning.get("method") == "random_stopping":
         raise ConfigurationError(
             f"{knob}method=random_stopping with {teller}: its cost is proved only where the number of runs is told to "

@@ -36,14 +36,7 @@ Outcome = Literal["ok", "failed", "not_checked"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
-
-    Args:
-        artefact: The name of the card's subject.
-        check: What was looked at, in a word or two.
-        outcome: ``ok``, ``failed``, or ``not_checked`` where it could not be.
-        text: What was found, or why it was not checked.
-    """
+    """One check of an artefact, how it ended (``not_checked``: it could not be made), and what was found or why."""
 
     artefact: str
     check: str
@@ -53,14 +46,7 @@ class Finding:
 
 @dataclass
 class Verification:
-    """What was found on the way from a card to the private data.
-
-    Attributes:
-        path: The card's file.
-        sha256: Of that file; empty where it cannot be read.
-        claim: Its claim in a line.
-        findings: In the order of the chain, the subject first.
-    """
+    """The findings on the way from a card to the private data, in the order of the chain, the subject first."""
 
     path: Path
     sha256: str = ""
@@ -315,10 +301,7 @@ def _check_words(result: Verification, found: FoundCard, more: Sequence[str] = (
 
 
 def _check_copy(result: Verification, lineage: Lineage, found: FoundCard) -> None:
-    """The copy of the card that a run leaves in its model folder: what the card says, and results that came later.
-
-    What was computed for the card holds for an equal copy, so nothing is computed twice.
-    """
+    """The copy of the card that a run leaves in its model folder: what the card says, and results that came later."""
     name, folder = _name(found), found.path.parent / MODEL_FOLDER
     copy = FoundCard(folder / CARD_NAME, found.card)
     if not any(folder.glob("privacy_card.*")):

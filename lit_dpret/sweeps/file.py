@@ -33,11 +33,7 @@ _MACROS = ("${env}", "${interpreter}", "${program}", "${args_no_hyphens}")
 
 @dataclass(frozen=True)
 class Trial:
-    """One point of a sweep.
-
-    Args:
-        settings: What the sweep varies, as ``name=value``, in the order of the file.
-    """
+    """One point of a sweep: what it varies, as (name, value), in the order of the file."""
 
     settings: tuple[tuple[str, Any], ...]
 
@@ -76,10 +72,7 @@ class SweepFile:
 
     @classmethod
     def read(cls, path: str | Path) -> SweepFile:
-        """Read and check a file.
-
-        Args:
-            path: Of the file; or the name of one that comes with the package, such as ``quickstart``.
+        """Read and check a file, or one that comes with the package, such as ``quickstart``.
 
         Raises:
             ConfigurationError: It is missing, no sweep, or asks for something whose trials are not known beforehand.
@@ -134,11 +127,7 @@ class SweepFile:
         )
 
     def trials(self, *, seed: int = 0) -> list[Trial]:
-        """The trials in the order of W&B's grid, or a public draw of ``run_cap`` different ones.
-
-        Args:
-            seed: Of the draw of ``method: random``.
-        """
+        """Return the trials in the order of W&B's grid, or a public draw (by ``seed``) of ``run_cap`` of them."""
         names = list(self.parameters)
         if self.method == "grid":
             points = itertools.product(*self.parameters.values())
@@ -156,11 +145,9 @@ class SweepFile:
         return [part for part in self.command if "=" in part and not part.startswith(("${", "hydra.", "trial_of="))]
 
     def command_line(self, trial: Trial, environment: Mapping[str, str]) -> list[str]:
-        """The command of one trial, with the macros that W&B's agent would fill in.
+        """Return the command of one trial, with the macros that W&B's agent would fill in.
 
-        Args:
-            trial: The trial.
-            environment: Where ``${envvar:NAME}`` looks; a name that is missing stays as W&B leaves it.
+        ``${envvar:NAME}`` is looked up in ``environment``; a name that is missing stays as W&B leaves it.
         """
         words: list[str] = []
         for part in self.command:

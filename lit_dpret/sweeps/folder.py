@@ -30,12 +30,7 @@ DONE = "trial.json"
 
 @dataclass(frozen=True)
 class SweepFolder:
-    """A planned sweep.
-
-    Args:
-        folder: Where it lies.
-        facts: What ``sweep.json`` holds.
-    """
+    """A planned sweep: its folder, and the content of its ``sweep.json``."""
 
     folder: Path
     facts: Mapping[str, Any]
@@ -98,11 +93,11 @@ class SweepFolder:
 
     @classmethod
     def read(cls, folder: str | Path) -> SweepFolder:
-        """A sweep that was planned.
+        """Read a sweep that was planned.
 
         Raises:
             ConfigurationError: There is none.
-            DataError: Its file is damaged, or of a newer version.
+            DataError: Its file is damaged, or of another version.
         """
         path = Path(folder).expanduser() / SWEEP
         try:
@@ -117,11 +112,7 @@ class SweepFolder:
         return cls(path.parent, {"parts": [None] * len(places), **facts})
 
     def require(self, file: SweepFile, dataset_ledger: Path | None, total_eps: float | None, metric_data: str) -> None:
-        """Refuse to go on with a sweep that was planned otherwise.
-
-        Raises:
-            ResumeError: The file says something else than when the sweep was planned, or a setting does.
-        """
+        """Refuse to go on with a sweep that was planned with another file or other settings."""
         ledger = None if dataset_ledger is None else str(dataset_ledger.expanduser().resolve())
         limit = self.facts["total_eps"] if total_eps is None else total_eps
         now = {"dataset_ledger": ledger, "total_eps": limit, "metric_data": metric_data}
@@ -166,11 +157,9 @@ class SweepFolder:
         return {name: result for name in folders if (result := self.result(name)) is not None}
 
     def ledger(self, budget: PrivacyBudget | None = None, *, trial: bool = False) -> DatasetLedger | None:
-        """The ledger that its trials are counted in; None where none of them is private.
+        """Return the ledger that its trials are counted in; None where none of them is private.
 
-        Args:
-            budget: A trial's own; null for that of the plan.
-            trial: Whether it is a trial that asks, and takes over one of the reservations.
+        ``budget`` is a trial's own, or null for the plan's; a ``trial`` takes over one of the reservations.
         """
         if self.facts["dataset_ledger"] is None or self.facts["budget"] is None:
             return None
@@ -200,17 +189,11 @@ class SweepFolder:
 
 
 def trial_ledger(sweep: SweepFolder, budget: PrivacyBudget, *, own: DatasetLedger | None, mode: str) -> DatasetLedger:
-    """The ledger in which a private trial takes over one of the reservations of its sweep.
-
-    Args:
-        sweep: The sweep.
-        budget: The trial's.
-        own: The ledger that the trial names by itself, which must be none.
-        mode: The name of the trial's privacy mode, for the message.
+    """Return the ledger in which a private trial takes over one of the reservations of its sweep.
 
     Raises:
-        ConfigurationError: The trial names a ledger of its own, the sweep planned no private run, or its ledger is
-            another one now.
+        ConfigurationError: The trial names a ledger of its own (``own``), the sweep planned no private run, or its
+            ledger is another one now.
     """
     if own is not None:
         raise ConfigurationError(

@@ -47,7 +47,7 @@ def run_trials(
     offline: bool,
     progress: Callable[[int, int, str], None] = lambda done, total, extra: None,
 ) -> Outcome:
-    """Run every trial that is not done and that nobody else is at.
+    """Run every trial that is not done and that no other process is running.
 
     Guarantees:
         - A trial that is done is not run again; one that was interrupted goes on where it stopped.
@@ -55,12 +55,8 @@ def run_trials(
         - A trial that fails is named with its reason, and the others are run.
         - When this is interrupted, the trial that is running is ended too, and has time to settle what it spent.
 
-    Args:
-        sweep: The folder.
-        file: Says how a trial is run.
-        trials: In the order in which they are run.
-        offline: Have W&B write to the trials' folders and send nothing.
-        progress: Called with (trials done, trials in all, what the last one was).
+    With ``offline``, W&B writes to the trials' folders and sends nothing. ``progress`` is called with (trials done,
+    trials in all, what the last one was).
     """
     outcome = Outcome()
     progress(0, len(trials), "")
