@@ -19,7 +19,7 @@ import lightning as L
 
 from lit_dpret.callbacks.log_gate import rehearsed
 from lit_dpret.callbacks.own_code import refuse_other_units, refuse_remembering_collation, refuse_replaced_sampler
-from lit_dpret.callbacks.planning import PlannedRun, plan_run
+from lit_dpret.callbacks.planning import PlannedRun, accountant_of, plan_run
 from lit_dpret.callbacks.refusals import complaints
 from lit_dpret.callbacks.traps import SEVERITIES, TRAPS, Severity, Stage, Trap
 from lit_dpret.errors import LitDpretError
@@ -178,9 +178,7 @@ class _Look:
 
 def _rest(look: _Look, trainer: L.Trainer, module: Any, data: Any) -> PlannedRun | None:
     """Everything after the settings, in the order of a fit; each stage as far as the earlier ones allow."""
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    accountant: Any = next((c for c in callbacks if getattr(c, "counts_releases", False)), None)
-    mode = module.privacy
+    accountant, mode = accountant_of(trainer), module.privacy
     planned: PlannedRun | None = None
     with look.at("plan"):
         planned = plan_run(trainer, mode, data, module=module, reserve=getattr(accountant, "resume_reserve", 0))

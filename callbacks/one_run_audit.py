@@ -25,6 +25,7 @@ from lit_dpret.audit.statistics.claim import SHARES, Refutation, both_ends, both
 from lit_dpret.audit.statistics.evidence import Evidence
 from lit_dpret.audit.statistics.power import most_certifiable
 from lit_dpret.audit.statistics.scores import CanaryScores
+from lit_dpret.callbacks.planning import ledger_of
 from lit_dpret.callbacks.privacy_card import MODEL_FOLDER, PrivacyCard
 from lit_dpret.cards.amendments import AttackResult, add_evidence
 from lit_dpret.cards.claim import ClaimedCurve, claimed_curve
@@ -257,7 +258,7 @@ class OneRunAudit(Callback):
                 "callbacks.audit: nothing was planted, because no PrivacyAccountant planned this run. Put it among the "
                 "Trainer's callbacks."
             )
-        ledger = _ledger(trainer)
+        ledger = ledger_of(trainer)
         self._register(ledger)
         folder, sha256 = self._folder(trainer), self._coins.facts["sha256"]
         if any(record["kind"] == "intent" for record in ledger.records):
@@ -330,7 +331,7 @@ class OneRunAudit(Callback):
         )  # fmt: skip
         write_scores(self._scores, folder)
         scores = CanaryScores.of(self._scores.learned(), list(self._planted.included))
-        claim = claimed_curve(_ledger(trainer).records)
+        claim = claimed_curve(ledger_of(trainer).records)
         evidence = both_ends_audit(scores, delta=0.0 if claim is None else claim.delta, confidence=self.confidence)
         refutation = None if claim is None else refute(scores, claim.pairs)
         at_point = None if refutation is None else both_ends_audit(scores, delta=refutation.delta, confidence=ALARM)
@@ -353,13 +354,6 @@ def _violation(evidence: Evidence, claim: ClaimedCurve, refutation: Refutation, 
         f"(confidence {evidence.confidence:g}), where {claim.eps:.4g} is claimed. The model and its card are written, "
         "and the card says what was found: publish neither before the defect is known."
     )
-
-
-def _ledger(trainer: L.Trainer) -> Any:
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if getattr(callback, "counts_releases", False) and hasattr(callback, "ledger"):
-            return callback.ledger
-    raise ConfigurationError("callbacks.audit needs the PrivacyAccountant callback before it: it reads its ledger.")
 
 
 def _planned_eps(records: Sequence[Mapping[str, Any]]) -> float | None:

@@ -31,6 +31,17 @@ from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.sampling import PrivateBatchSampler, steps_per_epoch
 
 
+def accountant_of(trainer: L.Trainer) -> Any:
+    """Return the callback that counts what is released; None where there is none."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    return next((callback for callback in callbacks if getattr(callback, "counts_releases", False)), None)
+
+
+def ledger_of(trainer: L.Trainer) -> Any:
+    """Return the ledger of the run, open for writing; None on ranks other than 0, and without an accountant."""
+    return getattr(accountant_of(trainer), "ledger", None)
+
+
 @dataclass(frozen=True)
 class PlannedRun:
     """What a run will do, decided before its first step.

@@ -17,7 +17,7 @@ import lightning as L
 from lightning.pytorch.callbacks import Callback
 
 from lit_dpret.callbacks.averages import averaged, describe
-from lit_dpret.callbacks.privacy_accountant import PrivacyAccountant
+from lit_dpret.callbacks.planning import accountant_of, ledger_of
 from lit_dpret.cards.amendments import with_notes
 from lit_dpret.cards.card import build_card, inherit_card, subject_of, write_card
 from lit_dpret.cards.facts import declared_start, environment_facts, note_protocols, overlap_facts, protocol_facts
@@ -29,6 +29,7 @@ from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
 from lit_dpret.privacy.noise import PHILOX, SHAKE
 
 MODEL_FOLDER = "model"
+_NEEDS = "PrivacyCard needs the PrivacyAccountant callback before it: the card is made from its ledger."
 
 
 class PrivacyCard(Callback):
@@ -88,9 +89,8 @@ class PrivacyCard(Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Register the protocols in the ledger, which the accountant has just opened."""
         self._written = False
-        accountant = _accountant(trainer)
-        if accountant is not None and accountant.sweep is not None:
-            refuse_other_tuning(self.tuning, accountant.sweep.facts["metric_data"])
+        if (sweep := getattr(accountant_of(trainer), "sweep", None)) is not None:
+            refuse_other_tuning(self.tuning, sweep.facts["metric_data"])
         if getattr(pl_module.privacy, "dataset_ledger", None):
             refuse_told_number(self.tuning, "privacy.dataset_ledger")
         if stage != "fit" or not self.audit_protocols:
@@ -103,12 +103,9 @@ class PrivacyCard(Callback):
                 f"callbacks.card.audit_protocols with privacy={module.privacy.name}: this run makes no release of its "
                 "own, before which a protocol could be registered. Give it to the run that trains on the private data."
             )
-        accountant = _accountant(trainer)
-        if accountant is None or not hasattr(accountant, "ledger"):
-            raise ConfigurationError(
-                "PrivacyCard needs the PrivacyAccountant callback before it: it writes its ledger."
-            )
-        note_protocols(accountant.ledger, self.audit_protocols)
+        if (ledger := ledger_of(trainer)) is None:
+            raise ConfigurationError(_NEEDS)
+        note_protocols(ledger, self.audit_protocols)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         module: Any = pl_module
@@ -125,15 +122,15 @@ class PrivacyCard(Callback):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         if self._written:  # what failed came after the end of training: the card of the finished model stays
             return
-        accountant = _accountant(trainer)  # on another rank than 0 it has no ledger
-        begun = accountant is not None and hasattr(accountant, "ledger") and accountant.ledger.records
-        if begun and not isinstance(exception, OSError):
+        ledger = ledger_of(trainer)
+        if ledger is not None and ledger.records and not isinstance(exception, OSError):
             self._write(trainer, pl_module, finished=False)
 
     def _write(self, trainer: L.Trainer, module: Any, *, finished: bool) -> None:
-        accountant = _accountant(trainer)
+        accountant, data = accountant_of(trainer), trainer.datamodule  # type: ignore[attr-defined]
         if accountant is None:
-            raise ConfigurationError("PrivacyCard needs the PrivacyAccountant callback before it: it reads its ledger.")
+            raise ConfigurationError(_NEEDS)
+        records = accountant.ledger.records
         folder = self.run_dir or Path(trainer.default_root_dir)
         model = folder / MODEL_FOLDER
         saved = finished and hasattr(module, "save_model")
@@ -143,36 +140,32 @@ class PrivacyCard(Callback):
         own = getattr(module, "own_class", type(module)).__name__
         subject = subject_of("weights", own, files, root=model if saved else None)
         environment = environment_facts(device=module.device, precision=str(trainer.precision))
+        mechanism, began = _mechanism(module) | describe(trainer), _name_of(getattr(module, "pretrained", None))
         if module.privacy.guarantee == "inherited":
-            data: Any = trainer.datamodule  # type: ignore[attr-defined]
             card = inherit_card(
                 data.privacy_card_path,
                 subject,
                 description=f"training a {own} on it",
-                ledger_records=accountant.ledger.records,
-                mechanism=_mechanism(module) | describe(trainer),
+                ledger_records=records,
+                mechanism=mechanism,
                 tuning=self.tuning,
                 environment=environment,
-                assumptions=[
-                    *leaks(accountant.ledger.records),
-                    declared_start(_name_of(getattr(module, "pretrained", None))),
-                ],
+                assumptions=[*leaks(records), declared_start(began)],
             )
         else:
             card = build_card(
-                ledger_records=accountant.ledger.records,
+                ledger_records=records,
                 subject=subject,
                 plan=accountant.plan,
                 ledger_name=LEDGER_NAME,
-                mechanism=_mechanism(module) | describe(trainer),
+                mechanism=mechanism,
                 tuning=self.tuning,
                 environment=environment,
-                pretraining={"model": _name_of(getattr(module, "pretrained", None)),
-                             "overlap_check": self.overlap},
+                pretraining={"model": began, "overlap_check": self.overlap},
                 randomness={"rng": SHAKE if module.privacy.secure_rng else PHILOX,
                             "secure": module.privacy.secure_rng},
-                duplicates_policy=_duplicates(trainer),
-                assumptions=leaks(accountant.ledger.records),
+                duplicates_policy=data.describe_duplicates() if hasattr(data, "describe_duplicates") else "",
+                assumptions=leaks(records),
             )  # fmt: skip
         for place in (folder, model):
             card = with_notes(card, place)
@@ -190,11 +183,6 @@ def _name_of(pretrained: str | None) -> str:
     return path.resolve().name if path.is_absolute() or path.exists() else pretrained
 
 
-def _accountant(trainer: L.Trainer) -> PrivacyAccountant | None:
-    found = [c for c in trainer.callbacks if isinstance(c, PrivacyAccountant)]  # type: ignore[attr-defined]
-    return found[0] if found else None
-
-
 def _mechanism(module: Any) -> dict[str, Any]:
     spec = getattr(module, "optimizer_spec", None)
     if spec is None:  # a module that is no PrivateModule brings an optimizer of its own
@@ -206,8 +194,3 @@ def _mechanism(module: Any) -> dict[str, Any]:
         "optimizer": described,
         "trainable_parameters": sum(p.numel() for p in module.parameters() if p.requires_grad),
     }
-
-
-def _duplicates(trainer: L.Trainer) -> str:
-    data: Any = trainer.datamodule  # type: ignore[attr-defined]
-    return str(data.describe_duplicates()) if hasattr(data, "describe_duplicates") else ""

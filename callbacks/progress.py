@@ -15,6 +15,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import Callback
 
+from lit_dpret.callbacks.planning import accountant_of
 from lit_dpret.costs.work import ACCELERATORS, accelerator, work_of
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.progress import Progress, ProgressLine
@@ -109,7 +110,7 @@ class Throughput(Callback):
     def rates(self, trainer: Any, module: Any, seconds: float) -> dict[str, float]:
         """The rates of steps that take ``seconds`` on average; those that are not known are left out."""
         found = {"seconds_per_step": seconds}
-        plan = getattr(next((c for c in trainer.callbacks if hasattr(c, "counts_releases")), None), "plan", None)
+        plan = getattr(accountant_of(trainer), "plan", None)
         outline = getattr(module, "outlined", None)
         if plan is None or outline is None:
             return found

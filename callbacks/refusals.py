@@ -150,7 +150,7 @@ def _shown_strategy(run: Candidate) -> None:
     refuse_second_masters(run.trainer)
     refuse_parted_sums(run.trainer, run.module)
     if strategy_name(run.trainer) == "deepspeed":
-        refuse_zero_settings(run.trainer.strategy, getattr(run.module, "optimizer_spec", None))
+        refuse_zero_settings(run.trainer.strategy)
 
 
 def _carries_a_card(run: Candidate) -> None:

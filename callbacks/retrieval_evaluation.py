@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import Callback
 
 from lit_dpret.callbacks.averages import averaged
 from lit_dpret.callbacks.log_gate import tell
+from lit_dpret.callbacks.planning import accountant_of, ledger_of
 from lit_dpret.cards.file import check_dataset_card
 from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
@@ -183,7 +184,7 @@ class RetrievalEvaluation(Callback):
             Ranks.here().share(lambda: self._declare(trainer))
 
     def _declare(self, trainer: L.Trainer) -> None:
-        if (ledger := _ledger(trainer)) is not None:
+        if (ledger := ledger_of(trainer)) is not None:
             ledger.append("event", name=DECLARED_EVENT, data=self.data, split=self.split)
 
     def on_train_batch_end(
@@ -192,7 +193,9 @@ class RetrievalEvaluation(Callback):
         if not batch.last:
             return
         done = batch.step + 1
-        if done % self.every_n_steps == 0 or done == _planned_steps(trainer):
+        if done % self.every_n_steps == 0 or done == getattr(
+            accountant_of(trainer), "planned_steps", trainer.max_steps
+        ):
             module: Any = pl_module
             whole = module.whole() if hasattr(module, "whole") else nullcontext()  # not every module is ours
             with averaged(trainer, pl_module), whole:
@@ -201,7 +204,7 @@ class RetrievalEvaluation(Callback):
             tell(trainer, found, done)
 
     def _evaluate(self, trainer: L.Trainer, module: Any, step: int) -> EvaluationResult:
-        if self.data == "private" and (ledger := _ledger(trainer)) is not None:
+        if self.data == "private" and (ledger := ledger_of(trainer)) is not None:
             release = NonPrivateRelease(label=f"{', '.join(self.metrics)} of private {self.split} queries")
             ledger.append("event", name=PRIVATE_EVENT, at_step=step, release=release.to_dict())
         return self.measure(module)
@@ -223,16 +226,3 @@ class RetrievalEvaluation(Callback):
             tie_rank=lexicographic_rank(ids),
         )
         return evaluate(Ranking(query_ids=list(queries), passage_ids=ids, top=top), qrels, self.metrics, resamples=200)
-
-
-def _accountant(trainer: L.Trainer) -> Any:
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    return next((callback for callback in callbacks if getattr(callback, "counts_releases", False)), None)
-
-
-def _ledger(trainer: L.Trainer) -> Any:
-    return getattr(_accountant(trainer), "ledger", None)
-
-
-def _planned_steps(trainer: L.Trainer) -> int:
-    return int(getattr(_accountant(trainer), "planned_steps", trainer.max_steps))

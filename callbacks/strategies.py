@@ -129,11 +129,12 @@ def refuse_parted_sums(trainer: L.Trainer, module: Any) -> None:
 
 def refuse_uncut_optimizer(trainer: L.Trainer, module: Any) -> None:
     """Refuse an optimizer that needs more of a parameter than a rank holds."""
-    if strategy_name(trainer) == "fsdp" and module.optimizer_spec.name == "adafactor":
+    spec = getattr(module, "optimizer_spec", None)  # a module that is no PrivateModule has none
+    if strategy_name(trainer) in ("fsdp", "deepspeed") and getattr(spec, "name", None) == "adafactor":
         raise ConfigurationError(
             "model.optimizer.name=adafactor averages over whole rows and columns of a parameter and scales by its root "
-            "mean square, and under trainer=fsdp a rank holds a part of it. Choose adam, adamw, adam_bc or sgd: their "
-            "state is cut up too, so adafactor would save little."
+            f"mean square, and under trainer={strategy_name(trainer)} a rank holds a part of it. Choose adam, adamw, "
+            "adam_bc or sgd: their state is sharded too, so adafactor would save little."
         )
 
 
@@ -198,7 +199,7 @@ def note_sigterm_quietly(trainer: L.Trainer) -> None:
     signal.signal(signal.SIGTERM, note)
 
 
-def refuse_zero_settings(strategy: Any, optimizer: Any) -> None:
+def refuse_zero_settings(strategy: Any) -> None:
     """Refuse a `DeepSpeedStrategy` that would do more than hold, exchange and update shards."""
     config: Mapping[str, Any] = strategy.config or {}
     stage = (config.get("zero_optimization") or {}).get("stage")
@@ -220,11 +221,6 @@ def refuse_zero_settings(strategy: Any, optimizer: Any) -> None:
                 f"DeepSpeed's zero_optimization.{part}.device={device}: a private step is shown with cpu alone."
             )
         _refuse_unknown(_at(config, f"zero_optimization.{part}") or {}, f"zero_optimization.{part}.", _ALLOWED_OFFLOAD)
-    if getattr(optimizer, "name", None) == "adafactor":
-        raise ConfigurationError(
-            "model.optimizer.name=adafactor averages over rows and columns, and ZeRO shows an optimizer flat parts of "
-            "parameters without any: it would be another optimizer. Choose adam, adamw, adam_bc or sgd, or trainer=ddp."
-        )
 
 
 _CLIPS = (

@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "audit": set(),
     "audit.statistics": {"privacy"},
     # What a ledger lets one say.
-    "cards": {"privacy"},
+    "cards": {"files", "privacy"},
     # What is trained, on what, and what comes out.
     "encoders": {"files", "distributed", "evaluation_mode"},
     "negatives": {"files", "progress", "privacy", "retrieval", "encoders"},

@@ -148,6 +148,7 @@ def build_card(
     random = {"rng": "unknown", **(randomness or {}), **randomness_facts(ledger_records, recorded)}
     facts = mechanism_facts(ledger_records, recorded, own)
     claim = claim_facts(recorded, verdict, releases, output_released, duplicates_policy)
+    planted = planted_by(ledger_records)
     accounting: dict[str, Any] | None = None
     if recorded is not None:
         accounting = accounting_facts(ledger_records, releases, recorded, verdict)
@@ -169,7 +170,7 @@ def build_card(
             "pre_registered": registered(ledger_records),
             "results": [],
             "ceilings": ceilings_of(releases, recorded, verdict),
-            **_planted(planted_by(ledger_records)),
+            **({} if planted is None else {"planted": planted}),
         },
         "not_covered": [*gaps(claim, (accounting or {}).get("groups", ()), tuned, random), *not_covered],
         "ledger": ledger_facts(ledger_records, releases, ledger_name),
@@ -231,7 +232,10 @@ def inherit_card(
         if (folder / name).exists() and file_sha256(folder / name) != digest:
             raise DataError(f"{folder / name} is not the file that {parent_path} describes: their SHA-256 differ.")
     ledger_path = Path(parent_ledger) if parent_ledger else folder / str((parent["ledger"] or {}).get("name"))
-    checked = ledger_path.is_file() and (bool(parent_ledger) or not _of_another_run(parent, ledger_path))
+    checked = ledger_path.is_file()
+    if checked and not parent_ledger and parent["mechanism"].get("kind") == "post_processing":
+        # Beside an inherited card may lie the ledger of the run that made the artefact, which is not the claim's.
+        checked = str((parent["ledger"] or {}).get("head")).encode() in ledger_path.read_bytes()
     if checked and (problems := verify_card(parent, ledger_path)):
         raise DataError(f"{parent_path} does not agree with its ledger {ledger_path}: {problems[0]}")
     if parent_ledger and not checked:
@@ -239,9 +243,10 @@ def inherit_card(
     known = [
         Assumption("Nothing but what the parent released, and public data, entered this computation.", "unverified"),
         Assumption("The parent's epsilon follows from the parent's ledger.", True if checked else "unverified"),
-        *_contradictions(parent),
         *assumptions,
     ]
+    if contradicted(parent):
+        known.insert(2, Assumption(f"An audit of {parent['subject']['name']} does not contradict its claim.", False))
     claim = copy.deepcopy(dict(parent["claim"]))
     claim["output_released"] = list(output_released) or [str(subject["name"])]
     accounting, ceilings = copy.deepcopy(parent["accounting"]), copy.deepcopy(parent["empirical"].get("ceilings"))
@@ -250,7 +255,7 @@ def inherit_card(
         claim |= {"guarantee": "not_proved", "epsilon": None, "curve": [], "user_level_epsilon": None}
         accounting, ceilings = without_numbers(accounting), None
         pretraining.pop("start", None)
-    tuned = tuning_facts(tuning)
+    tuned, planted = tuning_facts(tuning), parent["empirical"].get("planted")
     left_out = [f"{subject['name']}: {gap}" for gap in tuning_gaps(tuned)]
     left_out += [gap for gap in parent["not_covered"] if gap not in left_out]  # it may have the same name
     if claim["guarantee"] != "dp":
@@ -271,7 +276,7 @@ def inherit_card(
             "pre_registered": copy.deepcopy(parent["empirical"].get("pre_registered", [])),
             "results": [],
             "ceilings": ceilings,
-            **_planted(parent["empirical"].get("planted")),
+            **({} if planted is None else {"planted": copy.deepcopy(planted)}),
         },
         "not_covered": left_out,
         "ledger": copy.deepcopy(parent["ledger"]),
@@ -282,22 +287,6 @@ def inherit_card(
         **_made_with(environment),
     }
     return _finished(card)
-
-
-def _of_another_run(card: Mapping[str, Any], ledger: Path) -> bool:
-    """Whether a ledger beside an inherited card is that of the artefact's own run, and not of the claim."""
-    inherited = card["mechanism"].get("kind") == "post_processing"
-    return inherited and str((card["ledger"] or {}).get("head")).encode() not in ledger.read_bytes()
-
-
-def _contradictions(parent: Mapping[str, Any]) -> list[Assumption]:
-    """That the parent's own audits leave its claim alone, where they do not."""
-    name = parent["subject"]["name"]
-    return [Assumption(f"An audit of {name} does not contradict its claim.", False)] if contradicted(parent) else []
-
-
-def _planted(facts: Mapping[str, Any] | None) -> dict[str, Any]:
-    return {} if facts is None else {"planted": dict(facts)}
 
 
 def _made_with(environment: Mapping[str, Any] | None) -> dict[str, Any]:

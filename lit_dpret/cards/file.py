@@ -10,16 +10,15 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from lit_dpret.cards.text import card_html, card_markdown
 from lit_dpret.errors import DataError, LedgerError, schema_problem
+from lit_dpret.files import write_whole
 from lit_dpret.privacy.budget import Neighbours, Unit, require_choice
-from lit_dpret.privacy.ledger.chain import canonical_json, storage_error
+from lit_dpret.privacy.ledger.chain import canonical_json
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
 
 SCHEMA = "lit-dpret/privacy-card/1"
@@ -58,18 +57,7 @@ def write_card(card: Mapping[str, Any], folder: str | Path) -> Path:
         path.with_suffix(".html"): card_html(card),
     }
     for target, text in texts.items():
-        draft = target.with_name(f".{target.name}.tmp")
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with draft.open("w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(draft, target)
-        except OSError as error:
-            with suppress(OSError):
-                draft.unlink(missing_ok=True)
-            raise storage_error(target, "written", error) from error
+        write_whole(target, text)
     return path
 
 
@@ -136,17 +124,15 @@ def malformed(card: Any) -> str | None:
 
 
 def _check_claim(claim: Mapping[str, Any]) -> None:
-    epsilon, delta = claim["epsilon"], claim["delta"]
-    if (
-        isinstance(epsilon, bool)
-        or not isinstance(epsilon, (int, float))
-        or not (math.isfinite(epsilon) and epsilon >= 0)
-    ):
+    def number(value: Any) -> bool:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+    epsilon, delta, users = claim["epsilon"], claim["delta"], claim.get("user_level_epsilon")
+    if not (number(epsilon) and math.isfinite(epsilon) and epsilon >= 0):
         raise DataError(f"claim.epsilon={epsilon!r} is not a finite number from 0.")
-    if isinstance(delta, bool) or not isinstance(delta, (int, float)) or not 0 < delta < 1:
+    if not (number(delta) and 0 < delta < 1):
         raise DataError(f"claim.delta={delta!r} is not between 0 and 1.")
-    users = claim.get("user_level_epsilon")
-    if users is not None and (isinstance(users, bool) or not isinstance(users, (int, float)) or not users >= 0):
+    if users is not None and not (number(users) and users >= 0):
         raise DataError(f"claim.user_level_epsilon={users!r} is no number from 0.")
     if claim["unit"] not in get_args(Unit) or claim["neighbours"] not in get_args(Neighbours):
         raise DataError(f"claim.unit={claim['unit']!r} with claim.neighbours={claim['neighbours']!r} says nothing.")

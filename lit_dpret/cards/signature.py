@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from lit_dpret.cards.amendments import versions
 from lit_dpret.cards.file import CARD_NAME, SIGNATURE_NAME, card_path, card_sha256, read_card
 from lit_dpret.cards.start import MODEL_FOLDER
 from lit_dpret.errors import ConfigurationError, DataError, schema_problem
-from lit_dpret.privacy.ledger.chain import canonical_json, storage_error
+from lit_dpret.files import write_whole
+from lit_dpret.privacy.ledger.chain import canonical_json
 
 SCHEMA = "lit-dpret/privacy-card-signature/1"
-_INSTALL = "needs the package cryptography: pip install 'lit-dpret[sign]'."
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,12 @@ def sign_card(path: str | Path, key_file: str | Path) -> list[Path]:
     facts = {
         "schema": SCHEMA,
         "algorithm": "Ed25519",
-        "public_key": _raw(key.public_key()).hex(),
+        "public_key": key.public_key().public_bytes_raw().hex(),
         "signature": key.sign(_message(card)).hex(),
     }
     places = [path.parent, path.parent / MODEL_FOLDER, path.resolve().parent.parent]
     same = [one for one in places if (one / CARD_NAME).is_file() and card_sha256(one) == name]
-    return [_write(folder / SIGNATURE_NAME, json.dumps(facts, indent=2) + "\n") for folder in same]
+    return [write_whole(folder / SIGNATURE_NAME, json.dumps(facts, indent=2) + "\n") for folder in same]
 
 
 def check_signature(card: Mapping[str, Any], path: Path) -> Signed:
@@ -106,7 +106,7 @@ def public_key_fingerprint(path: str | Path) -> str:
         raise ConfigurationError(f"task.public_key={path} is no public key in PEM.") from error
     if not isinstance(key, library.ed25519.Ed25519PublicKey):
         raise ConfigurationError(f"task.public_key={path} is no Ed25519 key; other kinds are not used here.")
-    return _fingerprint(_raw(key))
+    return _fingerprint(key.public_bytes_raw())
 
 
 def _private_key(path: Path, *, published: Path) -> Any:
@@ -132,24 +132,24 @@ def _private_key(path: Path, *, published: Path) -> Any:
     return key
 
 
-@dataclass(frozen=True)
-class _Library:
-    """What is used of the package ``cryptography``."""
+def _library() -> Any:
+    """Return what is used of the package ``cryptography``.
 
-    ed25519: Any
-    serialization: Any
-    InvalidSignature: Any
-    UnsupportedAlgorithm: Any
-
-
-def _library() -> _Library:
+    Raises:
+        ConfigurationError: It is not installed.
+    """
     try:
         from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric import ed25519
     except ImportError as error:
-        raise ConfigurationError(f"A signature {_INSTALL}") from error
-    return _Library(ed25519, serialization, InvalidSignature, UnsupportedAlgorithm)
+        raise ConfigurationError(
+            "A signature needs the package cryptography: pip install 'lit-dpret[sign]'."
+        ) from error
+    return SimpleNamespace(
+        ed25519=ed25519, serialization=serialization, InvalidSignature=InvalidSignature,
+        UnsupportedAlgorithm=UnsupportedAlgorithm,
+    )  # fmt: skip
 
 
 def _message(card: Mapping[str, Any]) -> bytes:
@@ -157,19 +157,5 @@ def _message(card: Mapping[str, Any]) -> bytes:
     return f"{SCHEMA}\n{canonical_json(card)}".encode()
 
 
-def _raw(key: Any) -> bytes:
-    return bytes(key.public_bytes_raw())
-
-
 def _fingerprint(raw: bytes) -> str:
     return hashlib.sha256(raw).hexdigest()
-
-
-def _write(path: Path, text: str) -> Path:
-    draft = path.with_name(f".{path.name}.tmp")
-    try:
-        draft.write_text(text, encoding="utf-8")
-        os.replace(draft, path)
-    except OSError as error:
-        raise storage_error(path, "written", error) from error
-    return path

@@ -254,7 +254,7 @@ def test_runs_that_differ_in_the_time_of_their_steps_alone_leave_the_same_files(
 def test_a_time_in_a_checkpoint_or_a_card_makes_the_files_differ(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("cards.card", "privacy.chain"):
+    for module in ("cards.card", "privacy.ledger.chain"):
         monkeypatch.setattr(f"lit_dpret.{module}.today", lambda: datetime.now(UTC).isoformat())
     slow, fast = slow_and_fast(tmp_path, monkeypatch, extra=[Clock()])
     differ = {Path(name).suffix for name in slow if slow[name] != fast[name]}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lit_dpret.callbacks.strategies import refuse_second_masters, refuse_zero_settings
+from lit_dpret.callbacks.strategies import refuse_second_masters, refuse_uncut_optimizer, refuse_zero_settings
 from lit_dpret.distributed.zero import ZeroStrategy
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.modules.optimizers import OptimizerSpec
@@ -35,7 +35,7 @@ def test_what_lightning_asks_of_deepspeed_by_itself_is_let_through(stage: int) -
         "reduce_scatter": True, "allgather_bucket_size": 1, "reduce_bucket_size": 1, "sub_group_size": 1,
         "offload_optimizer": {"device": "cpu", "nvme_path": "x", "buffer_count": 4, "pin_memory": False},
     }  # fmt: skip
-    refuse_zero_settings(strategy(zero, **LIGHTNINGS), OptimizerSpec(name="adam"))
+    refuse_zero_settings(strategy(zero, **LIGHTNINGS))
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_what_lightning_asks_of_deepspeed_by_itself_is_let_through(stage: int) -
 def test_a_setting_that_is_not_shown_is_refused_by_its_name(config: dict[str, Any], named: str) -> None:
     zero = config.pop("zero", None)
     with pytest.raises(ConfigurationError) as refusal:
-        refuse_zero_settings(strategy(zero, **config), OptimizerSpec(name="adam"))
+        refuse_zero_settings(strategy(zero, **config))
     assert named in str(refusal.value)
 
 
@@ -73,7 +73,7 @@ def test_a_setting_that_is_not_shown_is_refused_by_its_name(config: dict[str, An
 def test_deepspeeds_own_clipping_of_the_sum_is_off_unless_it_is_asked_for() -> None:
     found = ZeroStrategy(stage=1)
     assert found.config["gradient_clipping"] == 0.0
-    refuse_zero_settings(found, OptimizerSpec(name="adam"))
+    refuse_zero_settings(found)
 
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
@@ -88,8 +88,10 @@ def test_a_strategy_out_of_range_is_refused(settings: dict[str, Any], named: str
 
 
 def test_an_optimizer_that_averages_over_rows_is_refused_on_flat_parts() -> None:
+    trainer: Any = SimpleNamespace(strategy=object.__new__(ZeroStrategy))
+    module = SimpleNamespace(optimizer_spec=OptimizerSpec(name="adafactor"))
     with pytest.raises(ConfigurationError, match=r"model\.optimizer\.name=adafactor"):
-        refuse_zero_settings(strategy(), OptimizerSpec(name="adafactor"))
+        refuse_uncut_optimizer(trainer, module)
 
 
 def test_float32_copies_in_the_optimizer_are_refused_beside_those_of_zero() -> None:

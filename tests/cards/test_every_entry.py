@@ -10,15 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from card_chain import make_chain
-from cards import Run, make_plan
+from card_chain import Chain, make_chain
+from cards import Run, make_plan, rewrite_chain
+from planned_sweeps import begun, planned, trial_parts
 
+from lit_dpret.callbacks import PrivacyCard
 from lit_dpret.cards import verification
-from lit_dpret.cards.card import read_card, said, subject_of, write_card
+from lit_dpret.cards.amendments import AttackResult, add_evidence, note_not_covered
+from lit_dpret.cards.card import read_card, said, subject_of, verify_card, write_card
 from lit_dpret.cards.file import checksum
 from lit_dpret.cards.start import note_start, read_start
 from lit_dpret.cards.text import statement
 from lit_dpret.cards.verification import Verification, verify_chain
+from lit_dpret.privacy.accounting import accountant as accounting
+from lit_dpret.privacy.ledger.leaks import leaks
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
+from lit_dpret.tasks import Fit
 
 Place = tuple[str | int, ...]
 #: Every so manieth edit where the test is not slow.
@@ -51,6 +58,21 @@ def started(root: Path) -> Path:
 
 def derived(root: Path) -> Path:
     return make_chain(root / "runs").synthetic
+
+
+def trial(root: Path) -> Path:
+    """A trial of a sweep that starts from a run whose settings were chosen on private data."""
+    told: Callable[[Path], list[Any]] = lambda folder: [PrivacyCard(run_dir=folder, tuning_data="private")]  # noqa: E731
+    Fit(min_free_mb=1).run(trial_parts(root, root / "parent", callbacks=told))
+    planned(root, trials=1, start=root / "parent", metric_data="private", metric="val/loss")
+    begun(root, start=root / "parent")
+    return Path(shutil.move(root / "sweep" / "trials" / "one", root / "one"))
+
+
+@pytest.fixture
+def by_this_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have every card taken for one that this very version wrote, so that its words are compared too."""
+    monkeypatch.setattr(verification, "_made_by_this_program", lambda card: True)
 
 
 def blocks(value: Any, place: Place = ()) -> Iterator[tuple[Place, Any]]:
@@ -141,11 +163,10 @@ def hole(place: Place, new: Any, honest: Any) -> Place:
 
 
 @pytest.mark.parametrize("every", [SAMPLE, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"])
-@pytest.mark.parametrize("make", [private, without_privacy, started, derived])
+@pytest.mark.parametrize("make", [private, without_privacy, started, derived, trial])
 def test_no_edit_of_a_card_passes_in_silence(
-    make: Callable[[Path], Path], every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Callable[[Path], Path], every: int, tmp_path: Path, by_this_program: None
 ) -> None:
-    monkeypatch.setattr(verification, "_made_by_this_program", lambda card: True)
     folder = make(tmp_path)
     shutil.rmtree(folder / "model", ignore_errors=True)  # another copy of the card would show an edit of this one
     honest, before = read_card(folder), verify_chain(folder)
@@ -173,3 +194,197 @@ def test_what_no_check_compares_is_named_in_the_text_and_in_the_json(tmp_path: P
     assert entries["outcome"] == "not_checked"
     for name in ("created", "subject.name", "claim.duplicates_policy", "randomness.rng", "package_versions"):
         assert name in entries["text"] and name in result.format()
+
+
+# -- copies ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trial(tmp_path_factory.mktemp("sweep")).parent
+
+
+@pytest.fixture
+def run(made: Path, tmp_path: Path, by_this_program: None) -> Path:
+    """A copy of the trial to be broken; its parent lies beside it."""
+    shutil.copytree(made / "parent", tmp_path / "parent")
+    folder = shutil.copytree(made / "one", tmp_path / "one")
+    assert not verify_chain(folder).failed
+    return folder
+
+
+def rewritten(run: Path, card: dict[str, Any], *places: str) -> None:
+    """Write a card as somebody does who knows the format: checksum, pages and copies are put right."""
+    card["checksum"] = checksum(card)
+    for place in places or ("", "model"):
+        write_card(card, run / place)
+
+
+def test_no_block_of_the_copy_in_the_model_folder_can_be_edited(run: Path) -> None:
+    tried = set()
+    for place, _, card in edits(read_card(run)):
+        of_the_program = not place or place[0] in ("checksum", "package_versions", "environment", "signoff", "schema")
+        if of_the_program or place in tried or len(place) > (2 if place[0] == "claim" else 1):
+            continue
+        tried.add(place)
+        forge(card, place, run / "model")
+        failed = verify_chain(run).failed
+        assert {finding.check for finding in failed} == {"copy"}, place
+    assert len(tried) > 30
+
+
+def halve(folder: Path) -> None:
+    card = read_card(folder)
+    card["claim"]["epsilon"] /= 2
+    (folder / "privacy_card.json").write_text(json.dumps(card), encoding="utf-8")
+
+
+def add_to(name: str) -> Callable[[Path], None]:
+    def add(folder: Path) -> None:
+        path = folder / name
+        path.write_text(path.read_text(encoding="utf-8") + "epsilon = 0.001", encoding="utf-8")
+
+    return add
+
+
+def page_alone(folder: Path) -> None:
+    (folder / "privacy_card.json").unlink()
+    add_to("privacy_card.md")(folder)
+
+
+@pytest.mark.parametrize("break_it", [halve, add_to("privacy_card.md"), add_to("privacy_card.html"), page_alone])
+def test_a_copy_that_was_edited_by_hand_is_rejected_and_so_are_its_pages(
+    break_it: Callable[[Path], None], run: Path
+) -> None:
+    break_it(run / "model")
+    assert {finding.check for finding in verify_chain(run).failed} == {"copy"}
+
+
+def test_a_copy_may_be_gone_or_have_notes_and_results_of_its_own(run: Path) -> None:
+    note_not_covered(run / "model", "BLEU of it", computed="the private queries")
+    assert not verify_chain(run).failed
+    result = AttackResult(attack="membership", n=10, metric="auc", estimate=0.5)
+    add_evidence(run, [result])
+    assert not verify_chain(run).failed
+    for path in (run / "model").glob("privacy_card.*"):
+        path.unlink()
+    assert not verify_chain(run).failed
+
+
+def test_an_edited_copy_of_a_derived_card_and_of_a_parent_is_rejected(tmp_path: Path) -> None:
+    chain: Chain = make_chain(tmp_path / "runs")
+    for link in (chain.encoder, chain.generator):
+        card = read_card(link)
+        rewritten(link, card | {"pretraining": card["pretraining"] | {"model": "another"}}, "model")
+        assert ("copy", "pretraining") in [
+            (finding.check, "pretraining" if "pretraining" in finding.text else "")
+            for finding in verify_chain(link).failed
+        ]
+        rewritten(link, card)
+    rewritten(chain.generator, read_card(chain.generator) | {"created": "2000-01-01"}, "model")
+    assert {finding.check for finding in verify_chain(chain.index).failed} == {"copy"}
+
+
+def test_the_epsilon_is_not_computed_for_a_copy_again(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    epsilon = accounting.epsilon
+    monkeypatch.setattr(accounting, "epsilon", lambda *given, **more: calls.append(1) or epsilon(*given, **more))
+    verify_chain(run)
+    with_copy = len(calls)
+    for path in [*(run / "model").glob("privacy_card.*"), *(tmp_path / "parent" / "model").glob("privacy_card.*")]:
+        path.unlink()
+    verify_chain(run)
+    assert len(calls) == 2 * with_copy > 0
+
+
+# -- how settings were chosen ------------------------------------------------------------------
+
+
+def tuned(root: Path, own: str, earlier: str) -> Path:
+    """A run whose settings were chosen on ``own``, from the model of one whose settings were chosen on ``earlier``."""
+    for name, data in (("parent", earlier), ("child", own)):
+        model = root / name / "model"
+        model.mkdir(parents=True)
+        (model / "weights").write_bytes(b"w")
+        run = Run(root / name, make_plan())
+        if name == "child":
+            note_start(run.ledger, read_start(root / "parent", public=False))
+        subject = subject_of("weights", name, [model / "weights"], root=model)
+        write_card(run.train(3).card(subject=subject, tuning={"data": data}), run.folder)
+        run.ledger.close()
+    return root / "child"
+
+
+DATA = ("none", "public", "synthetic", "private", "unknown")
+
+
+@pytest.mark.parametrize("own", DATA)
+@pytest.mark.parametrize("earlier", DATA)
+def test_a_card_hides_no_choice_that_the_run_it_started_from_made(own: str, earlier: str, tmp_path: Path) -> None:
+    folder = tuned(tmp_path, own, earlier)
+    assert not verify_chain(folder).failed
+    good = read_card(folder)
+    open_data = earlier in ("private", "unknown")
+    for data in DATA:
+        plain = Run(tmp_path / data, make_plan()) if (tmp_path / data).mkdir() is None else None
+        assert plain is not None
+        words = plain.train(1).card(tuning={"data": data})["tuning"]
+        plain.ledger.close()
+        card = copy.deepcopy(good) | {"tuning": words}
+        card["cautions"] = said(card)["cautions"]
+        rewritten(folder, card, "")
+        hidden = open_data and not (data == "private" or data == earlier)
+        hidden = hidden or (open_data and data == "private" != earlier)  # which says nothing of the other choice
+        found = {finding.check for finding in verify_chain(folder).failed} - {"words"}
+        assert found == ({"ledger", "parent"} if hidden else set()), data
+
+
+def test_an_accounted_choice_and_a_price_are_not_made_up(tmp_path: Path) -> None:
+    folder = tuned(tmp_path, "private", "none")
+    good = read_card(folder)
+    for change in ({"accounted": True}, {"epsilon": 0.5}, {"accounted": True, "epsilon": 0.5}, {"data": "privat"}):
+        rewritten(folder, good | {"tuning": good["tuning"] | change}, "")
+        assert verify_chain(folder).failed, change
+
+
+def test_a_ledger_that_was_rewritten_without_the_choice_of_its_start_is_held_against_the_card_of_that(
+    tmp_path: Path,
+) -> None:
+    folder = tuned(tmp_path, "public", "private")
+
+    def forget(record: dict[str, Any]) -> None:
+        if record.get("name") == "init_from":
+            record["start"]["tuning"] = {"data": "public", "accounted": True, "text": ""}
+
+    rewrite_chain(folder / "privacy_ledger.jsonl", forget)
+    run = Run.__new__(Run)
+    run.ledger = PrivacyLedger.read(folder / "privacy_ledger.jsonl")  # type: ignore[assignment]
+    write_card(run.card(subject=read_card(folder)["subject"], tuning={"data": "public"}), folder)
+    assert [finding.check for finding in verify_chain(folder).failed] == ["parent"]
+
+
+def test_a_derived_card_hides_no_choice_of_its_parent(tmp_path: Path) -> None:
+    chain = make_chain(tmp_path / "runs", card={"tuning_data": "private"})
+    assert not verify_chain(chain.index).failed
+    good = read_card(chain.synthetic)
+    public = {"data": "public", "text": "On public data.", "accounted": True}
+    for tuning in (good["tuning"] | public, good["tuning"] | {"accounted": True}, good["tuning"] | {"data": "unknown"}):
+        rewritten(chain.synthetic, good | {"tuning": tuning, "cautions": []}, "")
+        assert "parent" in {finding.check for finding in verify_chain(chain.synthetic).failed}
+
+
+# -- what the ledger refutes -------------------------------------------------------------------
+
+
+def test_a_card_that_leaves_out_what_its_ledger_says_was_shown_claims_nothing(tmp_path: Path) -> None:
+    run = Run(tmp_path, make_plan())
+    run.ledger.append(
+        "event", name="private_evaluation", release={"kind": "non_private", "label": "recall", "count": 1}
+    )
+    run.train(3)
+    assert any(assumption.holds is False for assumption in leaks(run.ledger.records))
+    honest = run.card(assumptions=leaks(run.ledger.records))
+    assert honest["claim"]["guarantee"] == "not_proved" and verify_card(honest, run.path) == []
+    assert verify_card(run.card(), run.path)
