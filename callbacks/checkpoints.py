@@ -163,7 +163,7 @@ def count_by_steps(checkpoint: dict[str, Any], steps_done: int, sampler: Private
 
 _Path = tuple[str, ...]
 _TRUSTED = ("lightning.", "lit_dpret.")
-#: What is a function of released updates and of the schedule, or is put in anew by the accountant.
+#: What is a function of released updates and of the schedule, or is set again by the accountant.
 _RELEASED: set[_Path] = {
     ("optimizer_states",), ("lr_schedulers",), ("averaging_state", "n_averaged"), ("epoch",), ("global_step",),
 }  # fmt: skip
@@ -213,7 +213,7 @@ class CheckpointGate:
                 self._declared.add(name)
 
     def _own(self, callbacks: list[Any]) -> dict[str, Any]:
-        """What this package and Lightning put there now."""
+        """Return what this package and Lightning put into a checkpoint now."""
         own: dict[str, Any] = {}
         kinds: tuple[Any, ...] = type(self._module).__mro__
         hooks = (kind for kind in kinds if "on_save_checkpoint" in vars(kind))
@@ -222,7 +222,7 @@ class CheckpointGate:
         return own | {"callbacks": {callback.state_key: callback.state_dict() for callback in trusted}}
 
     def _fingerprints(self, checkpoint: Mapping[str, Any]) -> dict[_Path, str]:
-        """What stands for each value that no noise covers, by where it stands."""
+        """Fingerprint each value that no noise covers, by its path."""
         weights = {name for name, p in self._module.named_parameters(remove_duplicate=False) if p.requires_grad}
         found = {}
         for path, value in _leaves(checkpoint, ()):

@@ -2,7 +2,7 @@
 
 The examination goes the way that a fit goes, with the functions that a fit calls, and stops before the first
 release: settings, plan, secret, clipping engine, loader, and a rehearsal in which a few units are
-clipped and forgotten. A fit stops at the first refusal; here all are told.
+clipped and forgotten. A fit stops at the first refusal; here all are reported.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def examine(trainer: L.Trainer, module: Any, data: Any) -> Examination:
 
 
 class _Look:
-    """What was looked at, and what was refused there."""
+    """The stages of an examination: those that were passed, and the refusals."""
 
     def __init__(self) -> None:
         self.refusals: list[LitDpretError] = []
@@ -229,7 +229,7 @@ def _some_batches(loader: Any, sampler: PrivateBatchSampler) -> list[UnitBatch]:
 
 
 def _bounded(finding: Finding, plan: PrivacyPlan) -> Finding:
-    """What holds in place of "no row changed the loss of another one" where a mode bounds just that."""
+    """State the bound in place of "no row changed the loss of another one" where a mode proves one."""
     coupling = plan.coupling
     if coupling is None:
         return finding

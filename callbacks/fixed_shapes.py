@@ -80,7 +80,7 @@ def refuse_changing_rows(trainer: L.Trainer, module: Any) -> None:
 
 
 def precision_assumptions(trainer: L.Trainer, module: Any) -> list[str]:
-    """What the claim takes on trust about low precision, for the card."""
+    """List what the claim takes on trust about low precision, for the card."""
     if not rests_on_shapes(trainer, module):
         return []
     return [

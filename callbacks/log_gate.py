@@ -108,7 +108,7 @@ class LogGate:
             self._declared.add(what)
 
     def new(self, logger: Any, metrics: Mapping[str, Any], step: int | None) -> tuple[dict[str, Any], int | None]:
-        """What of ``metrics`` was not logged yet in this logical step, as plain numbers, and that step."""
+        """Return the ``metrics`` not logged yet in this logical step, as plain numbers, and that step."""
         numbers = {key: value.item() if isinstance(value, Tensor) else value for key, value in metrics.items()}
         if self.open:
             return numbers, step
@@ -178,7 +178,7 @@ class _Watched(dict[str, Any]):
 
 
 class _Gated(Logger):
-    """What is put in front of a logger's class while a private run trains."""
+    """The front of a logger's class while a private run trains."""
 
     _gate: LogGate
     _held: dict[Any, Callable[[], Any]]
@@ -241,7 +241,7 @@ class _Refusing:
 
 
 class _GatedWriter:
-    """What is put in front of the class of a `CSVLogger`'s experiment, which somebody may have taken before the fit."""
+    """The front of a `CSVLogger`'s experiment, which somebody may have taken before the fit."""
 
     _gate: LogGate
 

@@ -34,7 +34,7 @@ class MetricsFile(Logger):
     """
 
     writes_no_times = True
-    """What is logged inside a private run is written at once: a line says which step, never when."""
+    """Metrics of a private run are written at once: a line says which step, never when."""
 
     def __init__(self, run_dir: str | Path) -> None:
         super().__init__()

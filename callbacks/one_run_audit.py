@@ -195,7 +195,7 @@ class OneRunAudit(Callback):
         data.plant(self._coins.planted(mode.neighbours))
 
     def planned_units(self, mode: Any, data: Any) -> int:
-        """How many canaries will be planted in ``data``, each a unit of its own."""
+        """Return the number of canaries to plant in ``data``, each a unit of its own."""
         data.use_unit(mode.unit, mode.neighbours)
         return self._count(data.n_units, mode.neighbours)
 

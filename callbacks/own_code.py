@@ -60,7 +60,7 @@ def refuse_remembering_collation(module: Any, dataset: Any, sampler: PrivateBatc
 
 
 def trusted_code(trainer: L.Trainer, module: Any, data: Any) -> list[str]:
-    """What the claim takes on trust about code from outside this package and Lightning, for the card."""
+    """List what the claim takes on trust about code from outside this package and Lightning, for the card."""
     owners = [getattr(module, "own_class", type(module)), type(data), *map(type, trainer.callbacks)]  # type: ignore[attr-defined]
     own = dict.fromkeys(kind.__name__ for kind in owners if not kind.__module__.startswith(_KNOWN))
     mode = type(module.privacy)
@@ -222,7 +222,7 @@ def _refuse_remembering(dataset: Any, sampler: PrivateBatchSampler) -> None:
 
 
 def _ask(dataset: Any, unit: int) -> Any:
-    """What a data set answers for a unit, with the same random numbers each time."""
+    """Ask a data set for a unit, with the same random numbers each time."""
     python, numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(unit)

@@ -93,7 +93,7 @@ def _find(trainer: L.Trainer, module: Any, data: Any, planned: PlannedRun) -> in
 
 
 def _most(module: Any, data: Any, planned: PlannedRun, device: torch.device) -> int:
-    """How many rows to try at the most, the mode being attached for it."""
+    """Attach the mode, and return the number of rows to try at most."""
     # Never the run's own streams: what is drawn here must say nothing about the run.
     module.privacy.attach(module, planned.plan, KeyedStream(secrets.token_bytes(32), "physical_batch_size"))
     # What is found is published: where the number of units is private, it must not be the bound.
@@ -162,7 +162,7 @@ def _batch(rows: Any, size: int, device: torch.device) -> UnitBatch:
 
 
 def _here(parameter: torch.Tensor) -> int:
-    """How many of its values this process keeps."""
+    """Return the number of its values that this process keeps."""
     return place_of(parameter.detach())[0].numel()
 
 

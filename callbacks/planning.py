@@ -44,7 +44,7 @@ def ledger_of(trainer: L.Trainer) -> Any:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """What a run will do, decided before its first step.
+    """The plan of a run, decided before its first step.
 
     Attributes:
         plan: What is promised; None where nothing is.
@@ -146,9 +146,9 @@ def require_agreement(
     """Refuse ranks that are not about to do the same; weights may differ, because the strategy makes them equal."""
     if ranks.world_size == 1:
         return
-    told = ranks.gather(ranks.together(lambda: facts_of(trainer, module, data, planned=planned, stream=stream)))
-    for rank, facts in enumerate(told):
-        differing = [name for name in told[0] if facts[name] != told[0][name]]
+    stated = ranks.gather(ranks.together(lambda: facts_of(trainer, module, data, planned=planned, stream=stream)))
+    for rank, facts in enumerate(stated):
+        differing = [name for name in stated[0] if facts[name] != stated[0][name]]
         if differing:
             raise ConfigurationError(
                 f"Rank {rank} of {ranks.world_size} is about to train with another {' and '.join(differing)} than rank "
@@ -158,7 +158,7 @@ def require_agreement(
 
 
 def facts_of(trainer: L.Trainer, module: Any, data: Any, *, planned: PlannedRun, stream: KeyedStream) -> dict[str, str]:
-    """What all ranks must have in common, as hashes by the name that a refusal gives it."""
+    """Hash what all ranks must have in common, by the name that a refusal gives it."""
     mode = {k: v for k, v in vars(module.privacy).items() if not k.startswith("_") and k not in _OF_ONE_RANK}
     parameters = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()]
     key = bytes.fromhex(stream.tag("ranks"))
@@ -193,7 +193,7 @@ def _sha256(value: Any) -> str:
 
 
 def _described(value: Any) -> str:
-    """What JSON has no form for, without the address of an object, which differs between processes."""
+    """Describe what JSON has no form for, without addresses of objects, which differ between processes."""
     return re.sub(r" at 0x[0-9a-fA-F]+", "", str(value))
 
 

@@ -49,7 +49,7 @@ class PrivacyCard(Callback):
         tuning_note: The same in words.
         tuning_method: ``random_stopping`` for a search on private data that kept the best of a random
             number of runs, whose cost the card then states; null for any other.
-        tuning_mean_runs: The mean of that number. The number itself must not be told.
+        tuning_mean_runs: The mean of that number. The number itself must stay secret.
         tuning_runs_law: Its law: ``geometric`` (null), ``logarithmic``, ``poisson``, or the shape of a
             truncated negative binomial.
         pretraining_overlap: The ``pretraining_overlap.json`` of `task=pretraining_overlap` on public texts; what it
@@ -176,7 +176,7 @@ class PrivacyCard(Callback):
 
 
 def _name_of(pretrained: str | None) -> str:
-    """What to call the model that training started from: a hub's whole name, and of a folder its last part alone."""
+    """Name the model that training started from: a hub's whole name, and the last part alone of a folder."""
     if pretrained is None:
         return "unstated"
     path = Path(pretrained).expanduser()

@@ -28,7 +28,7 @@ class StepProgress(Callback):
 
     Args:
         label: What the line starts with.
-        steps: In all, where the trainer is not told; null for what the trainer knows.
+        steps: In all, where the trainer does not know; null for its own number.
     """
 
     def __init__(self, label: str = "training", *, steps: int | None = None) -> None:
@@ -52,7 +52,7 @@ class StepProgress(Callback):
 class Throughput(Callback):
     """Seconds per step, tokens per second at full lengths, model FLOP utilisation, clipping, and when the run is over.
 
-    The share of clipped units is the mean of what the steps since the last line released, and is told only under
+    The share of clipped units is the mean of what the steps since the last line released, and is shown only under
     ``privacy.clip_fraction_budget``: it is read from what was logged, never from the gradients.
 
     Args:

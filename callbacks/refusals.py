@@ -50,7 +50,7 @@ Check: TypeAlias = Callable[["Candidate"], None]
 
 @dataclass(frozen=True)
 class Candidate:
-    """What is about to be trained, by what, on what."""
+    """A run about to begin: the Trainer, the module and the data."""
 
     trainer: L.Trainer
     module: Any

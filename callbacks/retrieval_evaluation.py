@@ -96,7 +96,7 @@ class RetrievalEvaluation(Callback):
 
     @property
     def declared_leak(self) -> str | None:
-        """What `task=doctor` says of it; None where nothing leaks."""
+        """The leak that `task=doctor` reports; None where nothing leaks."""
         if self.data != "private":
             return None
         return f"callbacks.evaluation.data=private logs {', '.join(self.metrics)} of private {self.split} queries."

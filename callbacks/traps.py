@@ -1,6 +1,6 @@
 """The known ways to lose a privacy guarantee without noticing, and what this package does about each.
 
-``task=doctor`` tells them for a run; `pitfalls_page` tells them for a reader. The numbers are those that refusals
+``task=doctor`` checks a run for them; `pitfalls_page` lists them for a reader. The numbers are those that refusals
 carry as `LitDpretError.trap`.
 """
 
@@ -20,7 +20,7 @@ SEVERITIES: dict[Severity, tuple[str, str]] = {
     ),
     "costs_utility": ("costs utility", "The claim holds, and accuracy is given away."),
 }
-"""What each severity is called, and what it means."""
+"""The name and the meaning of each severity."""
 
 
 @dataclass(frozen=True)

@@ -267,7 +267,7 @@ CUT: dict[str, Any] = {"sampling": "truncated_poisson"}
 PRV: dict[str, Any] = {"accountant": "prv"}
 BAD: list[tuple[str, str, Any]] = [
     ("T1", r"sampling=shuffle, privacy.accountant=prv", {"data": {"sampling": "shuffle"}, "mode": PRV}),
-    ("T1", r"reads the sampling law from the DataModule", {"make_data": Lawless}),
+    ("T1", r"datamodule=", {"make_data": Lawless}),
     ("T2", r"trainer.limit_train_batches", {"trainer": {"limit_train_batches": 0.5}}),
     ("T2", r"trainer.overfit_batches", {"trainer": {"overfit_batches": 1}}),
     ("T2", r"batch sampler was replaced", {"make_data": Swapped}),

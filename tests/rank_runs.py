@@ -60,6 +60,23 @@ def told(folder: Path, rank: int) -> dict[str, Any]:
 # -- jobs: each runs on every rank ---------------------------------------------------------------
 
 
+# What differs between any two runs: the moment, what is hashed over it, and bits of sums that were added in turn.
+_OWN = {"hash", "prev", "nonce", "update_hash", "state_hash", "sum_tag"}
+
+
+def ledger(folder: Path) -> list[dict[str, Any]]:
+    """The records of a run's ledger without what differs between any two runs."""
+    lines = (folder / "privacy_ledger.jsonl").read_text(encoding="utf-8").splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k not in _OWN} for line in lines]
+
+
+def weights(seen: dict[str, Any]) -> Any:
+    """The weights that a rank reported, in one row."""
+    import torch
+
+    return torch.cat([torch.tensor(v, dtype=torch.float64) for _, v in sorted(seen["weights"].items())])
+
+
 def fit(folder: Path, rank: int, world: int, *, module: str = "regression", mode: dict[str, Any] | None = None,
         data: dict[str, Any] | None = None, steps: int = 6, resume: bool = False, replay: str = "never",
         dropout: float = 0.0, shifted: bool = False, doom: dict[str, Any] | None = None,

@@ -19,6 +19,7 @@ from lit_dpret.audit.testing import assert_private
 from lit_dpret.callbacks import MetricsFile, PrivacyAccountant
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.private_module import PrivateModule
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 from lit_dpret.privacy.modes import DPSGD, PrivacyMode
 
 
@@ -170,3 +171,24 @@ class KillAt(Callback):
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
         if batch.last and batch.step + 1 == self.step:
             raise Killed
+
+
+class StopAfter(Callback):
+    """Ends the run by an error after so many logical steps."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, index: int) -> None:
+        if batch.last and batch.step + 1 == self.steps:
+            raise RuntimeError("stop")
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    """The records of a run's ledger."""
+    return PrivacyLedger.read(folder / "privacy_ledger.jsonl").records
+
+
+def weights(module: torch.nn.Module) -> Tensor:
+    """All parameters of a module in one row."""
+    return torch.cat([p.detach().flatten() for p in module.parameters()])

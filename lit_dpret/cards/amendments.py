@@ -1,4 +1,4 @@
-"""What is written on a card after it was made: results of audits, and notes on what its claim does not cover.
+"""Amendments of a finished card: results of audits, and notes on what its claim does not cover.
 
 A result may stand on a card, which is released, only where it is post-processing of what is released anyway: computed
 from the model and from planted or public data. A score against private queries changes nothing about the artefact, but
@@ -115,7 +115,7 @@ def amended(card: dict[str, Any], note: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def before_note(card: Mapping[str, Any]) -> dict[str, Any]:
-    """What `amended` was given, if the card's last amendment is a note of results."""
+    """Undo `amended`, where the card's last amendment is a note of results."""
     found = copy.deepcopy(dict(card))
     *kept, last = found["amendments"]
     results = found["empirical"]["results"]

@@ -299,7 +299,7 @@ def _made_with(environment: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def signoff() -> dict[str, str]:
-    """How a card is checked, and what only a signature shows."""
+    """State how a card is checked, and what only a signature shows."""
     return {"signature": SIGNATURE_NAME, "text": SIGNOFF}
 
 
@@ -309,7 +309,7 @@ def gaps(
     tuning: Mapping[str, Any],
     randomness: Mapping[str, Any],
 ) -> list[str]:
-    """What a claim leaves uncovered, as it follows from the facts of the card."""
+    """List what a claim leaves uncovered, as it follows from the facts of the card."""
     if claim["guarantee"] != "dp":
         return [_NO_CLAIM]
     return uncovered(claim, groups=groups, tuning=tuning, randomness=randomness)

@@ -169,7 +169,7 @@ def _wrong_tuning(
 
 
 def verdict_of(card: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> Verdict:
-    """What may be claimed for these records, with what the card admits to be false besides."""
+    """Judge what may be claimed for these records, with what the card admits to be false."""
     plan, _ = plan_of(records)
     known = [Assumption(a["text"], a["holds"], a["consequence"]) for a in card["assumptions"]]
     fresh = [*(derived_assumptions(records, plan) if plan is not None else []), *leaks(records)]
@@ -272,7 +272,7 @@ class _Found:
 def _assumed(
     card: Mapping[str, Any], records: Sequence[Mapping[str, Any]], plan: PrivacyPlan | None
 ) -> Iterator[_Found]:
-    """What the ledger says of the steps of the argument."""
+    """Compare the assumptions with those that the ledger decides."""
     known = [] if plan is None else derived_assumptions(records, plan)
     known += [*start_assumptions(records, card["pretraining"].get("model")), *leaks(records)]
     stated = card["assumptions"]

@@ -40,7 +40,7 @@ def claim_facts(
     output_released: Sequence[str],
     duplicates_policy: str,
 ) -> dict[str, Any]:
-    """What is claimed, for whom, and against which neighbours; never a number where none is proved."""
+    """Return what is claimed, for whom, and for which neighbours; never a number where none is proved."""
     if plan is None:
         return {
             "flavour": None,
@@ -181,7 +181,7 @@ def plural(unit: Unit) -> str:
 
 
 def describe_neighbours(unit: Unit, neighbours: Neighbours) -> str:
-    """How the two data sets of the guarantee differ, as an act."""
+    """Describe how the two data sets of the guarantee differ, as an act."""
     if neighbours == "zero_out":
         return f"blanking {_UNITS[unit]}, while its place in the data set stays (zero-out)"
     if neighbours == "add_or_remove":
@@ -190,7 +190,7 @@ def describe_neighbours(unit: Unit, neighbours: Neighbours) -> str:
 
 
 def protected(unit: Unit, neighbours: Neighbours) -> list[str]:
-    """What the guarantee hides, up to epsilon and delta."""
+    """List what the guarantee hides, up to epsilon and delta."""
     if unit == "image":
         hidden = ["the pixels of each image, and of every view made of it"]
     elif unit == "passage":
@@ -210,7 +210,7 @@ def protected(unit: Unit, neighbours: Neighbours) -> list[str]:
 
 
 def unprotected_quantities(unit: Unit, neighbours: Neighbours, n: int | None) -> list[str]:
-    """What the guarantee takes as known to everybody."""
+    """List what the guarantee takes as known to everybody."""
     public = [] if unit in ("image", "passage") else ["the text of every passage in the corpus"]
     if neighbours == "add_or_remove":
         return [*public, "the declared constants: delta, sampling rate, batch cap, denominator"]
@@ -221,7 +221,7 @@ def unprotected_quantities(unit: Unit, neighbours: Neighbours, n: int | None) ->
 
 
 def tuning_gaps(tuning: Mapping[str, Any]) -> list[str]:
-    """What the choice of hyper-parameters leaves open."""
+    """List what the choice of hyper-parameters leaves open."""
     if tuning["data"] == "private" and tuning["accounted"]:
         return [
             "The choice of hyper-parameters, in the epsilon of the claim: with it, epsilon is "
@@ -290,7 +290,7 @@ def uncovered(
 
 
 def _copies(groups: Sequence[Mapping[str, Any]]) -> str:
-    """How much less, as the end of a sentence."""
+    """Say how much less copies are protected, as the end of a sentence."""
     if not groups:
         return ""
     if all(group["epsilon"] is None and group["why"] != "infinite" for group in groups):

@@ -1,4 +1,4 @@
-"""What a card says besides its claim: software, hardware, randomness, where training started, and what was registered.
+"""Facts of a card besides its claim: software, hardware, randomness, start of training, registered protocols.
 
 A model that has seen a query before private training reveals it whatever the noise was, and no claim covers that. So
 a card names the weights that training started from, and how much of public text stood in their pre-training corpus.
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import torch
 
 CHANGED = "+changes"
-"""What stands after the commit of a checkout whose files differ from it."""
+"""Suffix of the commit of a checkout whose files differ from it."""
 
 _PACKAGES = ("torch", "lightning", "transformers", "dp-accounting", "opacus", "numpy")
 
@@ -176,7 +176,7 @@ def start_parents(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def declared_start(model: str | None) -> Assumption:
-    """What is taken on trust where nothing private is known of the weights that training started from."""
+    """State what is taken on trust where nothing is known of the weights that training started from."""
     if model == RANDOM_WEIGHTS:
         return Assumption(f"{_RANDOM_START} No private data went into them.", "unverified")
     return Assumption(
@@ -189,7 +189,7 @@ def _named(model: str | None) -> str:
 
 
 def start_assumptions(records: Sequence[Mapping[str, Any]], model: str | None = None) -> list[Assumption]:
-    """What the claim takes on trust about the start; ``model`` is the name of what nobody has a card of."""
+    """List what the claim takes on trust about the start; ``model`` names weights without a card."""
     start = start_of(records)
     if start is None:
         return [] if _is_histogram(records) else [declared_start(model)]
@@ -210,7 +210,7 @@ def start_in_floating_point(records: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def randomness_facts(records: Sequence[Mapping[str, Any]], plan: PrivacyPlan | None) -> dict[str, Any]:
-    """What the ledger says of the noise: whether it was drawn securely, from a published seed, in floating point."""
+    """Read from the ledger whether noise was drawn securely, from a published seed, in floating point."""
     last = plan_of(records)[1]
     return {
         "secure": bool(last.get("secure_rng", False)),
@@ -244,7 +244,7 @@ def start_text(
     verdict: Verdict,
     model: str | None = None,
 ) -> dict[str, str]:
-    """Where training started and what of the claim is whose, in a sentence; ``accounted`` has `start_accounting`."""
+    """Say where training started and which part of the claim is whose; ``accounted`` has `start_accounting`."""
     start = start_of(records)
     if start is None:
         if _is_histogram(records):

@@ -31,7 +31,7 @@ ArtifactType = Literal["weights", "dataset", "index", "histogram"]
 def subject_of(
     artifact_type: ArtifactType, name: str, files: Iterable[str | Path] = (), *, root: str | Path | None = None
 ) -> dict[str, Any]:
-    """What a card is about: its kind, its name, and the SHA-256 of each file, named relative to ``root``.
+    """Describe the artefact of a card: kind, name, and the SHA-256 of each file, named relative to ``root``.
 
     Raises:
         DataError: A file cannot be read.

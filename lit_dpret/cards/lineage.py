@@ -24,7 +24,7 @@ from lit_dpret.privacy.ledger.facts import every_unit_in_every_step
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, claimed_releases
 
 LEVELS = 3
-"""How many folders up a search starts (the card's own is the first), and how deep it goes from each."""
+"""A search starts so many folders up (the card's own is the first), and goes so deep from each."""
 
 _MOST_FOLDERS = 5000
 
@@ -168,7 +168,7 @@ def passed_on(child: Mapping[str, Any], parent: Mapping[str, Any]) -> set[tuple[
 
 
 def _better_than_parent(child: Mapping[str, Any], parent: Mapping[str, Any]) -> list[str]:
-    """Where a derived card says anything else than its parent about what was proved."""
+    """Return where a derived card differs from its parent about what was proved."""
     ours, theirs = child["claim"], parent["claim"]
     if ours["guarantee"] != "dp":  # it claims nothing, which is never too much
         return [] if ours["guarantee"] == theirs["guarantee"] or theirs["guarantee"] == "dp" else [

@@ -116,7 +116,7 @@ class Paragraph:
 
 @dataclass(frozen=True)
 class Banner:
-    """What nobody may overlook."""
+    """A warning or a note in a box."""
 
     text: str
     tone: Tone = "danger"
@@ -207,7 +207,7 @@ class Grid:
         return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
     def csv(self) -> str:
-        """The same for a spreadsheet."""
+        """Return the table for a spreadsheet."""
         text = io.StringIO(newline="")
         csv.writer(text).writerows([self.header, *self.rows])
         return text.getvalue()
@@ -266,7 +266,7 @@ def to_html(title: str, subtitle: str, lead: Sequence[Block], sections: Sequence
 
 
 def to_markdown(title: str, subtitle: str, lead: Sequence[Block], sections: Sequence[Section], footer: str = "") -> str:
-    """The same document in Markdown."""
+    """Return the document in Markdown."""
     parts = [f"# {md(title)}", md(subtitle), *(block.markdown() for block in lead)]
     for section in sections:
         parts += [f"## {md(section.title)}", *(block.markdown() for block in section.blocks)]

@@ -153,7 +153,7 @@ def _library() -> Any:
 
 
 def _message(card: Mapping[str, Any]) -> bytes:
-    """What is signed; the schema before it keeps the signature from being one of anything else."""
+    """Return the signed bytes; the schema keeps the signature from being one of anything else."""
     return f"{SCHEMA}\n{canonical_json(card)}".encode()
 
 

@@ -55,7 +55,7 @@ class Start:
     knob: str = "init_from"
 
     def releases(self) -> list[Release]:
-        """What the start cost; empty for a public one."""
+        """Return the releases of the start; none for a public one."""
         return [release_from_dict(release) for release in self.facts["releases"]]
 
     def earlier(self) -> tuple[EarlierRun, ...]:
@@ -139,14 +139,14 @@ def note_start(ledger: PrivacyLedger, start: Start | None) -> None:
 
 
 def _lasting(facts: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """What stays of a start for good; the ledgers of the runs behind it identify it where it has some."""
+    """Return what never changes of a start; the ledgers of the runs behind it identify it, where there are any."""
     if facts is None or not facts["runs"]:
         return facts
     return {key: value for key, value in facts.items() if key not in ("name", "head", "card_sha256", "parents")}
 
 
 def model_folder(run: str | Path) -> Path:
-    """Where the model of a run folder lies; ``run`` itself where it is a model folder."""
+    """Return the model folder of a run; ``run`` itself where it is one."""
     folder = Path(run).expanduser()
     return folder / MODEL_FOLDER if (folder / MODEL_FOLDER).is_dir() else folder
 

@@ -95,7 +95,7 @@ def audit_problems(card: Mapping[str, Any], records: Sequence[Mapping[str, Any]]
 
 
 def attacks_sentence(card: Mapping[str, Any]) -> str:
-    """What the statement of a card says of attacks."""
+    """Return the sentence of the statement on attacks."""
     if not card["empirical"].get("results"):
         return "No attack has been run against this artefact; and where attacks find nothing, that proves nothing."
     if contradicted(card):
@@ -138,7 +138,7 @@ def result_texts(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def planted_text(planted: Mapping[str, Any]) -> str:
-    """What a card says of planted canaries."""
+    """Describe planted canaries."""
     return (
         f"{planted['canaries']} canaries were planted in the training data of this artefact, or of what it was derived "
         f"from, as at most {planted['units']} units of their own; n counts them. Where an audit tossed coins, "
@@ -180,7 +180,7 @@ def show_delta(value: float) -> str:
 
 
 def printed_epsilon(card: Card) -> str:
-    """What stands where the epsilon stands: a number only where one is proved."""
+    """Return the printed epsilon: a number only where one is proved."""
     guarantee = card["claim"]["guarantee"]
     if guarantee == "dp":
         return show_epsilon(card["claim"]["epsilon"])
@@ -265,7 +265,7 @@ def _facts_of_the_mode(mechanism: Mapping[str, Any]) -> str:
 
 
 def _counted(mechanism: Mapping[str, Any]) -> str:
-    """What else each step let out; nothing in a card that does not say."""
+    """Describe the share of clipped gradients, if it was released with each step."""
     counted = mechanism.get("clip_fraction")
     if counted is None:
         return ""
@@ -277,7 +277,7 @@ def _counted(mechanism: Mapping[str, Any]) -> str:
 
 
 def _bounded(card: Card) -> str:
-    """What was clipped in a step."""
+    """Describe the clipping of a step."""
     mechanism, coupling = card["mechanism"], card["mechanism"].get("coupling")
     if coupling is None:
         return (
@@ -292,7 +292,7 @@ def _bounded(card: Card) -> str:
 
 
 def _grouped(mechanism: Mapping[str, Any]) -> str:
-    """How the clipping bound is shared out; nothing where it is not, as in a card that does not say."""
+    """Describe how the clipping bound is shared out over layers, if it is."""
     if mechanism.get("clip_groups", "flat") == "flat":
         return ""
     return ", each layer on its own to this over the square root of the number of layers"
@@ -312,7 +312,7 @@ def _claim_sentence(card: Card) -> str:
 
 
 def _user_sentence(claim: Mapping[str, Any]) -> list[str]:
-    """What is promised to somebody with several units, where a bound on their number was declared."""
+    """State the promise to somebody with several units, where a bound on their number was declared."""
     most = claim.get("max_units_per_user")
     if most is None:
         return []

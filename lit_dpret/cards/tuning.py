@@ -1,4 +1,4 @@
-"""What a card says about the choice of hyper-parameters, and what a declared search for them cost."""
+"""The tuning block of a card: how hyper-parameters were chosen, and what a declared search for them cost."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def refuse_told_number(tuning: Mapping[str, Any], teller: str, *, knob: str = "c
 
 
 def search_cost(releases: Sequence[Release], plan: PrivacyPlan | None, verdict: Verdict) -> SearchCost:
-    """What a search among runs with these releases costs: its epsilon, or None and why."""
+    """Return the function that prices a search among runs with these releases: its epsilon, or None and why."""
 
     def cost(stopping: RandomStopping) -> tuple[float | None, str | None]:
         if plan is None or verdict.guarantee != "dp":
@@ -203,7 +203,7 @@ def declared_search(chosen: Mapping[str, Any]) -> RandomStopping | None:
 
 
 def _as_told(chosen: Mapping[str, Any], sweep: Mapping[str, Any]) -> dict[str, Any]:
-    """What a sweep tells of the choice, where the run itself tells nothing."""
+    """Take facts about the choice from the sweep, where the run itself states none."""
     told: dict[str, Any] = {"sweep": dict(sweep)}
     if chosen["data"] == "unknown":
         told["data"] = sweep["metric_data"]

@@ -60,7 +60,7 @@ class Verification:
 
     @property
     def not_checked(self) -> list[Finding]:
-        """What was not checked."""
+        """The checks that could not be made."""
         return [finding for finding in self.findings if finding.outcome == "not_checked"]
 
     def add(self, artefact: str, check: str, problems: Sequence[str], text: str) -> None:
@@ -207,7 +207,7 @@ def _examine(
     must_have_files: bool,
     allow_missing_ledger: bool,
 ) -> set[Place]:
-    """What can be said of one card: its files, its ledger, its words; returns the entries that were compared."""
+    """Check one card: its files, its ledger, its words; return the entries that were compared."""
     lineage.look_near(found.path)
     _check_files(result, found, required=must_have_files)
     derived, again = found.card["mechanism"].get("kind") == "post_processing", Recheck(0, [], [], set())
@@ -333,7 +333,7 @@ def _check_copy(result: Verification, lineage: Lineage, found: FoundCard) -> Non
 
 
 def _wrong_words(found: FoundCard) -> list[str]:
-    """Where the words are not those that this version would write."""
+    """List where the words are not those that this version would write."""
     card, wrong = found.card, []
     if card["claim"].get("statement") != statement(card):
         wrong.append("The statement does not follow from the card's facts.")

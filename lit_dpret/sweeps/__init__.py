@@ -1,7 +1,7 @@
 """Sweeps: many runs from one file, their cost reserved before the first one starts.
 
 The file is a W&B sweep: ``wandb sweep`` and ``wandb agent`` take it as it is. What is here runs the same file
-without a server, and tells the ledger of the data set beforehand what all trials will cost together.
+without a server, and reserves the cost of all trials in the ledger of the data set beforehand.
 """
 
 from typing import TYPE_CHECKING

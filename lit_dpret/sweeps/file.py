@@ -50,7 +50,7 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class SweepFile:
-    """What a sweep file says.
+    """The content of a sweep file.
 
     Args:
         path: The file.

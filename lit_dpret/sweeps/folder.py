@@ -135,16 +135,16 @@ class SweepFolder:
 
     @property
     def places(self) -> list[Charge]:
-        """What each private run of its trials planned to be charged with."""
+        """The planned charge of each private run of its trials."""
         found = zip(self.facts["places"], self.facts["parts"], strict=True)
         return [Charge.from_dict({"releases": place, "parts": parts}) for place, parts in found]
 
     def trial_folder(self, name: str) -> Path:
-        """Where a trial lies."""
+        """Return the folder of a trial."""
         return self.folder / TRIALS / name
 
     def result(self, name: str) -> dict[str, Any] | None:
-        """What a trial wrote when it was done; None where it is not."""
+        """Return what a trial wrote when it was done; None where it is not."""
         try:
             found = json.loads((self.trial_folder(name) / DONE).read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -152,7 +152,7 @@ class SweepFolder:
         return found if isinstance(found, dict) else None
 
     def results(self) -> dict[str, dict[str, Any]]:
-        """What all finished trials wrote, by the folder's name; those of W&B's agents have names of their own."""
+        """Return what all finished trials wrote, by folder; those of W&B's agents have names of their own."""
         folders = sorted(path.parent.name for path in (self.folder / TRIALS).glob(f"*/{DONE}"))
         return {name: result for name in folders if (result := self.result(name)) is not None}
 
@@ -172,7 +172,7 @@ class SweepFolder:
         )
 
     def describe(self) -> dict[str, Any]:
-        """What a trial's own ledger and card say of the sweep; public facts only."""
+        """Return the facts of the sweep for a trial's own ledger and card; public ones only."""
         facts = self.facts
         return {
             "id": self.id,

@@ -1,4 +1,4 @@
-"""What the trials of a sweep reached and what all of them cost: a table, a CSV file, and a picture."""
+"""The report of a sweep: what its trials reached and cost, as a table, a CSV file and a picture."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TABLE_CSV, TABLE_MD, FIGURE, REPORT = "sweep.csv", "sweep.md", "sweep.png", "swe
 
 @dataclass(frozen=True)
 class Report:
-    """What was found.
+    """The findings of a sweep.
 
     Args:
         rows: A row for each finished trial: ``trial``, its settings, ``epsilon`` on its card, and its metrics.
@@ -136,7 +136,7 @@ def _told(
 
 
 def _choice(data: str, metric: str, *, bare: bool) -> str:
-    """What it costs to have chosen the best trial."""
+    """State what it costs to have chosen the best trial."""
     if data in ("none", "public", "synthetic"):
         return f"The best trial was chosen by {metric} on {data} data, which costs no privacy."
     said = "private data" if data == "private" else "data that were not named (task.metric_data)"
@@ -171,7 +171,7 @@ def _csv(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """The same with infinities as null, which JSON has no word for."""
+    """Replace infinities by null: JSON has no word for them."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):

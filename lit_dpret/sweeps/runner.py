@@ -27,7 +27,7 @@ SWEEP_VARIABLE = "LIT_DPRET_SWEEP"
 
 @dataclass
 class Outcome:
-    """What became of the trials."""
+    """The outcome of the trials."""
 
     done: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)

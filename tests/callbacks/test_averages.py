@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -183,13 +183,6 @@ def test_a_copy_or_a_pickle_of_a_module_in_training_holds_nothing_of_the_run(tmp
         assert made._guard is None and made._handover is not module._handover and not made._losses
         assert not [name for name in vars(made.privacy) if name.startswith("_")]
         assert made.privacy.eps == module.privacy.eps
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    found = Server()
-    yield found
-    found.close()
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ import torch
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.trainer.connectors import signal_connector
-from rank_runs import REFUSED, Server, told
+from rank_runs import REFUSED, Server, told, weights
 from stand_ins import Numbers, Regression, dp, fit
 from zero_runs import ZeroServer
 
@@ -30,13 +30,6 @@ SMALL = DATA | {"physical_batch_size": 5}
 # Of varying number, which a checkpoint does not tell.
 HIDDEN = {"sampling": "poisson", "physical_batch_size": 4}
 MODE = {"fixed": {"name": "dp_sgd", "accountant": "pld"}, "hidden": {"name": "dp_sgd"}}
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    found = Server()
-    yield found
-    found.close()
 
 
 @pytest.fixture(scope="module")
@@ -55,10 +48,6 @@ def records(folder: Path, kind: str) -> list[dict[str, Any]]:
 
 def charged(folder: Path) -> list[tuple[int, int]]:
     return [(record["attempt"], record["step"]) for record in records(folder, "intent")]
-
-
-def weights(seen: dict[str, Any]) -> torch.Tensor:
-    return torch.cat([torch.tensor(v, dtype=torch.float64) for _, v in sorted(seen["weights"].items())])
 
 
 KINDS: dict[str, tuple[str, int, dict[str, Any]]] = {

@@ -14,7 +14,7 @@ from typing import Any
 
 import lightning as L
 import pytest
-from stand_ins import CALIBRATED, Numbers, Regression, dp, fit
+from stand_ins import CALIBRATED, Numbers, Regression, StopAfter, dp, fit, records
 
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
 from lit_dpret.cards.card import read_card
@@ -26,7 +26,7 @@ from lit_dpret.privacy.budget import PrivacyBudget
 from lit_dpret.privacy.ledger.dataset_account import DatasetAccount
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.ledger.facts import owed_releases
-from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases, counted_in, noise_keys
+from lit_dpret.privacy.ledger.run_ledger import charged_releases, counted_in, noise_keys
 from lit_dpret.privacy.modes import DPSGD
 from lit_dpret.privacy.noise import KeyedStream
 
@@ -46,10 +46,6 @@ def total(tmp_path: Path) -> Any:
     return DatasetLedger(tmp_path / "data.jsonl", total_eps=None, budget=budget).total()
 
 
-def records(folder: Path) -> list[dict[str, Any]]:
-    return PrivacyLedger.read(folder / "privacy_ledger.jsonl").records
-
-
 def cost(*folders: Path) -> float:
     releases: list[Release] = []
     for folder in folders:
@@ -64,15 +60,6 @@ def entries(tmp_path: Path) -> list[dict[str, Any]]:
 def train(folder: Path, module: Regression, **settings: Any) -> None:
     """A run under plain Poisson sampling: no cap has to be chosen, which takes longer than the run."""
     fit(folder, module, Numbers(sampling="poisson"), **settings)
-
-
-class StopAfter(L.Callback):
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, index: int) -> None:
-        if batch.last and batch.step + 1 == self.steps:
-            raise RuntimeError("stop")
 
 
 def test_runs_add_up_until_the_limit_refuses_one_before_anything_is_made(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
-from rank_runs import Server, told
+from rank_runs import Server, ledger, told, weights
 from safetensors.torch import load_file
 from stand_ins import Numbers, Regression, dp
 
@@ -24,25 +22,8 @@ from lit_dpret.errors import ConfigurationError
 from lit_dpret.modules import OptimizerSpec
 from lit_dpret.modules.query_generator import QueryGenerator
 
-_OWN = {"hash", "prev", "nonce", "update_hash", "state_hash", "sum_tag"}
 # 1.2 units on average: some steps leave a rank empty, and some both.
 SPARSE = {"size": 40, "expected_batch_size": None, "sample_rate": 0.03, "physical_batch_size": 2}
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    found = Server()
-    yield found
-    found.close()
-
-
-def ledger(folder: Path) -> list[dict[str, Any]]:
-    lines = (folder / "privacy_ledger.jsonl").read_text(encoding="utf-8").splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k not in _OWN} for line in lines]
-
-
-def weights(seen: dict[str, Any]) -> torch.Tensor:
-    return torch.cat([torch.tensor(v, dtype=torch.float64) for _, v in sorted(seen["weights"].items())])
 
 
 def test_shards_make_the_update_and_the_ledger_of_one_process(server: Server, tmp_path: Path) -> None:

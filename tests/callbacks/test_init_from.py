@@ -11,7 +11,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from stand_ins import Numbers, Regression, dp, fit
+from stand_ins import Numbers, Regression, StopAfter, dp, fit, records
 
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
 from lit_dpret.cards.amendments import note_not_covered
@@ -20,16 +20,7 @@ from lit_dpret.cards.start import read_start
 from lit_dpret.cli import build_parts, run
 from lit_dpret.errors import BudgetExceededError, ConfigurationError, LedgerError, ResumeError
 from lit_dpret.privacy.accounting.composition import epsilon
-from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases
-
-
-class StopAfter(L.Callback):
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, index: int) -> None:
-        if batch.last and batch.step + 1 == self.steps:
-            raise RuntimeError("stop")
+from lit_dpret.privacy.ledger.run_ledger import charged_releases
 
 
 class Saved(Regression):
@@ -70,7 +61,7 @@ def train(
 
 
 def own_cost(folder: Path) -> float:
-    return epsilon(charged_releases(records_of(folder)), delta=1 / 400, neighbours="zero_out")
+    return epsilon(charged_releases(records(folder)), delta=1 / 400, neighbours="zero_out")
 
 
 def test_a_run_from_a_private_run_claims_both_and_budgets_its_own(tmp_path: Path) -> None:
@@ -182,7 +173,7 @@ def test_a_data_set_counts_the_model_that_a_run_starts_from_once(tmp_path: Path)
     told = card["accounting"]["dataset_total"]["epsilon"]
     assert told == pytest.approx(card["claim"]["epsilon"], rel=1e-3), "the parent was counted nowhere else"
     train(counted, child, **ledger)
-    three = [r for name in (parent, child, counted) for r in charged_releases(records_of(name))]
+    three = [r for name in (parent, child, counted) for r in charged_releases(records(name))]
     total = read_card(counted)["accounting"]["dataset_total"]["epsilon"]
     assert total == pytest.approx(epsilon(three, delta=1 / 400, neighbours="zero_out"), rel=1e-3)
     with pytest.raises(ConfigurationError, match="the total of the data set would miss this run"):
@@ -199,7 +190,7 @@ def test_a_start_that_was_resumed_at_its_end_is_counted_once(tmp_path: Path) -> 
     train(children[0], parent, **ledger)
     train(parent, resume=True)
     train(children[1], parent, **ledger)
-    made = [release for folder in (parent, *children) for release in charged_releases(records_of(folder))]
+    made = [release for folder in (parent, *children) for release in charged_releases(records(folder))]
     total = read_card(children[1])["accounting"]["dataset_total"]["epsilon"]
     assert total == pytest.approx(epsilon(made, delta=1 / 400, neighbours="zero_out"), rel=1e-9)
 
@@ -213,14 +204,10 @@ def test_copies_of_a_start_that_went_on_by_themselves_are_counted_both(tmp_path:
     for number, parent in enumerate(parents):
         train(parent, resume=True)
         train(tmp_path / f"child{number}", parent, **ledger)
-    assert len({records_of(parent)[0]["nonce"] for parent in parents}) == 1
-    made = [r for name in ("parent", "copy", "child0", "child1") for r in charged_releases(records_of(tmp_path / name))]
+    assert len({records(parent)[0]["nonce"] for parent in parents}) == 1
+    made = [r for name in ("parent", "copy", "child0", "child1") for r in charged_releases(records(tmp_path / name))]
     total = read_card(tmp_path / "child1")["accounting"]["dataset_total"]["epsilon"]
     assert total == pytest.approx(epsilon(made, delta=1 / 400, neighbours="zero_out"), rel=1e-9)
-
-
-def records_of(folder: Path) -> list[dict[str, Any]]:
-    return PrivacyLedger.read(folder / "privacy_ledger.jsonl").records
 
 
 def test_the_knob_takes_the_place_of_the_models_own_start() -> None:

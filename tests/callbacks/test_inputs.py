@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cards import rewrite_chain
 from frozen_heads import frozen
 from negative_cases import dual
 from pair_stand_ins import data_module
@@ -19,7 +18,6 @@ from lit_dpret.losses import MarginMSELoss
 from lit_dpret.modules import FrozenDualEncoder
 from lit_dpret.negatives import LabelledNegatives
 from lit_dpret.negatives.drawn import LabelledNegative
-from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
 from lit_dpret.privacy.modes import DPSGD
 from lit_dpret.tasks.uncovered import refuse_training_data
 
@@ -62,13 +60,6 @@ def test_a_run_goes_on_with_the_labels_that_it_began_with_and_no_others(tmp_path
     with pytest.raises(ResumeError, match="another file of labels or negatives"):
         fit(tmp_path / "run", module_of(tmp_path), private_data(tmp_path), steps=2, resume=True)
     labels(tmp_path / "labels.tsv")
-    fit(tmp_path / "run", module_of(tmp_path), private_data(tmp_path), steps=2, resume=True)
-
-
-def test_a_run_that_was_begun_before_files_were_noted_goes_on(tmp_path: Path) -> None:
-    labels(tmp_path / "labels.tsv")
-    fit(tmp_path / "run", module_of(tmp_path), private_data(tmp_path), steps=2)
-    rewrite_chain(tmp_path / "run" / LEDGER_NAME, lambda record: record.pop("files_fingerprint", None))
     fit(tmp_path / "run", module_of(tmp_path), private_data(tmp_path), steps=2, resume=True)
 
 

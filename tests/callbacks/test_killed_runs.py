@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 from killed_runs import BUDGET_EXCEEDED, STEPS, Server
 from safetensors.torch import load_file
+from stand_ins import records
 
 from lit_dpret.privacy.accounting.composition import epsilon
-from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases, check_no_key_reuse, noise_keys
+from lit_dpret.privacy.ledger.run_ledger import charged_releases, check_no_key_reuse, noise_keys
 
 pytestmark = pytest.mark.slow
 MOMENTS = {"anywhere": 8, "checkpoint": 5, "step": 4, "ledger": 3}
@@ -24,10 +25,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "auto": {"replay": "auto", "eps": 0.38},
     "never": {"replay": "never", "eps": 0.43, "reserve": 2},
 }
-
-
-def records(folder: Path) -> list[dict[str, Any]]:
-    return PrivacyLedger.read(folder / "privacy_ledger.jsonl").records
 
 
 def begun(folder: Path) -> bool:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning import LightningDataModule
 from lightning.pytorch.loggers import CSVLogger
-from stand_ins import CALIBRATED, Numbers, Regression, Units, dp, fit
+from stand_ins import CALIBRATED, Numbers, Regression, StopAfter, Units, dp, fit
 from torch import nn
 
 from lit_dpret.callbacks import PrivacyCard
@@ -158,10 +158,11 @@ def test_another_optimizer_on_resume_is_refused_by_its_setting(private: bool, tm
         mode = dp(tmp_path) if private else NoPrivacy()
         return Regression(privacy=mode, optimizer=OptimizerSpec(**{"name": "adam", "lr": 0.05} | optimizer))
 
-    fit(tmp_path / "run", module(), steps=4)
+    with pytest.raises(RuntimeError, match="stop"):
+        fit(tmp_path / "run", module(), extra=[StopAfter(4)])
     for setting, value in (("lr", 7.0), ("name", "sgd")):
         with pytest.raises(ResumeError, match=rf"model\.optimizer\.{setting}"):
-            fit(tmp_path / "run", module(**{setting: value}), steps=6, resume=True)
+            fit(tmp_path / "run", module(**{setting: value}), resume=True)
 
 
 def test_a_sparse_embedding_is_refused_by_name(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
-from stand_ins import KillAt, Killed, Numbers, Regression, dp, fit
+from stand_ins import KillAt, Killed, Numbers, Regression, dp, fit, records, weights
 
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
 from lit_dpret.cards.card import read_card
@@ -29,22 +29,14 @@ from lit_dpret.errors import (
 )
 from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.accounting.releases import GaussianRelease, Poisson
-from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases, check_no_key_reuse, noise_keys
+from lit_dpret.privacy.ledger.run_ledger import charged_releases, check_no_key_reuse, noise_keys
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.sampling import PrivateBatchSampler
 
 
-def records(folder: Path) -> list[dict[str, Any]]:
-    return PrivacyLedger.read(folder / "privacy_ledger.jsonl").records
-
-
 def spent(folder: Path, delta: float = 1 / 400) -> float:
     return epsilon(charged_releases(records(folder)), delta=delta, neighbours="zero_out")
-
-
-def weights(module: torch.nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in module.parameters()])
 
 
 def seeded(tmp_path: Path, **settings: Any) -> Regression:

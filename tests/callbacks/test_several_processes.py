@@ -3,40 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from cards import LAW, Run, make_plan
-from rank_runs import Server, told
+from rank_runs import Server, ledger, told, weights
 
 from lit_dpret.cards.card import subject_of, write_card
-
-# What differs between any two runs: the moment, what is hashed over it, and bits of sums that were added in turn.
-_OWN = {"hash", "prev", "nonce", "update_hash", "state_hash", "sum_tag"}
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    found = Server()
-    yield found
-    found.close()
-
-
-def ledger(folder: Path) -> list[dict[str, Any]]:
-    lines = (folder / "privacy_ledger.jsonl").read_text(encoding="utf-8").splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k not in _OWN} for line in lines]
 
 
 def clip_fractions(folder: Path) -> list[float]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return [line["privacy/clip_fraction"] for line in lines if "privacy/clip_fraction" in line]
-
-
-def weights(seen: dict[str, Any]) -> torch.Tensor:
-    return torch.cat([torch.tensor(v, dtype=torch.float64) for _, v in sorted(seen["weights"].items())])
 
 
 # Few units at a time: some steps leave a rank empty, and some both.

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_runs import told
+from rank_runs import told, weights
 from safetensors.torch import load_file
 from zero_runs import ZeroServer
 
@@ -71,10 +71,6 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ledger(folder: Path) -> list[dict[str, Any]]:
     lines = (folder / "privacy_ledger.jsonl").read_text(encoding="utf-8").splitlines()
     return [{k: v for k, v in json.loads(line).items() if k not in _OWN} for line in lines]
-
-
-def weights(seen: dict[str, Any]) -> torch.Tensor:
-    return torch.cat([torch.tensor(v, dtype=torch.float64) for _, v in sorted(seen["weights"].items())])
 
 
 def compare(server: ZeroServer, runs: Path, stage: str, given: dict[str, Any]) -> None:

@@ -168,7 +168,8 @@ def test_no_edit_of_a_card_passes_in_silence(
     make: Callable[[Path], Path], every: int, tmp_path: Path, by_this_program: None
 ) -> None:
     folder = make(tmp_path)
-    shutil.rmtree(folder / "model", ignore_errors=True)  # another copy of the card would show an edit of this one
+    for copied in (folder / "model").glob("privacy_card.*"):  # another copy of the card would show an edit of this one
+        copied.unlink()
     honest, before = read_card(folder), verify_chain(folder)
     del honest["checksum"]
     assert not before.failed
