@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from card_chain import Chain, make_chain
 from cards import Run, make_plan, rewrite_chain
-from lit_dpret.privacy.ledger.leaks import leaks
 from planned_sweeps import begun, planned, trial_parts
 
 from lit_dpret.callbacks import PrivacyCard
@@ -23,7 +22,8 @@ from lit_dpret.cards.file import checksum
 from lit_dpret.cards.start import note_start, read_start
 from lit_dpret.cards.text import statement
 from lit_dpret.cards.verification import Verification, verify_chain
-from lit_dpret.privacy.accounting import accountant as accounting
+from lit_dpret.privacy.accounting import composition as accounting
+from lit_dpret.privacy.ledger.facts import leaks
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 from lit_dpret.tasks import Fit
 
