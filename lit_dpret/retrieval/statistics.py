@@ -1,8 +1,15 @@
-"""How sure a mean over queries is, and whether two systems really differ.
+"""How sure a mean over queries, or over training runs, is, and whether two systems really differ.
 
-Both answers come from resampling the queries of one test collection. They cover the choice of
-queries, not the luck of one training run: under privacy noise, train several seeds as well.
-Everything is seeded: the same values give the same interval.
+**Over queries** the answers come from resampling the queries of one test collection. They cover the choice of queries,
+not the luck of one training run. Everything is seeded: the same values give the same interval. Resampling is our own:
+SciPy's bootstrap draws the very same samples and needs more lines here for a single query and for memory, and its
+permutation test draws others, which would change every p-value that was ever reported.
+
+**Over training runs** (`seed_interval`, `seed_test`) the uncertainty comes from the runs: under privacy noise two runs
+of one setting end in different models. Student's t holds for few runs where their results are about normal. Noise and
+coins of a run come from its own secret stream, so that runs of two settings share no randomness that pairing could
+take out: tests are unpaired (Welch, 1947), and a system that is not trained is one exact number (a one-sample test).
+A claim should stand in both.
 """
 
 from __future__ import annotations
@@ -13,7 +20,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy import stats
 
 from lit_dpret.errors import ConfigurationError, DataError
 
@@ -40,8 +46,18 @@ class PairedTest:
     p_value: float
 
 
+@dataclass(frozen=True)
+class SeedTest:
+    """How far the mean over runs of ``a`` is above that of ``b``, its t-interval, and the two-sided p-value."""
+
+    difference: float
+    low: float
+    high: float
+    p_value: float
+
+
 def bootstrap_interval(values: ArrayLike, *, level: float = 0.95, resamples: int = 2000, seed: int = 0) -> Interval:
-    """The percentile bootstrap interval of the mean over queries.
+    """Return the percentile bootstrap interval of the mean over queries.
 
     Queries are drawn with replacement, as many as there are; the bounds are the quantiles of the
     resampled means (Efron, 1979).
@@ -59,19 +75,9 @@ def bootstrap_interval(values: ArrayLike, *, level: float = 0.95, resamples: int
         ConfigurationError: level or resamples is out of range.
         DataError: A value is not finite.
     """
-    if not 0 < level < 1:
-        raise ConfigurationError(f"level={level} must lie strictly between 0 and 1.")
-    data = _vector("values", values)
-    if not len(data):
-        return Interval(float("nan"), float("nan"), float("nan"))
-    means = np.concatenate(
-        [
-            data[rng.integers(0, len(data), (draws, len(data)))].mean(axis=1)
-            for rng, draws in _chunks(resamples, len(data), seed)
-        ]
-    )
-    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
-    return Interval(float(data.mean()), float(low), float(high))
+    if not np.size(values):
+        return Interval(math.nan, math.nan, math.nan)
+    return macro_interval([values], level=level, resamples=resamples, seed=seed)
 
 
 def macro_interval(
@@ -82,7 +88,7 @@ def macro_interval(
     resamples: int = 2000,
     seed: int = 0,
 ) -> Interval:
-    """The percentile bootstrap interval of the mean over groups of the groups' own means.
+    """Return the percentile bootstrap interval of the mean over groups of the groups' own means.
 
     Each group counts alike, whatever its size, and its queries are drawn by themselves. So BEIR states
     CQADupStack, the mean of twelve forums, and a table of several data sets its last row.
@@ -98,8 +104,7 @@ def macro_interval(
         ConfigurationError: level or resamples is out of range.
         DataError: There is no group, one has no queries, or a value or weight is not finite and positive.
     """
-    if not 0 < level < 1:
-        raise ConfigurationError(f"level={level} must lie strictly between 0 and 1.")
+    _check_level(level)
     data = [_vector("a group", values) for values in groups]
     if not data or not all(len(values) for values in data):
         raise DataError("A mean over groups needs at least one group, and a query in each.")
@@ -119,7 +124,7 @@ def macro_interval(
 
 
 def paired_randomisation_test(a: ArrayLike, b: ArrayLike, *, resamples: int = 10_000, seed: int = 0) -> PairedTest:
-    """Fisher's randomisation test, two-sided, on the difference of two systems' means.
+    """Run Fisher's randomisation test, two-sided, on the difference of two systems' means.
 
     If the systems were alike, each query's two values could as well have been swapped. The p-value
     is the share of random swaps with a difference at least as large, the observed one counted among
@@ -149,7 +154,7 @@ def paired_randomisation_test(a: ArrayLike, b: ArrayLike, *, resamples: int = 10
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """The same p-values, adjusted for having asked several questions (Holm, 1979).
+    """Return the p-values adjusted for having asked several questions (Holm, 1979).
 
     Example:
         >>> holm([0.01, 0.04, 0.03])
@@ -163,34 +168,8 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def _vector(name: str, values: ArrayLike) -> NDArray[np.float64]:
-    data = np.asarray(values, dtype=np.float64)
-    if data.ndim != 1 or not np.isfinite(data).all():
-        raise DataError(f"{name} must be one finite number per query, not of shape {data.shape} or with NaN.")
-    return data
-
-
-def _chunks(resamples: int, length: int, seed: int) -> list[tuple[np.random.Generator, int]]:
-    """The draws in parts that fit into memory, from one stream."""
-    if resamples < 1:
-        raise ConfigurationError(f"resamples={resamples} must be at least 1.")
-    rng = np.random.default_rng(seed)
-    size = max(1, _CHUNK // length)
-    return [(rng, min(size, resamples - start)) for start in range(0, resamples, size)]
-
-
-@dataclass(frozen=True)
-class SeedTest:
-    """How far the mean over runs of ``a`` is above that of ``b``, its t-interval, and the two-sided p-value."""
-
-    difference: float
-    low: float
-    high: float
-    p_value: float
-
-
 def seed_interval(values: Sequence[float], *, level: float = 0.95) -> Interval:
-    """The mean over training runs with its t-interval.
+    """Return the mean over training runs with its t-interval.
 
     Example:
         >>> seed_interval([0.50, 0.52, 0.54])
@@ -207,12 +186,19 @@ def seed_interval(values: Sequence[float], *, level: float = 0.95) -> Interval:
         ConfigurationError: level is out of range.
         DataError: There is no value, or one is not finite.
     """
+    from scipy import stats  # takes a second, which most who import this module need not pay
+
+    _check_level(level)
     runs = _runs("values", values)
-    return _around(float(runs.mean()), _variance_of_mean(runs), len(runs) - 1, _checked(level))
+    mean = float(runs.mean())
+    if len(runs) == 1:
+        return Interval(mean, math.nan, math.nan)
+    reach = float(stats.t.ppf((1 + level) / 2, len(runs) - 1)) * math.sqrt(float(runs.var(ddof=1)) / len(runs))
+    return Interval(mean, mean - reach, mean + reach)
 
 
 def seed_test(a: Sequence[float], b: Sequence[float], *, level: float = 0.95) -> SeedTest:
-    """Welch's t-test between the runs of two settings; a one-sample test where one side is a single number.
+    """Run Welch's t-test between the runs of two settings; a one-sample test where one side is a single number.
 
     Guarantees:
         - Swapping ``a`` and ``b`` turns the sign of the difference and leaves the p-value.
@@ -227,35 +213,26 @@ def seed_test(a: Sequence[float], b: Sequence[float], *, level: float = 0.95) ->
         ConfigurationError: level is out of range.
         DataError: Both sides are single numbers, or a value is not finite.
     """
+    from scipy import stats
+
+    _check_level(level)
     first, second = _runs("a", a), _runs("b", b)
     if len(first) == len(second) == 1:
         raise DataError("Two single numbers cannot be compared over training runs: give at least two runs of one side.")
-    parts = [(_variance_of_mean(runs), len(runs) - 1) for runs in (first, second) if len(runs) > 1]
-    difference, variance = float(first.mean() - second.mean()), sum(part for part, _ in parts)
-    if variance == 0.0:
-        _checked(level)
+    difference = float(first.mean() - second.mean())
+    if not np.ptp(first) and not np.ptp(second):
         return SeedTest(difference, difference, difference, 1.0 if difference == 0.0 else 0.0)
-    freedom = variance**2 / sum(part**2 / runs for part, runs in parts)  # Welch and Satterthwaite
-    p_value = 2.0 * float(stats.t.sf(abs(difference) / math.sqrt(variance), freedom))
-    interval = _around(difference, variance, freedom, _checked(level))
-    return SeedTest(difference, interval.low, interval.high, p_value)
+    if len(first) == 1 or len(second) == 1:  # the differences are one sample, whose mean is held against 0
+        found = stats.ttest_1samp(first - second, 0.0)
+    else:
+        found = stats.ttest_ind(first, second, equal_var=False)
+    bounds = found.confidence_interval(level)
+    return SeedTest(difference, float(bounds.low), float(bounds.high), float(found.pvalue))
 
 
-def _around(mean: float, variance: float, freedom: float, level: float) -> Interval:
-    if freedom < 1 and math.isnan(variance):
-        return Interval(mean, math.nan, math.nan)
-    reach = float(stats.t.ppf((1.0 + level) / 2.0, freedom)) * math.sqrt(variance)
-    return Interval(mean, mean - reach, mean + reach)
-
-
-def _variance_of_mean(runs: NDArray[np.float64]) -> float:
-    return math.nan if len(runs) == 1 else float(runs.var(ddof=1)) / len(runs)
-
-
-def _checked(level: float) -> float:
+def _check_level(level: float) -> None:
     if not 0 < level < 1:
         raise ConfigurationError(f"level={level} must lie strictly between 0 and 1.")
-    return level
 
 
 def _runs(name: str, values: Sequence[float]) -> NDArray[np.float64]:
@@ -263,3 +240,19 @@ def _runs(name: str, values: Sequence[float]) -> NDArray[np.float64]:
     if runs.ndim != 1 or not len(runs) or not np.isfinite(runs).all():
         raise DataError(f"{name} must be at least one finite number, one per training run; got {list(values)}.")
     return runs
+
+
+def _vector(name: str, values: ArrayLike) -> NDArray[np.float64]:
+    data = np.asarray(values, dtype=np.float64)
+    if data.ndim != 1 or not np.isfinite(data).all():
+        raise DataError(f"{name} must be one finite number per query, not of shape {data.shape} or with NaN.")
+    return data
+
+
+def _chunks(resamples: int, length: int, seed: int) -> list[tuple[np.random.Generator, int]]:
+    """Return the draws in parts that fit into memory, from one stream."""
+    if resamples < 1:
+        raise ConfigurationError(f"resamples={resamples} must be at least 1.")
+    rng = np.random.default_rng(seed)
+    size = max(1, _CHUNK // length)
+    return [(rng, min(size, resamples - start)) for start in range(0, resamples, size)]

@@ -1,73 +1,131 @@
-"""The measures of a run as a ``torchmetrics.Metric``: sums over queries, so that processes can add theirs up.
+"""A measure of retrieval as a ``torchmetrics.Metric``: for ``self.log``, a ``MetricCollection``, any number of ranks.
 
-torchmetrics' own retrieval metrics see only the passages that were returned, and so take nDCG's ideal and recall's
-denominator from those. This one takes them from the judgements.
+It is called as torchmetrics' own retrieval metrics are, with ``indexes=``, and differs from them in three ways. Its
+values are trec_eval's (`lit_dpret.retrieval.metrics`). Passages that were judged but not returned can be passed too, so
+that nDCG's ideal and recall's denominator come from all judgements. And all queries are computed at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torchmetrics import Metric as TorchMetric
+from torchmetrics.retrieval.base import RetrievalMetric as _RetrievalMetric
+from torchmetrics.retrieval.base import _retrieval_aggregate
+from torchmetrics.utilities.data import dim_zero_cat
 
-from lit_dpret.errors import ConfigurationError
-from lit_dpret.retrieval.metrics import Metric, Qrels
-from lit_dpret.retrieval.runs import DEFAULT_METRICS, Ranking, Run, evaluate
+from lit_dpret.errors import DataError
+from lit_dpret.retrieval.metrics import Gains, Metric, Values
 
 
-class RetrievalMetrics(TorchMetric):
-    """Means over all queries that `update` has seen, in every process.
+class RetrievalMetric(_RetrievalMetric):
+    """One measure, such as ``ndcg@10``, as a mean over queries.
 
     Guarantees:
-        - ``compute`` equals `evaluate` on all runs and judgements together, up to the rounding of float64.
-        - Under DDP the sums and the number of queries are added over processes. A query that two processes were
-          given counts twice, so give each its own part of the judgements, and no sampler that pads.
+        - `compute` is the mean that `lit_dpret.retrieval.runs.evaluate` gives for the same ranking and judgements.
+        - Neither the order of batches nor the number of ranks matters; rows of a query may come in several batches.
+        - Of passages with equal scores the one that was passed first ranks first.
 
     Example:
-        >>> metric = RetrievalMetrics(metrics=["mrr@10"])
-        >>> metric.update({"q1": {"a": 2.0, "b": 1.0}}, {"q1": {"b": 1}})
-        >>> metric.compute()
-        {'mrr@10': tensor(0.5000, dtype=torch.float64)}
+        >>> metric = RetrievalMetric("mrr@10")
+        >>> scores, grades = torch.tensor([0.9, 0.4, 0.7, -torch.inf]), torch.tensor([0, 1, 0, 1])
+        >>> metric.update(scores, grades, indexes=torch.tensor([0, 0, 1, 1]))
+        >>> metric.compute()  # the second query's relevant passage was not returned
+        tensor(0.2500, dtype=torch.float64)
 
     Args:
-        metrics: What to measure, as ``ndcg@10``.
-        kwargs: Of ``torchmetrics.Metric``.
+        name: What `Metric.parse` reads.
+        kwargs: Of torchmetrics: ``empty_target_action`` (``neg`` counts a query without a relevant passage as 0, as
+            trec_eval does), ``ignore_index``, ``aggregation``, and those of every ``torchmetrics.Metric``.
 
     Raises:
-        ConfigurationError: A metric is unknown, or there is none.
+        ConfigurationError: The name is no measure.
     """
 
-    is_differentiable = False
-    higher_is_better = True
-    full_state_update = False
-
-    totals: Tensor
-    queries: Tensor
-
-    def __init__(self, *, metrics: Sequence[str] = DEFAULT_METRICS, **kwargs: Any) -> None:
+    def __init__(self, name: str = "ndcg@10", **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.names = tuple(dict.fromkeys(str(Metric.parse(name)) for name in metrics))
-        if not self.names:
-            raise ConfigurationError("There is no metric to measure; name at least one, as ndcg@10.")
-        self.add_state("totals", torch.zeros(len(self.names), dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("queries", torch.zeros((), dtype=torch.long), dist_reduce_fx="sum")
+        self.measure = Metric.parse(name)
+        self.allow_non_binary_target = True
 
-    def update(self, run: Run | Ranking, qrels: Qrels) -> None:
-        """Add the queries of ``qrels``; those that ``run`` does not answer count as 0.
+    def update(self, preds: Tensor, target: Tensor, indexes: Tensor) -> None:
+        """Take rows of any number of queries.
+
+        Args:
+            preds: Scores, of any shape; ``-inf`` for a passage that was judged but not returned.
+            target: Grades of the same shape; 0 and below is not relevant.
+            indexes: The query of each row, long, of the same shape.
 
         Raises:
-            ConfigurationError: As `evaluate`.
-            DataError: As `evaluate`.
+            DataError: A score is NaN.
+            ValueError: torchmetrics': shapes or types do not fit.
         """
-        found = evaluate(run, qrels, self.names, resamples=1)
-        sums = [float(found.per_query[name].sum()) for name in self.names]
-        self.totals += torch.tensor(sums, dtype=torch.float64, device=self.totals.device)
-        self.queries += len(found.query_ids)
+        if bool(preds.isnan().any()):
+            raise DataError(f"{int(preds.isnan().sum())} of {preds.numel()} scores are NaN.")
+        super().update(preds, target, indexes)
 
-    def compute(self) -> dict[str, Tensor]:
-        """The mean of every metric by name; NaN where no query was seen."""
-        means = self.totals / self.queries
-        return dict(zip(self.names, means.unbind(), strict=True))
+    def per_query(self) -> Values:
+        """Return the value of every query so far, by rising index; shape ``(queries,)``."""
+        rows = (dim_zero_cat(state).cpu().numpy() for state in (self.preds, self.target, self.indexes))
+        gains, ideal = _tables(*rows)
+        values, empty = self.measure(gains, ideal), np.asarray(~(ideal > 0).any(axis=1))
+        if self.empty_target_action == "error" and empty.any():
+            raise ValueError(f"{int(empty.sum())} of {len(empty)} queries have no relevant passage.")
+        if self.empty_target_action == "pos":
+            values = np.where(empty, 1.0, values)
+        return values[~empty] if self.empty_target_action == "skip" else values
+
+    def _metric(self, preds: Tensor, target: Tensor) -> Tensor:
+        """Return the value of a single query, which torchmetrics' loop over queries would ask for."""
+        return torch.from_numpy(self.measure(*_tables(preds.numpy(), target.numpy(), np.zeros(len(preds), np.int64))))[
+            0
+        ]
+
+    def compute(self) -> Tensor:
+        """Return the mean over queries (or ``aggregation``), a scalar in float64; 0 where there is no query."""
+        values = self.per_query() if self.indexes else np.zeros(0)
+        if not len(values):
+            return torch.zeros((), dtype=torch.float64, device=self.device)
+        return _retrieval_aggregate(torch.from_numpy(values), self.aggregation).to(self.device)
+
+
+def judged_rows(gains: Gains, ideal: Gains, depth: int) -> dict[str, Tensor]:
+    """Return ``preds``, ``target`` and ``indexes`` of a ranking and of all that it could have found.
+
+    Args:
+        gains: Grades by rank, shape ``(queries, ranks)``.
+        ideal: All positive grades of each query, padded with 0, ``(queries, most)``.
+        depth: The last rank that any measure looks at.
+    """
+    top = gains[:, :depth]
+    if not top.shape[1]:  # nothing was returned for any query; each still has to be counted
+        top = np.zeros((len(gains), 1), dtype=gains.dtype)
+    queries, ranks = np.indices(top.shape)
+    preds, target, indexes = [-ranks.ravel()], [top.ravel()], [queries.ravel()]
+    for grade in np.unique(ideal[ideal > 0]):
+        missed = np.repeat(np.arange(len(top)), (ideal == grade).sum(axis=1) - (top == grade).sum(axis=1))
+        preds.append(np.full(len(missed), -np.inf))
+        target.append(np.full(len(missed), grade))
+        indexes.append(missed)
+    return {
+        "preds": torch.from_numpy(np.concatenate(preds, dtype=np.float32)),
+        "target": torch.from_numpy(np.concatenate(target)),
+        "indexes": torch.from_numpy(np.concatenate(indexes)),
+    }
+
+
+def _tables(preds: np.ndarray, target: np.ndarray, indexes: np.ndarray) -> tuple[Gains, Gains]:
+    """Return grades by rank and descending ideal grades, a row for each query, no wider than they have to be."""
+    order = np.lexsort((-preds, indexes))  # stable, so that equal scores stay in the order given
+    preds, target, indexes = preds[order], np.maximum(target[order], 0), indexes[order]
+    first = np.flatnonzero(np.diff(indexes, prepend=indexes[0] - 1))
+    counts = np.diff(np.append(first, len(indexes)))
+    place = np.repeat(np.arange(len(first)), counts), np.arange(len(indexes)) - np.repeat(first, counts)
+    gains = np.zeros((len(first), counts.max()), dtype=target.dtype)
+    ideal, returned = np.zeros_like(gains), np.zeros(gains.shape, dtype=bool)
+    returned[place] = preds > -np.inf
+    gains[place] = np.where(preds > -np.inf, target, 0)
+    ideal[place] = target
+    ideal = -np.sort(-ideal, axis=1)
+    return gains[:, : returned.sum(axis=1).max()], ideal[:, : (ideal > 0).sum(axis=1).max()]
