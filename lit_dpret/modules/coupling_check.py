@@ -357,7 +357,8 @@ class _Passes:
         if not loss.requires_grad:
             return {}
         found = torch.autograd.grad(loss, list(self._parameters.values()), allow_unused=True)
-        return {name: g for name, g in zip(self._parameters, found, strict=True) if g is not None}
+        dense = (g.to_dense() if g is not None and g.is_sparse else g for g in found)
+        return {name: g for name, g in zip(self._parameters, dense, strict=True) if g is not None}
 
     def _refuse(self, rows: _Rows, what: str = _DEPENDS) -> NoReturn:
         """Refuse a dependence on other rows, or random numbers that cannot be repeated, which look like one."""

@@ -10,7 +10,7 @@ import torch
 from lightning import LightningDataModule
 from lightning.pytorch.loggers import CSVLogger
 from stand_ins import CALIBRATED, Numbers, Regression, StopAfter, Units, dp, fit
-from torch import nn
+from torch import Tensor, nn
 
 from lit_dpret.callbacks import PrivacyCard
 from lit_dpret.cards.card import read_card, write_card
@@ -165,9 +165,16 @@ def test_another_optimizer_on_resume_is_refused_by_its_setting(private: bool, tm
             fit(tmp_path / "run", module(**{setting: value}), resume=True)
 
 
-def test_a_sparse_embedding_is_refused_by_name(tmp_path: Path) -> None:
-    module = Regression(privacy=dp(tmp_path))
-    module.table = nn.Embedding(4, 2, sparse=True)
-    with pytest.raises(UnsupportedModelError, match="table") as refused:
-        fit(tmp_path / "run", module)
-    assert refused.value.trap == "T13"
+class Sparse(Regression):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.table = nn.Embedding(2, 4, sparse=True)
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        moved = rows["inputs"] + self.table((rows["inputs"][:, 0] > 0).long())
+        return super().per_row_loss(rows | {"inputs": moved})
+
+
+@pytest.mark.parametrize("engine", ["ghost", "vmap", "loop"])
+def test_an_embedding_with_sparse_gradients_trains(engine: Any, tmp_path: Path) -> None:
+    fit(tmp_path / "run", Sparse(privacy=dp(tmp_path, engine=engine)))

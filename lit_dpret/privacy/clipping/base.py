@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
-from lit_dpret.privacy.clipping.rules import refuse_renormalising, refuse_sparse
+from lit_dpret.privacy.clipping.rules import refuse_renormalising
 from lit_dpret.privacy.clipping.units import UnitRows
 
 ClipGroups = Literal["flat", "per_layer"]
@@ -144,7 +144,6 @@ def refuse_batch_mixing(module: nn.Module) -> None:
     """Refuse layers that let one unit change another one's gradient, or that keep its statistics."""
     for name, layer in module.named_modules():
         refuse_renormalising(name, layer)
-        refuse_sparse(name, layer)
         normalises = isinstance(layer, (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm))
         if not normalises:
             continue

@@ -154,16 +154,6 @@ def refuse_renormalising(name: str, module: nn.Module) -> None:
         )
 
 
-def refuse_sparse(name: str, module: nn.Module) -> None:
-    """Refuse an embedding with sparse gradients, of which no engine takes a norm."""
-    if getattr(module, "sparse", False) is True and any(p.requires_grad for p in module.parameters(recurse=False)):
-        raise UnsupportedModelError(
-            f"{name or 'the module'} ({type(module).__name__}) has sparse=True, and noise makes every gradient dense. "
-            "Set sparse to False.",
-            trap="T13",
-        )
-
-
 def make_plan(module: nn.Module, trainable: dict[str, nn.Parameter], fallback: bool = False) -> Plan:
     """Find the covered modules; refuse a trainable parameter that none of them owns.
 

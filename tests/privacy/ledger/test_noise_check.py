@@ -214,8 +214,9 @@ def as_realised(mode: Any, sums: dict[str, Tensor], update: Update) -> dict[str,
 @pytest.mark.parametrize(
     ("change", "within"),
     # Chance decides in which step: of 32 coordinates, halved noise is found after 3.4 steps in the mean, and after 8 in
-    # all runs but one of ten million.
-    [(noiseless, 1), (halved, 8), (one_without, 1), (half_without, 12), (as_before, 2), (as_realised, 8)],
+    # all runs but one of ten million. Noise on half of them alone takes 9.7 steps in the mean; one run in ten needs
+    # more than 12, and fewer than one in ten million more than 32 (simulated, two million runs).
+    [(noiseless, 1), (halved, 8), (one_without, 1), (half_without, 32), (as_before, 2), (as_realised, 8)],
 )
 def test_a_mode_that_adds_less_noise_than_it_says_ends_the_run_without_a_claim(
     tmp_path: Path, change: Any, within: int
@@ -224,7 +225,7 @@ def test_a_mode_that_adds_less_noise_than_it_says_ends_the_run_without_a_claim(
         eps=50.0, max_grad_norm=1.0, noise_multiplier=2.0, secret_file=tmp_path / "secret", accountant="rdp"
     )
     with pytest.raises(PrivacyViolation, match=r"privacy=") as refused:
-        fit(tmp_path / "run", Regression(privacy=mode, dropout=0.0), Numbers(sampling="poisson"), steps=16)
+        fit(tmp_path / "run", Regression(privacy=mode, dropout=0.0), Numbers(sampling="poisson"), steps=40)
     assert refused.value.trap == "T36"
     records = PrivacyLedger.read(tmp_path / "run" / "privacy_ledger.jsonl").records
     assert len([r for r in records if r["kind"] == "release"]) <= within
