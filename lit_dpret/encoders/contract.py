@@ -1,10 +1,13 @@
-"""What decides an embedding besides weights and vocabulary, as plain data."""
+"""What decides an embedding besides weights and vocabulary: a contract as plain data, and pooling.
+
+In pooling, the mask says which positions hold a token; what stands at the others never reaches the result, not even
+as a NaN. A text without any token becomes the zero vector.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Literal
 
 import torch
@@ -38,19 +41,19 @@ class Contract:
     lower_case: bool = False
 
     def prefix(self, side: Side) -> str:
-        """What is put before a text of this side."""
-        return {"query": self.query_prefix, "passage": self.passage_prefix}[side]
+        """Return what is put before a text of this side."""
+        return self.query_prefix if side == "query" else self.passage_prefix
 
     def max_length(self, side: Side) -> int:
-        """How many tokens of a text of this side are read."""
-        return {"query": self.query_max_length, "passage": self.passage_max_length}[side]
+        """Return how many tokens of a text of this side are read."""
+        return self.query_max_length if side == "query" else self.passage_max_length
 
 
 Pooling = Callable[[Tensor, Tensor], Tensor]
 
 
 def mean(token_embeddings: Tensor, mask: Tensor) -> Tensor:
-    """The average over the tokens.
+    """Return the average over the tokens of each text.
 
     Guarantees:
         - Half-precision input is summed in float32 and rounded once, at the end.
@@ -71,15 +74,7 @@ def mean(token_embeddings: Tensor, mask: Tensor) -> Tensor:
 
 
 def cls(token_embeddings: Tensor, mask: Tensor) -> Tensor:
-    """The vector of the first token, wherever the padding side puts it.
-
-    Args:
-        token_embeddings: Shape ``(rows, tokens, dim)``.
-        mask: Shape ``(rows, tokens)``; non-zero where there is a token.
-
-    Returns:
-        Shape ``(rows, dim)``; zeros for a row without tokens.
-    """
+    """Return the vector of the first token, wherever the padding side puts it; shapes as for `mean`."""
     held = mask.bool()
     first = held.to(torch.int32).argmax(dim=1)
     index = first.view(-1, 1, 1).expand(-1, 1, token_embeddings.shape[-1])
@@ -88,30 +83,21 @@ def cls(token_embeddings: Tensor, mask: Tensor) -> Tensor:
 
 
 def max(token_embeddings: Tensor, mask: Tensor) -> Tensor:
-    """The largest value of every dimension over the tokens.
-
-    Args:
-        token_embeddings: Shape ``(rows, tokens, dim)``.
-        mask: Shape ``(rows, tokens)``; non-zero where there is a token.
-
-    Returns:
-        Shape ``(rows, dim)``; zeros for a row without tokens.
-    """
+    """Return the largest value of every dimension over the tokens; shapes as for `mean`."""
     held = mask.bool().unsqueeze(-1)
     largest = token_embeddings.masked_fill(~held, float("-inf")).amax(dim=1)
     return largest.masked_fill(~held.any(dim=1), 0.0)
 
 
-POOLINGS: Mapping[str, Pooling] = MappingProxyType({"mean": mean, "cls": cls, "max": max})
+POOLINGS: dict[str, Pooling] = {"mean": mean, "cls": cls, "max": max}
 
 
 def get_pooling(name: str) -> Pooling:
-    """The pooling called ``name``.
+    """Return the pooling of that name.
 
     Raises:
-        ConfigurationError: There is none of that name; the message lists those there are.
+        ConfigurationError: There is none; the message lists those there are.
     """
-    try:
-        return POOLINGS[name]
-    except KeyError:
-        raise ConfigurationError(f"pooling={name!r} is not one of {', '.join(POOLINGS)}.") from None
+    if name not in POOLINGS:
+        raise ConfigurationError(f"pooling={name!r} is not one of {', '.join(POOLINGS)}.")
+    return POOLINGS[name]

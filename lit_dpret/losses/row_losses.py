@@ -1,4 +1,4 @@
-"""Softmax over candidate passages, a function of the embeddings.
+"""Losses of embeddings, one value per row: softmaxes over candidate passages, and margins of a teacher.
 
 The losses here give one value per row, never reduced: what may be clipped, averaged or summed is
 for the privacy mode to decide. They differ in where a row's candidates come from, and that decides
@@ -55,8 +55,8 @@ def false_negatives(
     return table[:, columns]
 
 
-class _SoftmaxLoss(nn.Module):
-    """What the softmax losses share: a similarity, a temperature that divides it, wide logits."""
+class _RowLoss(nn.Module):
+    """Losses of one value per row: a similarity, and a temperature that divides it."""
 
     def __init__(self, temperature: float = 0.05, similarity: str = "cosine") -> None:
         super().__init__()
@@ -64,17 +64,21 @@ class _SoftmaxLoss(nn.Module):
         self.similarity = similarity
         self._score = get_similarity(similarity)
 
-    def logits(self, query_embeddings: Tensor, passage_embeddings: Tensor) -> Tensor:
-        """Scores over temperature, at least float32 whatever the embeddings are."""
+    def scores(self, query_embeddings: Tensor, passage_embeddings: Tensor) -> Tensor:
+        """Return similarities, at least float32 whatever the embeddings are."""
         wide = torch.promote_types(query_embeddings.dtype, torch.float32)
         with torch.autocast(query_embeddings.device.type, enabled=False):
-            return self._score(query_embeddings.to(wide), passage_embeddings.to(wide)) / self.temperature
+            return self._score(query_embeddings.to(wide), passage_embeddings.to(wide))
+
+    def logits(self, query_embeddings: Tensor, passage_embeddings: Tensor) -> Tensor:
+        """Return similarities over temperature."""
+        return self.scores(query_embeddings, passage_embeddings) / self.temperature
 
     def extra_repr(self) -> str:
         return f"temperature={self.temperature:g}, similarity={self.similarity!r}"
 
 
-class InBatchSoftmaxLoss(_SoftmaxLoss):
+class InBatchSoftmaxLoss(_RowLoss):
     """Softmax of each query's own passage against the passages of the whole batch.
 
     Elsewhere it is called InfoNCE, N-pairs or MultipleNegativesRanking; with ``scale`` for
@@ -87,8 +91,6 @@ class InBatchSoftmaxLoss(_SoftmaxLoss):
 
     Guarantees:
         - Row i equals the cross entropy of its logits over the candidates that are not masked.
-        - A passage with the id of a row's own positive, or of another positive of the same query,
-          is no negative of that row.
         - Passages after the first ``rows`` are extra (hard) negatives of every row.
 
     Args:
@@ -103,47 +105,36 @@ class InBatchSoftmaxLoss(_SoftmaxLoss):
         self,
         query_embeddings: Tensor,
         passage_embeddings: Tensor,
-        passage_ids: Sequence[str] | None = None,
-        positives: Sequence[Collection[str]] | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """The loss of every row.
+        """Return the loss of every row.
 
         Args:
             query_embeddings: Shape ``(rows, dim)``.
             passage_embeddings: Shape ``(passages, dim)``, ``passages >= rows``; passage i is the
                 positive of query i.
-            passage_ids: The id of every passage; without ids only ``mask`` is masked.
-            positives: For every row, all positive passage ids of its query.
-            mask: Booleans ``(rows, passages)``, True for further candidates to leave out. A row's
-                own positive is kept whatever the mask says.
+            mask: Booleans ``(rows, passages)``, True for candidates to leave out, as `false_negatives` finds
+                them. A row's own positive is kept whatever the mask says.
 
         Returns:
             Losses of shape ``(rows,)``, not reduced.
 
         Raises:
-            ConfigurationError: Shapes or lengths do not fit together.
+            ConfigurationError: Shapes do not fit together.
         """
         rows, passages = len(query_embeddings), len(passage_embeddings)
         if passages < rows:
             raise ConfigurationError(f"{passages} passages cannot hold the positives of {rows} queries.")
-        if positives is not None and passage_ids is None:
-            raise ConfigurationError("positives are passage ids, so they need passage_ids beside them.")
-        for name, given, wanted in (("passage_ids", passage_ids, passages), ("positives", positives, rows)):
-            if given is not None and len(given) != wanted:
-                raise ConfigurationError(f"{name} has {len(given)} entries where {wanted} are needed.")
         left_out = torch.zeros(rows, passages, dtype=torch.bool, device=query_embeddings.device)
         if mask is not None:
             left_out |= checked_mask(mask, rows, passages, query_embeddings.device)
-        if passage_ids is not None:
-            left_out |= false_negatives(passage_ids[:rows], passage_ids, positives).to(left_out.device)
         own = torch.arange(rows, device=query_embeddings.device)
         left_out[own, own] = False
         logits = self.logits(query_embeddings, passage_embeddings).masked_fill(left_out, float("-inf"))
         return F.cross_entropy(logits, own, reduction="none")
 
 
-class PublicPoolSoftmaxLoss(_SoftmaxLoss):
+class PublicPoolSoftmaxLoss(_RowLoss):
     """Softmax of each query's positive against a pool of passages that are public.
 
     Guarantees:
@@ -175,7 +166,7 @@ class PublicPoolSoftmaxLoss(_SoftmaxLoss):
         positive_embeddings: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """The loss of every row.
+        """Return the loss of every row.
 
         The positive stands either in the pool (``positive_index``: a pool that is the whole corpus)
         or beside it (``positive_embeddings``: a pool drawn at random); give exactly one.
@@ -219,7 +210,7 @@ class PublicPoolSoftmaxLoss(_SoftmaxLoss):
         return F.cross_entropy(logits.masked_fill(left_out, float("-inf")), target, reduction="none")
 
 
-class HardNegativeSoftmaxLoss(_SoftmaxLoss):
+class HardNegativeSoftmaxLoss(_RowLoss):
     """Listwise softmax: the cross entropy of the row's own passage among all that it is compared with.
 
     What is shared decides what can be promised: with ``own`` alone, or with ``shared`` passages that are
@@ -249,7 +240,7 @@ class HardNegativeSoftmaxLoss(_SoftmaxLoss):
         shared: Tensor | None = None,
         shared_mask: Tensor | None = None,
     ) -> Tensor:
-        """The loss of every row.
+        """Return the loss of every row.
 
         Args:
             query_embeddings: Shape ``(rows, dim)``.
@@ -302,7 +293,7 @@ def _checked_index(index: Tensor, rows: int, pool: int, device: torch.device) ->
     return index.to(device)
 
 
-class MarginMSELoss(nn.Module):
+class MarginMSELoss(_RowLoss):
     """Squared error between a row's margin and that of a teacher (Hofstätter et al., 2020, section 3, equation 4).
 
     The row's margin is the similarity of its query to its own passage, less that to one of its negatives,
@@ -321,12 +312,6 @@ class MarginMSELoss(nn.Module):
         ConfigurationError: The temperature is not positive, or the similarity unknown.
     """
 
-    def __init__(self, temperature: float = 0.05, similarity: str = "cosine") -> None:
-        super().__init__()
-        self.temperature = checked_temperature(temperature)
-        self.similarity = similarity
-        self._score = get_similarity(similarity)
-
     def forward(
         self,
         query_embeddings: Tensor,
@@ -335,7 +320,7 @@ class MarginMSELoss(nn.Module):
         margins: Tensor,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """The loss of every row: the mean over its labelled negatives.
+        """Return the loss of every row: the mean over its labelled negatives.
 
         Args:
             query_embeddings: Shape ``(rows, dim)``.
@@ -361,15 +346,8 @@ class MarginMSELoss(nn.Module):
         left_out = checked_mask(left_out, rows, each, device)
         if not bool((torch.isfinite(margins) | left_out).all()):
             raise ConfigurationError("A margin is not a finite number. Mask the negatives that have no label.")
-        wide = torch.promote_types(query_embeddings.dtype, torch.float32)
-        with torch.autocast(device.type, enabled=False):
-            queries = query_embeddings.to(wide).unsqueeze(1)
-            own = self._score(queries, positive_embeddings.to(wide).unsqueeze(1)).squeeze(1)
-            others = self._score(queries, negative_embeddings.to(wide)).squeeze(1)
-            found = (own - others) / self.temperature
-            wanted = margins.to(found).masked_fill(left_out, 0.0)
-            errors = (found - wanted).square().masked_fill(left_out, 0.0)
-            return errors.sum(1) / (~left_out).sum(1).clamp(min=1)
-
-    def extra_repr(self) -> str:
-        return f"temperature={self.temperature:g}, similarity={self.similarity!r}"
+        queries = query_embeddings.unsqueeze(1)
+        own = self.scores(queries, positive_embeddings.unsqueeze(1)).squeeze(1)
+        found = (own - self.scores(queries, negative_embeddings).squeeze(1)) / self.temperature
+        errors = (found - margins.to(found).masked_fill(left_out, 0.0)).square().masked_fill(left_out, 0.0)
+        return errors.sum(1) / (~left_out).sum(1).clamp(min=1)

@@ -143,8 +143,7 @@ def test_a_temperature_of_a_hundredth_overflows_nowhere(kind: Callable[..., Pair
     table[:, 7] = 1.0
     assert loss.coefficients(table).isfinite().all() and loss.row_losses(table).isfinite().all()
     assert loss.sensitivity(8, relation="add_or_remove") == pytest.approx(16 / 0.01)
-    assert loss.sensitivity_limit(relation="add_or_remove") == pytest.approx(200 * (1 + math.exp(200)))
-    assert kind(temperature=0.001).sensitivity_limit(relation="replace_one") == math.inf
+    assert math.isfinite(kind(temperature=0.001).sensitivity(10**90, relation="replace_one"))
 
 
 def test_an_open_normaliser_is_filled_once_and_only_where_there_is_one() -> None:
@@ -173,7 +172,6 @@ def test_an_open_normaliser_is_refused_and_never_taken_from_the_batch(open_loss:
         lambda: open_loss.coefficients(draw(3, 3)),
         lambda: open_loss.row_losses(draw(3, 3)),
         lambda: open_loss.sensitivity(3, relation="add_or_remove"),
-        lambda: open_loss.sensitivity_limit(relation="add_or_remove"),
     ):
         with pytest.raises(ConfigurationError, match=r"loss\.n0"):
             use()

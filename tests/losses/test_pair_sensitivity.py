@@ -54,25 +54,13 @@ def test_softmax_has_the_golden_table_of_suprema(temperature: float, wanted: lis
     sizes = [8, 16, 32, 64, 128, 256, 1024]
     found = [temperature * loss.sensitivity(n, relation="add_or_remove") for n in sizes]
     assert found == pytest.approx(wanted, abs=0.051)
-    assert temperature * loss.sensitivity_limit(relation="add_or_remove") == pytest.approx(limit, rel=3e-3)
+    assert temperature * loss.sensitivity(10**90, relation="add_or_remove") == pytest.approx(limit, rel=3e-3)
 
 
 def test_replacement_costs_less_than_twice_a_removal() -> None:
     loss = SoftmaxPairLoss(temperature=1.0)
     assert loss.sensitivity(8, relation="replace_one") == pytest.approx(11.11, abs=5e-3)
     assert 2 * loss.sensitivity(8, relation="add_or_remove") == pytest.approx(18.30, abs=5e-3)
-
-
-def test_at_a_low_temperature_softmax_is_hardly_better_than_the_naive_bound() -> None:
-    loss = SoftmaxPairLoss(temperature=0.2)
-    assert 0.2 * loss.sensitivity(400, relation="add_or_remove") == pytest.approx(786, abs=0.5)
-    assert 0.2 * loss.naive_sensitivity(400) == pytest.approx(800)
-
-
-@EACH
-def test_the_naive_bound_is_never_below_the_sensitivity(loss: PairwiseLoss) -> None:
-    for n in range(1, 60):
-        assert loss.naive_sensitivity(n) >= loss.sensitivity(n, relation="add_or_remove") - 1e-12
 
 
 @pytest.mark.parametrize("n", [2, 3, 5, 8, 32])
@@ -119,16 +107,10 @@ def test_null_mass_tends_to_softmax_as_negatives_outweigh_the_constant(relation:
 
 @EACH
 @RELATIONS
-def test_sensitivities_grow_with_n_towards_their_limit(loss: PairwiseLoss, relation: Relation) -> None:
+def test_sensitivities_grow_with_n(loss: PairwiseLoss, relation: Relation) -> None:
     sizes = [*range(1, 200), 1000, 10_000, 10**9]
     found = [loss.sensitivity(n, relation=relation) for n in sizes]
     assert all(a <= b * (1 + 1e-12) for a, b in pairwise(found))
-    limit = loss.sensitivity_limit(relation=relation)
-    assert found[-1] <= limit * (1 + 1e-12)
-    if limit < math.inf:
-        assert found[-1] == pytest.approx(limit, rel=1e-3)
-    else:
-        assert found[-1] > 1e8
 
 
 @EACH

@@ -181,20 +181,6 @@ class PairwiseLoss(ABC):
         checked_relation(relation)
         return self._supremum(checked_size(n_max), relation)
 
-    def sensitivity_limit(self, *, relation: Relation) -> float:
-        """What `sensitivity` tends to as ``n_max`` grows; infinity where it has no limit."""
-        checked_relation(relation)
-        return self._limit(relation)
-
-    def naive_sensitivity(self, n: int) -> float:
-        """What can be said without looking at how rows are coupled, for comparison.
-
-        ``n`` times the most that the coefficients of one row can weigh, for rows that move by no more than
-        they weigh: ``2 n / temperature`` for the softmax losses. It is a bound for ``add_or_remove`` with
-        all losses of this package but those that users declare.
-        """
-        return checked_size(n) * self._row_weight(n)
-
     def _table(self, scores: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Scores within the range, with masked and broken pairs replaced; and which pairs those are."""
         if scores.dim() != 2 or scores.shape[0] != scores.shape[1] or not scores.is_floating_point():
@@ -225,14 +211,6 @@ class PairwiseLoss(ABC):
     @abstractmethod
     def _supremum(self, n: int, relation: Relation) -> float:
         """A bound for batches of at most ``n`` records, the temperature included."""
-
-    @abstractmethod
-    def _limit(self, relation: Relation) -> float:
-        """What `_supremum` tends to with n."""
-
-    @abstractmethod
-    def _row_weight(self, n: int) -> float:
-        """The most that the absolute coefficients of one row can sum to, whatever the range."""
 
 
 def eye_like(table: Tensor) -> Tensor:

@@ -114,12 +114,6 @@ class DeclaredPairLoss(PairwiseLoss):
             largest = max(largest, own_row + own_column + (size - 1) * other_row)
         return largest if relation == "add_or_remove" else 2.0 * largest
 
-    def _limit(self, relation: Relation) -> float:
-        return math.inf  # not known from the declaration
-
-    def _row_weight(self, n: int) -> float:
-        return self.declared(n)[0]
-
 
 Objective = Callable[[Tensor, Tensor | None], Tensor]
 """Tables ``(restarts, n, n)``, and with a replacement those after it, to what is made large: ``(restarts,)``."""

@@ -36,14 +36,6 @@ class _SeparateLoss(PairwiseLoss):
         diagonal, other = self._largest_coefficients()
         return (1 if relation == "add_or_remove" else 2) * (diagonal + 2 * (n - 1) * other)
 
-    def _limit(self, relation: Relation) -> float:
-        self._largest_coefficients()
-        return math.inf
-
-    def _row_weight(self, n: int) -> float:
-        diagonal, other = self._largest_coefficients()
-        return diagonal + (n - 1) * other
-
     @abstractmethod
     def _largest_coefficients(self) -> tuple[float, float]:
         """The largest absolute coefficient on the diagonal, and off it."""
@@ -208,12 +200,6 @@ class SpreadoutPairLoss(_SeparateLoss):
         if relation == "replace_one":
             return 0.0 if n == 1 else 8.0 * self.high
         return self.high * (0.0, 4.0, 6.0)[min(n, 3) - 1]
-
-    def _limit(self, relation: Relation) -> float:
-        return self._supremum(3, relation) if self.normaliser == "realised" else super()._limit(relation)
-
-    def _row_weight(self, n: int) -> float:
-        return 2.0 * self.high if self.normaliser == "realised" else super()._row_weight(n)
 
 
 def _logistic(x: float) -> float:

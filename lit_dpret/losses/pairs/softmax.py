@@ -46,11 +46,6 @@ class _TemperedLoss(PairwiseLoss):
         """1 / E: the least over the largest exponential of a score."""
         return math.exp(-2.0 * self.high / self.temperature)
 
-    def _largest_ratio(self) -> float:
-        """E, infinite where no float holds it."""
-        exponent = 2.0 * self.high / self.temperature
-        return math.exp(exponent) if exponent < 709.0 else math.inf
-
 
 @dataclass(frozen=True, kw_only=True)
 class SoftmaxPairLoss(_TemperedLoss):
@@ -108,15 +103,6 @@ class SoftmaxPairLoss(_TemperedLoss):
             return 2.0 * (1.0 + (n - 2) * largest_share(n, self._inverse_ratio)) / self.temperature
         return softmax_supremum(n, self._inverse_ratio, relation) / self.temperature
 
-    def _limit(self, relation: Relation) -> float:
-        if self.sensitivity_from == "paper":
-            self._check_paper(relation)
-            return 2.0 * (1.0 + self._largest_ratio()) / self.temperature
-        return softmax_limit(self._largest_ratio(), relation) / self.temperature
-
-    def _row_weight(self, n: int) -> float:
-        return 2.0 / self.temperature
-
     def _check_paper(self, relation: Relation) -> None:
         if relation != "add_or_remove":
             raise ConfigurationError(
@@ -154,12 +140,6 @@ class SymmetricSoftmaxPairLoss(_TemperedLoss):
 
     def _supremum(self, n: int, relation: Relation) -> float:
         return softmax_supremum(n, self._inverse_ratio, relation) / self.temperature
-
-    def _limit(self, relation: Relation) -> float:
-        return softmax_limit(self._largest_ratio(), relation) / self.temperature
-
-    def _row_weight(self, n: int) -> float:
-        return 2.0 / self.temperature  # of a row and of a column, whose mean this is
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,13 +217,6 @@ class NullMassSoftmaxPairLoss(_TemperedLoss):
         other_row = (2.0 * w + v) / ((w + v) * (w + v + 1.0))
         return (own_row + others * other_row) / self.temperature
 
-    def _limit(self, relation: Relation) -> float:
-        checked_normaliser(self.n0, type(self).__name__)
-        return softmax_limit(self._largest_ratio(), relation) / self.temperature
-
-    def _row_weight(self, n: int) -> float:
-        return 2.0 / self.temperature
-
 
 def largest_share(n: int, inverse_ratio: float) -> float:
     """The largest share p_max among n candidates; ``inverse_ratio`` is 1 / E."""
@@ -260,8 +233,3 @@ def softmax_supremum(n: int, inverse_ratio: float, relation: Relation) -> float:
     own_rows = 1 if relation == "add_or_remove" else 2
     own = 2.0 * own_rows * (1.0 - least_share(n, inverse_ratio))
     return own + 2.0 * (n - 1) * largest_share(n, inverse_ratio)
-
-
-def softmax_limit(largest_ratio: float, relation: Relation) -> float:
-    """The limit of `softmax_supremum` for large n."""
-    return (2.0 if relation == "add_or_remove" else 4.0) + 2.0 * largest_ratio
