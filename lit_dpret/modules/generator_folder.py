@@ -30,7 +30,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from lit_dpret.errors import ConfigurationError, StorageError, UnsupportedModelError
+from lit_dpret.errors import ConfigurationError, StorageError, UnsupportedModelError, first_line
 from lit_dpret.modules.fine_tuning import speak_words_only
 
 CONTRACT_NAME = "lit_dpret_generator.json"
@@ -342,7 +342,7 @@ def config_of_new(config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase 
     try:
         return AutoConfig.for_model(kind, **given)
     except _LOADING_ERRORS as error:
-        raise ConfigurationError(f"model.config does not describe a {kind} model: {_first_line(error)}") from error
+        raise ConfigurationError(f"model.config does not describe a {kind} model: {first_line(error)}") from error
 
 
 def config_of_stored(source: str | Path, *, known: Mapping[str, Mapping[str, Any]] | None = None) -> PretrainedConfig:
@@ -383,7 +383,7 @@ def build_seq2seq(
         model = AutoModelForSeq2SeqLM.from_config(full, dtype=torch.float32)
     except _LOADING_ERRORS as error:
         raise ConfigurationError(
-            f"model.config does not describe a {full.model_type} model: {_first_line(error)}"
+            f"model.config does not describe a {full.model_type} model: {first_line(error)}"
         ) from error
     return _checked(model, f"model.config ({full.model_type})")
 
@@ -447,19 +447,14 @@ def _set_dropout(config: Any, dropout: float) -> None:
         )
 
 
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])
-
-
 def _unloadable(source: object, error: BaseException, what: str) -> Exception:
     if isinstance(error, ConfigurationError | UnsupportedModelError):
         return error
     if isinstance(source, Path) or Path(str(source)).expanduser().is_dir() or str(source) == PUBLIC_T5:
-        return UnsupportedModelError(f"model.pretrained={source} holds no usable {what}: {_first_line(error)}")
+        return UnsupportedModelError(f"model.pretrained={source} holds no usable {what}: {first_line(error)}")
     return UnsupportedModelError(
         f"model.pretrained={source} is no local folder, is not in the Hugging Face cache, and could not be fetched: "
-        f"{_first_line(error)} Give a folder, or model.pretrained={PUBLIC_T5}."
+        f"{first_line(error)} Give a folder, or model.pretrained={PUBLIC_T5}."
     )
 
 

@@ -57,7 +57,8 @@ class LabelledMargins:
 
     def learn(self, data: Any) -> None:
         """Read the labels of the train queries of a DataModule that lists its public passages and its judgements."""
-        self.of_rows.learn(TrainTexts.of(data), _NoTowers())
+        no_towers: Any = None  # labels are read from a file, so nothing is embedded
+        self.of_rows.learn(TrainTexts.of(data), no_towers)
 
     def keys(self, rows: Sequence[TrainRow]) -> dict[str, Tensor]:
         """What rows of a batch are known by; see `TrainTexts.keys`."""
@@ -71,7 +72,8 @@ class LabelledMargins:
             place: Where the embedding of each passage stands, by id.
             epoch: The epoch.
         """
-        chosen = self.of_rows.places(batch.rows, step=batch.step, epoch=epoch, embed=_nothing_to_embed)
+        nothing: Any = None
+        chosen = self.of_rows.places(batch.rows, step=batch.step, epoch=epoch, embed=nothing)
         own_at, names = chosen["own_at"], self._texts().passage_ids
         stands = [NOBODY if at == NOBODY else place[names[at]] for at in own_at.flatten().tolist()]
         batch.rows["compared_at"] = own_at.new_tensor(stands).view_as(own_at)
@@ -94,19 +96,3 @@ class LabelledMargins:
         own, others = passages[rows["positive"]], passages[at.clamp(min=0)]
         found: Tensor = self.loss(queries, own, others, margins, (at == NOBODY) | margins.isnan())
         return found
-
-
-class _NoTowers:
-    """Labels are read from a file, and nothing is mined."""
-
-    device = None
-
-    def embeddings(self, texts: Sequence[str], side: str, folder: Any) -> Tensor:
-        raise AssertionError("labels need no embeddings")
-
-    def fingerprint(self) -> str:
-        raise AssertionError("labels need no embeddings")
-
-
-def _nothing_to_embed() -> Tensor:
-    raise AssertionError("labels need no embeddings")

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedTokenizerBase
+from transformers import AutoModelForSeq2SeqLM, PreTrainedTokenizerBase
 
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.modules.fine_tuning import PromptTuning, add_prompt, freeze_all_but, refuse_two_choices, with_lora
@@ -149,15 +149,3 @@ class GeneratorOutline:
             prompt_tuning=prompt_tuning,
             trainable_patterns=trainable_patterns,
         )
-
-
-def published_config(name: str) -> Any:
-    """The Hugging Face config of a published T5.
-
-    Raises:
-        ConfigurationError: There is none of that name in `PUBLISHED`.
-    """
-    if name not in PUBLISHED:
-        raise ConfigurationError(f"{name} is none of the published T5s: {', '.join(PUBLISHED)}.")
-    facts = dict(PUBLISHED[name])
-    return AutoConfig.for_model(facts.pop("model_type"), **facts)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lit_dpret.encoders import Contract, Side, TextEncoder
-from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+from lit_dpret.errors import ConfigurationError, UnsupportedModelError, first_line
 from lit_dpret.evaluation_mode import evaluation_mode
 from lit_dpret.losses import InBatchSoftmaxLoss, PairwiseLoss, SoftmaxPairLoss
 from lit_dpret.modules.optimizers import OptimizerSpec
@@ -302,10 +302,9 @@ def _new_transformer(config: dict[str, Any], tokenizer: str | Path | None) -> tu
         shape = transformers.AutoConfig.for_model(**{"vocab_size": len(words)} | config)
         backbone = transformers.AutoModel.from_config(shape)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigurationError(
-            f"model.config and model.tokenizer={str(tokenizer)!r} make no encoder: {reason} model.config needs "
-            "model_type, for instance bert, and the fields of that type's config."
+            f"model.config and model.tokenizer={str(tokenizer)!r} make no encoder: {first_line(error)} model.config "
+            "needs model_type, for instance bert, and the fields of that type's config."
         ) from error
     if backbone.get_input_embeddings().num_embeddings < len(words):
         raise ConfigurationError(

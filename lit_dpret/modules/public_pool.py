@@ -12,9 +12,8 @@ from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.modules.step_negatives import Compared
+from lit_dpret.negatives.base import NOBODY, filled_up
 from lit_dpret.privacy.sampling import map_rows
-
-NOBODY = -1
 
 
 class PublicPool:
@@ -85,10 +84,7 @@ class PublicPool:
             sorted(self.place[name] for name in names - {first} if name in self.place)
             for first, names in zip(own, map(set, positives), strict=True)
         ]
-        width = max(map(len, others), default=0)
-        filled = [places + [NOBODY] * (width - len(places)) for places in others]
-        positive = torch.tensor([self.place[name] for name in own], dtype=torch.long)
-        return positive, torch.tensor(filled, dtype=torch.long).reshape(len(others), width)
+        return torch.tensor([self.place[name] for name in own], dtype=torch.long), filled_up(others)
 
 
 @dataclass(frozen=True)

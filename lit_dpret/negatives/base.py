@@ -65,7 +65,7 @@ class Towers(Protocol):
 
 @dataclass(frozen=True)
 class Seat:
-    """What a source is told of the row that it chooses for: of no other row.
+    """All that a source learns about the row that it chooses for, and nothing of other rows.
 
     Attributes:
         query: The place of its query among the train queries.
@@ -106,7 +106,7 @@ class PassageSource(NegativeSource):
         self.check_number("seed", seed, least=0)
 
     def check_number(self, knob: str, value: object, *, least: int) -> None:
-        """Refuse a setting that is no whole number of at least ``least``."""
+        """Refuse a setting that is not a whole number of at least ``least``."""
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ConfigurationError(
                 f"model.negatives.{self.name}.{knob}={value} is not a whole number of at least {least}."
@@ -124,11 +124,18 @@ class PassageSource(NegativeSource):
 
     @abstractmethod
     def choose(self, seat: Seat, *, step: int, epoch: int) -> list[int]:
-        """Places of at most ``per_query`` different passages for one row."""
+        """Return places of at most ``per_query`` different passages for one row."""
+
+    def some_of(self, places: Sequence[int], *key: int | str) -> list[int]:
+        """Draw ``per_query`` of some places uniformly, by coins that ``key`` keys; all where there are no more."""
+        if len(places) <= self.per_query:
+            return [int(place) for place in places]
+        drawn = coins(self.seed, self.name, *key).choice(len(places), size=self.per_query, replace=False)
+        return [int(places[i]) for i in sorted(drawn.tolist())]
 
 
 def coins(seed: int, *key: int | str) -> np.random.Generator:
-    """Public coins that depend on ``seed`` and ``key`` alone: the same in every process, whatever was drawn before."""
+    """Return public coins that depend on ``seed`` and ``key`` alone, in every process and whatever was drawn before."""
     digest = hashlib.blake2b(repr(key).encode("utf-8", "surrogatepass"), digest_size=16).digest()
     return np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, int.from_bytes(digest, "big")))))
 
@@ -137,7 +144,7 @@ def uniform_places(
     draw: np.random.Generator, groups: Sequence[int] | Tensor, count: int, *, answers: Collection[int],
     taken: Iterable[int] = (),
 ) -> list[int]:  # fmt: skip
-    """``count`` different places of the public list, uniformly among those of which no answer has the text.
+    """Draw different places of the public list uniformly, none with the text of an answer.
 
     Args:
         draw: The coins.
@@ -155,12 +162,8 @@ def uniform_places(
         if place not in out and int(groups[place]) not in answers:
             found.append(place)
             out.add(place)
-    for place in draw.permutation(total).tolist():
-        if len(found) == count:
-            break
-        if place not in out and int(groups[place]) not in answers:
-            found.append(place)
-    return found
+    left = [p for p in draw.permutation(total).tolist() if p not in out and int(groups[p]) not in answers]
+    return found + left[: count - len(found)]
 
 
 NOBODY = -1
@@ -208,7 +211,7 @@ class TrainTexts:
 
     @classmethod
     def of(cls, data: Any) -> Self:
-        """Those of a DataModule that lists its public passages and hands out graded judgements.
+        """Take those of a DataModule that lists its public passages and hands out graded judgements.
 
         Queries that nothing answers have no row to train on, and are left out.
 
@@ -226,12 +229,12 @@ class TrainTexts:
         return cls(data.public_passages(), kept, {query: judged[query] for query in kept})
 
     def positives(self, query: int) -> tuple[int, ...]:
-        """Places of the passages that answer a query, as far as they are in the public list."""
+        """Return the places of the passages that answer a query, where they are in the public list."""
         found = self.judged.get(self.query_ids[query], {})
         return tuple(sorted(self.place[name] for name, grade in found.items() if grade > 0 and name in self.place))
 
     def keys(self, rows: Sequence[TrainRow]) -> dict[str, Tensor]:
-        """What rows of a batch are known by.
+        """Return the numbers by which sources know the rows of a batch.
 
         Returns:
             ``query_at``, each query's place, ``(rows,)``, and ``answers_at``, the place of each row's own
@@ -252,38 +255,45 @@ class TrainTexts:
                 )
         others = [sorted(self.place[p] for p in {*row.positives} - {row.passage_id} if p in self.place) for row in rows]
         answers = [[self.place[row.passage_id], *places] for row, places in zip(rows, others, strict=True)]
-        width = max(map(len, answers), default=1)
-        filled = [places + [NOBODY] * (width - len(places)) for places in answers]
         return {
             "query_at": torch.tensor([self.query_place[row.query_id] for row in rows], dtype=torch.long),
-            "answers_at": torch.tensor(filled, dtype=torch.long).reshape(len(rows), width),
+            "answers_at": filled_up(answers, least=1),
         }
 
     def copies(self, groups: Tensor) -> Tensor:
-        """How many passages have one of the texts of each row, at most; ``groups`` is ``(rows, some)``, -1 for none."""
+        """Return how many passages have one of each row's texts, at most; ``groups`` is ``(rows, some)``, -1 for none."""
         sizes = self._group_sizes[groups.clamp(min=0)]
         return sizes.masked_fill(groups < 0, 0).sum(dim=1)
 
     def group_of(self, places: Tensor) -> Tensor:
-        """The text group at each place, and -1 where there is none; shaped as ``places``."""
+        """Return the text group at each place, -1 where there is none; shaped as ``places``."""
         groups = self.groups.to(places.device)
         return torch.where(places < 0, places, groups[places.clamp(min=0)])
 
 
+def filled_up(rows: Sequence[Sequence[int]], *, least: int = 0) -> Tensor:
+    """Return lists of places as one tensor ``(rows, longest)``, filled up with -1.
+
+    Example:
+        >>> filled_up([[4, 5], [6]]).tolist()
+        [[4, 5], [6, -1]]
+    """
+    width = max([least, *map(len, rows)])
+    filled = [[*places, *[NOBODY] * (width - len(places))] for places in rows]
+    return torch.tensor(filled, dtype=torch.long).reshape(len(rows), width)
+
+
 def text_groups(texts: Sequence[str]) -> list[int]:
-    """A number for each text, equal where the texts are, but for case and white space.
+    """Number texts, equally where they are equal but for case and white space.
 
     Example:
         >>> text_groups(["A claim", "flood", "a  claim"])
         [0, 1, 0]
     """
     number: dict[bytes, int] = {}
-    keys = (hashlib.blake2b(_plain(text), digest_size=16).digest() for text in texts)
+    plain = (" ".join(text.split()).casefold().encode("utf-8", "surrogatepass") for text in texts)
+    keys = (hashlib.blake2b(each, digest_size=16).digest() for each in plain)
     return [number.setdefault(key, len(number)) for key in keys]
-
-
-def _plain(text: str) -> bytes:
-    return " ".join(text.split()).casefold().encode("utf-8", "surrogatepass")
 
 
 class InBatchNegatives(NegativeSource):
@@ -326,7 +336,7 @@ class PreBatchNegatives(NegativeSource):
         self._queue: deque[tuple[Tensor, Tensor]] = deque(maxlen=batches)
 
     def remembered(self) -> tuple[Tensor, Tensor] | None:
-        """Embeddings and text groups of the batches before; None at the first."""
+        """Return embeddings and text groups of the batches before; None at the first."""
         if not self._queue:
             return None
         return torch.cat([e for e, _ in self._queue]), torch.cat([g for _, g in self._queue])
@@ -336,10 +346,10 @@ class PreBatchNegatives(NegativeSource):
         self._queue.append((embeddings.detach(), groups))
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """For a checkpoint."""
+        """Return the queue for a checkpoint."""
         return [{"embeddings": e.cpu(), "groups": g.cpu()} for e, g in self._queue]
 
     def load_state_dict(self, state: list[dict[str, Any]], device: torch.device) -> None:
-        """What `state_dict` gave."""
+        """Take back what `state_dict` returned."""
         self._queue.clear()
         self._queue.extend((each["embeddings"].to(device), each["groups"].to(device)) for each in state)

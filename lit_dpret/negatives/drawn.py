@@ -95,10 +95,7 @@ class GoldNegatives(PassageSource):
     def choose(self, seat: Seat, *, step: int, epoch: int) -> list[int]:
         groups = self._texts.groups
         places = [p for p in self._judged.get(seat.query, []) if int(groups[p]) not in seat.answers]
-        if len(places) <= self.per_query:
-            return places
-        drawn = coins(self.seed, self.name, epoch, seat.text).choice(len(places), size=self.per_query, replace=False)
-        return [places[i] for i in sorted(drawn.tolist())]
+        return self.some_of(places, epoch, seat.text)
 
 
 def read_hard_negatives(path: Path) -> dict[str, list[str]]:
@@ -228,10 +225,7 @@ class LabelledNegatives(PassageSource):
         groups = self._texts.groups
         labelled = self._labels.get((seat.query, seat.own), {})
         places = sorted(place for place in labelled if int(groups[place]) not in seat.answers)
-        if len(places) <= self.per_query:
-            return places
-        draw = coins(self.seed, self.name, epoch, seat.text, self._texts.passage_ids[seat.own])
-        return [places[i] for i in sorted(draw.choice(len(places), size=self.per_query, replace=False).tolist())]
+        return self.some_of(places, epoch, seat.text, self._texts.passage_ids[seat.own])
 
     def margins(self, seat: Seat, places: Sequence[int]) -> list[float]:
         """The label of each place for a row, in logits; NaN where there is none."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lit_dpret.encoders.embedding_cache import content_hash
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.negatives.base import PassageSource, Seat, Towers, TrainTexts, coins
+from lit_dpret.negatives.base import PassageSource, Seat, Towers, TrainTexts
 from lit_dpret.negatives.mining import (
     SCHEMA,
     Mined,
@@ -36,16 +36,21 @@ from lit_dpret.retrieval.search import TopK, lexicographic_rank, search
 Refresh = Literal["never", "epoch"]
 
 
-class MinedSettings(TypedDict, total=False):
-    """The arguments of `MinedSource`, which every mined source passes on."""
+class Margins(TypedDict, total=False):
+    """The arguments of `MarginFilter`."""
 
-    per_query: int
-    depth: int
     absolute_margin: float | None
     relative_margin: float | None
     max_score: float | None
     min_score: float | None
     range_min: int
+
+
+class MinedSettings(Margins, total=False):
+    """The arguments of `MinedSource`, which every mined source passes on."""
+
+    per_query: int
+    depth: int
     shared_in_batch: bool
     seed: int
     cache_dir: str | Path | None
@@ -64,16 +69,12 @@ class MinedSource(PassageSource):
     Args:
         per_query: How many passages a row gets.
         depth: Among how many of the best they are drawn.
-        absolute_margin: See `MarginFilter`.
-        relative_margin: The same; 0.05 is NV-Retriever's TopK-PercPos at 95 %.
-        max_score: The same.
-        min_score: The same.
-        range_min: The same.
         shared_in_batch: Let each passage be a negative of every row of the batch, as STAR does; this couples rows.
         seed: Of the draws; public.
         cache_dir: Where rankings are kept, so that an interrupted mining goes on and an equal one is not
             repeated; null keeps none. Rankings of private queries are as private as the queries.
         shard_size: Queries that are ranked, and written, together.
+        **margins: The arguments of `MarginFilter`.
 
     Raises:
         ConfigurationError: A setting is out of range.
@@ -84,27 +85,17 @@ class MinedSource(PassageSource):
         *,
         per_query: int = 1,
         depth: int = 200,
-        absolute_margin: float | None = None,
-        relative_margin: float | None = None,
-        max_score: float | None = None,
-        min_score: float | None = None,
-        range_min: int = 0,
         shared_in_batch: bool = False,
         seed: int = 0,
         cache_dir: str | Path | None = None,
         shard_size: int = 1024,
+        **margins: Unpack[Margins],
     ) -> None:
         super().__init__(per_query=per_query, shared_in_batch=shared_in_batch, seed=seed)
         self.check_number("depth", depth, least=1)
         self.check_number("shard_size", shard_size, least=1)
         self.depth, self.shard_size = depth, shard_size
-        self.filter = MarginFilter(
-            absolute_margin=absolute_margin,
-            relative_margin=relative_margin,
-            max_score=max_score,
-            min_score=min_score,
-            range_min=range_min,
-        )
+        self.filter = MarginFilter(**margins)
         self.cache_dir = None if cache_dir is None else Path(cache_dir)
         self._mined: Mined | None = None
 
@@ -131,10 +122,7 @@ class MinedSource(PassageSource):
         wanted = (places >= 0) & ~np.isin(groups[places], list(seat.answers))
         places, scores = places[wanted][: self.depth], scores[wanted][: self.depth]
         places = places[self.filter.keep(scores, positive)]
-        if len(places) <= self.per_query:
-            return [int(place) for place in places]
-        drawn = coins(self.seed, self.name, number, seat.text).choice(len(places), size=self.per_query, replace=False)
-        return [int(place) for place in places[np.sort(drawn)]]
+        return self.some_of(places, number, seat.text)
 
     def _store(self, facts: dict[str, Any], *, private: bool) -> ShardStore | None:
         """Where rankings are kept that are made of these facts and of the texts."""
@@ -233,33 +221,16 @@ class DynamicNegatives(MinedSource):
     Args:
         per_query: How many of the best a row gets; null for all of ``depth``.
         depth: How deep the index is searched at each step.
-        **margins: The margins and the seed of `MinedSource`.
+        seed: Of the draws; public.
+        **margins: The arguments of `MarginFilter`. Scores are cosines.
     """
 
     name: ClassVar[str] = "dynamic"
 
     def __init__(
-        self,
-        *,
-        per_query: int | None = None,
-        depth: int = 50,
-        absolute_margin: float | None = None,
-        relative_margin: float | None = None,
-        max_score: float | None = None,
-        min_score: float | None = None,
-        range_min: int = 0,
-        seed: int = 0,
+        self, *, per_query: int | None = None, depth: int = 50, seed: int = 0, **margins: Unpack[Margins]
     ) -> None:
-        super().__init__(
-            per_query=depth if per_query is None else per_query,
-            depth=depth,
-            absolute_margin=absolute_margin,
-            relative_margin=relative_margin,
-            max_score=max_score,
-            min_score=min_score,
-            range_min=range_min,
-            seed=seed,
-        )
+        super().__init__(per_query=depth if per_query is None else per_query, depth=depth, seed=seed, **margins)
         self.index: Tensor | None = None
 
     def prepare(self, texts: TrainTexts, towers: Towers, *, private: bool) -> None:
