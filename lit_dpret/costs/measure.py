@@ -38,7 +38,7 @@ _COUNTED_ROWS = (4, 6)
 
 @dataclass(frozen=True)
 class Measured:
-    """What a step took.
+    """Time and memory of a step.
 
     Attributes:
         first_batch: Seconds of the first physical batch of a run, in which the engine checks itself.
@@ -130,7 +130,7 @@ def held_bytes(module: Any, plan: PrivacyPlan, device: torch.device, *, autocast
 
 
 def _lines(few: dict[str, int], many: dict[str, int]) -> tuple[Line, ...]:
-    """The straight lines through the peaks of each phase; nothing for one that did not come."""
+    """Return the straight lines through the peaks of each phase; nothing for one that did not come."""
     low, high = _COUNTED_ROWS
     found = []
     for name in PHASES:
@@ -158,7 +158,7 @@ class TrialStep:
         self._optimizer: Any = built[0][0] if isinstance(built, tuple) else built
 
     def attach(self) -> None:
-        """Begin anew: the next batch is one in which the engine checks itself, and there is no sum."""
+        """Begin again: the next batch is one in which the engine checks itself, and there is no sum."""
         self._mode = DPSGD(eps=self._plan.budget.eps)
         self._mode.attach(self._module, self._plan, KeyedStream(os.urandom(32), run_id="costs"))
 
@@ -220,7 +220,7 @@ def product_rate(tokens: int, inputs: int, outputs: int, device: torch.device, *
 
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:
-    """What ``work`` takes: on a GPU until it has finished; on a CPU with one thread processor time.
+    """Time ``work``: on a GPU until it has finished, on a CPU with one thread in processor time.
 
     Processor time, because the machine may be shared: a step that waits for a core is no slower a step.
     """
@@ -263,7 +263,7 @@ def reset_peak(device: torch.device) -> None:
 
 
 def peak(device: torch.device) -> int:
-    """The most bytes in use since `reset_peak`."""
+    """Return the most bytes in use since `reset_peak`."""
     return int(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else resident(device, "VmHWM")
 
 

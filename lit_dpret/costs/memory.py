@@ -124,7 +124,7 @@ def step_bytes(
     checked: tuple[Line, ...] = (),
     half: bool = False,
 ) -> Bytes:
-    """The bytes of a step on one device that holds everything.
+    """Return the bytes of a step on one device that holds everything.
 
     Args:
         weights: How many there are.
@@ -152,7 +152,7 @@ def step_bytes(
 def estimated_lines(
     work: Work, *, trained: int, largest: int, checkpointing: bool, half: bool = False
 ) -> tuple[tuple[Line, ...], tuple[Line, ...]]:
-    """What the phases of a batch hold, and of one in which the engine checks itself: from the number of values."""
+    """Estimate what the phases of a batch hold, and of one in which the engine checks itself."""
     linear, attention, logits = COPIES["checkpointing" if checkpointing else "plain"]
     size = 2 if half else 4
     row = size * (linear * work.linear_values + attention * work.scores + logits * work.logits)
@@ -176,7 +176,7 @@ def check_sharding(strategy: str, world: int) -> None:
 
 
 def on_each_device(whole: Bytes, *, strategy: str, world: int) -> Bytes:
-    """The bytes on each of ``world`` devices, from those of one device that holds everything.
+    """Return the bytes on each of ``world`` devices, from those of one device that holds everything.
 
     Args:
         whole: On one device.
@@ -204,7 +204,7 @@ def on_each_device(whole: Bytes, *, strategy: str, world: int) -> Bytes:
 
 
 def rows_that_fit(part: Bytes, memory: float, *, share: float = 0.9) -> int:
-    """The most rows of a physical batch beside everything else in ``share`` of a device's memory; 0 where none fits."""
+    """Return the most rows of a physical batch that fit in ``share`` of a device's memory; 0 where none fits."""
     room = share * memory
     if replace(part, rows=0).updating > room:
         return 0

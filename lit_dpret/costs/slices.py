@@ -33,7 +33,7 @@ from lit_dpret.privacy.modes import DPSGD
 from lit_dpret.privacy.plan import PrivacyPlan
 
 _MORE = 3
-"""Layers of the larger slices; a difference of two layers is told more exactly than one of one."""
+"""Layers of the larger slices; two layers differ more measurably than one."""
 
 SLICES = ((1, 1), (_MORE, 1), (1, _MORE))
 """Layers of encoder and decoder of each slice."""
@@ -60,7 +60,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Slices:
-    """What the slices told.
+    """What the slices show.
 
     Attributes:
         rows: Rows of the physical batch.
@@ -81,7 +81,7 @@ class Slices:
     precision: str
 
     def whole(self, encoder: int, decoder: int) -> Part:
-        """What a physical batch of a model of so many layers takes."""
+        """Return what a physical batch of a model of so many layers takes."""
         return self.base + self.encoder_layer * encoder + self.decoder_layer * decoder
 
     def to_dict(self) -> dict[str, Any]:
@@ -128,7 +128,7 @@ def measure_slices(
 
 
 def taken_apart(parts: Sequence[Part]) -> tuple[Part, Part, Part]:
-    """What is there once, and what a layer of the encoder and of the decoder adds, from the parts of `SLICES`."""
+    """Return what is there once, and what a layer of the encoder and of the decoder adds."""
     small, more_encoder, more_decoder = parts
     encoder_layer, decoder_layer = _each(small, more_encoder), _each(small, more_decoder)
     return small + (encoder_layer + decoder_layer) * -1.0, encoder_layer, decoder_layer
@@ -137,7 +137,7 @@ def taken_apart(parts: Sequence[Part]) -> tuple[Part, Part, Part]:
 def bytes_of(
     outline: GeneratorOutline, *, half: bool, rows: int, clipped: tuple[Line, ...], checked: tuple[Line, ...]
 ) -> Bytes:
-    """The bytes of a step of this model.
+    """Return the bytes of a step of this model.
 
     Args:
         outline: The model.
@@ -159,7 +159,7 @@ def bytes_of(
 
 
 def estimated_bytes(outline: GeneratorOutline, work: Work, *, half: bool, rows: int) -> Bytes:
-    """The same with what the phases hold estimated, for which nothing has to run."""
+    """Return the same with what the phases hold estimated, for which nothing has to run."""
     clipped, checked = estimated_lines(
         work,
         trained=outline.trained,
@@ -175,7 +175,7 @@ def _each(small: Part, large: Part) -> Part:
 
 
 def slice_of(outline: GeneratorOutline, encoder: int, decoder: int) -> QueryGenerator:
-    """The model with so many layers and random weights.
+    """Return the model with so many layers and random weights.
 
     Raises:
         ConfigurationError: The model cannot be sliced.
@@ -211,7 +211,7 @@ _SHAPE = {
 
 
 def predict(outline: GeneratorOutline, *, batch: float, device: str, world: int, strategy: str) -> dict[str, Any]:
-    """One step of ``batch`` rows on ``world`` devices, with bfloat16 weights and float32 copies.
+    """Return one step of ``batch`` rows on ``world`` devices, with bfloat16 weights and float32 copies.
 
     Messages between devices and the drawing of noise are left out. Time rests on the maker's peak and on an assumed
     utilisation (`UTILISATION`).
@@ -255,5 +255,5 @@ def check_devices(device: str, world: int, strategy: str) -> None:
 
 
 def bytes_on_one(outline: GeneratorOutline, work: Work, rows: int = 1) -> Bytes:
-    """The bytes of a step on one device that holds everything, in bfloat16 with float32 copies."""
+    """Return the bytes of a step on one device that holds everything, in bfloat16 with float32 copies."""
     return estimated_bytes(outline, work, half=True, rows=rows)

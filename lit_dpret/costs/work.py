@@ -129,7 +129,7 @@ def work_of(outline: Outline) -> Work:
 
 
 def _tokens_of(name: str, source: int, target: int) -> int:
-    """How many tokens of a row pass the layer of that name."""
+    """Return how many tokens of a row pass the layer of that name."""
     crossed = any(part in name for part in ("EncDecAttention.k", "EncDecAttention.v"))
     crossed = crossed or any(part in name for part in ("encoder_attn.k", "encoder_attn.v"))
     return source if crossed or "encoder." in f".{name}".replace("decoder.", "") else target
@@ -174,7 +174,7 @@ ACCELERATORS: Mapping[str, Accelerator] = {
 
 
 def accelerator(name: str) -> Accelerator:
-    """The accelerator of that name.
+    """Return the accelerator of that name.
 
     Raises:
         ConfigurationError: It is none of `ACCELERATORS`.

@@ -1,4 +1,4 @@
-r"""Parameters that FSDP2 cut up over the ranks: whole while gradients are clipped, in shards for everything else.
+r"""Parameters that FSDP2 shards over the ranks: whole while gradients are clipped, in shards for everything else.
 
 Under ``trainer=fsdp`` each rank keeps a part of every parameter (``torch.distributed.fsdp.fully_shard``), and with it
 a part of the optimizer's state, the fp32 master weights and the noise. Clipping wants whole layers: a unit's norm is
@@ -47,7 +47,7 @@ class Shards:
         - Outside of ``gather`` and ``scatter`` every parameter is a ``DTensor`` of which this rank holds a part.
         - Between them each is a plain tensor, the same object every time, so that a clipping engine knows it again.
         - Whatever a forward pass does to the gathered copies is forgotten by ``scatter``.
-        - What is cut up is what rank 0 holds, whatever the others began with.
+        - What is sharded is what rank 0 holds, whatever the others began with.
 
     Args:
         module: Becomes the root. Each block of a ``ModuleList`` whose parameters nobody else uses is gathered in one

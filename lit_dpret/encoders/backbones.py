@@ -30,7 +30,7 @@ _FEW, _PRODUCTS = 8, 2e10
 
 
 def resolve_folder(encoder: str | Path, revision: str | None = None) -> Path:
-    """The local folder that ``encoder`` means: a path, ``minilm``, or a model's name on the hub.
+    """Return the local folder that ``encoder`` means: a path, ``minilm``, or a model's name on the hub.
 
     Raises:
         ConfigurationError: There is no such path, the package with the weights of ``minilm`` is not
@@ -73,7 +73,7 @@ def _download(name: str, revision: str | None) -> Path:
 
 
 def load_transformer(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
-    """The encoder stack and tokenizer of a folder, every weight of it from the folder."""
+    """Return the encoder stack and tokenizer of a folder, every weight of it from the folder."""
     import transformers
 
     try:
@@ -95,7 +95,7 @@ def load_transformer(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
 
 
 def load_linear(folder: Path, dtype: torch.dtype) -> nn.Linear:
-    """The linear layer that a sentence-transformers Dense folder holds."""
+    """Return the linear layer that a sentence-transformers Dense folder holds."""
     path = folder / "model.safetensors"
     try:
         if path.is_file():
@@ -111,7 +111,7 @@ def load_linear(folder: Path, dtype: torch.dtype) -> nn.Linear:
 
 
 def position_limit(backbone: Any) -> int | None:
-    """How many tokens the model has positions for, each text by itself; None where positions are relative.
+    """Return how many tokens the model has positions for, each text by itself; None where positions are relative.
 
     Rotary positions of the kind ``longrope`` are other ones for all texts of a batch as soon as one of them is longer
     than the model was first trained for, so the limit is there; ``dynamic`` ones change beyond the usual one alone.

@@ -40,16 +40,16 @@ class Encoding(Protocol):
     def __exit__(self, *_: object) -> None: ...
 
     def token_ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """The token ids of texts of one side, cut at its length."""
+        """Return the token ids of texts of one side, cut at its length."""
         ...
 
     def embed(self, ids: Sequence[Any]) -> Tensor:
-        """The embeddings of one batch of token ids, on the CPU, ``(rows, dim)``."""
+        """Return the embeddings of one batch of token ids, on the CPU, ``(rows, dim)``."""
         ...
 
 
 def in_order(texts: Mapping[str, str]) -> Sequence[str]:
-    """The texts of a mapping as a sequence: a list, or what the mapping gives where that reads parts from a disk."""
+    """Return the texts of a mapping as a sequence, which a mapping on disk may read in parts."""
     values = texts.values()
     return values if isinstance(values, Sequence) else list(values)
 
@@ -76,11 +76,11 @@ class Window:
         self.places = torch.tensor([position[row] for row in rows], dtype=torch.long)
 
     def __len__(self) -> int:
-        """How many different texts there are to compute."""
+        """Return how many different texts there are to compute."""
         return len(self._unique)
 
     def embed(self, start: int, stop: int, batch_size: int, done: Callable[[int], None] | None = None) -> Tensor:
-        """Embeddings of the different texts from ``start``, a multiple of ``batch_size``, up to ``stop``.
+        """Return embeddings of the different texts from ``start``, a multiple of ``batch_size``, up to ``stop``.
 
         Args:
             start: The first.
@@ -211,7 +211,7 @@ def embed_apart(embed: Callable[[dict[str, Tensor]], Tensor], features: Mapping[
 
 
 def _one_token(mask: Tensor) -> Tensor:
-    """A mask of rows with one token each."""
+    """Return a mask of rows with one token each."""
     found = mask.new_zeros(LANES + 1, mask.shape[1])
     found[:, 0] = 1
     return found

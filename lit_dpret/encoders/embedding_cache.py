@@ -74,7 +74,7 @@ def encode_to_file(
         facts: What the content depends on, besides texts and batches: plain JSON values.
         batch_size: Texts per forward pass.
         buffer_size: Texts sorted together.
-        restart: Begin anew where something else was begun here, instead of refusing.
+        restart: Begin again where something else was begun here, instead of refusing.
         progress: Called with (texts done, texts in all).
 
     Raises:
@@ -134,15 +134,15 @@ class WindowGroups:
         self.starts = range(0, len(window), self._step)
 
     def rows(self, start: int) -> list[int]:
-        """Where the embeddings of a group belong among those of all texts."""
+        """Return where the embeddings of a group belong among those of all texts."""
         return (self._places_of(start) + self.window_at).tolist()
 
     def end(self, start: int) -> int:
-        """How many texts of the window are done with this group and those before it."""
+        """Return how many texts of the window are done with this group and those before it."""
         return int(torch.searchsorted(self._sorted_places, start + self._step))
 
     def embed(self, start: int) -> Tensor:
-        """The embeddings of a group, in the order of ``rows``.
+        """Return the embeddings of a group, in the order of ``rows``.
 
         Raises:
             DataError: One holds a NaN or infinity.
@@ -192,7 +192,7 @@ class Unfinished:
         os.close(self._file)
 
     def has_window(self, start: int, rows: int) -> bool:
-        """Whether the rows of a window are all there, by their SHA-256."""
+        """Return whether the rows of a window are all there, by their SHA-256."""
         return start in self._windows and self._windows[start] == self._sha256(start, rows)
 
     def vouch_for_window(self, start: int, rows: int) -> None:
@@ -200,7 +200,7 @@ class Unfinished:
         self._append({"window": start, "sha256": self._sha256(start, rows)})
 
     def has_group(self, window: int, group: int, rows: Sequence[int]) -> bool:
-        """Whether these rows are there, by their SHA-256."""
+        """Return whether these rows are there, by their SHA-256."""
         known = self._groups.get((window, group))
         if known is None:
             return False
@@ -280,7 +280,7 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
 
 
 def mapped(path: Path, rows: int, dim: int, dtype: torch.dtype) -> Tensor | None:
-    """The matrix in a file, mapped into memory and free to be changed there; None where it has not this shape."""
+    """Map the matrix of a file into memory, copy on write; None where it has another shape."""
     size = rows * dim * torch.empty(0, dtype=dtype).element_size()
     try:
         if path.stat().st_size != size:
@@ -297,7 +297,7 @@ _NAME = re.compile(r"(\d+)-(\d+)-([0-9a-f]{16})-([0-9a-f]{64})\.part")
 
 @dataclass(frozen=True)
 class CrewMatrix:
-    """A matrix that a crew fills.
+    """A matrix that several ranks fill.
 
     Args:
         crew: The ranks.
@@ -366,7 +366,7 @@ class CrewMatrix:
             self._take_in(file, groups, (name for names in told for name in names))
 
     def _missing(self, file: Unfinished, groups: WindowGroups) -> list[int]:
-        """The groups of a window that are to be made, after what a stopped job left was taken in."""
+        """Return the groups of a window that are to be made, after what a stopped job left was taken in."""
         with suppress(OSError):
             self._take_in(file, groups, [path.name for path in sorted(self.parts.glob("*.part"))])
         return [start for start in groups.starts if not file.has_group(groups.window_at, start, groups.rows(start))]
@@ -459,7 +459,7 @@ def _has_window(file: Unfinished | None, window_at: int, rows: int) -> bool:
 
 
 def _on_first(crew: Crew, work: Callable[[], Unfinished]) -> Unfinished | None:
-    """What ``work`` opens on the first rank; None on the others, once it is open."""
+    """Return what ``work`` opens on the first rank; None on the others, once it is open."""
     opened: list[Unfinished] = []
 
     def remember() -> None:

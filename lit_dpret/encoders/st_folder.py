@@ -280,7 +280,7 @@ def _write_transformer(folder: Path, encoder: TextEncoder, max_length: int, othe
 
 
 def _write_head(root: Path, names: list[str], encoder: TextEncoder) -> list[str]:
-    """What follows the transformer, into the folders ``names``; the kinds of all modules of the route."""
+    """Return what follows the transformer, into the folders ``names``; the kinds of all modules of the route."""
     pooling, dense = (root / name for name in names)
     width = encoder.backbone.config.hidden_size
     modes = {key: mode == encoder.contract.pooling for mode, key in _POOLING_KEYS.items()}
@@ -367,7 +367,7 @@ def load_towers(encoder: str | Path, *, dtype: str = "float32", revision: str | 
 
 
 def cut(towers: Towers, *, query_max_length: int | None = None, passage_max_length: int | None = None) -> Towers:
-    """The same encoders, sharing their weights, reading so many tokens of a text; None leaves a length as it is.
+    """Return the same encoders, sharing their weights, reading so many tokens of a text; None leaves a length as it is.
 
     Raises:
         ConfigurationError: A length is not positive, or more than the model has positions for.
@@ -389,7 +389,7 @@ def cut(towers: Towers, *, query_max_length: int | None = None, passage_max_leng
 
 
 def _length(tower: Tower, backbone: Any, tokenizer: Any) -> int:
-    """Where this tower cuts texts: as its folder says, else as tokenizer or model allow, else 512."""
+    """Return where this tower cuts texts: as its folder says, else as tokenizer or model allow, else 512."""
     own = tokenizer.model_max_length if tokenizer.model_max_length < 1_000_000 else None
     limit = position_limit(backbone)
     length = tower.max_length or own or limit or 512

@@ -156,7 +156,7 @@ class TextEncoder(nn.Module):
         return loaded
 
     def with_projection(self, projection: nn.Linear) -> TextEncoder:
-        """The same encoder, sharing its weights, with a linear map before normalisation.
+        """Return the same encoder, sharing its weights, with a linear map before normalisation.
 
         Raises:
             ConfigurationError: There is one already, or it does not fit.
@@ -176,7 +176,7 @@ class TextEncoder(nn.Module):
         return self._padded(self.token_ids(texts, side))
 
     def forward(self, features: Mapping[str, Tensor]) -> Tensor:
-        """The embeddings of tokenised texts.
+        """Return the embeddings of tokenised texts.
 
         Args:
             features: What `tokenize` returned, on the encoder's device.
@@ -204,7 +204,7 @@ class TextEncoder(nn.Module):
         device: torch.device | str | None = None,
         progress: Progress | None = None,
     ) -> Tensor:
-        """The embeddings of any number of texts, without gradient and without dropout.
+        """Return the embeddings of any number of texts, without gradient and without dropout.
 
         Texts are sorted by their number of tokens, longest first, so that little is padded and a batch
         that does not fit fails at once; equal texts are encoded once.
@@ -232,7 +232,7 @@ class TextEncoder(nn.Module):
         return result
 
     def encode_apart(self, texts: Sequence[str], side: Side, *, device: torch.device | str | None = None) -> Tensor:
-        """The embeddings of private texts, none of which has a say in another one's (`embed_apart`).
+        """Return the embeddings of private texts, none of which has a say in another one's (`embed_apart`).
 
         Slower than `encode`, which joins texts of like lengths: an embedding's last bits then depend on what the
         other texts are.
@@ -318,7 +318,7 @@ class TextEncoder(nn.Module):
         """`encode`, with ``apart`` `encode_apart`, or what it returned the last time for the same model and texts.
 
         The cache is found by content: train the encoder a step, change a prefix or a text, and it is
-        another entry. A file appears whole or not at all; one that cannot be read is made anew.
+        another entry. A file appears whole or not at all; one that cannot be read is computed again.
         Embeddings of private texts are private: so is a cache that holds them.
 
         Raises:
@@ -347,7 +347,7 @@ class TextEncoder(nn.Module):
         return stored
 
     def one_side(self, side: Side, device: torch.device | str | None = None) -> OneSide:
-        """The encoder as what encodes texts of one side in bulk; for `encode_to_file` and `Window`."""
+        """Return the encoder as what encodes texts of one side in bulk; for `encode_to_file` and `Window`."""
         return OneSide(self, side, device)
 
     @property
@@ -360,7 +360,7 @@ class TextEncoder(nn.Module):
         return content_hash([asdict(self.contract), vocabulary(self.tokenizer)], self.state_dict())
 
     def token_ids(self, texts: Sequence[str], side: Side, *, whole: bool = False) -> list[list[int]]:
-        """Token ids of texts with their prefix, cut at the side's maximal length unless ``whole``."""
+        """Return token ids of texts with their prefix, cut at the side's maximal length unless ``whole``."""
         prefix = self.contract.prefix(side)
         raw = [prefix + text for text in texts]
         if self.contract.lower_case and not self.tokenizer.is_fast:

@@ -28,7 +28,7 @@ def false_negatives(
     candidate_ids: Sequence[str],
     positives: Sequence[Collection[str]] | None = None,
 ) -> Tensor:
-    """Where a candidate is a right answer, and so must not be pushed away.
+    """Return where a candidate is a right answer, and so must not be pushed away.
 
     Args:
         own_ids: The passage id of each row's own positive, ``rows`` many.

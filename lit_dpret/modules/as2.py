@@ -115,7 +115,7 @@ class AS2DualEncoder(DualEncoder):
         self._listwise = HardNegativeSoftmaxLoss(temperature=temperature, similarity="dot")
 
     def embed(self, features: Any, side: Side) -> Tensor:
-        """Embeddings of any length, ``(rows, dim)``; their dot product is the score."""
+        """Return embeddings of any length, ``(rows, dim)``; their dot product is the score."""
         return self.represent(features, side)
 
     def put_global(self, weights: Mapping[str, Tensor]) -> None:
@@ -142,7 +142,7 @@ class AS2DualEncoder(DualEncoder):
 
 
 def _pooled(encoder: TextEncoder, pooling: str) -> TextEncoder:
-    """The same transformer, pooled in another way and not scaled to length 1."""
+    """Return the same transformer, pooled in another way and not scaled to length 1."""
     contract = replace(encoder.contract, pooling=pooling, normalise=False)
     made = TextEncoder(encoder.backbone, encoder.tokenizer, contract, encoder.projection)
     made.unused_weights = encoder.unused_weights

@@ -53,7 +53,7 @@ class Checkpointed(L.LightningModule):
         optimizer: OptimizerSpec | None = None,
         **settings: Any,
     ) -> Self:
-        """The module of a checkpoint, in evaluation mode, for encoding, writing or exporting.
+        """Return the module of a checkpoint, in evaluation mode, for encoding, writing or exporting.
 
         Args:
             checkpoint_path: Of a run of this class.
@@ -128,13 +128,13 @@ class Checkpointed(L.LightningModule):
 
 
 def _optimizer_of(module: Any) -> dict[str, Any]:
-    """The settings of a module's optimizer as plain values; nothing where it builds one of its own."""
+    """Return the settings of a module's optimizer as plain values; nothing where it builds one of its own."""
     spec = getattr(module, "optimizer_spec", None)
     return {} if spec is None else {name: plain_value(value) for name, value in asdict(spec).items()}
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value can stand in a checkpoint that is read without running code."""
+    """Return whether a value can stand in a checkpoint that is read without running code."""
     if isinstance(value, Mapping):
         return all(isinstance(key, str) and is_plain(item) for key, item in value.items())
     if isinstance(value, Sequence) and not isinstance(value, str):
@@ -143,7 +143,7 @@ def is_plain(value: Any) -> bool:
 
 
 def plain_value(value: Any) -> Any:
-    """The same value in lists, dicts, numbers and texts."""
+    """Return the same value in lists, dicts, numbers and texts."""
     if isinstance(value, Mapping):
         return {key: plain_value(item) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str):

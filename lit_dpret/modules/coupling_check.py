@@ -1,4 +1,4 @@
-"""Does a row's loss depend on the other rows, or on rows that came before? Asked while a run goes on.
+"""Check during training whether a row's loss depends on other rows, or on rows of earlier batches.
 
 Clipping bounds what a unit adds by its own gradient. It bounds nothing where the unit also moves the gradients of
 the others: through a statistic of the batch, through mixed inputs, through the number of rows, or through something
@@ -42,7 +42,7 @@ _DEPENDS = "the loss of a row is different when other rows are in the batch, or 
 
 
 class CouplingCheck:
-    """Looks at some batches of a run, the first of them and the first after every resume included (`Looks`).
+    """Examines some batches of a run, always the first one and the first after a resume (`Looks`).
 
     Guarantees:
         - Refused by name is a module in which, in the mode in which it trains and with equal random numbers, the loss
@@ -69,7 +69,7 @@ class CouplingCheck:
         self._single: Any = None
 
     def prepare(self, module: Any, batch: UnitBatch, seed: int) -> None:
-        """Settle whether a batch will be looked at, and keep what ``module`` remembers before: the batch may change it.
+        """Decide whether a batch is examined; if so, note the state of ``module`` before it trains on it.
 
         Args:
             module: The `PrivateModule`.
@@ -80,7 +80,7 @@ class CouplingCheck:
         self._before = KeptState(module) if due else None
 
     def look(self, module: Any, batch: UnitBatch, seed: int) -> None:
-        """Examine a physical batch that the module just contributed, where it is one of those looked at.
+        """Examine a physical batch that the module just contributed, if `prepare` chose it.
 
         Args:
             module: The `PrivateModule`.
@@ -150,7 +150,7 @@ class CouplingCheck:
 
 
 class _Rows:
-    """Rows of a batch, some of them kept and the others replaced.
+    """Rows of a batch: some are kept, the others replaced.
 
     Attributes:
         slots: The units that have rows.
@@ -177,7 +177,7 @@ class _Rows:
         return cls(module, batch, sorted(set(data.tolist())))
 
     def first(self, units: int) -> _Rows:
-        """The rows of the first units alone."""
+        """Return the rows of the first units alone."""
         slots = self.slots[:units]
         inside = torch.isin(self.batch.unit_ids, torch.tensor(slots, device=self.kept.device)).nonzero().flatten()
         data = None if self.batch.data_rows is None else self.batch.data_rows[inside]
@@ -201,12 +201,12 @@ class _Rows:
         return take_rows(self.batch.rows, index)
 
     def others_alone(self) -> tuple[Any, Tensor]:
-        """The rows that are not kept, and where they were; without the first one, which moves even from odd places."""
+        """Return the replaced rows and their places; without the first, so that even and odd places change."""
         places = self._others[len(self._others) > 1 :]
         return take_rows(self.batch.rows, places), places
 
     def alone(self) -> Any:
-        """The kept rows without the others, collated without them where the loader did so."""
+        """Return the kept rows without the others, collated without them where the loader did so."""
         collated = self.batch.alone
         if collated is None or len(_leaves(collated)[0]) != int(self.kept.sum()):
             return take_rows(self.batch.rows, self.kept.nonzero().flatten())
@@ -226,7 +226,7 @@ class _Seen(NamedTuple):
 
 
 class _Passes:
-    """Runs the loss again and again from one state, which is there afterwards too."""
+    """Runs the loss repeatedly from the same state, and restores that state at the end."""
 
     def __init__(self, module: Any, before: KeptState, seed: int, *, differentiates: bool = False) -> None:
         self.module, self._kept_state, self._seed = module, before, seed
@@ -261,7 +261,7 @@ class _Passes:
         self._kept_state.refuse_writes(self._refuse_memory)
 
     def _in_company(self, rows: _Rows, features: Any, *, gradients: bool, later: bool) -> _Seen:
-        """What becomes of the kept rows among ``features``, and of the same rows in the batch after."""
+        """Return what becomes of the kept rows among ``features``, and of the same rows in the batch after."""
         self._kept_state.reset()
         losses = self._losses(features, gradients=gradients)
         gradient = self._gradient(losses, rows.kept) if gradients else {}
@@ -304,7 +304,7 @@ class _Passes:
         self._kept_state.refuse_writes(self._refuse_memory)
 
     def collated(self, rows: list[Any], before: list[Any]) -> Any:
-        """What ``collate_rows`` of a copy of the module makes of ``rows``, after others if there are some."""
+        """Collate ``rows`` by a copy of the module, after others if there are some."""
         module = _copy_without_weights(self.module)
         if module is self.module:
             self._kept_state.reset()
@@ -341,7 +341,7 @@ class _Passes:
         np.random.seed(self._seed % 2**32)
 
     def _losses(self, features: Any, *, gradients: bool = False, fixed_coins: bool = False) -> Tensor:
-        """The row losses, ``(rows,)``; with ``fixed_coins`` no shape decides which random number a row gets."""
+        """Return the row losses, ``(rows,)``; with ``fixed_coins`` no shape decides which random number a row gets."""
         self._seed_everything()
         wide = torch.autocast(self.module.device.type, enabled=False)
         coins: Any = _FixedCoins() if fixed_coins else nullcontext()  # type: ignore[no-untyped-call]
@@ -420,7 +420,7 @@ class _FixedCoins(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _copy_without_weights(module: Any) -> Any:
-    """A copy of all that a module keeps, but for the tensors; the module itself where it cannot be copied."""
+    """Return a copy of all that a module keeps, but for the tensors; the module itself where it cannot be copied."""
     kept = {id(each): each for each in held(module) if isinstance(each, Tensor)} | {
         id(module._trainer): module._trainer
     }
@@ -438,18 +438,18 @@ def _moved_like(example: Any, rows: Any) -> Any:
 
 
 def _leaves(rows: Any) -> list[Any]:
-    """The leaves of nested dicts."""
+    """Return the leaves of nested dicts."""
     return [leaf for value in rows.values() for leaf in _leaves(value)] if isinstance(rows, dict) else [rows]
 
 
 def _equal(a: list[Any], b: list[Any]) -> bool:
-    """Whether two lists hold equal tensors; leaves of other kinds are not compared."""
+    """Return whether two lists hold equal tensors; leaves of other kinds are not compared."""
     pairs = zip(a, b, strict=False)
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in pairs if isinstance(x, Tensor))
 
 
 def _differ(a: Tensor, b: Tensor, floor: float = 0.0) -> bool:
-    """Whether two losses of a row are further apart than rounding explains; broken rows say nothing."""
+    """Return whether two losses of a row are further apart than rounding explains; broken rows say nothing."""
     tolerance = max(TOLERANCE.get(each.dtype, LOW_PRECISION) for each in (a, b))
     a, b = a.detach().double(), b.detach().double()
     finite = a.isfinite() & b.isfinite()
@@ -462,7 +462,7 @@ def _differ(a: Tensor, b: Tensor, floor: float = 0.0) -> bool:
 
 
 def _far(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float) -> bool:
-    """Whether two gradients of all parameters are further apart than rounding explains."""
+    """Return whether two gradients of all parameters are further apart than rounding explains."""
     if a.keys() != b.keys():
         return True
     whole, gap = _norm(list(a.values())), _norm([a[name] - b[name] for name in a])

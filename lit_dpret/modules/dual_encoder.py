@@ -197,15 +197,15 @@ class DualEncoder(PairModule):
         return made
 
     def assumptions(self) -> list[str]:
-        """What is taken on trust about the files that sources of negatives read."""
+        """Return what is taken on trust about the files that sources of negatives read."""
         return [] if self._negatives is None else self._negatives.of_rows.assumptions()
 
     def files_read(self) -> list[Path]:
-        """The files of the sources of negatives; what stands in them is part of the data that a run claims for."""
+        """Return the files of the sources of negatives; their content is part of the data that a run protects."""
         return [] if self._negatives is None else self._negatives.of_rows.files_read()
 
     def tower(self, side: Side) -> TextEncoder:
-        """The encoder of one side."""
+        """Return the encoder of one side."""
         return self.encoder if side == "query" or self.passage_encoder is None else self.passage_encoder
 
     def text_encoder(self, side: Side) -> TextEncoder:
@@ -251,7 +251,7 @@ class DualEncoder(PairModule):
             self._pool.learn(list(listed))
 
     def collate_rows(self, rows: list[Row]) -> dict[str, Any]:
-        """Tokens of both sides, and which passages are right answers.
+        """Return tokens of both sides, and which passages are right answers.
 
         Returns:
             ``query`` and ``passage``, each with ``input_ids`` and ``attention_mask`` of shape
@@ -283,7 +283,7 @@ class DualEncoder(PairModule):
         return found
 
     def represent(self, features: Any, side: Side) -> Tensor:
-        """The embeddings of tokenised texts, ``(rows, dim)``."""
+        """Return the embeddings of tokenised texts, ``(rows, dim)``."""
         tower, at_once = self.tower(side), self._grad_cache_rows
         if at_once is not None:
             return embed_in_chunks(tower, features, count=len(features["input_ids"]), rows_at_once=at_once)
@@ -331,7 +331,7 @@ class DualEncoder(PairModule):
         return self._all_passages if chosen is None else self._all_passages[chosen]
 
     def per_row_loss(self, rows: dict[str, Any]) -> Tensor:
-        """The loss of every row, ``(rows,)``: cross entropy in nats of its own passage among its candidates.
+        """Return the loss of every row, ``(rows,)``: cross entropy in nats of its own passage among its candidates.
 
         Under `MarginMSELoss` the squared error of its margins.
         """
@@ -372,11 +372,11 @@ class DualEncoder(PairModule):
     # -- what comes out -----------------------------------------------------------------------
 
     def encode_queries(self, texts: Sequence[str], *, progress: Any = None) -> Tensor:
-        """Embeddings of queries of length 1 on the CPU, ``(texts, dim)``; their dot product is the cosine."""
+        """Return embeddings of queries of length 1 on the CPU, ``(texts, dim)``; their dot product is the cosine."""
         return self.tower("query").encode(texts, "query", progress=progress)
 
     def encode_passages(self, texts: Sequence[str], *, progress: Any = None) -> Tensor:
-        """Embeddings of passages, as `encode_queries`; read from ``passage_cache_dir`` where they are there."""
+        """Return embeddings of passages, as `encode_queries`; read from ``passage_cache_dir`` where they are there."""
         tower = self.tower("passage")
         if self._passage_cache_dir is not None:
             return tower.encode_cached(texts, "passage", self._passage_cache_dir, progress=progress)
@@ -414,7 +414,7 @@ def _checked_grad_cache(rows: int | None, privacy: PrivacyMode) -> int | None:
 
 
 def embed_in_chunks(embed: Callable[[Any], Tensor], features: Any, *, count: int, rows_at_once: int) -> Tensor:
-    """The embeddings of some rows, of which a backward pass remembers ``rows_at_once`` at a time.
+    """Return the embeddings of some rows, of which a backward pass remembers ``rows_at_once`` at a time.
 
     Guarantees:
         - Values and gradients are those of embedding the chunks one after the other in one graph: dropout

@@ -136,7 +136,7 @@ class EmbeddingTrainer(PairModule):
         return self.net if isinstance(self.net, TextEncoder) else None
 
     def represent(self, features: Any, side: Side) -> Tensor:
-        """What the net makes of one side's features, ``(rows, dim)``; both sides share it."""
+        """Return what the net makes of one side's features, ``(rows, dim)``; both sides share it."""
         found: Tensor = self.net(features)
         return found
 

@@ -32,7 +32,7 @@ def add_lora(encoder: TextEncoder, settings: Mapping[str, Any]) -> None:
 
 
 def with_lora(model: nn.Module, settings: Mapping[str, Any]) -> nn.Module:
-    """A Hugging Face model with low-rank adapters, everything else in it frozen.
+    """Return a Hugging Face model with low-rank adapters, everything else in it frozen.
 
     Args:
         model: Changed in place.
@@ -54,7 +54,7 @@ def with_lora(model: nn.Module, settings: Mapping[str, Any]) -> nn.Module:
 
 
 def without_adapters(model: nn.Module) -> nn.Module:
-    """The model with its adapters merged into a copy of the weights; itself where it has none."""
+    """Return the model with its adapters merged into a copy of the weights; itself where it has none."""
     merge: Any = getattr(model, "merge_and_unload", None)
     if merge is None:
         return model
@@ -63,7 +63,7 @@ def without_adapters(model: nn.Module) -> nn.Module:
 
 
 def _twin(model: Any) -> Any:
-    """A copy of a model with adapters. One that is trained in shards cannot be copied, and is built again."""
+    """Return a copy of a model with adapters. One that is trained in shards cannot be copied, and is built again."""
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         return copy.deepcopy(model)
     base = model.get_base_model()
@@ -78,7 +78,7 @@ def _twin(model: Any) -> Any:
 
 
 def merged(encoder: TextEncoder) -> TextEncoder:
-    """The encoder with its adapters merged into the weights; itself where it has none."""
+    """Return the encoder with its adapters merged into the weights; itself where it has none."""
     backbone = without_adapters(encoder.backbone)
     if backbone is encoder.backbone:
         return encoder
@@ -172,7 +172,7 @@ class PromptTuning:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> PromptTuning:
-        """The settings of a configuration.
+        """Return the settings of a configuration.
 
         Raises:
             ConfigurationError: One of them is unknown or out of range.
@@ -250,7 +250,7 @@ def add_prompt(
 
 
 def _start(wanted: PromptTuning, words: nn.Embedding, tokenizer: PreTrainedTokenizerBase) -> Tensor:
-    """What the virtual tokens start from: public weights, public settings, and coins that are no secret."""
+    """Return what the virtual tokens start from: public weights, public settings, and coins that are no secret."""
     count, dim = wanted.num_virtual_tokens, words.embedding_dim
     if wanted.prompt_tuning_init == "RANDOM":
         return torch.randn(count, dim, dtype=words.weight.dtype)
@@ -270,7 +270,7 @@ def _start(wanted: PromptTuning, words: nn.Embedding, tokenizer: PreTrainedToken
 
 
 def without_prompt(model: PreTrainedModel) -> PreTrainedModel:
-    """A plain T5 whose last rows of embeddings are the virtual tokens; the model itself where it has none.
+    """Return a plain T5 whose last rows of embeddings are the virtual tokens; the model itself where it has none.
 
     Guarantees:
         - Nothing but those rows differs from the model that training started from.
@@ -298,7 +298,7 @@ def without_prompt(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def prompt_of(model: nn.Module) -> PromptedEmbedding | None:
-    """The embedding with virtual tokens of a model that has one."""
+    """Return the embedding with virtual tokens of a model that has one."""
     found = getattr(getattr(model, "encoder", None), "embed_tokens", None)
     return found if isinstance(found, PromptedEmbedding) else None
 
@@ -314,7 +314,7 @@ def speak_words_only(model: PreTrainedModel, count: int) -> None:
 
 
 def _head(weight: Tensor) -> nn.Linear:
-    """The output layer of this weight, ``(vocabulary, dim)``."""
+    """Return the output layer of this weight, ``(vocabulary, dim)``."""
     made = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     made.weight = nn.Parameter(weight)
     return made

@@ -221,7 +221,7 @@ class FrozenDualEncoder(PairModule):
         """
         queries = {row.query_id: row.query for row in data.pair_rows("train")}
         passages = dict(sorted(data.public_passages().items()))  # one order: the cache knows the same set again
-        if self._labels is not None:  # a file that cannot be read is told of before anything is encoded
+        if self._labels is not None:  # fail early on an unreadable file
             self._labels.learn(data)
         self.prepare_texts(passages, queries, progress=progress)
 
@@ -245,11 +245,11 @@ class FrozenDualEncoder(PairModule):
             self._frozen.learn(queries.values(), "query", progress)
 
     def assumptions(self) -> list[str]:
-        """What is taken on trust about the file of labels."""
+        """Return what is taken on trust about the file of labels."""
         return [] if self._labels is None else self._labels.of_rows.assumptions()
 
     def files_read(self) -> list[Path]:
-        """The file of labels; what stands in it is part of the data that a run claims something about."""
+        """Return the file of labels; what stands in it is part of the data that a run claims something about."""
         return [] if self._labels is None else self._labels.of_rows.files_read()
 
     def setup(self, stage: str) -> None:
@@ -259,11 +259,11 @@ class FrozenDualEncoder(PairModule):
             self.prepare(data)
 
     def encode_queries(self, texts: Sequence[str], *, progress: Progress | None = None) -> Tensor:
-        """Embeddings of queries after the head, of length 1, on the CPU, ``(texts, dim)``."""
+        """Return embeddings of queries after the head, of length 1, on the CPU, ``(texts, dim)``."""
         return self._headed(self.query_head, self._frozen.encode(texts, "query", progress))
 
     def encode_passages(self, texts: Sequence[str], *, progress: Progress | None = None) -> Tensor:
-        """Embeddings of passages, after their head if they have one; else as `encode_queries`."""
+        """Return embeddings of passages, after their head if they have one; else as `encode_queries`."""
         return self._headed(self._head_of("passage"), self._frozen.encode(texts, "passage", progress))
 
     def _headed(self, head: nn.Linear | None, embeddings: Tensor) -> Tensor:
@@ -274,7 +274,7 @@ class FrozenDualEncoder(PairModule):
             return F.normalize(F.linear(embeddings, weight), dim=-1)
 
     def _matrix(self, head: nn.Linear) -> Tensor:
-        """The head as one matrix on embeddings, on the CPU, ``(dim, dim)``."""
+        """Return the head as one matrix on embeddings, on the CPU, ``(dim, dim)``."""
         weight = head.weight.detach().cpu()
         if self.basis is None:
             return weight
@@ -310,7 +310,7 @@ class FrozenDualEncoder(PairModule):
         return copied_rows(features, places, rows)
 
     def represent(self, features: Any, side: Side) -> Tensor:
-        """The embeddings of one side after its head, ``(rows, dim)``; those without a head as they are."""
+        """Return the embeddings of one side after its head, ``(rows, dim)``; those without a head as they are."""
         head, found = self._head_of(side), features
         if head is not None and self.basis is None:
             found = head(features)
@@ -365,7 +365,7 @@ class FrozenDualEncoder(PairModule):
         return row_by_row(of_rows, queries, rows_at_once=_LOGITS_AT_ONCE // len(pool))
 
     def pool(self, step: int) -> tuple[Tensor | None, Tensor | None]:
-        """The candidates of logical step ``step``, as `PublicPool.draw`, on the module's device."""
+        """Return the candidates of logical step ``step``, as `PublicPool.draw`, on the module's device."""
         chosen, place = self._pool.draw(step)
         return (None, None) if chosen is None or place is None else (chosen.to(self.device), place.to(self.device))
 
@@ -381,7 +381,7 @@ class FrozenDualEncoder(PairModule):
         return Path(folder)
 
     def _with_head(self, head: nn.Linear | None) -> TextEncoder:
-        """The encoder with one linear map: the head, folded into the map that the encoder may have already."""
+        """Return the encoder with one linear map: the head, folded into the map that the encoder may have already."""
         encoder = self.encoder
         if head is None:
             return encoder
@@ -397,7 +397,7 @@ class FrozenDualEncoder(PairModule):
 
 
 def _takes_pool(negatives: Negatives, head: Head, privacy: PrivacyMode) -> bool:
-    """Whether a row's negatives are public passages rather than those of other rows."""
+    """Return whether a row's negatives are public passages rather than those of other rows."""
     if privacy.candidates == "pool":
         if negatives == "batch":
             raise ConfigurationError(
@@ -420,7 +420,7 @@ def _refuse_passage_gradient(privacy: PrivacyMode) -> None:
 
 
 def principal_directions(embeddings: Tensor, count: int) -> Tensor:
-    """The orthonormal directions in which embeddings are longest on average, as columns, ``(dim, count)``.
+    """Return the orthonormal directions in which embeddings are longest on average, as columns, ``(dim, count)``.
 
     The mean is not taken away: it is a direction like the others.
     """
@@ -441,7 +441,7 @@ _AT_ONCE = 1024  # texts that are dealt out to places, where each is embedded ap
 
 
 class FrozenTexts:
-    """The encoder and what it made of the texts it has seen; hides both from ``nn.Module``.
+    """A frozen encoder and the embeddings of texts that it has seen, hidden from ``nn.Module``.
 
     Args:
         tower: The encoder.
@@ -466,7 +466,7 @@ class FrozenTexts:
         return found
 
     def encode(self, texts: Sequence[str], side: Side, progress: Progress | None = None) -> Tensor:
-        """The embeddings of ``texts``: looked up where they are remembered, else made."""
+        """Return the embeddings of ``texts``: looked up where they are remembered, else made."""
         rows, known = self._known.get(side, ({}, torch.empty(0, self.tower.dim)))
         new = list(dict.fromkeys(text for text in texts if text not in rows))
         if not new:

@@ -70,7 +70,7 @@ class GeneratorContract:
         return len(self.virtual_ids) + self.max_passage_length
 
     def to_dict(self) -> dict[str, Any]:
-        """The contract as it is written to ``lit_dpret_generator.json``."""
+        """Return the contract as it is written to ``lit_dpret_generator.json``."""
         return {"format": CONTRACT_FORMAT, **asdict(self), "virtual_ids": list(self.virtual_ids)}
 
     @classmethod
@@ -103,22 +103,22 @@ class TextCodec:
     contract: GeneratorContract
 
     def passages(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of ``prompt + passage``, at most ``max_passage_length`` each, after those of virtual tokens."""
+        """Return the ids of virtual tokens and of ``prompt + passage``, of which at most ``max_passage_length``."""
         return [[*self.contract.virtual_ids, *ids] for ids in self.token_ids(texts, "passage")]
 
     def queries(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of the queries, at most ``max_query_length`` each."""
+        """Return token ids of the queries, at most ``max_query_length`` each."""
         return self.token_ids(texts, "query")
 
     def token_ids(self, texts: Sequence[str], side: str, *, whole: bool = False) -> list[list[int]]:
-        """Token ids of texts of one side, cut at its maximal length unless ``whole``."""
+        """Return token ids of texts of one side, cut at its maximal length unless ``whole``."""
         of_query = side == "query"
         prompt = "" if of_query else self.contract.prompt
         limit = self.contract.max_query_length if of_query else self.contract.max_passage_length
         return self._ids([prompt + self._cased(text) for text in texts], None if whole else limit)
 
     def text(self, ids: Sequence[int]) -> str:
-        """The words of generated ids, without marks, with single spaces."""
+        """Return the words of generated ids, without marks, with single spaces."""
         decoded = self.tokenizer.decode(list(ids), skip_special_tokens=True)
         return " ".join(str(decoded).split())
 
@@ -135,7 +135,7 @@ class TextCodec:
 
 
 def is_generator(folder: str | Path) -> bool:
-    """Whether it is the folder of a generator of this package."""
+    """Return whether it is the folder of a generator of this package."""
     return (Path(str(folder)) / CONTRACT_NAME).is_file()
 
 
@@ -217,7 +217,7 @@ def load_generator(folder: str | Path) -> GeneratorModel:
 
 
 def read_contract(folder: str | Path) -> GeneratorContract:
-    """The contract of a saved generator.
+    """Return the contract of a saved generator.
 
     Raises:
         UnsupportedModelError: The folder is no generator of this package.
@@ -235,7 +235,7 @@ def read_contract(folder: str | Path) -> GeneratorContract:
 
 
 def refuse_tuned_prompt(source: str | Path) -> None:
-    """Training goes on from weights; a prompt that was tuned by an earlier run would be lost on the way.
+    """Refuse to continue from a generator with a tuned prompt, which would be lost on the way.
 
     Raises:
         ConfigurationError: It is the folder of a generator with virtual tokens.
@@ -266,7 +266,7 @@ _LOADING_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, Safet
 
 
 def load_tokenizer(source: str | Path | PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """A tokenizer by hub name, folder, ``public_t5``, or itself.
+    """Return a tokenizer by hub name, folder, ``public_t5``, or itself.
 
     Raises:
         UnsupportedModelError: There is none, or it has no padding or end mark.
@@ -288,7 +288,7 @@ def load_tokenizer(source: str | Path | PreTrainedTokenizerBase) -> PreTrainedTo
 
 
 def load_seq2seq(source: str | Path, *, dropout: float | None = None) -> PreTrainedModel:
-    """A sequence-to-sequence model by hub name, folder or ``public_t5``, its weights in float32.
+    """Return a sequence-to-sequence model by hub name, folder or ``public_t5``, its weights in float32.
 
     Raises:
         UnsupportedModelError: There is no such model, it is of another kind, or weights are missing.
@@ -312,7 +312,7 @@ def load_seq2seq(source: str | Path, *, dropout: float | None = None) -> PreTrai
 
 
 def config_of_new(config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> PretrainedConfig:
-    """The Hugging Face config of a new model from its fields (``model_type`` defaults to ``t5``).
+    """Return the Hugging Face config of a new model from its fields (``model_type`` defaults to ``t5``).
 
     Special token ids and ``vocab_size`` come from the tokenizer where they are not given.
 
@@ -346,7 +346,7 @@ def config_of_new(config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase 
 
 
 def config_of_stored(source: str | Path, *, known: Mapping[str, Mapping[str, Any]] | None = None) -> PretrainedConfig:
-    """The config of a model by hub name, folder or ``public_t5``, without its weights.
+    """Return the config of a model by hub name, folder or ``public_t5``, without its weights.
 
     Args:
         source: As for `load_seq2seq`.
@@ -369,7 +369,7 @@ def config_of_stored(source: str | Path, *, known: Mapping[str, Mapping[str, Any
 def build_seq2seq(
     config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, *, dropout: float | None = None
 ) -> PreTrainedModel:
-    """A new model from the fields of its Hugging Face config (``model_type`` defaults to ``t5``).
+    """Return a new model from the fields of its Hugging Face config (``model_type`` defaults to ``t5``).
 
     Special token ids and ``vocab_size`` come from the tokenizer where they are not given.
 
@@ -398,7 +398,7 @@ def enable_checkpointing(model: PreTrainedModel) -> None:
 
 
 def _place(source: str | Path) -> str:
-    """The folder or hub name that Hugging Face is asked for."""
+    """Return the folder or hub name that Hugging Face is asked for."""
     if str(source) == PUBLIC_T5:
         from lit_dpret.assets import public_t5_path  # here, so that only its users need the asset
 
@@ -412,7 +412,7 @@ def _place(source: str | Path) -> str:
 
 
 def _is_cached(place: str) -> bool:
-    """Whether the hub need not be asked: without a network each question costs half a minute."""
+    """Return whether the hub need not be asked: without a network each question costs half a minute."""
     if Path(place).is_dir():
         return True
     try:
@@ -459,7 +459,7 @@ def _unloadable(source: object, error: BaseException, what: str) -> Exception:
 
 
 def padded(rows: Sequence[Sequence[int]], filler: int) -> Tensor:
-    """The rows filled up at the end, shape ``(rows, longest)``, int64.
+    """Return the rows filled up at the end, shape ``(rows, longest)``, int64.
 
     Example:
         >>> padded([[5, 6], [7]], 0).tolist()
@@ -470,7 +470,7 @@ def padded(rows: Sequence[Sequence[int]], filler: int) -> Tensor:
 
 
 def placed(tensor: Tensor, places: Sequence[int], shape: tuple[int, int], filler: int) -> Tensor:
-    """The rows of ``tensor`` at ``places`` of a tensor of that shape, which is otherwise full of ``filler``.
+    """Return the rows of ``tensor`` at ``places`` of a tensor of that shape, which is otherwise full of ``filler``.
 
     Example:
         >>> placed(torch.tensor([[5, 6], [7, 0]]), [0, 2], (3, 3), 0).tolist()

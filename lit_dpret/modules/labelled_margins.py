@@ -61,7 +61,7 @@ class LabelledMargins:
         self.of_rows.learn(TrainTexts.of(data), no_towers)
 
     def keys(self, rows: Sequence[TrainRow]) -> dict[str, Tensor]:
-        """What rows of a batch are known by; see `TrainTexts.keys`."""
+        """Return what rows of a batch are known by; see `TrainTexts.keys`."""
         return self._texts().keys(rows)
 
     def before_batch(self, batch: UnitBatch, place: Mapping[str, int], *, epoch: int) -> None:
@@ -85,7 +85,7 @@ class LabelledMargins:
         return self.of_rows.texts
 
     def row_losses(self, queries: Tensor, rows: Mapping[str, Tensor], passages: Tensor) -> Tensor:
-        """The error of every row's margins, ``(rows,)``.
+        """Return the error of every row's margins, ``(rows,)``.
 
         Args:
             queries: Embeddings, ``(rows, dim)``.

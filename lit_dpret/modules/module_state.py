@@ -72,12 +72,12 @@ class KeptState:
 
 
 def _data_of(part: nn.Module) -> dict[str, Any]:
-    """The attributes of a part of a module that hold plain data: no parameter, no buffer, no object."""
+    """Return the attributes of a part of a module that hold plain data: no parameter, no buffer, no object."""
     return {name: value for name, value in vars(part).items() if name not in OWN_TO_MODULES and _is_data(value)}
 
 
 def _is_data(value: Any) -> bool:
-    """Whether a value can be copied and put back: numbers, texts, tensors, arrays, generators, and lists of them."""
+    """Return whether a value can be copied and put back: plain values, tensors, generators, and lists of them."""
     if isinstance(value, _SCALARS):  # most are, and classes of torch answer slowly
         return True
     if isinstance(value, nn.Parameter):
@@ -125,7 +125,7 @@ def _copied(value: Any) -> Any:
 
 
 class Looks:
-    """Which batches are looked at: the first, and after the n-th one from 1.5 n to 2.5 n that a coin chooses.
+    """Chooses the batches to examine: the first, and after the n-th one drawn at random from 1.5 n to 2.5 n.
 
     Without the coin, a dependence in every fourth batch might never be met.
     """
@@ -158,7 +158,7 @@ _KNOWN = ("builtins", "torch", "lightning", "transformers", "tokenizers", "peft"
 
 
 class HookWatch:
-    """Compares what a module and its optimizer hold before and after hooks run: around some batches (`Looks`).
+    """Compares the state of a module and its optimizer before and after hooks run, around some batches (`Looks`).
 
     Guarantees:
         - Refused by name is a parameter, a buffer, a tensor or array in an attribute of the module or of a part, or a
@@ -253,7 +253,7 @@ def _refuse_writes(
 
 
 def _values(module: Any, *, trained: bool = True, optimizer: Any = None) -> dict[str, int]:
-    """A checksum by name of everything that is watched, the gradients of an ``optimizer`` included."""
+    """Return a checksum by name of everything that is watched, the gradients of an ``optimizer`` included."""
     held = dict(_held(module, trained))
     if optimizer is None and not module.in_shards:
         held |= dict(_state(module))
@@ -302,7 +302,7 @@ def _within(path: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Tensor
 
 
 def _is_foreign(value: Any) -> bool:
-    """Whether a value is a plain object of the user's own."""
+    """Return whether a value is a plain object of the user's own."""
     if isinstance(value, (nn.Module, PrivacyMode, type)):
         return False
     return hasattr(value, "__dict__") and type(value).__module__.split(".")[0] not in _KNOWN

@@ -212,11 +212,11 @@ class OptimizerSpec:
 
     @property
     def uses_noise_std(self) -> bool:
-        """Whether ``build`` must be told how much noise the gradient carries."""
+        """Whether ``build`` must know how much noise the gradient carries."""
         return self.name in self.needs_noise
 
     def build(self, parameters: Iterable[nn.Parameter], *, steps: int, noise_std: float = 0.0) -> Any:
-        """The optimizer, or the pair (optimizer, scheduler) that Lightning understands.
+        """Return the optimizer, or the pair (optimizer, scheduler) that Lightning understands.
 
         Parameters in half precision are optimized as float32 copies (`lit_dpret.distributed.handover`).
 
@@ -264,7 +264,7 @@ class OptimizerSpec:
         return options
 
     def factor(self, step: int, steps: int) -> float:
-        """The share of the peak learning rate at ``step`` of ``steps``."""
+        """Return the share of the peak learning rate at ``step`` of ``steps``."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         if self.schedule == "constant":

@@ -107,7 +107,7 @@ class GeneratorOutline:
         gradient_checkpointing: bool = False,
         **others: Any,
     ) -> GeneratorOutline:
-        """The outline of the `QueryGenerator` of the same arguments; no weight is read, downloaded or drawn.
+        """Return the outline of the `QueryGenerator` of the same arguments; no weight is read, downloaded or drawn.
 
         A published T5 that is in no cache is planned from its known shape, without asking the hub.
 

@@ -48,11 +48,11 @@ class PairModule(PrivateModule):
         self.coupled_loss = privacy.candidates != "pool"
 
     def represent(self, features: Any, side: Side) -> Tensor:
-        """What the tower of one side makes of its features, ``(rows, dim)``; of any length."""
+        """Return what the tower of one side makes of its features, ``(rows, dim)``; of any length."""
         raise UnsupportedModelError(f"{type(self).__name__} does not implement represent(features, side).")
 
     def embed(self, features: Any, side: Side) -> Tensor:
-        """Embeddings whose dot product is the loss's similarity, ``(rows, dim)``.
+        """Return embeddings whose dot product is the loss's similarity, ``(rows, dim)``.
 
         Of length 1 for the cosine; for a bounded dot product, those longer than the loss's ``radius`` are
         scaled down to it.
@@ -68,12 +68,12 @@ class PairModule(PrivateModule):
         return bounded
 
     def per_row_loss(self, rows: dict[str, Any]) -> Tensor:
-        """The loss of every row with the passages of the other rows for negatives, ``(rows,)``."""
+        """Return the loss of every row with the passages of the other rows for negatives, ``(rows,)``."""
         queries, passages = self.embed(rows["query"], "query"), self.embed(rows["passage"], "passage")
         return self.table_losses(queries, passages, rows.get("answers"))
 
     def table_losses(self, queries: Tensor, passages: Tensor, answers: Tensor | None) -> Tensor:
-        """The losses of the rows of a table of similarities, ``(rows,)``; row i's own passage is passage i."""
+        """Return the losses of the rows of a table of similarities, ``(rows,)``; row i's own passage is passage i."""
         if isinstance(self.loss, PairwiseLoss):
             with torch.autocast(queries.device.type, enabled=False):
                 wide = torch.promote_types(queries.dtype, torch.float32)
@@ -83,7 +83,7 @@ class PairModule(PrivateModule):
         return losses
 
     def pair_loss(self, expected: float) -> PairwiseLoss:
-        """The loss as a function of the table of similarities, where it is one.
+        """Return the loss as a function of the table of similarities, where it is one.
 
         Args:
             expected: Fills in the normaliser of a loss that has one and was given none. Under privacy that
@@ -103,7 +103,7 @@ class PairModule(PrivateModule):
         return loss.for_expected_size(expected)
 
     def pair_batch(self, rows: dict[str, Any]) -> PairBatch:
-        """The pairs of a sub-batch, for clipping each one's similarity."""
+        """Return the pairs of a sub-batch, for clipping each one's similarity."""
         return PairBatch(
             queries=rows["query"],
             passages=rows["passage"],
@@ -113,7 +113,7 @@ class PairModule(PrivateModule):
         )
 
     def pair_parameters(self) -> list[nn.Parameter]:
-        """The trainable parameters that a similarity can depend on: all but those that belong to the loss."""
+        """Return the trainable parameters that a similarity can depend on: all but those that belong to the loss."""
         loss = self.loss
         learned = {id(p) for p in loss.parameters()} if isinstance(loss, nn.Module) else set()
         return [p for p in self.parameters() if p.requires_grad and id(p) not in learned]
@@ -128,7 +128,7 @@ class PairModule(PrivateModule):
         raise UnsupportedModelError(f"{type(self).__name__} does not implement pair_shape().")
 
     def row_temperature(self) -> float:
-        """The temperature of a loss whose rows are softmaxes over passages.
+        """Return the temperature of a loss whose rows are softmaxes over passages.
 
         Raises:
             UnsupportedModelError: It is another loss.
@@ -141,7 +141,7 @@ class PairModule(PrivateModule):
         return self.loss.temperature
 
     def copied_loss(self, batch: UnitBatch, part: slice) -> Callable[[], Tensor]:
-        """A function that returns the losses of some rows, each made of copies of all passages of the batch.
+        """Return a function that returns the losses of some rows, each made of copies of all passages of the batch.
 
         In it no row shares anything with another one, so that each has a gradient of its own.
 
@@ -173,7 +173,7 @@ class PairModule(PrivateModule):
         return losses
 
     def text_encoder(self, side: Side) -> TextEncoder | None:
-        """What reads the texts of one side; None where they are no texts."""
+        """Return what reads the texts of one side; None where they are no texts."""
         return None
 
     def token_ids(self, texts: Sequence[str], side: str, *, whole: bool = False) -> list[list[int]] | None:
@@ -195,7 +195,7 @@ class PairModule(PrivateModule):
         return own - others
 
     def _both_sides(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
-        """Embeddings of queries and passages, ``(rows, dim)`` each."""
+        """Return embeddings of queries and passages, ``(rows, dim)`` each."""
         own: Any = self
         if hasattr(own, "encode_queries") and hasattr(own, "encode_passages"):
             return own.encode_queries([r.query for r in rows]), own.encode_passages([r.passage for r in rows])
@@ -243,7 +243,7 @@ class PairModule(PrivateModule):
 
 
 def _rows_of(features: Any) -> int:
-    """How many rows nested features have."""
+    """Return how many rows nested features have."""
     while isinstance(features, dict):
         features = next(iter(features.values()))
     return len(features)
@@ -259,7 +259,7 @@ def make_encoder(
     query_prefix: str | None,
     passage_prefix: str | None,
 ) -> TextEncoder:
-    """The shared tower that a dual encoder's settings describe, normalised, in float32.
+    """Return the shared tower that a dual encoder's settings describe, normalised, in float32.
 
     Raises:
         ConfigurationError: ``encoder`` and ``config`` are both given or both missing.

@@ -97,7 +97,7 @@ class PhysicalBatches:
 
 
 def memory_advice(may_split: bool) -> str:
-    """What to change where a single unit, or a physical batch that may not be taken apart, does not fit."""
+    """Return what to change where a single unit, or a physical batch that may not be taken apart, does not fit."""
     if may_split:
         return (
             "Shorten the texts (model.max_passage_length), set model.gradient_checkpointing=true or train adapters "
@@ -131,5 +131,5 @@ def pieces_of(batch: UnitBatch, limit: int | None) -> Iterator[UnitBatch]:
 
 
 def _copy(batch: UnitBatch) -> UnitBatch:
-    """The batch with dicts of its own, since a module may write into them; the tensors are shared."""
+    """Return the batch with dicts of its own, since a module may write into them; the tensors are shared."""
     return batch if batch.rows is None else replace(batch, rows=map_rows(lambda leaf: leaf, batch.rows))

@@ -117,7 +117,7 @@ class PrivateModule(Checkpointed):
         self._losses: list[Tensor] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy, such as a running average of the weights, is in no run: it has no guard, secret or private sum."""
+        """Leave a run's guard, secret and private sums out of a copy, such as a running average of the weights."""
         state: dict[str, Any] = super().__getstate__()  # type: ignore[misc]
         return {name: value for name, value in state.items() if name not in _OF_A_RUN}
 
@@ -170,11 +170,11 @@ class PrivateModule(Checkpointed):
         return type(self).place_rows is not PrivateModule.place_rows
 
     def per_row_loss(self, rows: Any) -> Tensor:
-        """The loss of each row, shape ``(rows,)``."""
+        """Return the loss of each row, shape ``(rows,)``."""
         raise UnsupportedModelError(f"{type(self).__name__} does not implement per_row_loss(rows).")
 
     def assumptions(self) -> list[str]:
-        """What the claim of a run with this module takes on trust beside its mechanism, as statements for the card."""
+        """Return what a claim takes on trust beside the mechanism, as statements for the card."""
         return []
 
     def configure_optimizers(self) -> Any:
@@ -183,7 +183,7 @@ class PrivateModule(Checkpointed):
         return self.optimizer_spec.build(self.parameters(), steps=self._planned_steps(), noise_std=noise_std)
 
     def configure_model(self) -> None:
-        """Cut the parameters up over the ranks, once, where the strategy does so (``trainer=fsdp``)."""
+        """Shard the parameters over the ranks, once, where the strategy does so (``trainer=fsdp``)."""
         if self._shards is None and self.device_mesh is not None:
             from lit_dpret.distributed.fsdp import Shards  # not for runs on one process
 
@@ -198,7 +198,7 @@ class PrivateModule(Checkpointed):
         """Called by the accountant once plan, mode and ledger are ready; nothing of an earlier fit is left then."""
         self._guard = guard
         self._ranks = Ranks.here()
-        kept = self._shards  # of an earlier fit, whose parameters stay cut up
+        kept = self._shards  # of an earlier fit, whose parameters stay sharded
         self._handover = GradHandover(self, self._ranks) if kept is None else kept.handover(self._ranks)
         self._physical.begin()
         self._shortage = None
@@ -285,7 +285,7 @@ class PrivateModule(Checkpointed):
             self._hooks.note(self, coin, ends_epoch=self._trainer is not None and self._trainer.is_last_batch)
 
     def _add(self, batch: UnitBatch) -> None:
-        """Contribute a physical batch; a shortage of memory on one of several ranks is told when all can hear it."""
+        """Contribute a physical batch; one rank's shortage of memory is raised later, on all ranks together."""
         if self._shortage is not None:
             return
         try:
@@ -387,7 +387,7 @@ class PrivateModule(Checkpointed):
         self.privacy.counts = StepCounts(*(round(count) for count in summed))
 
     def unit_loss(self, batch: UnitBatch) -> Callable[[], Tensor]:
-        """A function that runs the forward pass and returns one loss per row, ``(rows,)``.
+        """Return a function that runs the forward pass and returns one loss per row, ``(rows,)``.
 
         They are scaled so that their sum inside a unit is the unit's mean.
         """
@@ -420,7 +420,7 @@ class PrivateModule(Checkpointed):
             self._loss_sum += total
 
     def token_ids(self, texts: Sequence[str], side: str, *, whole: bool = False) -> list[list[int]] | None:
-        """Token ids by which the module reads texts, a query's or a passage's; None where it reads no tokens.
+        """Return token ids by which the module reads texts, a query's or a passage's; None where it reads no tokens.
 
         ``whole`` leaves the side's maximal length out: what differs then is cut.
         """
@@ -460,7 +460,7 @@ class PrivateModule(Checkpointed):
 
 @contextmanager
 def _wide_defaults() -> Iterator[None]:
-    """New tensors in float32: under ``precision=bf16-true`` Lightning makes bfloat16 the type of what is not told."""
+    """Make float32 the default type within: under ``precision=bf16-true`` Lightning makes it bfloat16."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.promote_types(before, torch.float32))
     try:

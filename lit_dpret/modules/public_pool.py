@@ -46,7 +46,7 @@ class PublicPool:
         self._drawn = None
 
     def draw(self, step: int) -> tuple[Tensor | None, Tensor | None]:
-        """The candidates of logical step ``step``: their places, and for each passage its place among them or -1.
+        """Return the candidates of a logical step: their places, and for each passage its place among them or -1.
 
         Both are None where all passages are candidates.
         """
@@ -61,7 +61,7 @@ class PublicPool:
         return self._drawn[1:]
 
     def places(self, own: Sequence[str], positives: Sequence[Collection[str]]) -> tuple[Tensor, Tensor]:
-        """Where the passages of some rows stand in the public list.
+        """Return where the passages of some rows stand in the public list.
 
         Args:
             own: The passage id of each row.
@@ -127,7 +127,7 @@ RowsLoss = Callable[[slice, Tensor], Tensor]
 
 
 def row_by_row(loss: RowsLoss, embeddings: Tensor, *, rows_at_once: int) -> Tensor:
-    """The losses of all rows, differentiable once with respect to ``embeddings``.
+    """Return the losses of all rows, differentiable once with respect to ``embeddings``.
 
     Guarantees:
         - Losses and gradients are those of ``loss`` on all rows at once.

@@ -166,7 +166,7 @@ class QueryGenerator(PrivateModule):
 
     @staticmethod
     def outline(**settings: Any) -> GeneratorOutline:
-        """The generator of the same arguments without its weights, for a plan; nothing is read or downloaded."""
+        """Return the generator of the same arguments without its weights, for a plan; nothing is read or downloaded."""
         return GeneratorOutline.of_settings(**settings)
 
     @property
@@ -191,7 +191,7 @@ class QueryGenerator(PrivateModule):
             )
 
     def collate_rows(self, rows: list[Row]) -> dict[str, Tensor]:
-        """Tokens of the rows, padded to the longest of them.
+        """Return tokens of the rows, padded to the longest of them.
 
         Returns:
             ``input_ids`` and ``attention_mask`` of shape ``(rows, passage tokens)``, and ``labels``
@@ -265,7 +265,7 @@ class QueryGenerator(PrivateModule):
 
     @staticmethod
     def load_model(folder: str | Path) -> GeneratorModel:
-        """What ``save_model`` wrote, ready to generate."""
+        """Load what ``save_model`` wrote, ready to generate."""
         return load_generator(folder)
 
     def _check_sizes(self) -> None:

@@ -126,14 +126,14 @@ class StepNegatives:
         return map_rows(lambda t: t.view(*places.shape, -1).to(places.device), features)  # type: ignore[no-any-return]
 
     def positives(self, module: Any, rows: Mapping[str, Any]) -> Tensor:
-        """The embeddings of the rows' own passages, ``(rows, dim)``."""
+        """Return the embeddings of the rows' own passages, ``(rows, dim)``."""
         if not self.looks_up:
             found: Tensor = module.embed(rows["passage"], "passage")
             return found
         return self._looked_up(rows["answers_at"][:, 0])
 
     def compare(self, module: Any, rows: Mapping[str, Any], positives: Tensor) -> Compared:
-        """What the rows are compared with.
+        """Return what the rows are compared with.
 
         Args:
             module: The dual encoder.
@@ -176,7 +176,7 @@ class StepNegatives:
         return found
 
     def _looked_up(self, places: Tensor) -> Tensor:
-        """What frozen passages were embedded as; of the one index that there is."""
+        """Return what frozen passages were embedded as; of the one index that there is."""
         holder: Any = self.of_rows.dynamic or self
         if holder.index is None:
             raise ConfigurationError("model.negatives were not prepared. Call learn_negatives first.")
@@ -227,12 +227,12 @@ class ModuleTowers:
         return found
 
     def fingerprint(self) -> str:
-        """The weights and contracts of both sides."""
+        """Return the weights and contracts of both sides."""
         return "".join(self._module.tower(side).fingerprint() for side in ("query", "passage"))
 
 
 def same_group(answers: Tensor, columns: Tensor) -> Tensor:
-    """Which columns have the text of one of a row's answers, ``(rows, columns)``.
+    """Return which columns have the text of one of a row's answers, ``(rows, columns)``.
 
     Args:
         answers: Text groups, ``(rows, most of them)``, filled up with -1.

@@ -71,7 +71,7 @@ class TokenScorer:
     def load(
         cls, source: str | Path, *, prompt: str = "", contract: GeneratorContract | None = None, device: str = "cpu"
     ) -> TokenScorer:
-        """The generator of a folder, with its own contract; or another model, with ``contract`` or ``prompt``.
+        """Return the generator of a folder, with its own contract; or another model, with ``contract`` or ``prompt``.
 
         Raises:
             UnsupportedModelError: There is no such model.

@@ -59,7 +59,7 @@ class Towers(Protocol):
         ...
 
     def fingerprint(self) -> str:
-        """What the embeddings depend on, besides the texts."""
+        """Return what the embeddings depend on, besides the texts."""
         ...
 
 
@@ -261,7 +261,7 @@ class TrainTexts:
         }
 
     def copies(self, groups: Tensor) -> Tensor:
-        """Return how many passages have one of each row's texts, at most; ``groups`` is ``(rows, some)``, -1 for none."""
+        """Return how many passages at most have one of the texts of each row; ``groups`` is ``(rows, some)``."""
         sizes = self._group_sizes[groups.clamp(min=0)]
         return sizes.masked_fill(groups < 0, 0).sum(dim=1)
 

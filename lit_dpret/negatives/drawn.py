@@ -99,7 +99,7 @@ class GoldNegatives(PassageSource):
 
 
 def read_hard_negatives(path: Path) -> dict[str, list[str]]:
-    """Negative passage ids by query id, those of all miners together, from either form of the file.
+    """Return negative passage ids by query id, those of all miners together, from either form of the file.
 
     Raises:
         ConfigurationError: The file does not exist.
@@ -142,7 +142,7 @@ class LabelledNegative:
     margin: float
 
     def line(self) -> str:
-        """The label as the file has it."""
+        """Return the label as the file has it."""
         return f"{self.query_id}\t{self.passage_id}\t{self.negative_id}\t{self.margin!r}\n"
 
 
@@ -228,6 +228,6 @@ class LabelledNegatives(PassageSource):
         return self.some_of(places, epoch, seat.text, self._texts.passage_ids[seat.own])
 
     def margins(self, seat: Seat, places: Sequence[int]) -> list[float]:
-        """The label of each place for a row, in logits; NaN where there is none."""
+        """Return the label of each place for a row, in logits; NaN where there is none."""
         labelled = self._labels.get((seat.query, seat.own), {})
         return [labelled.get(place, math.nan) for place in places]

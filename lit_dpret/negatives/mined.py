@@ -111,13 +111,13 @@ class MinedSource(PassageSource):
 
     @property
     def mined(self) -> Mined:
-        """What was mined."""
+        """The rankings that were mined."""
         if self._mined is None:
             raise ConfigurationError(f"model.negatives.{self.name} was not prepared. Call learn_negatives first.")
         return self._mined
 
     def draw(self, seat: Seat, places: Any, scores: Any, positive: float, number: int) -> list[int]:
-        """Some of the candidates that are no answers and pass the margins, uniformly; ``number`` keys the coins."""
+        """Draw among the candidates that are not answers and pass the margins; ``number`` keys the coins."""
         groups = self._texts.groups.numpy()
         wanted = (places >= 0) & ~np.isin(groups[places], list(seat.answers))
         places, scores = places[wanted][: self.depth], scores[wanted][: self.depth]
@@ -125,7 +125,7 @@ class MinedSource(PassageSource):
         return self.some_of(places, number, seat.text)
 
     def _store(self, facts: dict[str, Any], *, private: bool) -> ShardStore | None:
-        """Where rankings are kept that are made of these facts and of the texts."""
+        """Return where rankings are kept that are made of these facts and of the texts."""
         if self.cache_dir is None:
             return None
         texts = self._texts
@@ -239,7 +239,7 @@ class DynamicNegatives(MinedSource):
         self._tie_rank = lexicographic_rank(texts.passage_ids)
 
     def nearest(self, query_embeddings: Tensor, answers: int) -> TopK:
-        """The best of the index for some queries, on the CPU, ``(queries, depth + answers)``.
+        """Return the best of the index for some queries, on the CPU, ``(queries, depth + answers)``.
 
         Args:
             query_embeddings: Shape ``(queries, dim)``.
@@ -253,7 +253,7 @@ class DynamicNegatives(MinedSource):
         raise ConfigurationError("model.negatives.dynamic is searched with embeddings of queries, at each step.")
 
     def choose_near(self, seat: Seat, query_embedding: Tensor, top: TopK, row: int, *, step: int) -> list[int]:
-        """Places of passages for one row, from what `nearest` found for it."""
+        """Return places of passages for one row, from what `nearest` found for it."""
         positive = float(query_embedding.double() @ self._ready()[seat.own].double())
         return self.draw(seat, top.indices[row].numpy(), top.scores[row].numpy(), positive, step)
 
@@ -307,7 +307,7 @@ class MarginFilter:
             )
 
     def keep(self, scores: NDArray[np.float32], positive: float) -> NDArray[np.bool_]:
-        """Which candidates pass.
+        """Return which candidates pass.
 
         Example:
             >>> MarginFilter(relative_margin=0.05).keep(np.array([0.99, 0.95, 0.2], dtype=np.float32), 1.0)

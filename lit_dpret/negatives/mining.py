@@ -35,7 +35,7 @@ def mine(
     store: ShardStore | None,
     private: bool,
 ) -> Mined:
-    """The best passages of every train query.
+    """Return the best passages of every train query.
 
     Guarantees:
         - A query's entry is a function of that query and of the passages: the same for any
@@ -152,7 +152,7 @@ class Mined:
         return len(self.places)
 
     def score_of(self, query: int, place: int) -> float:
-        """The score of one of a query's answers; NaN for any other passage."""
+        """Return the score of one of a query's answers; NaN for any other passage."""
         span = slice(self.starts[query], self.starts[query + 1])
         at = np.flatnonzero(self.answer_places[span] == place)
         return float(self.answer_scores[span][at[0]]) if len(at) else float("nan")

@@ -1,4 +1,4 @@
-"""Sources put together: which passages a row is told from in a step."""
+"""The sources of a run together: which passages are a row's negatives in a step, and which mode takes which source."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class RowNegatives:
         return bool(self._own or self._shared)
 
     def assumptions(self) -> list[str]:
-        """What nothing can check about the files that sources read, as statements for the privacy card."""
+        """Return what nothing can check about the files that sources read, as statements for the privacy card."""
         made_of = {
             "dp": "its own query and of public data alone, as declared",
             "inherited": "released queries and of public data alone",
@@ -102,7 +102,7 @@ class RowNegatives:
         )
 
     def files_read(self) -> list[Path]:
-        """The files that sources read, in their order."""
+        """Return the files that sources read, in their order."""
         return [source.file for source in self.sources if source.file is not None]
 
     def learn(self, texts: TrainTexts, towers: Towers) -> None:
@@ -113,11 +113,11 @@ class RowNegatives:
                 source.prepare(texts, towers, private=self.private)
 
     def keys(self, rows: Sequence[TrainRow]) -> dict[str, Tensor]:
-        """What rows of a batch are known by; see `TrainTexts.keys`."""
+        """Return what rows of a batch are known by; see `TrainTexts.keys`."""
         return self._known().keys(rows)
 
     def before_step(self, epoch: int) -> None:
-        """Mine anew where a new epoch asks for it."""
+        """Mine again where a new epoch asks for it."""
         static = self.static
         if static is None or static.refresh != "epoch" or static.mined_in == epoch:
             return
@@ -135,7 +135,7 @@ class RowNegatives:
     def places(
         self, keys: Mapping[str, Tensor], *, step: int, epoch: int, embed: Callable[[], Tensor]
     ) -> dict[str, Tensor]:
-        """The passages of the public list for the rows of a batch.
+        """Return the passages of the public list for the rows of a batch.
 
         Args:
             keys: What `keys` gave.
@@ -229,7 +229,7 @@ class RowNegatives:
 
 
 def refusal(source: NegativeSource, mode: PrivacyMode | type[PrivacyMode]) -> str | None:
-    """Why a mode cannot take a source; None where it can.
+    """Return why a mode cannot take a source; None where it can.
 
     Args:
         source: Of negatives.
@@ -266,7 +266,7 @@ def check_sources(sources: Sequence[NegativeSource], mode: PrivacyMode) -> None:
     names = [source.name for source in sources]
     if not names:
         raise ConfigurationError(
-            "model.negatives is empty: a query needs something to be told from. Leave it null for what the privacy "
+            "model.negatives is empty: a query needs negatives. Leave it null for what the privacy "
             "mode takes by itself, or name sources."
         )
     if twice := next((name for name in names if names.count(name) > 1), None):

@@ -81,7 +81,7 @@ class Augmentation:
             raise ConfigurationError(f"jitter={self.jitter} must lie between 0 and 2.5, where hue turns all the way.")
 
     def __call__(self, images: Tensor, uniforms: Tensor) -> Tensor:
-        """One view of each image.
+        """Return one view of each image.
 
         Args:
             images: uint8, or float between 0 and 1; shape (n, 1 or 3, height, width).
@@ -107,7 +107,7 @@ class Augmentation:
         return torch.where(_each(grey < self.grey), _grey(views).expand_as(views), views)
 
     def _crop(self, images: Tensor, shapes: Tensor, place: tuple[Tensor, ...], *, flipped: Tensor) -> Tensor:
-        """A box of each image, resized to the whole by bilinear interpolation, and mirrored where ``flipped``."""
+        """Resize a box of each image to the whole, bilinearly, and mirror it where ``flipped``."""
         height, width = images.shape[-2:]
         scale_low, scale_high = self.crop_scale
         area = height * width * (scale_low + (scale_high - scale_low) * shapes[:, :_CROP_TRIES])
@@ -158,7 +158,7 @@ def _unit_range(images: Tensor) -> Tensor:
 
 
 def _each(numbers: Tensor) -> Tensor:
-    """One number per image, shaped to stand beside the images: (n, 1, 1, 1)."""
+    """Return one number per image, shaped to stand beside the images: (n, 1, 1, 1)."""
     return numbers[:, None, None, None]
 
 

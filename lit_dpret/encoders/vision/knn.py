@@ -36,7 +36,7 @@ class KnnResult:
 
 
 def nearest(train: Tensor, queries: Tensor, *, k: int, chunk_size: int = 256) -> Tensor:
-    """The ``k`` train embeddings of highest cosine similarity to each query.
+    """Return the ``k`` train embeddings of highest cosine similarity to each query.
 
     Similarities are computed in float64 and compared after rounding to 12 decimals; equal ones are
     taken in the order of ``train``. An embedding of zero has similarity 0 to all.
@@ -81,7 +81,7 @@ def _nearest_of(similarities: Tensor, k: int) -> Tensor:
 def knn_predict(
     train: Tensor, labels: Tensor, queries: Tensor, *, classes: int, k: int = 3, chunk_size: int = 256
 ) -> Tensor:
-    """The label that most of the ``k`` nearest train embeddings have; of equally many the lowest, as scikit-learn does.
+    """Return the label of most of the ``k`` nearest train embeddings; on ties the lowest, as scikit-learn does.
 
     Args:
         train: Embeddings, shape (n, dim).
@@ -187,7 +187,7 @@ class ClassificationScores:
 
     @classmethod
     def of(cls, confusion: Tensor, *, beta: float = 1.0) -> ClassificationScores:
-        """The scores of a confusion matrix (rows: true, columns: predicted).
+        """Return the scores of a confusion matrix (rows: true, columns: predicted).
 
         Raises:
             DataError: The matrix is not square, or counts nothing.
@@ -214,7 +214,7 @@ class ClassificationScores:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The scores by name, as plain JSON values."""
+        """Return the scores by name, as plain JSON values."""
         return asdict(self)
 
 

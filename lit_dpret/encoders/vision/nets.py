@@ -176,7 +176,7 @@ class UnitLength(nn.Module):
 
 @torch.no_grad()
 def embed(net: nn.Module, images: Tensor, *, batch_size: int = 512) -> Tensor:
-    """The embeddings of whole images, without augmentation, in evaluation mode.
+    """Return the embeddings of whole images, without augmentation, in evaluation mode.
 
     Args:
         net: An encoder.

@@ -134,7 +134,7 @@ class PairwiseLoss(ABC):
         return self
 
     def row_losses(self, scores: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The loss of every row, not reduced.
+        """Return the loss of every row, not reduced.
 
         Args:
             scores: Similarities, not divided by a temperature, shape ``(n, n)``.
@@ -153,7 +153,7 @@ class PairwiseLoss(ABC):
         return self._row_losses(table)
 
     def coefficients(self, scores: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The derivative of the sum of all row losses in every score; arguments as for `row_losses`.
+        """Return the derivative of the sum of all row losses in every score; arguments as for `row_losses`.
 
         Returns:
             Coefficients of shape ``(n, n)``, at least float32, detached; 0 where masked.
@@ -165,7 +165,7 @@ class PairwiseLoss(ABC):
         return self._coefficients(table).masked_fill(out, 0.0).detach()
 
     def sensitivity(self, n_max: int, *, relation: Relation) -> float:
-        """The most that one record can move the gradient, in units of the bound on one pair's gradient.
+        """Return the most that one record can move the gradient, in units of the bound on one pair's gradient.
 
         Multiply by ``max_logit_grad_norm``. The temperature is in it. For batches of any size up to
         ``n_max``: every supremum here grows with n, which is part of its proof.
@@ -210,11 +210,11 @@ class PairwiseLoss(ABC):
 
     @abstractmethod
     def _supremum(self, n: int, relation: Relation) -> float:
-        """A bound for batches of at most ``n`` records, the temperature included."""
+        """Return a bound for batches of at most ``n`` records, the temperature included."""
 
 
 def eye_like(table: Tensor) -> Tensor:
-    """The identity, of the table's last two axes, type and device."""
+    """Return the identity, of the table's last two axes, type and device."""
     return torch.eye(table.shape[-1], dtype=table.dtype, device=table.device)
 
 

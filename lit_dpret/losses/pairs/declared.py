@@ -74,7 +74,7 @@ class DeclaredPairLoss(PairwiseLoss):
         return "declared"
 
     def declared(self, n: int) -> tuple[float, float, float]:
-        """The three bounds for n records.
+        """Return the three bounds for n records.
 
         Raises:
             ConfigurationError: One of them is negative, NaN or infinite.
@@ -135,7 +135,7 @@ class WorstCase:
 
 
 def movement_factors(before: Tensor, after: Tensor) -> Tensor:
-    """The factor of every pair's gradient in G - G'; the sum of their absolutes is its largest length.
+    """Return the factor of every pair's gradient in G - G'; the sum of their absolutes is its largest length.
 
     Args:
         before: Coefficients ``(..., n, n)``.
@@ -289,7 +289,7 @@ def _shown(table: Tensor) -> str:
 
 
 def _shrunk(table: Tensor) -> Tensor:
-    """The table without its last record."""
+    """Return the table without its last record."""
     return table[..., :-1, :-1]
 
 
@@ -304,7 +304,7 @@ class _Search:
         self.restarts, self.steps, self.seed = restarts, steps, seed
 
     def best(self, objective: Objective) -> tuple[Tensor, Tensor | None]:
-        """The tables of the restart that came highest."""
+        """Return the tables of the restart that came highest."""
         variables = self._start()
         best = [v.detach().clone() for v in variables]
         values = torch.full((self.restarts,), -math.inf, dtype=torch.float64)
@@ -331,7 +331,7 @@ class _Search:
 
     @staticmethod
     def _improves(current: Tensor, values: Tensor) -> Tensor:
-        """Where ``current`` is higher, written into ``values``; NaN is as high as can be, so it is found."""
+        """Return where ``current`` is higher, written into ``values``; NaN is as high as can be, so it is found."""
         seen = current.detach().nan_to_num(nan=math.inf, posinf=math.inf)
         better = seen > values
         values[better] = seen[better]

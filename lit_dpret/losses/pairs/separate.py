@@ -38,7 +38,7 @@ class _SeparateLoss(PairwiseLoss):
 
     @abstractmethod
     def _largest_coefficients(self) -> tuple[float, float]:
-        """The largest absolute coefficient on the diagonal, and off it."""
+        """Return the largest absolute coefficient on the diagonal, and off it."""
 
 
 @dataclass(frozen=True, kw_only=True)

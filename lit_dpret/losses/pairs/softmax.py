@@ -219,17 +219,17 @@ class NullMassSoftmaxPairLoss(_TemperedLoss):
 
 
 def largest_share(n: int, inverse_ratio: float) -> float:
-    """The largest share p_max among n candidates; ``inverse_ratio`` is 1 / E."""
+    """Return the largest share p_max among n candidates; ``inverse_ratio`` is 1 / E."""
     return 1.0 / (1.0 + (n - 1) * inverse_ratio)
 
 
 def least_share(n: int, inverse_ratio: float) -> float:
-    """The least share p_min among n candidates; ``inverse_ratio`` is 1 / E."""
+    """Return the least share p_min among n candidates; ``inverse_ratio`` is 1 / E."""
     return 1.0 if n == 1 else inverse_ratio / (inverse_ratio + n - 1)
 
 
 def softmax_supremum(n: int, inverse_ratio: float, relation: Relation) -> float:
-    """The supremum proved at `SoftmaxPairLoss`, in units of B / t."""
+    """Return the supremum proved at `SoftmaxPairLoss`, in units of B / t."""
     own_rows = 1 if relation == "add_or_remove" else 2
     own = 2.0 * own_rows * (1.0 - least_share(n, inverse_ratio))
     return own + 2.0 * (n - 1) * largest_share(n, inverse_ratio)
