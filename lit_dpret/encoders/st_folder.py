@@ -375,17 +375,10 @@ def cut(towers: Towers, *, query_max_length: int | None = None, passage_max_leng
     chosen = {"query_max_length": query_max_length, "passage_max_length": passage_max_length}
     lengths: dict[str, Any] = {name: length for name, length in chosen.items() if length is not None}
 
-    def shorter(encoder: TextEncoder) -> TextEncoder:
-        contract = replace(encoder.contract, **lengths)
-        other = TextEncoder(encoder.backbone, encoder.tokenizer, contract, encoder.projection)
-        other.unused_weights = encoder.unused_weights
-        return other
-
     if not lengths:
         return towers
-    query_encoder = shorter(towers.query_encoder)
-    shared = towers.passage_encoder is towers.query_encoder
-    return Towers(query_encoder, query_encoder if shared else shorter(towers.passage_encoder))
+    sides = {id(each): each.changed(contract=replace(each.contract, **lengths)) for each in towers}
+    return Towers(*(sides[id(each)] for each in towers))
 
 
 def _length(tower: Tower, backbone: Any, tokenizer: Any) -> int:

@@ -31,6 +31,8 @@ from lit_dpret.encoders.embedding_cache import content_hash, encode_to_file, map
 from lit_dpret.errors import ConfigurationError, StorageError, UnsupportedModelError
 from lit_dpret.evaluation_mode import evaluation_mode
 
+_APART_AT_ONCE = 1024  # texts that are given places together in `embed_apart`
+
 
 class TextEncoder(nn.Module):
     """A transformer that turns each text into one vector.
@@ -107,7 +109,7 @@ class TextEncoder(nn.Module):
         lower_case: bool | None = None,
         dtype: str = "float32",
         revision: str | None = None,
-    ) -> Self:
+    ) -> TextEncoder:
         """Load an encoder that serves both sides.
 
         Whatever is left None is taken from the folder, where a sentence-transformers folder says it;
@@ -151,11 +153,16 @@ class TextEncoder(nn.Module):
         }
         chosen = {name: value for name, value in given.items() if value is not None}
         contract = Contract(**{**asdict(found.contract), **chosen})
-        loaded = cls(found.backbone, found.tokenizer, contract, found.projection)
-        loaded.unused_weights = found.unused_weights
-        return loaded
+        return found.changed(contract=contract)
 
-    def with_projection(self, projection: nn.Linear) -> TextEncoder:
+    def changed(self, **parts: Any) -> Self:
+        """Return an encoder that shares these weights, with another ``backbone``, ``contract`` or ``projection``."""
+        kept = {name: getattr(self, name) for name in ("backbone", "tokenizer", "contract", "projection")}
+        other = type(self)(**kept | parts)
+        other.unused_weights = self.unused_weights
+        return other
+
+    def with_projection(self, projection: nn.Linear) -> Self:
         """Return the same encoder, sharing its weights, with a linear map before normalisation.
 
         Raises:
@@ -163,9 +170,7 @@ class TextEncoder(nn.Module):
         """
         if self.projection is not None:
             raise ConfigurationError("The encoder has a projection already; fold the two into one.")
-        other = TextEncoder(self.backbone, self.tokenizer, self.contract, projection)
-        other.unused_weights = self.unused_weights
-        return other
+        return self.changed(projection=projection)
 
     def tokenize(self, texts: Sequence[str], side: Side) -> dict[str, Tensor]:
         """Texts as model input, prefixed, cut and padded to the longest of them.
@@ -224,12 +229,8 @@ class TextEncoder(nn.Module):
         Returns:
             float32 (float64 for a float64 encoder) on the CPU, shape ``(texts, dim)``.
         """
-        result = torch.empty(len(texts), self.dim, dtype=self.wide)
-        start = 0
-        for part in self.encode_stream(texts, side, batch_size=batch_size, device=device, progress=progress):
-            result[start : start + len(part)] = part
-            start += len(part)
-        return result
+        stream = self.encode_stream(texts, side, batch_size=batch_size, device=device, progress=progress)
+        return self._collected(stream, len(texts))
 
     def encode_apart(self, texts: Sequence[str], side: Side, *, device: torch.device | str | None = None) -> Tensor:
         """Return the embeddings of private texts, none of which has a say in another one's (`embed_apart`).
@@ -237,14 +238,14 @@ class TextEncoder(nn.Module):
         Slower than `encode`, which joins texts of like lengths: an embedding's last bits then depend on what the
         other texts are.
         """
-        found = torch.empty(len(texts), self.dim, dtype=self.wide)
-        embedding = self.one_side(side, device)
-        with embedding, evaluation_mode(self):
-            place = next(self.parameters()).device
-            for start in range(0, len(texts), BUFFER):
-                part = self.at_full_length(self.tokenize(texts[start : start + BUFFER], side), side)
-                made = embed_apart(lambda batch: self(_on(batch, place)), part, self.tokenizer.pad_token_id)
-                found[start : start + len(made)] = made.to(found)
+        apart = OneSide(self, side, device, apart=True)
+        return self._collected(encode_windows(apart, texts, batch_size=_APART_AT_ONCE), len(texts))
+
+    def _collected(self, parts: Iterable[Tensor], count: int) -> Tensor:
+        found, start = torch.empty(count, self.dim, dtype=self.wide), 0
+        for part in parts:
+            found[start : start + len(part)] = part
+            start += len(part)
         return found
 
     def at_full_length(self, features: Mapping[str, Tensor], side: Side) -> dict[str, Tensor]:

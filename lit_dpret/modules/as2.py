@@ -143,7 +143,4 @@ class AS2DualEncoder(DualEncoder):
 
 def _pooled(encoder: TextEncoder, pooling: str) -> TextEncoder:
     """Return the same transformer, pooled in another way and not scaled to length 1."""
-    contract = replace(encoder.contract, pooling=pooling, normalise=False)
-    made = TextEncoder(encoder.backbone, encoder.tokenizer, contract, encoder.projection)
-    made.unused_weights = encoder.unused_weights
-    return made
+    return encoder.changed(contract=replace(encoder.contract, pooling=pooling, normalise=False))

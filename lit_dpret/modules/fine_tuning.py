@@ -80,11 +80,7 @@ def _twin(model: Any) -> Any:
 def merged(encoder: TextEncoder) -> TextEncoder:
     """Return the encoder with its adapters merged into the weights; itself where it has none."""
     backbone = without_adapters(encoder.backbone)
-    if backbone is encoder.backbone:
-        return encoder
-    made = TextEncoder(backbone, encoder.tokenizer, encoder.contract, encoder.projection)
-    made.unused_weights = encoder.unused_weights
-    return made
+    return encoder if backbone is encoder.backbone else encoder.changed(backbone=backbone)
 
 
 def _peft() -> Any:

@@ -391,9 +391,7 @@ class FrozenDualEncoder(PairModule):
             weight = weight @ inner.weight.cpu().to(weight.dtype)
         linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
         linear.load_state_dict({"weight": weight} if bias is None else {"weight": weight, "bias": bias})
-        made = TextEncoder(encoder.backbone, encoder.tokenizer, encoder.contract, linear)
-        made.unused_weights = encoder.unused_weights
-        return made
+        return encoder.changed(projection=linear)
 
 
 def _takes_pool(negatives: Negatives, head: Head, privacy: PrivacyMode) -> bool:
