@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
-from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.card import read_card
 from lit_dpret.cards.page import Grid, Paragraph, Section
 from lit_dpret.cards.text import privacy_line
@@ -31,17 +30,14 @@ from lit_dpret.synthesis.filters import ReleasedQueries, load_released
 from lit_dpret.synthesis.filters.pseudo_labels import LABELS
 from lit_dpret.synthesis.pseudo_queries import write_pseudo_queries
 from lit_dpret.tasks.parts import Parts
-from lit_dpret.tasks.pipeline_stages import KEPT, check_round_trip
+from lit_dpret.tasks.pipeline_stages import KEPT
 from lit_dpret.tasks.synthesize import public_sample
-from reproduction.comparison import METRIC_NAMES, PUBLIC
-from reproduction.generator_stage import draw, likeness, train_generator
-from reproduction.head_comparison import HeadComparison
-from reproduction.made_by import made_by, refuse_other_training
+from reproduction.heads import HeadStudy
+from reproduction.made_queries import Teacher, draw, likeness, made_by, of_those, refuse_other_training, train_generator
 from reproduction.recipe import PSEUDO, GeneratorRecipe, Recipe
+from reproduction.report.comparison import Headings, ModeRow
 from reproduction.report.gain_share import gain_shares, share_section
-from reproduction.report.mode_comparison import ModeRow
-from reproduction.report.mode_report import Headings
-from reproduction.teacher import Teacher, of_those
+from reproduction.study import METRIC_NAMES, PUBLIC, Cell
 
 _MEBI = 2**20
 _WARM_UP = (
@@ -50,79 +46,42 @@ _WARM_UP = (
 )
 
 
-@dataclass(frozen=True)
-class _Cell:
-    variant: str
-
-    @property
-    def stage(self) -> str:
-        return self.variant
-
-
-class Ablate(HeadComparison[_Cell]):
-    """Train, evaluate and compare.
+class Ablate(HeadStudy):
+    """Train a retriever by every recipe at one budget, evaluate and compare.
 
     Args:
-        retriever: Makes the frozen dual encoder, given its privacy mode and a recipe's settings.
-        variants: The recipes, by a short name; those without privacy are upper bounds.
         generators: The query generators that recipes may learn from, by a short name.
         teacher: A cross-encoder, for recipes with ``pseudo_labels``: a folder or a hub name. It is declared public:
             nothing private may have gone into it.
         eps: The budget of every private run, and of every generator.
-        delta: Of every claim; null for 1 / (2 n), n the public number of queries.
-        seeds: Training runs of each row; run i has the seed ``seed + i``, and noise and coins of its own.
         written_passages: Queries are made for a public sample of so many passages; null for all that are searched.
         likeness_texts: BLEU and MAUVE look at so many queries of each generator; null computes neither.
         only: Names of the recipes to take; null for all but those whose generator starts from a folder that is not
             there, or whose teacher is not. Such a one that is named is refused when the task runs.
-        max_passages: Public sample of passages that are encoded and searched; null for all.
-        split: On which questions the runs are judged.
-        tuning_note, tuning_data: What the settings were chosen on; they go into the cards.
-        keep_models: Keep the trained models. One takes the space of the encoder, twice.
-        min_free_mb: Refuse to start with less free disk.
+        **study: The arguments of `HeadStudy`; the variants are `Recipe`, those without privacy upper bounds.
 
     Raises:
         ConfigurationError: A setting is out of range, or a name is unknown.
     """
 
-    headings: ClassVar[Headings] = Headings(
+    headings = Headings(
         name="ablation", title="What helps at one budget: ways to train a retriever on private queries", rows="Recipes"
     )
-    growing = HeadComparison.growing | {"generators", "likeness_texts", "teacher"}
+    encoder = "; frozen encoder with linear heads"
+    growing = HeadStudy.growing | {"generators", "likeness_texts", "teacher"}
 
     def __init__(
         self,
         *,
-        retriever: Callable[..., Any],
-        variants: Mapping[str, Recipe],
         generators: Mapping[str, GeneratorRecipe] | None = None,
         teacher: str | Path | None = None,
         eps: float = 3.0,
-        delta: float | None = None,
-        seeds: int = 3,
         written_passages: int | None = None,
         likeness_texts: int | None = 2000,
         only: Sequence[str] | None = None,
-        max_passages: int | None = None,
-        split: str = "test",
-        tuning_note: str | None = None,
-        tuning_data: str = "unknown",
-        keep_models: bool = False,
-        min_free_mb: float = 1000,
+        **study: Any,
     ) -> None:
-        super().__init__(
-            retriever=retriever,
-            delta=delta,
-            variants=variants,
-            only=only,
-            seeds=seeds,
-            max_passages=max_passages,
-            split=split,
-            tuning_note=tuning_note,
-            tuning_data=tuning_data,
-            keep_models=keep_models,
-            min_free_mb=min_free_mb,
-        )
+        super().__init__(only=only, **study)
         if not (isinstance(eps, (int, float)) and 0 < eps < math.inf):
             raise ConfigurationError(f"task.eps={eps} must be a positive, finite number.")
         for knob, number in (("likeness_texts", likeness_texts), ("written_passages", written_passages)):
@@ -181,17 +140,17 @@ class Ablate(HeadComparison[_Cell]):
             f"{reason} docs/ablations.md says how one is made."
         )
 
-    def cells(self) -> list[_Cell]:
+    def cells(self) -> list[Cell]:
         """The recipes, upper bounds first."""
         order = {"bound": 0, "baseline": 1, "recipe": 2}
-        return [_Cell(name) for name in sorted(self.only, key=lambda name: order[self.variants[name].part])]
+        return [Cell(name) for name in sorted(self.only, key=lambda name: order[self.variants[name].part])]
 
-    def budget_of(self, cell: _Cell) -> float | None:
+    def budget_of(self, cell: Cell) -> float | None:
         return self.eps if self.is_private(cell) else None
 
     # -- the queries that a run learns from -----------------------------------------------------
 
-    def train(self, cell: _Cell, seed: int, folder: Path, resume: bool) -> EvaluationResult:
+    def train(self, cell: Cell, seed: int, folder: Path, resume: bool) -> EvaluationResult:
         recipe: Recipe = self.variants[cell.variant]
         if recipe.queries is None:
             data: PairsDataModule = self.make_data()
@@ -274,11 +233,7 @@ class Ablate(HeadComparison[_Cell]):
 
     def _consistent(self, made: Path, k: int, stage: Path, resume: bool) -> dict[str, Any]:
         data = self._as_data(made, None)
-        data.setup("fit")
-        model = self.retriever(NoPrivacy())
-        with ProgressLine("encoding made queries") as progress:
-            model.prepare(data, progress=progress)
-        found = check_round_trip(model, self._released(made), stage, k=k, seed=self._parts.seed)
+        found = self.round_trip(data, self._released(made), stage, k=k, label="encoding synthetic queries")
         return found | self._source(made)
 
     def _source(self, made: Path) -> dict[str, str]:
@@ -288,7 +243,7 @@ class Ablate(HeadComparison[_Cell]):
     def _released(self, made: Path) -> ReleasedQueries:
         """Made queries, and all passages that are searched."""
         released = load_released(made, declared_public=not self._has_card(made))
-        return replace(released, passages=self._searched.public_passages())
+        return replace(released, passages=self._passages())
 
     def _has_card(self, made: Path) -> bool:
         return not made.parent.name.startswith(PSEUDO)
@@ -321,7 +276,7 @@ class Ablate(HeadComparison[_Cell]):
         run = "" if recipe.queries == PSEUDO else f"-seed{seed}"
         return f"labels{recipe.pseudo_labels}-{chosen}-{source}{run}"
 
-    def before_training(self, cells: Sequence[_Cell]) -> None:
+    def before_training(self, cells: Sequence[Cell]) -> None:
         """Refuse to go on with another generator, or another teacher, than those of what is finished."""
         for cell in cells:
             self._refuse_other_generators(cell)
@@ -337,7 +292,7 @@ class Ablate(HeadComparison[_Cell]):
                         f"task.variants.{cell.variant}."
                     )
 
-    def _refuse_other_generators(self, cell: _Cell) -> None:
+    def _refuse_other_generators(self, cell: Cell) -> None:
         """All that is finished of made queries must come from the training whose folder says so."""
         recipe: Recipe = self.variants[cell.variant]
         if recipe.queries in (None, PSEUDO):
@@ -357,7 +312,7 @@ class Ablate(HeadComparison[_Cell]):
 
     # -- the report -------------------------------------------------------------------------------
 
-    def describe_row(self, cell: _Cell, card: Mapping[str, Any]) -> dict[str, Any]:
+    def describe_row(self, cell: Cell, card: Mapping[str, Any]) -> dict[str, Any]:
         recipe: Recipe = self.variants[cell.variant]
         public = recipe.queries == PSEUDO
         return {
@@ -368,7 +323,7 @@ class Ablate(HeadComparison[_Cell]):
             "settings": recipe.describe(card),
         }
 
-    def references(self, rows: Sequence[ModeRow]) -> Sequence[str]:
+    def references(self) -> Sequence[str]:
         """Zero-shot and the baselines: what recipes are tested against."""
         bases = [self.variants[name].label for name in self.only if self.variants[name].part == "baseline"]
         return ["zero-shot", *bases]
@@ -383,7 +338,7 @@ class Ablate(HeadComparison[_Cell]):
         found = [share_section(shares, metric)] if shares else []
         return found + self._generator_section()
 
-    def part(self, cell: _Cell) -> str:
+    def part(self, cell: Cell) -> str:
         """What the row is in the table."""
         return str(self.variants[cell.variant].part)
 
@@ -426,15 +381,9 @@ class Ablate(HeadComparison[_Cell]):
     def _likeness(self, made: Path, folder: Path, resume: bool) -> dict[str, Any]:
         return likeness(made, folder, parts=self._parts, max_texts=self.likeness_texts or 1) | self._source(made)
 
-    def private_trainings(self, cells: Sequence[_Cell]) -> int:
+    def private_trainings(self, cells: Sequence[Cell]) -> int:
         used = {self.variants[cell.variant].queries for cell in cells} - {None, PSEUDO}
         return super().private_trainings(cells) + self.seeds * len(used)
-
-    def evaluated_on(self) -> str:
-        return (
-            f"{len(self._queries)} {self.split} questions over {len(self._searched.public_passages())} passages; "
-            "frozen encoder with linear heads"
-        )
 
     def notes(self) -> Iterable[str]:
         if any(self.variants[name].queries not in (None, PSEUDO) for name in self.only):

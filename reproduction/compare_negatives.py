@@ -7,24 +7,21 @@ says that they stand alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import lightning as L
 
-from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.text import printed_epsilon, privacy_line
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.negatives import InBatchNegatives, NegativeSource, PassageSource, refusal
 from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
 from lit_dpret.retrieval.runs import EvaluationResult
-from lit_dpret.tasks.pipeline_stages import stage_callbacks, train_retriever
-from lit_dpret.tasks.ranking import score_embeddings
-from reproduction.comparison import Comparison
-from reproduction.report.mode_report import Headings
+from reproduction.report.comparison import Headings
+from reproduction.study import Cell, Study
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,77 +64,34 @@ class NegativesVariant:
         return found or None
 
 
-@dataclass(frozen=True)
-class _Cell:
-    variant: str
-
-    @property
-    def stage(self) -> str:
-        return self.variant
-
-
-class CompareNegatives(Comparison[_Cell]):
-    """Train, evaluate and compare.
+class CompareNegatives(Study):
+    """Train one dual encoder with every variant's negatives, evaluate and compare.
 
     A variant with a source that the run's privacy mode refuses is left out, and the report says why.
 
     Args:
-        retriever: Makes the dual encoder, given its privacy mode and negatives.
-        variants: What is compared, by a short name.
         steps: Logical steps of every run.
         batch: Units of a step on average.
-        seeds: Training runs of each row; run i has the seed ``seed + i``, and noise and coins of its own.
-        only: Names of the variants to take; null for all.
-        max_passages: Public sample of passages that are encoded and searched; null for all.
-        split: On which questions the runs are judged.
-        tuning_note: What the settings were chosen on; it goes into the cards.
-        tuning_data: The same in a word.
-        keep_models: Keep the trained models. One takes the space of the encoder, twice.
-        min_free_mb: Refuse to start with less free disk.
+        **study: The arguments of `Study`; the variants are `NegativesVariant`.
 
     Raises:
         ConfigurationError: A setting is out of range, or ``only`` names no variant.
     """
 
-    headings: ClassVar[Headings] = Headings(
+    headings = Headings(
         name="compare_negatives", title="One dual encoder with negatives from every source", rows="Sources of negatives"
     )
     private_folder = "private"
 
-    def __init__(
-        self,
-        *,
-        retriever: Callable[..., Any],
-        variants: Mapping[str, NegativesVariant],
-        steps: int,
-        batch: int,
-        seeds: int = 3,
-        only: Sequence[str] | None = None,
-        max_passages: int | None = None,
-        split: str = "test",
-        tuning_note: str | None = None,
-        tuning_data: str = "unknown",
-        keep_models: bool = False,
-        min_free_mb: float = 1500,
-    ) -> None:
-        super().__init__(
-            variants=variants,
-            only=only,
-            seeds=seeds,
-            max_passages=max_passages,
-            split=split,
-            tuning_note=tuning_note,
-            tuning_data=tuning_data,
-            keep_models=keep_models,
-            min_free_mb=min_free_mb,
-        )
+    def __init__(self, *, steps: int, batch: int, **study: Any) -> None:
+        super().__init__(**study)
         for name, number in (("steps", steps), ("batch", batch)):
             if number < 1:
                 raise ConfigurationError(f"task.{name}={number} must be at least 1.")
-        self.make_retriever, self.steps, self.batch = retriever, steps, batch
+        self.steps, self.batch = steps, batch
 
-    def cells(self) -> list[_Cell]:
-        """Every variant that the privacy mode can take."""
+    def cells(self) -> list[Cell]:
+        """Return every variant that the privacy mode can take."""
         privacy: PrivacyMode = self._parts.make_privacy()
         self._refused: dict[str, str] = {}
         for name in self.only:
@@ -145,7 +99,7 @@ class CompareNegatives(Comparison[_Cell]):
                 reason = refusal(source, privacy)
                 if reason is not None:
                     self._refused.setdefault(name, f"{source.name} cannot go with privacy={privacy.name}: {reason}")
-        left = [_Cell(name) for name in self.only if name not in self._refused]
+        left = [Cell(name) for name in self.only if name not in self._refused]
         if not left:
             raise ConfigurationError(
                 f"task.variants leave nothing to compare under privacy={privacy.name}: "
@@ -154,46 +108,17 @@ class CompareNegatives(Comparison[_Cell]):
         return left
 
     def zero_shot(self) -> EvaluationResult:
-        return self._score(self.make_retriever(privacy=NoPrivacy()))
+        return self.score(self.make_retriever(privacy=NoPrivacy()))
 
-    def train(self, cell: _Cell, seed: int, folder: Path, resume: bool) -> EvaluationResult:
+    def train(self, cell: Cell, seed: int, folder: Path, resume: bool) -> EvaluationResult:
         variant: NegativesVariant = self.variants[cell.variant]
         L.seed_everything(seed, verbose=False)
         privacy: PrivacyMode = self._parts.make_privacy()
         model = self.make_retriever(privacy=privacy, negatives=variant.make(privacy, seed=seed))
-        data = self.make_data()
-        data.physical_batch_size = 2 * self.batch
-        tuning: dict[str, Any] = {
-            "tuning_data": self.tuning_data, "tuning_note": self.tuning_note, "tuning_trials": variant.trials,
-        }  # fmt: skip
-        label = self.run_name(cell, seed)
-        train_retriever(
-            model,
-            data,
-            folder,
-            parts=self._parts,
-            steps=self.steps,
-            batch=self.batch,
-            callbacks=stage_callbacks(folder, resume=resume, label=label, save_every=max(1, self.steps // 2), **tuning),
-            resume=resume,
-        )
-        result = self._score(model)
-        self.drop_model(folder)
-        return result
+        size: dict[str, Any] = {"steps": self.steps, "batch": self.batch, "trials": variant.trials}
+        return self.fit(model, self.make_data(), cell, seed, folder, resume, save_every=max(1, self.steps // 2), **size)
 
-    def _score(self, model: Any) -> EvaluationResult:
-        passages = dict(sorted(self._searched.public_passages().items()))
-        with ProgressLine("encoding passages") as progress:
-            found = model.encode_passages(list(passages.values()), progress=progress)
-        return score_embeddings(
-            list(self._queries),
-            model.encode_queries(list(self._queries.values())),
-            list(passages),
-            found,
-            self._qrels,
-        )
-
-    def describe_row(self, cell: _Cell, card: Mapping[str, Any]) -> dict[str, Any]:
+    def describe_row(self, cell: Cell, card: Mapping[str, Any]) -> dict[str, Any]:
         variant: NegativesVariant = self.variants[cell.variant]
         privacy: PrivacyMode = self._parts.make_privacy()
         sources = variant.make(privacy, seed=0)
@@ -212,11 +137,8 @@ class CompareNegatives(Comparison[_Cell]):
             },
         }
 
-    def is_private(self, cell: _Cell) -> bool:
+    def is_private(self, cell: Cell) -> bool:
         return bool(self._parts.make_privacy().guarantee == "dp")
-
-    def evaluated_on(self) -> str:
-        return f"{len(self._queries)} {self.split} questions over {len(self._searched.public_passages())} passages"
 
     def notes(self) -> Iterable[str]:
         privacy: PrivacyMode = self._parts.make_privacy()

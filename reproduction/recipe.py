@@ -14,7 +14,7 @@ from lit_dpret.modules.frozen_dual_encoder import Head
 from lit_dpret.modules.generator_folder import is_generator, weights_hash
 from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.modes import PrivacyMode
-from reproduction.compare_variant import Variant
+from reproduction.heads import HeadVariant
 
 PSEUDO = "pseudo"
 RowsPerUnit = Literal["one", "all"]
@@ -22,7 +22,7 @@ Part = Literal["recipe", "baseline", "bound"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe(Variant):
+class Recipe(HeadVariant):
     """A way to train the retriever.
 
     Args:
@@ -38,7 +38,7 @@ class Recipe(Variant):
             others, instead of which passage is its own; null learns that.
         part: ``bound`` for what may be reached without privacy, to which shares are taken; ``baseline`` for what
             every recipe is tested against; else ``recipe``.
-        **settings: The arguments of `Variant`.
+        **settings: The arguments of `HeadVariant`.
     """
 
     head: Head = "query"

@@ -17,7 +17,7 @@ from scipy import stats
 from lit_dpret.cards.page import Grid, Paragraph, Section
 from lit_dpret.errors import DataError
 from lit_dpret.retrieval.statistics import Interval
-from reproduction.report.mode_comparison import ModeRow
+from reproduction.report.comparison import ModeRow
 
 #: nDCG@10 of the retriever from synthetic queries at epsilon = 3 and without privacy, as the paper's table has them.
 PAPER = (0.1830, 0.2525)

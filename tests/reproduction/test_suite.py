@@ -256,7 +256,7 @@ def test_every_item_of_a_paper_has_its_part_and_every_part_composes(experiment: 
     assert isinstance(settings, dict)
     for name, part in settings.items():
         own = composed(*[word.replace("=None", "=null") for word in part["settings"]], f"run_dir=run/{name}")
-        assert own.task._target_.startswith("lit_dpret.tasks.")
+        assert own.task._target_.startswith(("lit_dpret.tasks.", "reproduction."))
         assert part["sizes"], "a page says how ours differs in size"
 
 

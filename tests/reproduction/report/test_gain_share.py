@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from lit_dpret.errors import DataError
+from reproduction.report.comparison import ModeRow
 from reproduction.report.gain_share import gain_shares, share_of_gain, share_section
-from reproduction.report.mode_comparison import ModeRow
 
 
 def row(name: str, *runs: float) -> ModeRow:

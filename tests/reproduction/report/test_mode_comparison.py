@@ -13,8 +13,7 @@ from scipy import stats
 
 from lit_dpret.errors import DataError
 from lit_dpret.retrieval.statistics import holm
-from reproduction.report.mode_comparison import ModeRow, differences
-from reproduction.report.mode_report import Headings, p_value, write_mode_report
+from reproduction.report.comparison import ComparisonReport, Headings, ModeRow, differences, p_value
 
 QUERIES = 200
 RNG = np.random.default_rng(0)
@@ -67,9 +66,9 @@ def test_with_references_a_budget_is_one_family_of_the_pairs_with_one_of_them() 
 
 
 def test_a_page_says_what_the_others_are_tested_against(tmp_path: Path) -> None:
-    write_mode_report(
-        tmp_path, ROWS, metrics=["nDCG@10"], evaluated_on="something", command="x", references=["zero-shot"]
-    )
+    ComparisonReport(
+        rows=ROWS, metrics=["nDCG@10"], evaluated_on="something", command="x", references=["zero-shot"]
+    ).write(tmp_path)
     page = (tmp_path / "compare_modes.md").read_text(encoding="utf-8")
     assert "Only differences from zero-shot are tested." in page
     assert json.loads((tmp_path / "compare_modes.json").read_text(encoding="utf-8"))["references"] == ["zero-shot"]
@@ -92,14 +91,13 @@ def test_rows_of_different_queries_are_refused() -> None:
 
 
 def test_the_files_say_the_same(tmp_path: Path) -> None:
-    written = write_mode_report(
-        tmp_path,
-        ROWS,
+    written = ComparisonReport(
+        rows=ROWS,
         metrics=["nDCG@10"],
         evaluated_on="200 questions",
         command="python train.py <x>",
         private_runs=12,
-    )
+    ).write(tmp_path)
     assert set(written) == {
         "compare_modes.html", "compare_modes.md", "compare_modes.json", "compare_modes.csv", "differences.csv",
     }  # fmt: skip
@@ -120,13 +118,13 @@ def test_the_files_say_the_same(tmp_path: Path) -> None:
 
 def test_claims_that_differ_in_more_than_epsilon_are_shown_in_full(tmp_path: Path) -> None:
     other = replace(ROWS[2], name="other", privacy="epsilon = 3.000, delta = 1e-05, unit = user")
-    written = write_mode_report(tmp_path, [*ROWS, other], metrics=["nDCG@10"], evaluated_on="x", command="y")
+    written = ComparisonReport(rows=[*ROWS, other], metrics=["nDCG@10"], evaluated_on="x", command="y").write(tmp_path)
     page = written["compare_modes.html"].read_text(encoding="utf-8")
     assert "<td>epsilon = 3.000, delta = 1e-05, unit = user</td>" in page and "Every epsilon" not in page
 
 
 def test_a_comparison_without_runs_to_compare_is_still_a_table(tmp_path: Path) -> None:
-    written = write_mode_report(tmp_path, ROWS[:2], metrics=["nDCG@10"], evaluated_on="x", command="y")
+    written = ComparisonReport(rows=ROWS[:2], metrics=["nDCG@10"], evaluated_on="x", command="y").write(tmp_path)
     assert json.loads(written["compare_modes.json"].read_text(encoding="utf-8"))["differences"] == []
 
 
@@ -143,7 +141,9 @@ def test_without_budgets_all_rows_are_one_family() -> None:
 def test_a_report_bears_the_name_of_its_comparison(tmp_path: Path) -> None:
     rows = [row("x", [0.5, 0.52, 0.51], budget=None), row("y", [0.4, 0.41, 0.43], budget=None)]
     headings = Headings(name="compare_soups", title="One spoon in every soup", rows="Soups")
-    written = write_mode_report(tmp_path, rows, headings=headings, metrics=["nDCG@10"], evaluated_on="x", command="y")
+    written = ComparisonReport(rows=rows, headings=headings, metrics=["nDCG@10"], evaluated_on="x", command="y").write(
+        tmp_path
+    )
     assert set(written) == {f"compare_soups.{end}" for end in ("html", "md", "json", "csv")} | {"differences.csv"}
     text = written["compare_soups.md"].read_text(encoding="utf-8")
     assert "One spoon in every soup" in text and "nDCG@10, all rows: 1 of 1 differences" in text

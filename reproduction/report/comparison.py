@@ -1,0 +1,414 @@
+"""Systems trained several times each, which of them really differ, and the report of it.
+
+A difference is called significant only where the training runs carry it: a system that is better on these queries by
+the luck of its noise is not better. Whether the choice of queries carries it as well stands beside. All comparisons of
+one budget and one metric are one family (Holm, 1979). The page says what every row costs in the same line as what it
+reached, and that many trainings on the same queries cost more together than any one of them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from lit_dpret.cards.page import Banner, Block, Bullets, Code, Grid, Paragraph, Section, to_html, to_markdown
+from lit_dpret.errors import DataError
+from lit_dpret.files import write_whole
+from lit_dpret.privacy.ledger.chain import today
+from lit_dpret.report.chart import bar_chart
+from lit_dpret.report.html import Drawing
+from lit_dpret.report.table import RowResult, console_table, show
+from lit_dpret.retrieval.statistics import (
+    Interval,
+    bootstrap_interval,
+    holm,
+    paired_randomisation_test,
+    seed_interval,
+    seed_test,
+)
+
+_SCHEMA = "lit-dpret/mode-comparison/1"
+_HOW_SURE = (
+    "Means over training runs, each with noise and coins of its own, and 95 % intervals: of the t-distribution over "
+    "training runs, and of the bootstrap over queries. The first says how the setting does, the second how much these "
+    "queries say; neither covers the other. Claims are those of the runs' privacy cards."
+)
+_HOW_TESTED = (
+    "Significant means that the training runs carry the difference at 0.05: Welch's t-test over runs (one-sample "
+    "where a system is not trained), adjusted by Holm for all comparisons of its budget and metric. Runs are not "
+    "paired: they share no noise and no coins. Beside it the randomisation test over queries, adjusted likewise. "
+    "The interval is of the one difference, over training runs, and not adjusted."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModeRow:
+    """One system: what its runs reached, what it promises, and how it was trained.
+
+    Args:
+        name: Of the system.
+        per_run: Metric to its mean over queries for each training run; one number where nothing is trained.
+        per_query: Metric to one value per query, averaged over the runs.
+        budget: The epsilon at which it is compared; None for a system that stands beside every budget.
+        variant: What it has in common with the same system at another budget.
+        privacy: What one of its runs promises, in a line.
+        settings: How it was trained, for the table of settings; empty where nothing was.
+    """
+
+    name: str
+    per_run: Mapping[str, Sequence[float]]
+    per_query: Mapping[str, Sequence[float]]
+    budget: float | None = None
+    variant: str = ""
+    privacy: str = ""
+    settings: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def runs(self) -> int:
+        return min(len(values) for values in self.per_run.values())
+
+    def over_runs(self, metric: str) -> Interval:
+        """Mean and t-interval over training runs; without bounds where there is one number only."""
+        return seed_interval(self.per_run[metric])
+
+    def over_queries(self, metric: str) -> Interval:
+        """The same mean with the bootstrap interval over queries, the training runs taken as they are."""
+        return bootstrap_interval(self.per_query[metric])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """How far ``first`` is above ``second``.
+
+    Args:
+        first, second: Names of the systems; ``first`` has the higher mean.
+        metric: Of the values.
+        budget: The family; None for the same mode at two budgets, or where there are no budgets.
+        difference: Of the means.
+        low, high: The 95 % interval of the difference over training runs, for this one comparison.
+        p_runs: Over training runs, adjusted for the family.
+        p_queries: Over queries, adjusted for the family.
+    """
+
+    first: str
+    second: str
+    metric: str
+    budget: float | None
+    difference: float
+    low: float
+    high: float
+    p_runs: float
+    p_queries: float
+
+    def is_significant(self, level: float = 0.05) -> bool:
+        """Whether the training runs carry the difference."""
+        return self.p_runs < level
+
+    def holds_over_queries(self, level: float = 0.05) -> bool:
+        """Whether the choice of queries carries it."""
+        return self.p_queries < level
+
+
+def differences(rows: Sequence[ModeRow], metric: str, references: Sequence[str] = ()) -> list[Difference]:
+    """Every two systems of one budget, and every mode at its budgets; each set one family.
+
+    Where no system has a budget, every two of them are compared, as one family.
+
+    Guarantees:
+        - Two systems that were not trained are not compared: there are no runs to judge by.
+        - The p-values of a family are adjusted together.
+
+    Args:
+        rows: The systems; those without a budget take part in every family.
+        metric: Which of their metrics.
+        references: Names of the systems of which at least one takes part in every comparison of a budget; the
+            fewer comparisons, the less the adjustment for them costs. Without any, every two systems are compared.
+
+    Raises:
+        DataError: Rows were judged on different queries.
+    """
+    if len({len(row.per_query[metric]) for row in rows}) > 1:
+        raise DataError("Systems that were judged on different queries cannot be compared.")
+    found: list[Difference] = []
+    if all(row.budget is None for row in rows):
+        return _family(list(combinations(rows, 2)), metric, None)
+    budgets = sorted({row.budget for row in rows if row.budget is not None})
+    for budget in budgets:
+        of_budget = [row for row in rows if row.budget in (None, budget)]
+        pairs = list(combinations(of_budget, 2))
+        asked = [pair for pair in pairs if not references or {row.name for row in pair} & set(references)]
+        found += _family(asked, metric, budget)
+    same = [(a, b) for a, b in combinations(rows, 2) if a.variant and a.variant == b.variant and a.budget != b.budget]
+    return found + _family(same, metric, None)
+
+
+def _family(pairs: Sequence[tuple[ModeRow, ModeRow]], metric: str, budget: float | None) -> list[Difference]:
+    ordered = [
+        pair if _mean(pair[0], metric) >= _mean(pair[1], metric) else (pair[1], pair[0])
+        for pair in pairs
+        if max(pair[0].runs, pair[1].runs) > 1
+    ]
+    tests = [seed_test(a.per_run[metric], b.per_run[metric]) for a, b in ordered]
+    over_queries = [paired_randomisation_test(a.per_query[metric], b.per_query[metric]) for a, b in ordered]
+    adjusted = zip(holm([t.p_value for t in tests]), holm([t.p_value for t in over_queries]), strict=True)
+    return [
+        Difference(
+            first=a.name, second=b.name, metric=metric, budget=budget, difference=test.difference,
+            low=test.low, high=test.high, p_runs=p_runs, p_queries=p_queries,
+        )
+        for (a, b), test, (p_runs, p_queries) in zip(ordered, tests, adjusted, strict=True)
+    ]  # fmt: skip
+
+
+def _mean(row: ModeRow, metric: str) -> float:
+    return float(np.mean(row.per_run[metric]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Headings:
+    """What a comparison is called.
+
+    Args:
+        name: Of the files.
+        title: Of the page.
+        rows: What the rows are, in the plural.
+    """
+
+    name: str
+    title: str
+    rows: str
+
+
+COMPARE_MODES = Headings(name="compare_modes", title="One retriever under every privacy mode", rows="Privacy modes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonReport:
+    """A comparison as a page, a table and data.
+
+    Its files are for their owner alone: measures of private queries stand in them, which no budget covers.
+
+    Args:
+        rows: The systems, in the order of the table.
+        headings: What the comparison is called.
+        metrics: Which of their metrics are shown; the first one is drawn.
+        evaluated_on: Test set and model, in words.
+        command: What to type to get the same again.
+        notes: Further remarks.
+        private_runs: How many trainings on the private queries claim an epsilon of their own.
+        spent: What all of them have spent together, in words.
+        more: Further sections, after the results.
+        references: Names of the systems that the others are tested against; without any, every two are compared.
+    """
+
+    rows: Sequence[ModeRow]
+    headings: Headings = COMPARE_MODES
+    metrics: Sequence[str]
+    evaluated_on: str
+    command: str
+    notes: Sequence[str] = ()
+    private_runs: int = 0
+    spent: str = ""
+    more: Sequence[Section] = ()
+    references: Sequence[str] = ()
+
+    def write(self, folder: Path) -> dict[str, Path]:
+        """Write ``NAME.{html,md,json,csv}``, as the headings name it, and ``differences.csv``.
+
+        Returns:
+            The paths by file name.
+
+        Raises:
+            DataError: Rows were judged on different queries.
+            StorageError: A file cannot be written.
+        """
+        found = {metric: differences(self.rows, metric, self.references) for metric in self.metrics}
+        told = [_difference_facts(each) for of_metric in found.values() for each in of_metric]
+        facts = {
+            "schema": _SCHEMA,
+            "evaluated_on": self.evaluated_on,
+            "command": self.command,
+            "notes": list(self.notes),
+            "private_runs": self.private_runs,
+            "spent": self.spent,
+            "rows": [_row_facts(row, self.metrics) for row in self.rows],
+            "references": list(self.references),
+            "differences": told,
+        }
+        name, page = self.headings.name, (self.headings.title, f"lit-dpret report, {today()}")
+        sections = self._sections(found)
+        texts = {
+            f"{name}.html": to_html(*page, self._lead(), sections),
+            f"{name}.md": to_markdown(*page, self._lead(), sections),
+            f"{name}.json": json.dumps(facts, indent=1, allow_nan=False) + "\n",
+            f"{name}.csv": _row_table(self.rows, self.metrics).csv(),
+            "differences.csv": Grid(list(told[0]) if told else [], [list(each.values()) for each in told]).csv(),
+        }
+        return {name: write_whole(folder / name, text, owner_only=True) for name, text in texts.items()}
+
+    def print(self) -> None:
+        """Print the table, what differs significantly, and the notes."""
+        console = Console()
+        shown = [RowResult(row.name, {m: row.over_runs(m) for m in self.metrics}, row.privacy) for row in self.rows]
+        console.print(console_table(shown, title=f"{self.headings.rows}; intervals over training runs"))
+        first = self.metrics[0]
+        lines = [
+            f"{each.first} above {each.second}: {first} +{each.difference:.4f}, p over runs {p_value(each.p_runs)}"
+            for each in differences(self.rows, first, self.references)
+            if each.is_significant()
+        ]
+        for line in [*lines, *self.notes]:
+            console.print(line, highlight=False, soft_wrap=True)
+
+    def _lead(self) -> list[Block]:
+        if not self.private_runs and not self.spent:
+            return []
+        together = self.spent or (
+            f"{self.private_runs} trainings on the same private queries stand behind this page. The epsilon of a row "
+            "is that of one of its runs; all of them together have spent more, and it was not added up."
+        )
+        for_what = "A comparison like this is for queries that may be read, not for those that are to be protected."
+        return [Banner(f"{together} {for_what}", "caution")]
+
+    def _sections(self, found: Mapping[str, Sequence[Difference]]) -> list[Section]:
+        only = f" Only differences from {', '.join(self.references)} are tested." if self.references else ""
+        first, budgeted = self.metrics[0], any(row.budget is not None for row in self.rows)
+        drawn = [RowResult(system=row.name, metrics={first: row.over_runs(first)}) for row in self.rows]
+        verdicts = [Paragraph(_HOW_TESTED + only), *_verdicts(found, budgeted=budgeted)]
+        return [
+            Section("Results", [Paragraph(f"Computed on {self.evaluated_on}."), *_results(self.rows, self.metrics)]),
+            Section(f"{first}, with the interval over training runs", [Drawing(bar_chart(drawn))]),
+            *self.more,
+            Section("Which differences are significant", verdicts),
+            Section("How each row was trained", [_settings(self.rows)]),
+            *([Section("Notes", [Bullets(self.notes)])] if self.notes else []),
+            Section("How to get this again", [Code(self.command)]),
+        ]
+
+
+def _results(rows: Sequence[ModeRow], metrics: Sequence[str]) -> list[Block]:
+    claims, shared = _claims(rows)
+    body = []
+    for row, claim in zip(rows, claims, strict=True):
+        cells: list[object] = [row.name]
+        for metric in metrics:
+            runs = row.over_runs(metric)
+            cells += [f"{runs.mean:.3f}", _bounds(runs), _bounds(row.over_queries(metric))]
+        body.append([*cells, claim])
+    numbers = [name for metric in metrics for name in (metric, "over runs", "over queries")]
+    table = Grid(["System", *numbers, "Claim of one run"], body, frozenset(range(1, 1 + len(numbers))))
+    return [Paragraph(f"{_HOW_SURE}{shared}"), table]
+
+
+def _claims(rows: Sequence[ModeRow]) -> tuple[list[str], str]:
+    """The claims for a narrow column, and a sentence with what all epsilons have in common, if they have."""
+    ends = {row.privacy.partition(", ")[2] for row in rows if row.privacy.startswith("epsilon = ")}
+    if len(ends) != 1:
+        return [row.privacy for row in rows], ""
+    (end,) = ends
+    return [row.privacy.removesuffix(f", {end}") for row in rows], f" Every epsilon is at {end}."
+
+
+def _verdicts(found: Mapping[str, Sequence[Difference]], *, budgeted: bool) -> list[Block]:
+    blocks: list[Block] = []
+    for metric, of_metric in found.items():
+        for budget in dict.fromkeys(each.budget for each in of_metric):
+            family = [each for each in of_metric if each.budget == budget]
+            carried = sum(each.is_significant() for each in family)
+            if budget is not None:
+                where = f"epsilon {budget:g}"
+            else:
+                where = "the same mode at two budgets" if budgeted else "all rows"
+            blocks.append(Paragraph(f"{metric}, {where}: {carried} of {len(family)} differences are significant."))
+            body = [
+                (
+                    each.first,
+                    each.second,
+                    show(Interval(each.difference, each.low, each.high)),
+                    p_value(each.p_runs),
+                    "yes" if each.is_significant() else "no",
+                    p_value(each.p_queries),
+                )
+                for each in family
+            ]
+            header = ("Better", "Worse", "Difference", "p over runs", "Significant", "p over queries")
+            blocks.append(Grid(header, body, frozenset({2, 3, 5})))
+    return blocks
+
+
+def _settings(rows: Sequence[ModeRow]) -> Grid:
+    trained = [row for row in rows if row.settings]
+    names = list(dict.fromkeys(name for row in trained for name in row.settings))
+    body = [[row.name, row.runs, *(_short(row.settings.get(name)) for name in names)] for row in trained]
+    return Grid(
+        ["System", "runs", *(name.replace("_", " ") for name in names)], body, frozenset(range(1, 2 + len(names)))
+    )
+
+
+def _row_facts(row: ModeRow, metrics: Sequence[str]) -> dict[str, Any]:
+    measured = {
+        metric: {
+            "per_run": list(row.per_run[metric]),
+            "over_runs": _ends(row.over_runs(metric)),
+            "over_queries": _ends(row.over_queries(metric)),
+        }
+        for metric in metrics
+    }
+    return {
+        "system": row.name,
+        "budget": row.budget,
+        "privacy": row.privacy,
+        "settings": dict(row.settings),
+        "metrics": measured,
+    }
+
+
+def _difference_facts(each: Difference) -> dict[str, Any]:
+    facts = {"significant": each.is_significant(), "holds_over_queries": each.holds_over_queries()}
+    return asdict(each) | facts
+
+
+def _row_table(rows: Sequence[ModeRow], metrics: Sequence[str]) -> Grid:
+    """Every number, for a spreadsheet."""
+    names = list(dict.fromkeys(name for row in rows for name in row.settings))
+    ends = [f"{metric} {end}" for metric in metrics for end in ("mean", *_ENDS)]
+    lines = []
+    for row in rows:
+        cells: list[object] = [row.name, row.runs if row.settings else None]
+        for metric in metrics:
+            runs, queries = _ends(row.over_runs(metric)), row.over_queries(metric)
+            cells += [*runs.values(), queries.low, queries.high]
+        lines.append([*cells, row.privacy, *(row.settings.get(name) for name in names)])
+    return Grid(["system", "runs", *ends, "privacy", *names], lines)
+
+
+_ENDS = ("low over runs", "high over runs", "low over queries", "high over queries")
+
+
+def _ends(interval: Interval) -> dict[str, float | None]:
+    return {name: value if math.isfinite(value) else None for name, value in asdict(interval).items()}
+
+
+def _bounds(interval: Interval) -> str:
+    if not math.isfinite(interval.low):
+        return "–"
+    return f"[{interval.low:.3f}, {interval.high:.3f}]"
+
+
+def p_value(value: float) -> str:
+    """As it is printed: never 0, which no test can say."""
+    return "< 0.001" if value < 0.001 else f"{value:.3f}"
+
+
+def _short(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return "–" if value is None else str(value)

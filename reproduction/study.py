@@ -1,0 +1,298 @@
+"""The harness: a study trains named variants under several seeds, judges every run and says which variants differ.
+
+Every run is a stage of its own: an interrupted study goes on with ``resume=true``, and more seeds or variants can be
+added to one that is done. Numbers are means over training runs; what is called a difference is one over runs
+(`reproduction.report.comparison`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shutil
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from lit_dpret.callbacks import ProgressLine
+from lit_dpret.cards.card import read_card
+from lit_dpret.cards.page import Section
+from lit_dpret.datamodules import PairsDataModule
+from lit_dpret.errors import ConfigurationError, ResumeError
+from lit_dpret.retrieval.runs import EvaluationResult
+from lit_dpret.tasks.parts import Parts, check_run_dir
+from lit_dpret.tasks.pipeline_stages import stage_callbacks, train_retriever
+from lit_dpret.tasks.ranking import score_bm25, score_embeddings
+from lit_dpret.tasks.stages import Stages
+from reproduction.report.comparison import ComparisonReport, Headings, ModeRow
+from reproduction.spent import spent_under
+
+METRIC_NAMES = {"ndcg@10": "nDCG@10", "recall@10": "Recall@10"}
+PUBLIC = "no private data"
+
+
+def settings_fingerprint(task: object, *, but: Collection[str] = (), **more: object) -> str:
+    """Hash the settings that finished stages of a task depend on: its public attributes, without those in ``but``."""
+    settings = {name: str(value) for name, value in vars(task).items() if name[0] != "_" and name not in but}
+    settings |= {name: str(value) for name, value in more.items()}
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A row of the table that is trained.
+
+    Args:
+        variant: The key of its settings in ``task.variants``.
+        eps: The budget at which it is trained, where a study has several.
+        synthetic: The data set that it learns from, where another run made it.
+    """
+
+    variant: str
+    eps: float | None = None
+    synthetic: Path | None = None
+
+    @property
+    def stage(self) -> str:
+        """Its own name, for folders."""
+        return self.variant if self.eps is None else f"{self.variant}-eps{self.eps:g}"
+
+
+class Study(ABC):
+    """Train, evaluate and compare variants of one retriever.
+
+    Args:
+        retriever: Makes the retriever, given its privacy mode and a variant's settings.
+        variants: What is compared, by a short name; a ``repr`` that tells all of its settings.
+        only: Names of the variants to take; null for all.
+        seeds: Training runs of each row; run i has the seed ``seed + i``, and noise and coins of its own.
+        max_passages: Public sample of passages that are encoded and searched; null for all.
+        split: On which questions the runs are judged.
+        tuning_note: What the settings were chosen on; it goes into the cards.
+        tuning_data: The same in a word.
+        keep_models: Keep the trained models. One takes the space of the encoder, twice.
+        min_free_mb: Refuse to start with less free disk.
+
+    Raises:
+        ConfigurationError: A setting is out of range, or ``only`` names no variant.
+    """
+
+    headings: ClassVar[Headings]
+    #: Settings that finished runs do not depend on, so that a study can grow by them.
+    growing: ClassVar[frozenset[str]] = frozenset({"variants", "only", "seeds", "keep_models", "min_free_mb"})
+    #: A folder of the run that is removed at its end: embeddings of queries are as private as the queries.
+    private_folder: ClassVar[str]
+
+    def __init__(
+        self,
+        *,
+        retriever: Callable[..., Any],
+        variants: Mapping[str, Any],
+        only: Sequence[str] | None = None,
+        seeds: int = 3,
+        max_passages: int | None = None,
+        split: str = "test",
+        tuning_note: str | None = None,
+        tuning_data: str = "unknown",
+        keep_models: bool = False,
+        min_free_mb: float = 1000,
+    ) -> None:
+        self.make_retriever, self.variants = retriever, dict(variants)
+        if unknown := sorted(set(only or ()) - set(self.variants)):
+            raise ConfigurationError(f"task.only: {unknown[0]!r} is not one of {', '.join(self.variants)}.")
+        self.only = [name for name in self.variants if only is None or name in only]
+        if not self.only:
+            raise ConfigurationError("task.variants and task.only leave nothing to compare.")
+        if seeds < 1:
+            raise ConfigurationError(f"task.seeds={seeds} must be at least 1.")
+        self.seeds, self.max_passages, self.split = seeds, max_passages, split
+        self.tuning_note, self.tuning_data = tuning_note, tuning_data
+        self.keep_models, self.min_free_mb = keep_models, min_free_mb
+
+    def run(self, parts: Parts) -> dict[str, float]:
+        """Run every stage that is not done yet; returns nDCG@10 by row."""
+        check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
+        self._parts = parts
+        cells = self.cells()
+        fingerprint = settings_fingerprint(self, but=self.growing, seed=parts.seed)
+        self._stages = Stages(parts.run_dir, resume=parts.resume, fingerprint=fingerprint)
+        self._searched = self.make_data()
+        self._searched.prepare_data()
+        self._searched.setup("fit")
+        self._searched.use_unit("query")
+        self._queries, self._qrels = self._searched.evaluation_set(self.split)
+        rows = [
+            self._untrained("bm25", "BM25", lambda: score_bm25(self._queries, self._passages(), self._qrels)),
+            self._untrained("zero_shot", "zero-shot", self.zero_shot),
+        ]
+        self.before_training(cells)
+        self._train_all(cells)
+        rows += [self._row(cell) for cell in cells]
+        private, given = self.private_trainings(cells), [cell.synthetic for cell in cells if cell.synthetic is not None]
+        page = ComparisonReport(
+            rows=rows,
+            headings=self.headings,
+            metrics=list(METRIC_NAMES.values()),
+            evaluated_on=(
+                f"{len(self._queries)} {self.split} questions over {len(self._passages())} passages{self.encoder}"
+            ),
+            command=parts.command_again(),
+            notes=[*([self.tuning_note] if self.tuning_note else []), *self.notes()],
+            private_runs=private,
+            spent=spent_under(parts.run_dir, near=given).text if private or given else "",
+            more=self.sections(rows),
+            references=self.references(),
+        )
+        written = page.write(parts.run_dir)
+        page.print()
+        lines = [*(f"{name}: {path}" for name, path in written.items())]
+        sys.stdout.write("\n".join([*lines, f"Stages took {sum(self._stages.seconds.values()):.0f} s\n"]))
+        shutil.rmtree(parts.run_dir / self.private_folder, ignore_errors=True)
+        return {row.name: row.over_runs("nDCG@10").mean for row in rows}
+
+    # -- what a study says of itself -------------------------------------------------------------
+
+    encoder: ClassVar[str] = ""
+    """What is trained, behind the test set in the report."""
+
+    @abstractmethod
+    def cells(self) -> list[Cell]:
+        """Return the rows to train, in the order of the table."""
+
+    @abstractmethod
+    def zero_shot(self) -> EvaluationResult:
+        """Return what the encoder reaches before any training."""
+
+    @abstractmethod
+    def train(self, cell: Cell, seed: int, folder: Path, resume: bool) -> EvaluationResult:
+        """Do one training run and judge it."""
+
+    @abstractmethod
+    def describe_row(self, cell: Cell, card: Mapping[str, Any]) -> dict[str, Any]:
+        """Return arguments of `ModeRow` besides the results; ``card`` is that of the run with the largest epsilon."""
+
+    @abstractmethod
+    def is_private(self, cell: Cell) -> bool:
+        """Whether its runs claim an epsilon of their own."""
+
+    def before_training(self, cells: Sequence[Cell]) -> None:
+        """Run the stages that training runs need; here there are none."""
+        return None
+
+    def notes(self) -> Iterable[str]:
+        """Return remarks under the table."""
+        return ()
+
+    def private_trainings(self, cells: Sequence[Cell]) -> int:
+        """Count the trainings on the private queries behind the table."""
+        return self.seeds * sum(map(self.is_private, cells))
+
+    def sections(self, rows: Sequence[ModeRow]) -> Sequence[Section]:
+        """Return what the page says beside the table, which differences are significant, and the settings."""
+        return ()
+
+    def references(self) -> Sequence[str]:
+        """Name the rows that the others are tested against; where there are none, every two rows are compared."""
+        return ()
+
+    # -- one training run --------------------------------------------------------------------------
+
+    def make_data(self) -> PairsDataModule:
+        """Read the private data again; sampling is set where a run knows its batches."""
+        made: PairsDataModule = self._parts.make_datamodule(
+            max_passages=self.max_passages, expected_batch_size=None, sample_rate=None, rows_per_unit="one"
+        )
+        return made
+
+    def run_name(self, cell: Cell, seed: int) -> str:
+        """Name the stage of one training run."""
+        return f"{cell.stage}-seed{seed}"
+
+    def fit(
+        self, model: Any, data: PairsDataModule, cell: Cell, seed: int, folder: Path, resume: bool, *,
+        steps: int, batch: int, trials: int | None, save_every: int = 5,
+    ) -> EvaluationResult:  # fmt: skip
+        """Train a retriever in its stage, judge it, and drop the model unless models are kept."""
+        data.physical_batch_size = 2 * batch
+        callbacks = stage_callbacks(
+            folder, resume=resume, label=self.run_name(cell, seed), tuning_trials=trials,
+            tuning_data=self.tuning_data, tuning_note=self.tuning_note, save_every=save_every,
+        )  # fmt: skip
+        train_retriever(
+            model, data, folder, parts=self._parts, steps=steps, batch=batch, callbacks=callbacks, resume=resume
+        )
+        result = self.score(model)
+        if not self.keep_models:
+            shutil.rmtree(folder / "model", ignore_errors=True)
+            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        return result
+
+    def score(self, model: Any) -> EvaluationResult:
+        """How well the questions of the split find their passages."""
+        passages = dict(sorted(self._passages().items()))
+        with ProgressLine("encoding passages") as progress:
+            found = model.encode_passages(list(passages.values()), progress=progress)
+        queries = model.encode_queries(list(self._queries.values()))
+        return score_embeddings(list(self._queries), queries, list(passages), found, self._qrels)
+
+    def _passages(self) -> Mapping[str, str]:
+        return self._searched.public_passages()
+
+    # -- stages and rows -----------------------------------------------------------------------------
+
+    def _untrained(self, name: str, label: str, score: Callable[[], EvaluationResult]) -> ModeRow:
+        return _as_row([self._stages.run(name, lambda *_: _per_query(score()))], name=label, privacy=PUBLIC)
+
+    def _train_all(self, cells: Sequence[Cell]) -> None:
+        """Every row's first run, then every row's second one: early numbers are of all rows."""
+        todo = [(cell, self._parts.seed + i) for i in range(self.seeds) for cell in cells]
+        done = sum(self._stages.is_done(self.run_name(*one)) for one in todo)
+        with ProgressLine("training runs", every=0.0) as progress:
+            progress(done, len(todo))
+            for cell, seed in todo:
+                name = self.run_name(cell, seed)
+                finished_before = self._stages.is_done(name)
+                result = self._result(cell, seed)
+                if not finished_before:
+                    done += 1
+                    progress(done, len(todo), f"{name} nDCG@10 {np.mean(result['per_query']['nDCG@10']):.4f}")
+
+    def _result(self, cell: Cell, seed: int) -> dict[str, Any]:
+        """Return what a run reached; one that was trained with other settings of its variant is refused."""
+        name, settings = self.run_name(cell, seed), repr(self.variants[cell.variant])
+
+        def work(folder: Path, resume: bool) -> dict[str, Any]:
+            return _per_query(self.train(cell, seed, folder, resume)) | {"settings": settings}
+
+        result = self._stages.run(name, work)
+        if result["settings"] != settings:
+            raise ResumeError(
+                f"resume=true, but {name} was trained with other settings of task.variants.{cell.variant}. Restore "
+                f"them, or move {self._parts.run_dir / name} elsewhere; what its ledger is charged with stays spent."
+            )
+        return result
+
+    def _row(self, cell: Cell) -> ModeRow:
+        seeds = range(self._parts.seed, self._parts.seed + self.seeds)
+        cards = [read_card(self._parts.run_dir / self.run_name(cell, seed)) for seed in seeds]
+        worst = max(cards, key=lambda card: math.inf if card["claim"]["epsilon"] is None else card["claim"]["epsilon"])
+        return _as_row([self._result(cell, seed) for seed in seeds], **self.describe_row(cell, worst))
+
+
+def _as_row(results: Sequence[Mapping[str, Any]], **facts: Any) -> ModeRow:
+    values = {m: np.array([result["per_query"][m] for result in results]) for m in METRIC_NAMES.values()}
+    return ModeRow(
+        per_run={m: table.mean(axis=1).tolist() for m, table in values.items()},
+        per_query={m: table.mean(axis=0).tolist() for m, table in values.items()},
+        **facts,
+    )
+
+
+def _per_query(result: EvaluationResult) -> dict[str, Any]:
+    return {"per_query": {shown: [float(v) for v in result.per_query[name]] for name, shown in METRIC_NAMES.items()}}
