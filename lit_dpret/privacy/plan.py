@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, get_args
 
@@ -19,7 +19,6 @@ from lit_dpret.privacy import clip_fraction
 from lit_dpret.privacy.accounting.accountant import Accountant, calibrate_noise, choose_cap
 from lit_dpret.privacy.accounting.composition import check_supported
 from lit_dpret.privacy.accounting.coupling import Coupling, holds_under
-from lit_dpret.privacy.accounting.forecast import Forecast
 from lit_dpret.privacy.accounting.groups import check_max_units
 from lit_dpret.privacy.accounting.releases import (
     FixedSize,
@@ -31,9 +30,6 @@ from lit_dpret.privacy.accounting.releases import (
     TruncatedPoisson,
 )
 from lit_dpret.privacy.budget import AccountantName, Neighbours, NoiseName, PrivacyBudget, charged, require_choice
-from lit_dpret.privacy.plan_text import format_plan
-
-__all__ = ["HISTOGRAM", "SAMPLINGS", "PrivacyPlan", "describe_plan", "format_plan"]
 
 SAMPLINGS = ("truncated_poisson", "poisson", "fixed_size", "shuffle", "full_batch")
 
@@ -297,48 +293,6 @@ class PrivacyPlan:
         """SHA-256 of the canonical JSON: equal plans have equal fingerprints."""
         text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
-
-
-def describe_plan(plan: PrivacyPlan, progress: Callable[[str], None] = lambda what: None) -> dict[str, Any]:
-    """What the plan promises and costs, as JSON values: noise, epsilon by every way of counting, ceilings.
-
-    Takes some ten seconds for long runs with little noise; ``progress`` is told what is computed next.
-    ``format_plan`` makes a text of it. Of a plan that is not `PrivacyPlan.proved` no epsilon is stated: it is None,
-    and nothing that follows from it is there.
-    """
-    if not plan.proved:
-        return {
-            "plan": plan.to_dict(),
-            "fingerprint": plan.fingerprint(),
-            "law": plan.law.describe(),
-            "noise_std": plan.noise_std,
-            "noise_multiplier": plan.noise_multiplier,
-            "noise_to_batch": plan.noise_multiplier / plan.denominator,
-            "expected_batch_size": plan.denominator,
-            "steps": plan.steps,
-            "epochs": None,
-            "epsilon": None,
-        }
-    coupling = plan.coupling
-    forecast = Forecast(
-        plan.release(),
-        plan.budget,
-        plan.accountant,
-        plan.steps,
-        plan.denominator,
-        plan.n_public,
-        progress,
-        batch=plan.denominator if coupling is None else coupling.expected * coupling.sub_batches,
-        holds=plan.holds_under,
-    )
-    return {
-        "plan": plan.to_dict(),
-        "fingerprint": plan.fingerprint(),
-        "law": plan.law.describe(),
-        "noise_std": plan.noise_std,
-        "epsilon": plan.epsilon(),
-        **forecast.to_dict(),
-    }
 
 
 def _check_given_noise(noise: float, counter: Accountant, law: SamplingLaw, steps: int, eps: float) -> None:

@@ -14,6 +14,8 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lit_dpret.callbacks.planning import planned_steps
+from lit_dpret.cards.forecast import describe_plan
+from lit_dpret.cards.plan_text import format_plan
 from lit_dpret.costs.measure import measure_step, product_rate, seconds_per_normal, seconds_per_value
 from lit_dpret.costs.slices import bytes_of, check_devices, estimated_bytes, measure_slices, predict
 from lit_dpret.costs.work import Work, work_of
@@ -21,8 +23,7 @@ from lit_dpret.errors import ConfigurationError, LitDpretError
 from lit_dpret.modules import QueryGenerator
 from lit_dpret.modules.outline import GeneratorOutline
 from lit_dpret.privacy.modes import GaussianMode
-from lit_dpret.privacy.plan import PrivacyPlan, describe_plan
-from lit_dpret.privacy.plan_text import format_plan
+from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.sampling import steps_per_epoch
 from lit_dpret.report.plan_figure import can_draw, draw_plan
 from lit_dpret.tasks.parts import Parts, check_run_dir

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from lit_dpret.cards import forecast
+from lit_dpret.cards.forecast import describe_plan
+from lit_dpret.cards.plan_text import format_plan
 from lit_dpret.errors import ConfigurationError, UnsupportedAccountingError
-from lit_dpret.privacy.accounting import forecast
 from lit_dpret.privacy.accounting.accountant import Accountant
 from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.accounting.releases import (
@@ -21,8 +23,7 @@ from lit_dpret.privacy.accounting.releases import (
     TruncatedPoisson,
 )
 from lit_dpret.privacy.budget import PrivacyBudget
-from lit_dpret.privacy.plan import SAMPLINGS, PrivacyPlan, describe_plan
-from lit_dpret.privacy.plan_text import format_plan
+from lit_dpret.privacy.plan import SAMPLINGS, PrivacyPlan
 
 N = 2000
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from lit_dpret.cards.forecast import describe_plan
 from lit_dpret.privacy.budget import PrivacyBudget
-from lit_dpret.privacy.plan import PrivacyPlan, describe_plan
+from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.report.plan_figure import STYLES, draw_plan
 
 pytest.importorskip("matplotlib")

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from lit_dpret.cards.forecast import UNITS, Planned, epsilon_matrix, epsilon_over_steps, user_levels
 from lit_dpret.privacy.accounting.composition import epsilon, epsilon_without_amplification
 from lit_dpret.privacy.accounting.groups import group_epsilon
-from lit_dpret.privacy.accounting.matrix import UNITS, Planned, epsilon_matrix, epsilon_over_steps, user_levels
 from lit_dpret.privacy.accounting.releases import (
     FixedSize,
     FullBatch,

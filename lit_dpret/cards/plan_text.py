@@ -7,8 +7,8 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lit_dpret.cards.forecast import OTHER_BOUND
 from lit_dpret.privacy import clip_fraction
-from lit_dpret.privacy.accounting.matrix import OTHER_BOUND
 
 WIDTH = 80
 _RELATIONS = ("zero_out", "add_or_remove", "replace_one")

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from lit_dpret.cards.knee import KNEE_FACTOR, LOOSENESS, batch_sizes, knee_table, least_noise
 from lit_dpret.privacy.accounting.accountant import calibrate_noise
 from lit_dpret.privacy.accounting.composition import epsilon
-from lit_dpret.privacy.accounting.knee import KNEE_FACTOR, LOOSENESS, batch_sizes, knee_table, least_noise
 from lit_dpret.privacy.accounting.releases import FullBatch, GaussianRelease, Poisson
 from lit_dpret.privacy.budget import Neighbours
 
