@@ -19,7 +19,7 @@ from lit_dpret.errors import ConfigurationError
 
 @dataclass(frozen=True, kw_only=True)
 class BeirSet:
-    """What BEIR evaluates on one data set.
+    """The protocol by which BEIR evaluates one data set.
 
     Args:
         name: BEIR's own, which is also that of the folder its archive unpacks to.

@@ -145,7 +145,7 @@ class ImagesDataModule(SampledDataModule):
         self._planted: Planted | None = None
 
     def _folder(self, folder: str | Path | None) -> Path | None:
-        """Where the data lies, after a look at whether the settings agree; None where the hub is read."""
+        """Return where the data lies, or None where the hub is read; refuse settings that contradict each other."""
         known = SOURCES[self.source]
         if self.image_size is not None and self.source != "vision_folder":
             raise ConfigurationError(
@@ -251,7 +251,7 @@ class ImagesDataModule(SampledDataModule):
 
     @property
     def planted_facts(self) -> dict[str, Any] | None:
-        """What may be told of the planted units, for ledger and card; None where there are none."""
+        """The facts about the planted units that ledger and card may state; None where there are none."""
         return None if self._planted is None else dict(self._planted.facts)
 
     def _train_items(self) -> Dataset[Any]:
@@ -279,7 +279,7 @@ class ImagesDataModule(SampledDataModule):
         return mac.hexdigest()
 
     def describe_duplicates(self) -> str:
-        """What equal images mean for the claim, in one sentence without counts."""
+        """Say what equal images mean for the claim, in one sentence without counts."""
         return (
             "Equal images under different ids are separate units: an image that occurs k times is protected as a "
             "group of k units."

@@ -57,7 +57,7 @@ class InsuranceQADataModule(PairsDataModule):
         return {name: folder / f"{name}.json.gz" for name in names}
 
     def columns(self) -> dict[str, tuple[str, ...]]:
-        """What is read of each file."""
+        """Return the keys that are read, by file."""
         files = self._sources()
         if "answers" not in files:
             return super().columns()

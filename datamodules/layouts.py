@@ -47,7 +47,7 @@ _PACKED = 4  # bytes of text in a byte of a compressed file, roughly
 
 @dataclass
 class Passages:
-    """What a corpus file holds; a corpus that is kept on disk has no domains."""
+    """The content of a corpus file; a corpus that is kept on disk has no domains."""
 
     texts: Mapping[str, str] = field(default_factory=dict)
     domains: dict[str, str] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class Passages:
 
 @dataclass
 class Queries:
-    """What a file of queries holds."""
+    """The content of a file of queries."""
 
     texts: dict[str, str] = field(default_factory=dict)
     users: dict[str, str] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class Queries:
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusSettings:
-    """How a corpus file is read.
+    """Settings for reading a corpus file.
 
     Args:
         in_memory: Whether to hold its texts; ``auto`` holds up to half a gigabyte of text.
@@ -82,7 +82,7 @@ class CorpusSettings:
     knob: str = "datamodule.corpus"
 
     def holds(self, path: str | Path) -> bool:
-        """Whether the texts of this file are to be held in memory."""
+        """Return whether the texts of this file are to be held in memory."""
         if self.in_memory != "auto":
             return self.in_memory
         file = Path(path)

@@ -33,7 +33,7 @@ from lit_dpret.errors import ConfigurationError, DataError
 
 @dataclass(frozen=True, kw_only=True)
 class PairColumns:
-    """What the columns of (query, passage) records are called; see the module's text.
+    """Names of the columns of (query, passage) records; see the module's text.
 
     Args:
         query: Texts of queries.

@@ -335,7 +335,7 @@ class PairsDataModule(SampledDataModule):
 
     @property
     def planted_facts(self) -> dict[str, Any] | None:
-        """What may be told of the planted rows, for ledger and card; None where there are none."""
+        """The facts about the planted rows that ledger and card may state; None where there are none."""
         return None if self._planted is None else dict(self._planted.facts)
 
     def _without_a_plan(self) -> str:
@@ -355,11 +355,11 @@ class PairsDataModule(SampledDataModule):
         return hmac.new(key, grouping.encode(), digestmod="sha256").hexdigest()
 
     def describe_duplicates(self) -> str:
-        """What the policy on equal query texts means for the claim, in one sentence without counts."""
+        """Say what the policy on equal query texts means for the claim, in one sentence without counts."""
         return self.train_units().describe_duplicates()
 
     def report_overlap(self) -> dict[str, preparation.Overlap]:
-        """What each evaluation split shares with train; private numbers, do not log them."""
+        """Count what each evaluation split shares with train; private numbers, do not log them."""
         return preparation.report_overlap(self.collection)
 
     # -- the public and the evaluation side --------------------------------------------------

@@ -203,7 +203,7 @@ def cached_store(name: str, build: Callable[[Path], bool], cache_dir: str | Path
 
 
 def default_cache() -> Path:
-    """Where stores are kept unless ``datamodule.cache_dir`` says otherwise."""
+    """Return where stores are kept unless ``datamodule.cache_dir`` says otherwise."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "lit-dpret" / "passages"
 

@@ -1,4 +1,4 @@
-"""From the data as it was read to the data that is trained on: pure functions of a `Collection`.
+"""Steps from the data as it was read to the data that is trained on: pure functions of a `Collection`.
 
 Each says what it does to privacy. A step is *record-wise* where whether and how a training query
 remains depends on that query's own record, on public facts and on nothing else: adding or
@@ -39,7 +39,7 @@ def lower_case_queries(collection: Collection) -> Collection:
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """What train and one evaluation split share. The numbers come from private data: do not log them.
+    """The overlap of train and one evaluation split. The numbers come from private data: do not log them.
 
     Args:
         queries: Evaluation queries whose normalised text is also that of a train query.
@@ -51,7 +51,7 @@ class Overlap:
 
 
 def report_overlap(collection: Collection) -> dict[str, Overlap]:
-    """What each evaluation split shares with train; private numbers."""
+    """Count what each evaluation split shares with train; private numbers."""
     train = {query: judged for query, judged in collection.qrels.get("train", {}).items() if judged}
     texts = {normalise(collection.queries[query]) for query in train}
     passages = _positives(train)

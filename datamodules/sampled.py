@@ -1,4 +1,4 @@
-"""What every private DataModule has in common: how it asks to be sampled, and how it is sampled.
+"""The base of every private DataModule: how it asks to be sampled, and how it is sampled.
 
 The DataModule states its wishes (`lit_dpret.privacy.training_data.SamplingRequest`); the run's privacy
 plan turns them into a law, draws by it, and attaches its sampler here before `fit`. Without a
@@ -157,7 +157,7 @@ class SampledDataModule(LightningDataModule):
         raise NotImplementedError(f"{type(self).__name__} does not say what its units are.")
 
     def _train_items(self) -> Dataset[Any]:
-        """What the train loader reads: a map from a draw to ``(draw, rows of its unit)``."""
+        """Return the data set of the train loader: a map from a draw to ``(draw, rows of its unit)``."""
         return UnitItems(self.train_units())
 
     @property
@@ -195,5 +195,5 @@ class SampledDataModule(LightningDataModule):
         )
 
     def _without_a_plan(self) -> str:
-        """Where to find plain data for a loop without a privacy plan, as a part of a sentence."""
+        """Name the plain data for a loop without a privacy plan, as a part of a sentence."""
         return "for a loop of your own read train_units()"

@@ -32,7 +32,7 @@ class SiloDataModule(PairsDataModule):
 
     @property
     def silo(self) -> Silo:
-        """What the folder holds; read on first use."""
+        """The content of the folder; read on first use."""
         if self._silo is None:
             self._silo = read_silo(str(self.folder))
         return self._silo
@@ -41,7 +41,7 @@ class SiloDataModule(PairsDataModule):
         return {"silo": Path(str(self.folder))}
 
     def columns(self) -> dict[str, tuple[str, ...]]:
-        """What is read of each file."""
+        """Return the keys that are read, by file."""
         return {"sentences": ("sid", "pid", "text"), "queries": ("qid", "text", "pos_sids", "split")}
 
     def read_collection(self, complain: Complain = refuse) -> Collection:

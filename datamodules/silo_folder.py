@@ -68,7 +68,7 @@ class Silo:
         return {"passages": len(self.passages), "sentences": len(self.sentences), **splits}
 
     def contradictions(self) -> Iterator[DataError]:
-        """What makes the silo unusable: a name that is no folder, an id that leads nowhere, a part that is empty."""
+        """Yield what makes the silo unusable: a name that is no folder, an id that leads nowhere, an empty part."""
         where = f"silo {self.name!r}"
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", self.name):
             yield DataError(f"{where}: the name must be up to 64 letters, digits, dots, dashes or underscores.")

@@ -72,7 +72,7 @@ class SquadDataModule(PairsDataModule):
         return files
 
     def columns(self) -> dict[str, tuple[str, ...]]:
-        """What is read of each file."""
+        """Return the keys that are read, by file."""
         files = self._sources()
         return super().columns() if "corpus" in files else dict.fromkeys(files, ("title", "context", "id", "question"))
 

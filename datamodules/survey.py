@@ -1,4 +1,4 @@
-"""What is in a data set, as numbers: splits, duplicates, leakage, lengths, users.
+"""The content of a data set, as numbers: splits, duplicates, leakage, lengths, users.
 
 Every number here comes from the private data as it is and is covered by no guarantee. It is for the owner of the data.
 """
@@ -26,7 +26,7 @@ Count = Callable[[Sequence[str]], Sequence[int]]
 
 
 def count_splits(collection: Collection) -> dict[str, dict[str, int]]:
-    """Of each split: queries, judgements, those above 0, and the passages that these name."""
+    """Count queries, judgements, those above 0, and the passages that these name, by split."""
     return {
         split: {
             "queries": len(qrels),
@@ -58,7 +58,7 @@ def find_duplicates(collection: Collection, *, examples: int) -> dict[str, Any]:
 def measure_lengths(texts: Iterable[str], *, count: Count, limit: int | None, at_most: int) -> dict[str, Any]:
     """Lengths of texts by ``count``: quantiles, and the share that ``limit`` cuts.
 
-    Of more than ``at_most`` texts, every so manyth is measured.
+    Larger sets are subsampled evenly to ``at_most`` texts.
     """
     total = len(texts) if isinstance(texts, Sized) else 0
     chosen = islice(texts, 0, None, max(1, -(-total // at_most)))
@@ -74,7 +74,7 @@ def measure_lengths(texts: Iterable[str], *, count: Count, limit: int | None, at
 
 
 def count_users(collection: Collection, split: str = "train") -> dict[str, Any] | None:
-    """How many rows each user contributes to a split, and what caps would keep; None where no user is known.
+    """Count the rows of each user in a split, and what caps would keep; None where no user is known.
 
     A row is a query with one positive passage, which is what `max_rows_per_unit` counts under ``unit=user``.
     """
@@ -109,12 +109,12 @@ def count_users(collection: Collection, split: str = "train") -> dict[str, Any] 
 
 
 def count_words(texts: Sequence[str]) -> list[int]:
-    """How many words, between white space, each text has."""
+    """Count the words, between white space, of each text."""
     return [len(text.split()) for text in texts]
 
 
 def _repeated(texts: Mapping[str, str], normal: Callable[[str], str], examples: int) -> dict[str, Any]:
-    """By 64-bit hashes alone, so that a large corpus is gone through and not held."""
+    """Find repeated texts by 64-bit hashes alone, so that a large corpus is not held."""
     hashes = np.array(array("Q", (_hash(normal(text)) for text in texts.values())), dtype=np.uint64)
     distinct, counts = np.unique(hashes, return_counts=True)
     several = distinct[counts > 1]

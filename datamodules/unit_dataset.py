@@ -148,11 +148,11 @@ class GroupedUnitDataset:
         return frozenset(self._collection.positives(self._split, query_id))
 
     def describe_duplicates(self) -> str:
-        """What the policy on equal texts means for the claim, for the privacy card; no counts."""
+        """Say what the policy on equal texts means for the claim, for the privacy card; no counts."""
         return _DUPLICATES[self.duplicates]
 
     def most_units_of_a_user(self) -> int | None:
-        """How many units the user with the most of them has; None where no user is known. Private, do not log."""
+        """Count the units of the user with the most of them; None where no user is known. Private, do not log."""
         users = self._collection.users
         counts: dict[str, int] = {}
         for queries in self._queries:

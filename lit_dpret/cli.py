@@ -35,7 +35,7 @@ from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from lit_dpret.config import CONFIG_MODULE, STUDIES, format_choices, names
+from lit_dpret.config import CONFIG_MODULE, STUDIES, format_choices, format_help, names
 from lit_dpret.distributed import rank_watch
 from lit_dpret.errors import ConfigurationError, LitDpretError, WorkerError
 from lit_dpret.tasks.parts import ComposedRun, Parts, as_typed
@@ -220,7 +220,7 @@ def run(cfg: DictConfig) -> Any:
 
 
 def _note_place() -> None:
-    """Remember where this command writes; Hydra forgets it before an interruption is told."""
+    """Remember where this command writes; Hydra forgets it before an interruption is reported."""
     _places.clear()
     if HydraConfig.initialized():
         known: Any = HydraConfig.get()
@@ -267,7 +267,7 @@ def _one_job() -> Iterator[None]:
 
 
 def _objective(cfg: DictConfig, result: Any) -> Any:
-    """What a sweeper such as Optuna gets: the result that ``objective`` names, or all of it."""
+    """Return the result that ``objective`` names, for a sweeper such as Optuna, or all of them."""
     if cfg.objective is None:
         return result
     if not isinstance(result, dict) or cfg.objective not in result:
@@ -300,6 +300,9 @@ def main() -> None:
             return
         if sys.argv[1:2] == ["list"]:
             sys.stdout.write(f"{listing(sys.argv[2:])}\n")
+            return
+        if sys.argv[1:2] in (["--help"], ["-h"]):
+            sys.stdout.write(f"{format_help(_program())}\n")
             return
         sys.argv[1:] = with_task(sys.argv[1:])
         _hydra_main()
@@ -340,7 +343,7 @@ def _note_interrupt() -> Callable[[], bool]:
 
 
 def _way_on() -> str:
-    """How a command that was ended goes on."""
+    """Say how a command that was ended goes on."""
     for knob, folder in _places:
         if holds_a_run(folder):
             place = as_typed([f"{knob}={folder}"])
@@ -445,7 +448,7 @@ def explain(error: BaseException) -> str | None:
 
 
 def _lost_rank(error: BaseException) -> WorkerError | None:
-    """What a broken connection between ranks means; a command that never loaded that module has no ranks."""
+    """Return the error behind a broken connection between ranks; a command that never loaded them has none."""
     ranks = sys.modules.get("lit_dpret.distributed.ranks")
     found: WorkerError | None = None if ranks is None else ranks.lost_rank(error)
     return found
@@ -497,7 +500,7 @@ def _explain_unknown_key(key: str) -> str:
 
 
 def _program() -> str:
-    """How this program was called, as it is typed: only a clone has ``train.py``."""
+    """Return how this program was called, as it is typed: only a clone has ``train.py``."""
     called = {"train.py": "python train.py", "__main__.py": "python -m lit_dpret"}
     return called.get(Path(sys.argv[0]).name, "lit-dpret")
 

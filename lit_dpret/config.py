@@ -1,4 +1,4 @@
-"""What can be chosen on the command line: the files of `configs/`, read as a reader would.
+"""The choices of the command line: the files of `configs/`, read as a reader would.
 
 ``lit-dpret list`` prints it, and `configuration_page` writes it as a page of the documentation, so that neither can
 fall behind the files.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.resources import files
 from importlib.resources.abc import Traversable
@@ -23,6 +23,19 @@ from lit_dpret.errors import ConfigurationError
 CONFIG_MODULE = "lit_dpret.configs"
 # The choices of the studies, which stand beside the package in a clone and are no part of the wheel.
 STUDIES = Path(__file__).resolve().parent.parent / "reproduction" / "configs"
+
+# How --help and the list of tasks arrange them; a task that stands nowhere here is a study of reproduction/.
+TASK_GROUPS = {
+    "plan and check": ("plan", "doctor", "check_data"),
+    "train": ("fit", "fit_scored", "pipeline", "sweep"),
+    "synthetic queries": ("synthesize", "filter", "pseudo_labels", "histogram"),
+    "retrieve and measure": ("evaluate", "compare", "encode", "index", "search", "export"),
+    "compare texts": ("similarity", "pretraining_overlap"),
+    "attack and verify": ("audit", "membership", "inversion", "verify"),
+    "federations": (
+        "build_silos", "federated", "federated_attacks", "federated_generators", "federated_study", "hard_negatives",
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -98,15 +111,50 @@ def top_level() -> Choice:
 
 
 def format_choices(group: str | None) -> str:
-    """The groups with their choices, or the choices of one with a sentence each, for a terminal."""
+    """Return the groups with their choices, or the choices of one with a sentence each, for a terminal."""
     if group is None:
-        lines = ["Chosen by group=name; lit-dpret list GROUP tells what each is.", ""]
+        lines = ["Chosen by group=name; lit-dpret list GROUP describes each choice.", ""]
         width = max(map(len, groups()))
-        lines += [f"{name:{width}}  {', '.join(choice.name for choice in choices(name))}" for name in groups()]
+        lines += [f"{name:{width}}  {', '.join(names(name))}" for name in groups()]
         return "\n".join(lines)
-    found = choices(group)
-    width = max(len(choice.name) for choice in found)
-    return "\n".join(f"{choice.name:{width}}  {choice.summary}".rstrip() for choice in found)
+    summaries = {choice.name: choice.summary for choice in choices(group)}
+    width = max(map(len, summaries))
+
+    def listed(shown: Iterable[str]) -> list[str]:
+        return [f"{name:{width}}  {summaries[name]}".rstrip() for name in shown]
+
+    if group != "task":
+        return "\n".join(listed(summaries))
+    return "\n\n".join("\n".join([f"{kind}:", *listed(tasks)]) for kind, tasks in tasks_by_kind().items())
+
+
+def tasks_by_kind() -> dict[str, list[str]]:
+    """Return the names of the tasks under the headings of `TASK_GROUPS`; those of the studies come last."""
+    found = {kind: list(tasks) for kind, tasks in TASK_GROUPS.items()}
+    grouped = {task for tasks in found.values() for task in tasks}
+    studies = [name for name in names("task") if name not in grouped]
+    return found | ({"studies": studies} if studies else {})
+
+
+def format_help(program: str) -> str:
+    """Return what ``--help`` prints: the tasks by kind, and where the settings are described."""
+    width = max(map(len, tasks_by_kind()))
+    return "\n".join(
+        [
+            f"{program} task=NAME group=CHOICE group.key=VALUE ...",
+            "",
+            "Tasks:",
+            *(f"  {kind:{width}}  {', '.join(tasks)}" for kind, tasks in tasks_by_kind().items()),
+            "",
+            f"Groups of settings: {', '.join(name for name in groups() if name != 'task')}",
+            "",
+            "  lit-dpret list task    what each task does",
+            "  lit-dpret list GROUP   what each choice of a group is",
+            f"  {program} ... --cfg job   the settings of a command, without running it",
+            f"  {program} -m ...          one run for each of several values, as privacy.eps=1,3,8",
+            f"  {program} --hydra-help    options of Hydra",
+        ]
+    )
 
 
 def configuration_page() -> str:
@@ -218,7 +266,7 @@ def _block(value: Any) -> str:
 
 
 def arguments_of(target: str) -> dict[str, str]:
-    """What the docstrings of a class and of its bases say of each argument, by name; of ours alone."""
+    """Return the documentation of each argument in the docstrings of a class and its bases; of ours alone."""
     module, _, name = target.rpartition(".")
     if not module.startswith(("lit_dpret", "reproduction")):
         return {}

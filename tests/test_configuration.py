@@ -10,7 +10,7 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 from lit_dpret import cli
-from lit_dpret.config import Choice, arguments_of, choices, configuration_page, groups, top_level
+from lit_dpret.config import Choice, arguments_of, choices, configuration_page, groups, names, tasks_by_kind, top_level
 from lit_dpret.errors import ConfigurationError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -73,6 +73,18 @@ def test_list_prints_groups_and_the_choices_of_one(
     cli.main()
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(choices("privacy")) and any(line.startswith("dp_sgd ") for line in lines)
+
+
+def test_help_shows_every_task_once_under_a_heading(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["lit-dpret", "--help"])
+    cli.main()
+    shown = capsys.readouterr().out
+    listed = [task for tasks in tasks_by_kind().values() for task in tasks]
+    assert sorted(listed) == names("task") and all(task in shown for task in listed)
+    assert set(tasks_by_kind()["studies"]) == {path.stem for path in CONFIGS[1].glob("task/*.yaml")}
+    assert "_pairs" not in shown and "_pairs" not in cli.listing([])
 
 
 def test_an_unknown_group_is_named_with_those_that_exist() -> None:

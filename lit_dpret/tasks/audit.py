@@ -49,7 +49,7 @@ from lit_dpret.tasks.parts import Parts, check_run_dir
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """How canaries are measured.
+    """Settings for measuring canaries.
 
     Args:
         draws: Queries that are drawn for each canary's passage.
@@ -99,7 +99,7 @@ class Measurement:
 def limits_by_copies(
     card: Mapping[str, Any], ledger: Path, measure: Measurement, *, copies: Sequence[int], candidates: int
 ) -> dict[int, Limits]:
-    """What the ledger behind a card allows for secrets that stand so often in the data.
+    """Compute what the ledger behind a card allows for secrets with so many copies in the data.
 
     Where several units together have no known bound, the ceilings are trivial. Without a guarantee there are none.
     """
@@ -287,7 +287,7 @@ def _results(cell: Cell, candidates: int, *, told: bool) -> list[AttackResult]:
 
 
 def _leak_result(cell: Cell, what: str, claimed: bool, common: dict[str, Any]) -> AttackResult:
-    """How often a secret was written out; of a model that writes."""
+    """Return how often a secret was written out, for a model that writes."""
     return AttackResult(
         attack=f"{what}, looked for in {cell.draws} generated queries each", metric="leaked share",
         estimate=cell.leaked.mean, ci=(cell.leaked.low, cell.leaked.high),

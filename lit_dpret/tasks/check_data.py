@@ -20,7 +20,7 @@ from lit_dpret.errors import ConfigurationError, DataError, LitDpretError
 from lit_dpret.files import write_whole
 from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.report.data_check import PRIVATE, format_check
-from lit_dpret.tasks.parts import Parts, check_run_dir
+from lit_dpret.tasks.parts import Parts, check_run_dir, require_whole
 
 Side = Literal["query", "passage"]
 
@@ -86,12 +86,12 @@ class CheckData:
 
     Args:
         examples: How many examples, by id and line, to show of each kind of problem and duplicate.
-        max_texts: How many texts of each side to measure; of more, every so manyth is.
+        max_texts: How many texts of each side to measure; larger sets are subsampled evenly.
         write_split: A new folder for the data with a split into train, dev and test; null writes none.
         fractions: The share of each split.
         split_by: ``user``, ``text``, or ``auto`` for users where they are known.
         split_seed: Public seed of the split.
-        resplit: Whether data that has evaluation queries already may be split anew.
+        resplit: Whether data that has evaluation queries already may be split again.
 
     Raises:
         ConfigurationError: A setting is out of range.
@@ -108,13 +108,7 @@ class CheckData:
         split_seed: int = 0,
         resplit: bool = False,
     ) -> None:
-        for name, value, least in (
-            ("examples", examples, 0),
-            ("max_texts", max_texts, 1),
-            ("split_seed", split_seed, 0),
-        ):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigurationError(f"task.{name}={value} must be a whole number of at least {least}.")
+        require_whole(examples=(examples, 0), max_texts=(max_texts, 1), split_seed=(split_seed, 0))
         if split_by not in get_args(SplitBy):
             raise ConfigurationError(f"task.split_by={split_by!r} is not one of {', '.join(get_args(SplitBy))}.")
         self.examples, self.max_texts, self.resplit = examples, max_texts, resplit

@@ -105,7 +105,7 @@ def newest_checkpoint(folder: Path, *, run_id: str | None = None) -> Path | None
 
 
 def _position(path: Path) -> Position:
-    """Where a checkpoint was taken; its run is empty where no accountant was there."""
+    """Return where a checkpoint was taken; its run is empty where there was no accountant."""
     content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     found = Position.among(content["callbacks"], place=str(path))
     return found or Position("", 0, int(content["global_step"]))

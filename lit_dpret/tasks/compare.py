@@ -12,7 +12,7 @@ from lit_dpret.report.comparison_table import comparison_table, write_comparison
 from lit_dpret.retrieval.comparison import compare_values
 from lit_dpret.retrieval.metrics import Metric, Values
 from lit_dpret.retrieval.runs import DEFAULT_METRICS, evaluate, read_qrels, read_run
-from lit_dpret.tasks.parts import Parts, check_run_dir
+from lit_dpret.tasks.parts import Parts, check_run_dir, require_whole
 from lit_dpret.tasks.ranking import JUDGEMENTS, find_runs
 
 
@@ -44,8 +44,7 @@ class Compare:
             raise ConfigurationError("task.metrics names no metric; name at least one, as [ndcg@10].")
         if not 0 < level < 1:
             raise ConfigurationError(f"task.level={level} must lie strictly between 0 and 1.")
-        if resamples < 1:
-            raise ConfigurationError(f"task.resamples={resamples} must be at least 1.")
+        require_whole(resamples=(resamples, 1))
         self.run_a, self.run_b = Path(run_a), Path(run_b)
         self.qrels = None if qrels is None else Path(qrels)
         self.metrics = tuple(str(Metric.parse(name)) for name in metrics)

@@ -1,4 +1,4 @@
-"""`task=doctor`: would this run keep its promise? Told trap by trap, without training."""
+"""`task=doctor`: would this run keep its promise? Reported trap by trap, without training."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from lit_dpret.encoders import Side
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.retrieval.rows import Storage
 from lit_dpret.tasks.index_folder import Declared, IndexFolder, encode_folder
-from lit_dpret.tasks.parts import Parts, check_run_dir
+from lit_dpret.tasks.parts import Parts, check_run_dir, require_whole
 from lit_dpret.tasks.uncovered import refuse_training_data
 
 EMBEDDINGS = "embeddings"
@@ -49,8 +49,7 @@ class Encode:
     ) -> None:
         if side not in ("passage", "query"):
             raise ConfigurationError(f"task.side={side!r} is neither passage nor query.")
-        if batch_size < 1:
-            raise ConfigurationError(f"task.batch_size={batch_size} must be at least 1.")
+        require_whole(batch_size=(batch_size, 1))
         self.encoder, self.side, self.split, self.queries = encoder, side, split, queries
         self.dtype, self.storage, self.batch_size = dtype, storage, batch_size
         self.max_length, self.device = max_length, device
@@ -90,7 +89,7 @@ class Encode:
 
 
 def told(index: IndexFolder) -> str:
-    """What a folder of embeddings promises, in a sentence."""
+    """Say what a folder of embeddings promises, in a sentence."""
     if index.manifest.private:
         return (
             "PRIVATE: these are embeddings of private queries, from which texts can be guessed. No guarantee covers "

@@ -66,9 +66,7 @@ class Evaluate:
     def run(self, parts: Parts) -> dict[str, float]:
         """Write ``evaluation.json``, the run, the judgements and the values per query; returns the means."""
         check_run_dir(parts.run_dir, min_free_mb=50)
-        data = parts.make_datamodule()
-        data.prepare_data()
-        data.setup("test")
+        data = parts.read_data("test")
         split = self.split or getattr(data, "evaluation_split", "test")
         queries, qrels = data.evaluation_set(split)
         passages = data.public_passages()

@@ -15,7 +15,7 @@ from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.budget import require_choice
 from lit_dpret.synthesis.filters import QueryFilter, apply_filters, load_released, write_selection
 from lit_dpret.synthesis.filters.selection import Applied, check_is_new
-from lit_dpret.tasks.parts import Parts, check_run_dir
+from lit_dpret.tasks.parts import Parts, check_run_dir, require_whole
 
 _SHOWN_WORDS = 25
 FILTERED = "filtered"
@@ -54,8 +54,7 @@ class Filter:
             raise ConfigurationError(
                 "task.filters is empty: name at least one filter, as filter=round_trip or filter=[round_trip,best_of]."
             )
-        if isinstance(examples, bool) or not isinstance(examples, int) or examples < 0:
-            raise ConfigurationError(f"task.examples={examples} must be a whole number of at least 0.")
+        require_whole(examples=(examples, 0))
         require_choice("task.tuning_data", tuning_data, get_args(TuningData))
         self.data, self.corpus, self.filters = Path(data), corpus, list(filters.values())
         self.queries_are_public, self.examples = queries_are_public, examples

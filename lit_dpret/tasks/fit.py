@@ -49,7 +49,7 @@ class PlannedFit:
 
     @property
     def releases(self) -> list[Release]:
-        """What its own ledger will charge: a shuffled epoch as a whole."""
+        """The releases that its own ledger will charge: a shuffled epoch as a whole."""
         return forthcoming_releases([], self.plan.release(), first=0, until=self.steps)
 
 
@@ -135,9 +135,7 @@ class Fit:
         """The private training that ``run`` would make; reads the data, and trains nothing."""
         if self.membership_coins:
             raise ConfigurationError("task.membership_coins=true cannot be planned: how many it holds out is a coin's.")
-        datamodule = parts.make_datamodule()
-        datamodule.prepare_data()
-        datamodule.setup("fit")
+        datamodule = parts.read_data()
         if (canaries := _canaries(parts)) is not None:
             plant_blanks(datamodule, canaries.units)
         return plan_fit(
@@ -149,7 +147,7 @@ class Fit:
         )
 
     def _hold_out(self, privacy: Any, datamodule: Any, folder: Path) -> Callable[[], None] | None:
-        """What holds queries out once the data are read; None where all are trained on."""
+        """Return a function that holds queries out once the data are read; None where all are trained on."""
         if not self.membership_coins:
             if (folder / COINS_NAME).exists():
                 raise ConfigurationError(
@@ -178,7 +176,7 @@ def _tell_where(folder: Path) -> None:
 
 
 def _canaries(parts: Parts) -> CanarySuite | None:
-    """What is planted in a model that is released."""
+    """Return the canaries to plant in a model that is released."""
     canaries: CanarySuite | None = parts.make_canaries()
     if canaries is not None and canaries.queries in EVALUATION_SPLITS:
         raise ConfigurationError(

@@ -23,7 +23,7 @@ from lit_dpret.synthesis.sampler import Decoding
 from lit_dpret.synthesis.textsim.bleu import corpus_bleu, references_by_passage
 from lit_dpret.synthesis.textsim.extra import need
 from lit_dpret.tasks.fit import Fit
-from lit_dpret.tasks.parts import Parts
+from lit_dpret.tasks.parts import Parts, require_whole
 from lit_dpret.tasks.synthesize import public_sample
 
 Whose = Literal["public", "synthetic", "private"]
@@ -66,9 +66,7 @@ class FitScored(Fit):
                 "private ones stays in the run folder, and choosing settings by it has a cost (docs/sweeps.md)."
             )
         require_choice("task.data", data, get_args(Whose))
-        for knob, value in (("max_passages", max_passages), ("group_size", group_size)):
-            if value is not None and value < 1:
-                raise ConfigurationError(f"task.{knob}={value} must be at least 1.")
+        require_whole(group_size=(group_size, 1), max_passages=(1 if max_passages is None else max_passages, 1))
         need("sacrebleu")  # before hours of training
         self.data, self.datamodule, self.split, self.max_passages = data, datamodule, split, max_passages
         self.decoding = {"top_p": top_p, "temperature": temperature}

@@ -21,7 +21,7 @@ from lit_dpret.encoders import Towers, load_towers
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.report.hard_negatives import Case, write_cases
 from lit_dpret.retrieval.search import search
-from lit_dpret.tasks.parts import Parts, check_run_dir
+from lit_dpret.tasks.parts import Parts, check_run_dir, require_whole
 
 Whose = Literal["public", "private"]
 _SPARE = 16  # sentences that repeat an answer and count as none
@@ -59,9 +59,7 @@ class HardNegatives:
             raise ConfigurationError(
                 f"task.whose={whose}: the report holds the questions, so say whose they are: public or private."
             )
-        for knob, value in (("questions", questions), ("negatives", negatives), ("batch_size", batch_size)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigurationError(f"task.{knob}={value} must be a whole number, at least 1.")
+        require_whole(questions=(questions, 1), negatives=(negatives, 1), batch_size=(batch_size, 1))
         self.silo, self.encoder, self.whose = Path(silo), encoder, whose
         self.questions, self.negatives, self.batch_size = questions, negatives, batch_size
         self.min_free_mb = min_free_mb

@@ -80,9 +80,7 @@ class Histogram:
                 "task.noise_multiplier for the histogram."
             )
         start = self._start(mode)
-        data = parts.make_datamodule()
-        data.prepare_data()
-        data.setup("fit")
+        data = parts.read_data()
         data.use_unit(mode.unit, mode.neighbours)
         units = data.train_units()
         self.bins.fit(data.public_passages())
@@ -125,7 +123,7 @@ class Histogram:
         return self._tell(folder)
 
     def _start(self, mode: GaussianMode) -> Start:
-        """What the generator cost, its card held against its ledger."""
+        """Read what the generator cost, after checking its card against its ledger."""
         folder = self.generator
         if not (folder / LEDGER_NAME).is_file() and (folder.parent / LEDGER_NAME).is_file():
             folder = folder.parent

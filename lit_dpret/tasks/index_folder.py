@@ -47,7 +47,7 @@ Kind = Literal["exact", "faiss"]
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a folder holds.
+    """The description of a folder of embeddings.
 
     Args:
         side: Whether its texts are passages or queries.
@@ -80,7 +80,7 @@ class Manifest:
 
 
 def told_from(folder: str | Path, encoder: str | Path) -> str:
-    """How a manifest in ``folder`` names an encoder, without telling where on a machine both lie.
+    """Return the name of an encoder for a manifest in ``folder``, without revealing paths of this machine.
 
     A folder is named as seen from there; where both have no more than the root in common, by its last part alone.
     """
@@ -284,7 +284,7 @@ def encode_folder(
     where = None if device is None else str(crew.place(torch.device(device)))
 
     def prepare() -> bool:
-        """Whether there is anything to compute."""
+        """Prepare the folder; return whether there is anything to compute."""
         folder.mkdir(parents=True, exist_ok=True, mode=0o700 if private else 0o777)
         if private:
             folder.chmod(0o700)
@@ -402,7 +402,7 @@ def _card_of(encoder: str | Path) -> Path | None:
 
 
 def _is_finished(folder: Path, begun: Mapping[str, Any]) -> bool:
-    """Whether these very embeddings are there already."""
+    """Return whether these very embeddings are there already."""
     try:
         known = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         return bool(
@@ -421,7 +421,7 @@ def _refuse_another(folder: Path, begun: Mapping[str, Any]) -> None:
         raise ResumeError(
             f"{folder} holds embeddings made with another {', '.join(changed)}. Give another folder, or delete it."
         )
-    (folder / MANIFEST).unlink()  # its embeddings are damaged, and made anew
+    (folder / MANIFEST).unlink()  # its embeddings are damaged, and computed again
 
 
 def _write_texts(folder: Path, texts: Mapping[str, str]) -> None:

@@ -35,7 +35,7 @@ from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.files import write_whole
 from lit_dpret.report.inversion_report import write_inversion
 from lit_dpret.synthesis.textsim.extra import need
-from lit_dpret.tasks.parts import Parts, check_run_dir
+from lit_dpret.tasks.parts import Parts, check_run_dir, require_whole
 from lit_dpret.tasks.stages import Stages
 
 Whose = Literal["public", "private"]
@@ -109,20 +109,16 @@ class Inversion:
             raise ConfigurationError(
                 f"task.side={side!r} must be query or passage, task.how={how!r} one of {', '.join(get_args(How))}."
             )
-        for knob, value, least in (
-            ("known", known, 20), ("attacked", attacked, 20), ("places", places, 1), ("max_tokens", max_tokens, 2),
-            ("steps", steps, 1), ("batch_size", batch_size, 1), ("candidates", candidates, 2),
-        ):  # fmt: skip
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigurationError(f"task.{knob}={value} must be a whole number, at least {least}.")
+        require_whole(
+            known=(known, 20), attacked=(attacked, 20), places=(places, 1), max_tokens=(max_tokens, 2),
+            steps=(steps, 1), batch_size=(batch_size, 1), candidates=(candidates, 2), samples=(samples, 0),
+        )  # fmt: skip
         if candidates > attacked:
             raise ConfigurationError(f"task.candidates={candidates} are more than task.attacked={attacked} texts.")
         if lr is not None and not lr > 0:
             raise ConfigurationError(f"task.lr={lr} must be above 0.")
-        if isinstance(samples, bool) or not isinstance(samples, int) or not 0 <= samples <= attacked:
-            raise ConfigurationError(
-                f"task.samples={samples} must be a whole number from 0 to task.attacked={attacked}."
-            )
+        if samples > attacked:
+            raise ConfigurationError(f"task.samples={samples} are more than task.attacked={attacked} texts.")
         if samples and whose != "public":
             raise ConfigurationError(f"task.samples={samples} would print private texts. Set it to 0.")
         self.encoder, self.whose, self.texts, self.split, self.side = encoder, whose, texts, split, side
@@ -194,9 +190,7 @@ class Inversion:
         if self.texts is not None:
             file = RecordFile(Path(self.texts), knob="task.texts")
             return [file.text(number, record, "text") for number, record in file]
-        data = parts.make_datamodule()
-        data.prepare_data()
-        data.setup("fit")
+        data = parts.read_data()
         collection = data.collection
         if self.split == "passages":
             return list(collection.passages.values())
@@ -269,7 +263,7 @@ class Inversion:
         }  # fmt: skip
 
     def _maker(self, parts: Parts, tower: TextEncoder, known: Sequence[str], dim: int) -> tuple[Any, Words]:
-        """What builds the same decoder for every arm, and the tokens that it writes."""
+        """Return a function that builds the same decoder for every arm, and the tokens that it writes."""
         if self.language_model is None:
             words = Words(tower.tokenizer, self.max_tokens, only_of=known)
         else:

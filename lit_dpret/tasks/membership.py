@@ -33,20 +33,21 @@ from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, clai
 from lit_dpret.report.membership_report import write_membership
 from lit_dpret.synthesis.filters.released import load_released
 from lit_dpret.tasks.membership_shadows import SHIFT, Attacker, Others, Shadows, Suspects, Trained, choose_suspects
-from lit_dpret.tasks.parts import Parts, check_run_dir
+from lit_dpret.tasks.parts import Parts, check_run_dir, require_whole
 from lit_dpret.tasks.stages import Stages
 
 #: What a coin that leaves a query out does, where the relation of the claim is another one.
 DROPPED = {
     "zero_out": "A coin leaves a query's place out, and the claim (zero_out) is about emptying it: the number of "
-    "units, which the claim takes for public, hangs on the coins. Evidence and ceilings hold but for what that tells.",
+    "units, which the claim takes for public, depends on the coin flips. Evidence and ceilings hold apart from what "
+    "that reveals.",
     "replace_one": "A coin leaves a query out, and the claim (replace_one) is about exchanging it for another, in data "
     "of one size: it says nothing of what is found here, neither of evidence nor of ceilings.",
 }
 
 
 class Claim:
-    """What a run promised, as ceilings at any false positive rate.
+    """The promise of a run, as ceilings at any false positive rate.
 
     Attributes:
         line: Of the card, in words.
@@ -172,12 +173,10 @@ class Membership:
     ) -> None:
         if others is not None and others not in get_args(Others):
             raise ConfigurationError(f"task.others={others!r} is not one of {', '.join(get_args(Others))}.")
-        for knob, value, least in (
-            ("queries", queries, 20), ("rows_per_query", rows_per_query, 1), ("pool", pool, 2),
-            ("batch_size", batch_size, 1), ("resamples", resamples, 1),
-        ):  # fmt: skip
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigurationError(f"task.{knob}={value} must be a whole number, at least {least}.")
+        require_whole(
+            queries=(queries, 20), rows_per_query=(rows_per_query, 1), pool=(pool, 2), batch_size=(batch_size, 1),
+            resamples=(resamples, 1),
+        )  # fmt: skip
         if shadows != 0 and (not isinstance(shadows, int) or shadows < 4 or shadows % 2):
             raise ConfigurationError(f"task.shadows={shadows} must be 0, or an even number from 4 on.")
         if not minutes > 0 or not temperature > 0:
@@ -214,9 +213,7 @@ class Membership:
         others: Others = self.others or ("dev" if coins is None else "coins")
         shadows = Shadows(parts, count=self.shadows, minutes=self.minutes) if self.shadows else None
         stages = Stages(parts.run_dir, resume=parts.resume, fingerprint=self._fingerprint(parts, target))
-        data = parts.make_datamodule()
-        data.prepare_data()
-        data.setup("fit")
+        data = parts.read_data()
         suspects = choose_suspects(
             data, others, coins, count=self.queries, rows=self.rows_per_query, seed=parts.seed
         )  # fmt: skip
@@ -342,7 +339,7 @@ class Membership:
         }
 
     def _disclosures(self, suspects: Suspects, claim: Claim) -> dict[str, Any] | None:
-        """What the release repeats of the attacked queries; None without coins, where phantoms mean nothing."""
+        """Count what the release repeats of the attacked queries; None without coins, where phantoms mean nothing."""
         if not suspects.fair:
             return None
         own = suspects.texts()[: suspects.attacked]

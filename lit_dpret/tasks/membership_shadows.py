@@ -175,7 +175,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(eq=False, repr=False)
 class Attacker:
-    """What is the same for target, reference and shadow models: the suspects, the pool and the settings.
+    """Computes signals of target, reference and shadow models, for the same suspects, pool and settings.
 
     Args:
         target: The folder of the attacked model; the others are read as what it is.
@@ -236,7 +236,7 @@ def write_signals(path: Path, signals: Signals) -> None:
 
 
 def read_signals(path: Path) -> dict[str, NDArray[np.float64]]:
-    """What `write_signals` wrote.
+    """Read what `write_signals` wrote.
 
     Raises:
         DataError: The file is missing or broken.
@@ -254,7 +254,7 @@ SIGNALS = "signals.npz"
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """How far the shadow models were trained.
+    """Trained shadow models.
 
     Attributes:
         matrix: Their signals of all suspects.
@@ -273,7 +273,7 @@ class Shadows:
     """Train, score and forget shadow models, one stage for each.
 
     Guarantees:
-        - A shadow model that is done is not trained again; one that was interrupted begins anew.
+        - A shadow model that is done is not trained again; one that was interrupted starts again.
         - Each has as many steps as the target's configuration, however slow the machine is.
         - There are ``count`` of them, or as many as fit into the time by the speed of a few steps that are timed
           before, and none where not even four do. How many is decided once, before the first, and is an even number:
@@ -396,7 +396,7 @@ class Shadows:
 
 
 def models_in(seconds: float, each: float, *, wanted: int) -> int:
-    """How many shadow models of ``each`` seconds fit: an even number from 4 to ``wanted``, or 0.
+    """Return how many shadow models of ``each`` seconds fit: an even number from 4 to ``wanted``, or 0.
 
     >>> models_in(1200, 100, wanted=8), models_in(1200, 190, wanted=8), models_in(1200, 301, wanted=8)
     (8, 6, 0)

@@ -1,4 +1,4 @@
-"""What a task is given: a run folder and the means to build the rest, without knowing Hydra."""
+"""The arguments of a task: a run folder and the means to build the rest, without knowing Hydra."""
 
 from __future__ import annotations
 
@@ -63,8 +63,15 @@ class Parts:
     seed: int = 0
     command: str = field(default="python train.py")
 
+    def read_data(self, stage: str = "fit") -> Any:
+        """Make the datamodule, let it fetch what it needs, and have it read."""
+        data = self.make_datamodule()
+        data.prepare_data()
+        data.setup(stage)
+        return data
+
     def command_again(self, *how: str) -> str:
-        """What gives the same results anew: the command without ``resume=`` and without words that begin as ``how``."""
+        """Return the command that repeats this run: without ``resume=`` and without words that begin as ``how``."""
         return as_typed([word for word in _words(self.command) if not word.startswith(("resume=", *how))])
 
 
@@ -83,6 +90,17 @@ def _words(command: str) -> list[str]:
         return shlex.split(command)
     except ValueError:  # a lone quote mark in a value
         return command.split()
+
+
+def require_whole(**numbers: tuple[object, int]) -> None:
+    """Refuse settings of a task, given as ``name=(value, least)``, that are no whole number or below the least.
+
+    Raises:
+        ConfigurationError: Naming the first of them.
+    """
+    for name, (value, least) in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigurationError(f"task.{name}={value} must be a whole number of at least {least}.")
 
 
 def check_run_dir(folder: Path, *, min_free_mb: float) -> None:

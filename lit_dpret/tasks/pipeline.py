@@ -104,7 +104,7 @@ def tell_baselines(
 
 
 def _notes(rows: Sequence[RowResult]) -> list[str]:
-    """What a reader of the table must know, whatever was run."""
+    """Return what a reader of the table must know, whatever was run."""
     bare = [row.system for row in rows if row.privacy.startswith("no privacy guarantee")]
     found = [
         "What is promised at the top of the page holds for the synthetic queries and for the retriever that learned "
@@ -161,7 +161,7 @@ EMBEDDINGS = "embeddings"
 _ROUND_TRIP_K = 10
 _UNPROTECTED = "original queries, no privacy"
 SCORE = "synthetic/nDCG@10"
-"""The result by which pipelines under different privacy are compared: that of the retriever trained on made queries."""
+"""The result by which pipelines are compared: that of the retriever trained on synthetic queries."""
 
 
 class Pipeline:
@@ -175,7 +175,7 @@ class Pipeline:
         retriever_steps, retriever_batch, retriever_max_grad_norm: The retriever's, in every row.
         max_passages: Public sample of passages that are encoded and searched; null for all.
         queries_per_passage, top_p, temperature, group_size: Of the synthesis.
-        round_trip_filter: Train on the made queries that find their own passage among so many results
+        round_trip_filter: Train on the synthetic queries that find their own passage among so many results
             of the zero-shot encoder; null trains on all.
         samples: How many synthetic queries the report shows.
         tuning_note, tuning_data: What the settings were chosen on; they go into the cards.
@@ -190,7 +190,7 @@ class Pipeline:
     """
 
     unprivate_results: ClassVar[tuple[str, ...]] = (_UNPROTECTED,)
-    """What no private runs may be chosen by."""
+    """Results by which no private runs may be chosen."""
 
     def __init__(
         self,

@@ -28,7 +28,7 @@ def stage_callbacks(
     folder: Path, *, resume: bool, label: str, save_every: int = 5, trial_of: Any = None,
     start: Mapping[str, Any] | None = None, **tuning: Any,
 ) -> list[Any]:  # fmt: skip
-    """What every training inside a longer task needs; one that was not begun yet begins, also where ``resume``.
+    """Return the callbacks of a training inside a longer task; one that was not begun begins, also on ``resume``.
 
     ``start`` goes to `PrivacyAccountant`: the run that this one starts from; ``tuning`` goes to `PrivacyCard`.
     """
@@ -41,7 +41,7 @@ def stage_callbacks(
 
 
 def is_begun(folder: Path, resume: bool) -> bool:
-    """Whether a training inside a longer task goes on, and does not begin."""
+    """Return whether a training inside a longer task goes on, and does not begin."""
     return resume and (folder / LEDGER_NAME).exists()
 
 
@@ -125,7 +125,7 @@ def check_round_trip(
 
 
 def as_round_trip(result: Mapping[str, Any]) -> RoundTrip:
-    """What `check_round_trip` returned, for the report."""
+    """Convert what `check_round_trip` returned for the report."""
     return RoundTrip(
         recall=Interval(*result["recall"]),
         control=Interval(*result["control"]),

@@ -26,17 +26,17 @@ from lit_dpret.privacy.modes import GaussianMode
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.sampling import steps_per_epoch
 from lit_dpret.report.plan_figure import can_draw, draw_plan
-from lit_dpret.tasks.parts import Parts, check_run_dir
+from lit_dpret.tasks.parts import Parts, check_run_dir, require_whole
 
 OVERHEAD = 1.3
 """Products of a clipped batch over those of its linear layers in an ordinary one: what norms take."""
 
 PASSES = 20
-"""How often each value of a linear layer, an attention weight or a logit is read or written one by one."""
+"""The number of single reads and writes of each value of a linear layer, an attention weight or a logit."""
 # Both were set by hand on T5-small and five T5s of 1 to 4 layers of 32 to 256 columns: 0.7 to 1.1 of the real time.
 
 FACTOR = 2.0
-"""How far, either way, the estimate may lie from a measurement; a test holds it to that for small T5s."""
+"""The factor, either way, between estimate and measurement; a test holds it to that for small T5s."""
 
 _UPDATE = 2.0
 """Time of noise and optimizer together over that of drawing the noise."""
@@ -231,7 +231,7 @@ _PATIENCE = 3.0
 
 
 class _Progress:
-    """What is being computed, on stderr, once it has taken longer than a few seconds."""
+    """Says on stderr what is being computed, once it has taken longer than a few seconds."""
 
     def __init__(self) -> None:
         self._begun, self._last = time.monotonic(), ""
@@ -273,8 +273,8 @@ class Plan:
         strategy: str = "ddp",
         plot: bool | None = None,
     ) -> None:
-        if units is not None and (isinstance(units, bool) or not isinstance(units, int) or units < 1):
-            raise ConfigurationError(f"task.units={units} must be a whole number of at least 1.")
+        if units is not None:
+            require_whole(units=(units, 1))
         if epochs is not None and not (isinstance(epochs, (int, float)) and 0 < epochs < math.inf):
             raise ConfigurationError(f"task.epochs={epochs} must be a positive number.")
         if not isinstance(measure, bool) and measure != "slices":
@@ -328,7 +328,7 @@ class Plan:
     def _costs(
         self, parts: Parts, mode: GaussianMode, plan: PrivacyPlan, trainer: Any, progress: Callable[[str], None]
     ) -> dict[str, Any]:
-        """What a step takes; where only an estimate was asked for, a model that cannot be had is no error."""
+        """Compute what a step takes; where only an estimate is wanted, a model that cannot be loaded is no error."""
         device, precision = trainer.strategy.root_device, str(trainer.precision)
         try:
             outline = parts.make_outline(privacy=mode)

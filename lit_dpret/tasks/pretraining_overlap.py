@@ -18,7 +18,7 @@ from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.files import write_whole
 from lit_dpret.synthesis.textsim.pretraining_overlap import bounds, find_in_corpus
 from lit_dpret.synthesis.textsim.share import Share
-from lit_dpret.tasks.parts import Parts, check_run_dir
+from lit_dpret.tasks.parts import Parts, check_run_dir, require_whole
 from lit_dpret.tasks.uncovered import Whose, check_declared, check_synthetic, declare, refuse_training_data
 
 NAME = "pretraining_overlap"
@@ -38,7 +38,7 @@ class PretrainingOverlap:
         field: The field of a record that holds its text.
         split: Which queries of the datamodule.
         max_texts: So many queries and passages are looked for, chosen by hash of id; null for all.
-        subsets: How many such choices are made and told one by one; texts of one may be in another.
+        subsets: How many such choices are made and reported one by one; texts of one may be in another.
         ngram: Words in a row that count as an overlap.
         sampled: The share of the corpus that the files are a random sample of, 1 for all of it; null where they
             are no random sample, or nobody knows. It gives bounds for the whole corpus.
@@ -61,9 +61,7 @@ class PretrainingOverlap:
         self.queries = check_declared(
             queries, card_entry, knob="task.queries", measured="the share found in a corpus"
         )  # fmt: skip
-        for knob, value in (("ngram", ngram), ("max_texts", max_texts), ("subsets", subsets)):
-            if value is not None and value < 1:
-                raise ConfigurationError(f"task.{knob}={value} must be at least 1.")
+        require_whole(ngram=(ngram, 1), subsets=(subsets, 1), max_texts=(1 if max_texts is None else max_texts, 1))
         if sampled is not None and not 0 < sampled <= 1:
             raise ConfigurationError(f"task.sampled={sampled} is no share of a corpus; give one above 0, up to 1.")
         self.corpus, self.card = Path(corpus), None if card is None else Path(card)
@@ -83,9 +81,7 @@ class PretrainingOverlap:
                 "model or data set that learnt from these queries, or set it to null."
             )
         files = corpus_files(self.corpus)
-        data = parts.make_datamodule()
-        data.prepare_data()
-        data.setup("test")
+        data = parts.read_data("test")
         if self.queries == "synthetic":
             check_synthetic(data, self.split)
         if self.queries == "public":
@@ -140,7 +136,7 @@ class PretrainingOverlap:
         progress(len(files), len(files))
 
     def _reach(self) -> str:
-        """What the shares say about the corpus as a whole."""
+        """Say what the shares mean for the corpus as a whole."""
         if self.sampled == 1.0:
             return "This is the whole corpus, as declared."
         known = "" if self.sampled is None else f" The bounds take the files for a random {self.sampled:.3%} of it."

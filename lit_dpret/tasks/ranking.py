@@ -1,4 +1,4 @@
-"""From embeddings or words to a scored ranking; the same few lines for every task."""
+"""Rankings: from embeddings or words to a scored ranking, and the files that it leaves in a folder."""
 
 from __future__ import annotations
 

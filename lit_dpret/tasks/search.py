@@ -8,7 +8,7 @@ from pathlib import Path
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.retrieval.search import MISSING
 from lit_dpret.tasks.index_folder import IndexFolder
-from lit_dpret.tasks.parts import Parts
+from lit_dpret.tasks.parts import Parts, require_whole
 
 _SHOWN = 200  # characters of a passage
 
@@ -31,8 +31,7 @@ class Search:
     def __init__(
         self, *, index: str | Path, query: str, top_k: int = 10, encoder: str | None = None, device: str = "cpu"
     ) -> None:
-        if top_k < 1:
-            raise ConfigurationError(f"task.top_k={top_k} must be at least 1.")
+        require_whole(top_k=(top_k, 1))
         if not str(query).strip():
             raise ConfigurationError("task.query is empty.")
         self.index, self.query, self.top_k = Path(index), str(query), top_k

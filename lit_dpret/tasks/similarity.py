@@ -23,7 +23,7 @@ from lit_dpret.synthesis.textsim.bleu import corpus_bleu, references_by_passage
 from lit_dpret.synthesis.textsim.extra import need
 from lit_dpret.synthesis.textsim.mauve import mauve
 from lit_dpret.synthesis.textsim.overlap import overlap
-from lit_dpret.tasks.parts import Parts, check_run_dir
+from lit_dpret.tasks.parts import Parts, check_run_dir, require_whole
 from lit_dpret.tasks.uncovered import Whose, check_declared, check_synthetic, declare, refuse_training_data
 
 Qrels = Mapping[str, Mapping[str, int]]
@@ -122,9 +122,7 @@ class Similarity:
         device: str = "cpu",
     ) -> None:
         self.reference = check_declared(reference, card_entry, knob="task.reference", measured="similarity")
-        for knob, value in (("ngram", ngram), ("max_texts", max_texts), ("seeds", seeds), ("batch_size", batch_size)):
-            if value < 1:
-                raise ConfigurationError(f"task.{knob}={value} must be at least 1.")
+        require_whole(ngram=(ngram, 1), max_texts=(max_texts, 1), seeds=(seeds, 1), batch_size=(batch_size, 1))
         chosen = get_args(Measure) if measures is None else tuple(measures)
         for knob, given, known in (("measures", chosen, Measure), ("features", features, Features)):
             if not given or not set(given) <= set(get_args(known)):
@@ -199,7 +197,7 @@ class Similarity:
         return written.scores
 
     def _privacy(self) -> str:
-        """What the synthetic data promise, in a line."""
+        """Say what the synthetic data promise, in a line."""
         path = self.synthetic / CARD_NAME
         return privacy_line(read_card(path)) if path.is_file() else "no privacy card"
 
@@ -222,9 +220,7 @@ class Similarity:
         return None if self.held_out is None else self._split(parts, self.held_out)
 
     def _split(self, parts: Parts, split: str) -> Texts:
-        data = parts.make_datamodule()
-        data.prepare_data()
-        data.setup("test")
+        data = parts.read_data("test")
         if self.reference == "synthetic":
             check_synthetic(data, split)
         if self.reference == "public":

@@ -18,7 +18,7 @@ MARK = "pipeline.fingerprint"
 
 
 def holds_a_run(folder: Path) -> bool:
-    """Whether a run, or a task of several, was begun in a folder or below it."""
+    """Return whether a run, or a task of several, was begun in a folder or below it."""
     return any(True for name in (LEDGER_NAME, MARK) for _ in folder.rglob(name))
 
 
@@ -54,7 +54,7 @@ class Stages:
         mark.write_text(fingerprint, encoding="utf-8")
 
     def is_done(self, name: str) -> bool:
-        """Whether stage ``name`` finished, in this attempt or an earlier one."""
+        """Return whether stage ``name`` finished, in this attempt or an earlier one."""
         return (self.run_dir / name / DONE).exists()
 
     def run(self, name: str, work: Callable[[Path, bool], dict[str, Any]]) -> dict[str, Any]:

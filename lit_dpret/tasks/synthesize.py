@@ -10,10 +10,9 @@ from typing import Any, get_args
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.tuning import TuningData
 from lit_dpret.distributed.crew import Crew, crew_here
-from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.budget import require_choice
 from lit_dpret.synthesis.writer import synthesize
-from lit_dpret.tasks.parts import Parts, check_run_dir
+from lit_dpret.tasks.parts import Parts, check_run_dir, require_whole
 
 SYNTHETIC = "synthetic"
 
@@ -70,17 +69,11 @@ class Synthesize:
         tuning_data: str = "unknown",
         tuning_note: str | None = None,
     ) -> None:
-        for knob, value, least in (
-            ("queries_per_passage", queries_per_passage, 1),
-            ("group_size", group_size, 1),
-            ("threads", threads, 1),
-            ("workers", workers, 0),
-            ("groups_in_flight", groups_in_flight, 1),
-        ):
-            if value < least:
-                raise ConfigurationError(f"task.{knob}={value} must be at least {least}.")
-        if max_passages is not None and max_passages < 1:
-            raise ConfigurationError(f"task.max_passages={max_passages} must be at least 1.")
+        require_whole(
+            queries_per_passage=(queries_per_passage, 1), group_size=(group_size, 1), threads=(threads, 1),
+            workers=(workers, 0), groups_in_flight=(groups_in_flight, 1),
+            max_passages=(1 if max_passages is None else max_passages, 1),
+        )  # fmt: skip
         require_choice("task.tuning_data", tuning_data, get_args(TuningData))
         self.generator = Path(generator)
         self.passages_are_public = passages_are_public

@@ -1,4 +1,4 @@
-"""A run as the trial of a sweep: known before it starts, and told when it is done."""
+"""A run as the trial of a sweep: known before it starts, and reported when it is done."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def refuse_private_objective(task: Any, callbacks: Sequence[Any], name: str, swe
     Args:
         task: Of the run.
         callbacks: Of its training.
-        name: The result that the sweeper is told.
+        name: The result that the sweeper gets.
         sweep: That the run is a trial of; None for a run of no planned sweep.
 
     Returns:

@@ -123,7 +123,7 @@ def declare(folder: Path | None, whose: Whose, *, measured: str, where: str) -> 
 
 
 def _copies(folder: Path) -> list[Path]:
-    """Where else the card of ``folder`` lies: a run keeps a copy of its card with its model, and a model one above."""
+    """Find copies of the card of ``folder``: a run keeps one with its model, and a model one above."""
     found = [model_folder(folder)]
     above = folder.resolve().parent
     if (folder / CARD_NAME).is_file() and (above / CARD_NAME).is_file():

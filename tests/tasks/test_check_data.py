@@ -20,7 +20,6 @@ from tiny_tasks import parts, retriever
 from lit_dpret.datamodules import HuggingFaceDataModule, ImagesDataModule, MSMarcoDataModule, PairsDataModule
 from lit_dpret.datamodules.collection import Collection
 from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError
-from lit_dpret.modules import OptimizerSpec, QueryGenerator
 from lit_dpret.tasks import CheckData
 from lit_dpret.tasks.check_data import PAGE, REPORT
 from lit_dpret.tasks.parts import Parts
@@ -261,47 +260,6 @@ def test_images_are_refused(tmp_path: Path) -> None:
     images = ImagesDataModule.__new__(ImagesDataModule)
     with pytest.raises(ConfigurationError, match="ImagesDataModule has no read_collection"):
         CheckData().run(parts(tmp_path, make_datamodule=lambda: images))
-
-
-EXAMPLE = """what is a water butt	A water butt collects rain from a roof for the garden.	ann
-how long do tyres last	Tyres last about five years, less on gravel roads.	ben
-when do swifts leave	Swifts leave in early August, most of them within a week.	cat
-how long do tyres last	Tyres last about five years, less on gravel roads.	dan
-who mends clocks	A horologist mends clocks and watches.	eve
-what is a horologist	A horologist mends clocks and watches.	eve
-why is the sea salt	Rivers carry salt to the sea, and only the water leaves again.	ann
-do swifts sleep in the air	Swifts sleep on the wing, one half of the brain at a time.	ann
-how is chalk made	Chalk is made of the shells of small animals that lived in the sea.	fay
-can ravens count	Ravens tell apart up to six dots, and learn it in a few days.	val
-what do moles eat	Moles eat worms, and keep some of them for the winter.	han
-how deep do moles dig	Mole tunnels lie between five and twenty centimetres deep.	ann
-when was tea first drunk	Tea was drunk in the south-west of China two thousand years ago.	ida
-is green tea black tea	Green and black tea come from the same plant; black tea is oxidised.	ida
-"""
-
-
-def test_the_example_of_the_page_on_data_is_what_the_task_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("log.tsv").write_text(f"query\tpassage\tuser_id\n{EXAMPLE}", encoding="utf-8")
-    given = parts(
-        tmp_path,
-        make_datamodule=partial(PairsDataModule, pairs="log.tsv"),
-        make_module=partial(
-            QueryGenerator,
-            pretrained="public_t5",
-            optimizer=OptimizerSpec(),
-            max_passage_length=16,
-            max_query_length=8,
-            lower_case=True,
-        ),
-        command="python train.py task=check_data model.max_passage_length=16 model.max_query_length=8 "
-        "datamodule=pairs datamodule.pairs=log.tsv",
-    )
-    CheckData().run(given)
-    page = (Path(__file__).resolve().parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
-    assert f"```text\n{capsys.readouterr().out}```\n" in page
 
 
 # -- users and splits ----------------------------------------------------------------------------
