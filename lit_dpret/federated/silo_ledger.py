@@ -28,7 +28,7 @@ from lit_dpret.privacy.accounting.accountant import DecimalGrid, calibrate_noise
 from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.accounting.releases import FullBatch, GaussianRelease, Release, SamplingLaw, merge
 from lit_dpret.privacy.budget import AccountantName, Neighbours, NoiseName, PrivacyBudget, Unit, charged
-from lit_dpret.privacy.ledger.dataset_file import Total
+from lit_dpret.privacy.ledger.dataset_file import DatasetFile, Total
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.ledger.facts import owed_releases
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, start_of
@@ -70,7 +70,16 @@ class SiloLedger:
         self.secret_file = None if secret_file is None else Path(secret_file)
         self.path = self.folder / f"silo_ledger.{_side(budget.unit)}.jsonl"
         self._ledger = DatasetLedger(self.path, total_eps=budget.eps, budget=budget, accountant=accountant)
+        self._require_same_limit()
         self._require_known(sorted((self.folder / _RELEASES).glob("*.jsonl")))
+
+    def _require_same_limit(self) -> None:
+        terms = DatasetFile.read(self.path).book.terms if self.path.exists() else None
+        if terms is not None and terms["total_eps"] != self.budget.eps:
+            raise ConfigurationError(
+                f"federated.privacy.eps={self.budget.eps:g}, but {self.path} was begun with {terms['total_eps']:g}: a "
+                "promise about these data is not changed later. Set federated.privacy.eps to that."
+            )
 
     def require_whole(self, state: Path) -> None:
         """Refuse to go on where rounds in a state folder released something that this file does not know.
@@ -190,7 +199,7 @@ class SiloLedger:
         return self._ledger.total() if self.path.exists() else None
 
     def epsilon(self) -> float:
-        """Epsilon of everything that was charged, at the budget's delta."""
+        """Epsilon of everything that was charged, at the budget's delta or a smaller one that the file began with."""
         total = self.total()
         return 0.0 if total is None else total.epsilon
 
@@ -245,10 +254,9 @@ class SiloLedger:
         if not self.path.exists():
             return {}
         found = self._ledger.releases()
+        delta = min(self.budget.delta, self._ledger.terms()["delta"])
         return {
-            name: epsilon(
-                releases, delta=self.budget.delta, neighbours=self.budget.neighbours, accountant=self.accountant
-            )
+            name: epsilon(releases, delta=delta, neighbours=self.budget.neighbours, accountant=self.accountant)
             for name, releases in found.items()
         }
 

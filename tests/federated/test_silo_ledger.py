@@ -164,3 +164,20 @@ def test_noise_on_a_grid_is_charged_for_its_rounding_and_no_floating_point_noise
     assert silo.epsilon() == pytest.approx(cost((3.0, 1)))
     assert centroids(silo, torch.randn(20, 4), 5.0).isfinite().all()
     assert silo.training(noise_multiplier=3.0, max_grad_norm=1.0).noise == "discrete"
+
+
+def test_what_is_spent_is_told_at_the_delta_of_a_log_that_has_grown(tmp_path: Path) -> None:
+    centroids(ledger(tmp_path), torch.zeros(4, 2), 4.0)
+    grown = ledger(tmp_path, PrivacyBudget(eps=4.0, delta=1e-4))
+    total = grown.total()
+    assert total is not None and total.delta == 1e-4
+    assert grown.epsilon() == pytest.approx(
+        epsilon(grown.charged(), delta=1e-4, neighbours="zero_out", accountant="rdp")
+    )
+    assert list(grown.by_run().values()) == pytest.approx([grown.epsilon()])
+
+
+def test_another_limit_than_the_silo_began_with_is_refused_by_its_own_setting(tmp_path: Path) -> None:
+    centroids(ledger(tmp_path), torch.zeros(4, 2), 4.0)
+    with pytest.raises(ConfigurationError, match=r"federated\.privacy\.eps=2"):
+        ledger(tmp_path, PrivacyBudget(eps=2.0, delta=1e-3))

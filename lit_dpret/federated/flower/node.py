@@ -218,9 +218,10 @@ def flower_program(name: str) -> Path:
 def _budget_line(client: SiloClient) -> str:
     if client.ledger is None:
         return "no budget: nothing is promised of what leaves this silo (federated.privacy.eps is null)"
-    budget, spent = client.ledger.budget, client.ledger.epsilon()
+    budget, total = client.ledger.budget, client.ledger.total()
+    spent, delta = (0.0, budget.delta) if total is None else (total.epsilon, total.delta)
     return (
-        f"budget: epsilon {spent:.4g} of {budget.eps:.4g} is spent at delta={budget.delta:.3g}, unit {budget.unit}, "
+        f"budget: epsilon {spent:.4g} of {budget.eps:.4g} is spent at delta={delta:.3g}, unit {budget.unit}, "
         f"{budget.neighbours}; {'nothing' if spent >= budget.eps else f'{budget.eps - spent:.4g}'} is left"
     )
 

@@ -425,15 +425,17 @@ class DatasetLedger:
         return terms
 
     def _total(self, entries: Mapping[str, Entry], terms: Mapping[str, Any]) -> Total:
+        # A data set that has grown since the file was begun promises a smaller delta to each of its units.
+        delta = min(terms["delta"], self._budget.delta)
         value, how = compose_across_runs(
             composed(entry.charge for entry in entries.values()),
-            delta=terms["delta"],
+            delta=delta,
             neighbours=terms["neighbours"],
             accountant=self._accountant,
         )
         return Total(
             epsilon=value,
-            delta=terms["delta"],
+            delta=delta,
             accountant=how,
             total_eps=terms["total_eps"],
             runs=len(entries),

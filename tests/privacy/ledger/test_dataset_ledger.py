@@ -174,10 +174,22 @@ def test_the_limit_may_be_left_to_a_file_that_has_one(tmp_path: Path) -> None:
     assert reserve(ledger(tmp_path, None), "b", trained(count=1)).total_eps == 1.0
 
 
-def test_another_delta_is_counted_at_the_files(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("delta", "holds_at"), [(1e-3, DELTA), (1e-7, 1e-7)])
+def test_the_total_holds_at_the_smaller_delta_of_the_file_and_of_the_run(
+    tmp_path: Path, delta: float, holds_at: float
+) -> None:
+    """A log that has grown has a smaller delta, and at the file's the total would be one for fewer units."""
     reserve(ledger(tmp_path, 10.0), "a", trained())
-    total = reserve(ledger(tmp_path, 10.0, delta=1e-3), "b", trained())
-    assert (total.delta, total.epsilon) == (DELTA, cost(trained(), trained()))
+    total = reserve(ledger(tmp_path, 10.0, delta=delta), "b", trained())
+    assert (total.delta, total.epsilon) == (holds_at, cost(trained(), trained(), delta=holds_at))
+
+
+def test_the_limit_is_held_at_the_smaller_delta(tmp_path: Path) -> None:
+    between = (cost(trained(), trained()) + cost(trained(), trained(), delta=1e-7)) / 2
+    reserve(ledger(tmp_path, between), "a", trained())
+    ledger(tmp_path, between).require(trained())
+    with pytest.raises(BudgetExceededError, match=r"privacy\.total_eps"):
+        reserve(ledger(tmp_path, between, delta=1e-7), "b", trained())
 
 
 # -- the file ----------------------------------------------------------------------------------
