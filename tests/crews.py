@@ -44,15 +44,15 @@ def synthesize(folder: Path) -> None:
     from tiny_generator import PASSAGES, SETTINGS
 
     from lit_dpret.distributed.crew import crew_here
-    from lit_dpret.synthesis import workers, writer
+    from lit_dpret.synthesis import groups, writer
 
-    slow = workers.GroupDrawer.records
+    slow = groups.GroupDrawer.records
 
     def records(self: Any, group: Any) -> Any:
         time.sleep(0.2)  # so that every rank gets some
         return slow(self, group)
 
-    workers.GroupDrawer.records = records  # type: ignore[method-assign]
+    groups.GroupDrawer.records = records  # type: ignore[method-assign]
     with crew_here() as crew:
         writer.synthesize(folder / "g", PASSAGES, folder / "set", crew=crew, **SETTINGS)
         print("made", getattr(crew.ranks, "rank", 0), file=sys.stderr)

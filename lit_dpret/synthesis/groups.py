@@ -3,19 +3,33 @@
 What the groups are and how one is computed decides the bytes of a data set; who computes it and when does
 not. So everything that the bytes depend on stands here: the cut into groups, the dtype and device of the
 model, and the number of threads, for a matrix product adds up in another order with another number.
+
+Several processes may draw groups at once (`draw_groups`). Every process loads the generator and is handed groups; its
+records come back, and only the process that called writes. A process that dies takes the groups it had with it and
+nothing else: what came back before is on the disk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import multiprocessing
+import os
+import queue
+import signal
+import threading
+import traceback
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from transformers.utils import logging as transformers_logging
 
+from lit_dpret.errors import LitDpretError, WorkerError
 from lit_dpret.matmul_precision import whole_products
 from lit_dpret.modules.generator_folder import GeneratorModel, TextCodec, load_generator
 from lit_dpret.synthesis.dataset_folder import SyntheticQuery
@@ -27,7 +41,7 @@ _CHUNK = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class GroupSettings:
-    """What a process has to know to draw the queries of any group; plain values, so that it can be sent to one.
+    """The settings by which any group is drawn; plain values, so that they can be sent to a process.
 
     Args:
         generator: The generator's folder.
@@ -65,7 +79,7 @@ class GroupDrawer:
         self._generator.model.to(device=place or torch.device(settings.device), dtype=PRECISIONS[settings.precision])
 
     def records(self, group: Mapping[str, str]) -> list[dict[str, Any]]:
-        """The queries of one group, as a shard holds them."""
+        """Return the queries of one group, as a shard holds them."""
         settings = self._settings
         drawn = draw_group(self._generator, group, settings.draws, settings.seed, settings.decoding)
         return [query.to_dict() for query in drawn]
@@ -84,7 +98,7 @@ def fixed_arithmetic(threads: int) -> Iterator[None]:
 
 
 def canonical_groups(codec: TextCodec, passages: Mapping[str, str], group_size: int) -> list[list[str]]:
-    """Passage ids in groups of ``group_size``, by (token length, id).
+    """Return passage ids in groups of ``group_size``, by (token length, id).
 
     Guarantees:
         - The groups are a function of the set of passages, not of the order they came in.
@@ -100,7 +114,7 @@ def canonical_groups(codec: TextCodec, passages: Mapping[str, str], group_size: 
 def draw_group(
     generator: GeneratorModel, group: Mapping[str, str], draws: int | Sequence[int], seed: int, decoding: Decoding
 ) -> list[SyntheticQuery]:
-    """The queries of one group of passages, by passage and draw.
+    """Draw the queries of one group of passages, by passage and draw.
 
     Args:
         generator: The generator.
@@ -128,3 +142,176 @@ def draw_group(
         for row, name in enumerate(names)
         for draw, sampled in zip(wanted, by_draw, strict=True)
     ]
+
+
+Task = tuple[int, Mapping[str, str]]
+Drawn = tuple[int, list[dict[str, Any]]]
+
+_GRACE = 5.0  # seconds for a process to end by itself
+
+
+def draw_groups(
+    tasks: Iterable[Task],
+    settings: GroupSettings,
+    *,
+    workers: int,
+    groups_in_flight: int = 2,
+    generator: GeneratorModel | None = None,
+) -> Generator[Drawn]:
+    """Yield the records of each group with its number, in whatever order they are finished.
+
+    Guarantees:
+        - The records of a group depend on the group and the settings alone.
+        - When the iterator is closed, exhausted or raises, none of its processes is left.
+
+    Args:
+        tasks: Groups with their numbers; read only as far as they can be handed out.
+        settings: What to draw with.
+        workers: Processes beside this one; 0 draws here.
+        groups_in_flight: Groups that a process holds at once: the one it computes, and others that wait for it.
+        generator: The loaded generator, for ``workers=0``.
+
+    Raises:
+        WorkerError: A process died or met an error that nobody foresaw.
+        LitDpretError: What a process refused, in its own words.
+    """
+    if workers == 0:
+        with fixed_arithmetic(settings.threads):
+            drawer = GroupDrawer(settings, generator)
+            for index, group in tasks:
+                yield index, drawer.records(group)
+        return
+    pool: list[_Worker] = []
+    try:
+        pool += [_Worker(number, workers, settings) for number in range(workers)]
+        yield from _handed_out(iter(tasks), pool, groups_in_flight)
+    finally:
+        for worker in pool:
+            worker.stop()
+
+
+def _handed_out(tasks: Iterator[Task], pool: list[_Worker], groups_in_flight: int) -> Iterator[Drawn]:
+    """Keep every process supplied, and pass on what they finish."""
+    for _ in range(groups_in_flight):  # one each, then the next: nobody waits for a neighbour's reserve
+        for worker in pool:
+            _supply(worker, tasks)
+    while busy := {worker.connection: worker for worker in pool if worker.held}:
+        for ready in wait(list(busy)):
+            worker = busy[ready]  # type: ignore[index]
+            drawn = worker.take()
+            try:
+                _supply(worker, tasks)
+            except WorkerError:
+                yield drawn  # finished before it died, so it is kept
+                raise
+            yield drawn
+
+
+def _supply(worker: _Worker, tasks: Iterator[Task]) -> None:
+    if (task := next(tasks, None)) is not None:
+        worker.give(task)
+
+
+class _Worker:
+    """One process, seen from the one that called."""
+
+    def __init__(self, number: int, of: int, settings: GroupSettings) -> None:
+        self.number, self.of = number, of
+        self.held: deque[int] = deque()
+        self._drew = False
+        context = multiprocessing.get_context("spawn")  # a fork would copy locks that PyTorch's threads hold
+        self.connection, theirs = context.Pipe()
+        self._process = context.Process(target=_work, args=(theirs, settings, number), daemon=True)
+        self._process.start()
+        theirs.close()  # else a dead process would leave its end open here, and never be noticed
+
+    def give(self, task: Task) -> None:
+        try:
+            self.connection.send(task)
+        except OSError as error:
+            raise self._death() from error
+        self.held.append(task[0])
+
+    def take(self) -> Drawn:
+        """Return the next group that it finished, or raise what it refused."""
+        try:
+            answer = self.connection.recv()
+        except (EOFError, OSError) as error:
+            raise self._death() from error
+        if isinstance(answer, LitDpretError):
+            raise answer
+        if isinstance(answer, str):
+            raise WorkerError(
+                f"Worker {self.number + 1} of {self.of} failed: {answer.strip().splitlines()[-1]} What is finished is "
+                "kept: the same command goes on from there."
+            ) from RuntimeError(answer)
+        drawn: Drawn = answer
+        self.held.remove(drawn[0])
+        self._drew = True
+        return drawn
+
+    def stop(self) -> None:
+        """End it: at once if it still holds groups, by its own will otherwise."""
+        if self.held:
+            self._process.terminate()
+        self.connection.close()
+        self._process.join(_GRACE)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+    def _death(self) -> WorkerError:
+        self._process.join(_GRACE)
+        code = self._process.exitcode
+        if code is not None and code < 0:
+            how = f"was ended by {signal.Signals(-code).name}"
+            how += ", as the system does when memory runs out" if code == -signal.SIGKILL else ""
+        else:
+            how = f"ended with exit code {code}"
+        if self._drew or (code is not None and code < 0):
+            way_out = "Each worker holds the generator in memory; take fewer (task.workers) if that was the reason."
+        else:
+            way_out = (
+                'It did not get ready. In a script of your own, call synthesize under `if __name__ == "__main__":`, '
+                "because workers import the script; or draw in one process by workers=0."
+            )
+        return WorkerError(
+            f"Worker {self.number + 1} of {self.of} {how}. What is finished is kept: the same command goes on from "
+            f"there. {way_out}"
+        )
+
+
+def _work(connection: Connection, settings: GroupSettings, number: int) -> None:
+    """Draw groups, in a process of its own, until there are no more or the caller is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a control-C goes to all; the one that called ends the others
+    transformers_logging.disable_progress_bar()
+    tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+    # A pipe holds little: unless somebody reads while a group is computed, both sides would wait to write.
+    threading.Thread(target=_receive, args=(connection, tasks), daemon=True).start()
+    try:
+        with fixed_arithmetic(settings.threads):
+            drawer = GroupDrawer(settings, place=_place(settings.device, number))
+            while (task := tasks.get()) is not None:
+                connection.send((task[0], drawer.records(task[1])))
+    except BrokenPipeError:
+        pass
+    except LitDpretError as error:
+        connection.send(error)
+    except Exception:
+        connection.send(traceback.format_exc())
+
+
+def _receive(connection: Connection, tasks: queue.SimpleQueue[Task | None]) -> None:
+    while True:
+        try:
+            tasks.put(connection.recv())
+        except (EOFError, OSError):
+            os._exit(0)  # the one that called is gone or wants no more; there is nothing to save
+
+
+def _place(device: str, number: int) -> torch.device:
+    """Return the device of one process: with several of a kind they take turns."""
+    place = torch.device(device)
+    if place.type == "cuda" and place.index is None:
+        return torch.device("cuda", number % torch.cuda.device_count())
+    return place

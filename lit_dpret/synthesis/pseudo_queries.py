@@ -17,9 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.synthesis.data_card import DataCard, write_readme
-from lit_dpret.synthesis.dataset_folder import SyntheticQuery, check_passages, write_dataset, write_summary
-from lit_dpret.synthesis.passages import passages_hash
+from lit_dpret.synthesis.dataset_folder import (
+    DataCard,
+    SyntheticQuery,
+    check_passages,
+    passages_hash,
+    write_dataset,
+    write_readme,
+    write_summary,
+)
 
 _STOP_LINES = """
 a about above after again all also am an and any are as at be because been before being below between both but

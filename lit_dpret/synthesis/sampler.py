@@ -12,6 +12,9 @@ by token id. Probabilities are computed in float64 from the model's logits. What
 the logits themselves depend, in their last bits, on the shape of the batch and the library; two runs
 agree to the byte where they compute the same shapes on the same machine, and ``lit_dpret.synthesis``
 fixes those shapes.
+
+`target_scores` turns it round: how likely given queries are, under the model and under the distribution that is really
+sampled from.
 """
 
 from __future__ import annotations
@@ -31,7 +34,6 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.modules.generator_folder import padded
-from lit_dpret.synthesis.nucleus import from_nucleus_unsorted
 
 HEADS = (256, 2048)  # so many of the largest scores are looked at before the whole vocabulary is
 ENCODED_AT_ONCE = 8  # rows that the encoder sees together on a CPU
@@ -87,7 +89,7 @@ class Sampled:
 
 
 def uniforms(seed: int, passage_id: str, draw: int, count: int) -> np.ndarray:
-    """The first ``count`` numbers in [0, 1) of one query's stream; a longer stream begins the same.
+    """Return the first ``count`` numbers in [0, 1) of one query's stream; a longer stream begins the same.
 
     Example:
         >>> uniforms(0, "p1", 0, 3).tolist() == uniforms(0, "p1", 0, 9)[:3].tolist()
@@ -101,7 +103,7 @@ def uniforms(seed: int, passage_id: str, draw: int, count: int) -> np.ndarray:
 def choose_tokens(
     logits: Tensor, numbers: np.ndarray, decoding: Decoding, *, forbidden: Sequence[int] = ()
 ) -> tuple[np.ndarray, np.ndarray]:
-    """One token per row, by inverting the distribution function of its nucleus.
+    """Choose one token per row, by inverting the distribution function of its nucleus.
 
     Guarantees:
         - The token depends on the row's logits and number alone.
@@ -152,7 +154,7 @@ def choose_tokens(
 
 
 def _largest(scores: Tensor, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """The ``width`` largest scores of each row in float64, and their ids; equal scores by id."""
+    """Return the ``width`` largest scores of each row in float64, and their ids; equal scores by id."""
     if width == scores.shape[1]:
         ranked, order = torch.sort(scores, dim=1, descending=True, stable=True)
         return ranked.double().cpu().numpy(), order.cpu().numpy()
@@ -168,7 +170,7 @@ def _largest(scores: Tensor, width: int) -> tuple[np.ndarray, np.ndarray]:
 def _from_nucleus(
     values: np.ndarray, ids: np.ndarray, mass: np.ndarray, numbers: np.ndarray, decoding: Decoding, *, whole: bool
 ) -> np.ndarray:
-    """Tokens by row, or -1 where the ``values`` given, the largest ones in order, do not settle the nucleus.
+    """Return tokens by row, or -1 where the ``values`` given, the largest ones in order, do not settle the nucleus.
 
     Among values equal to the smallest one given, which ids were given is arbitrary (``topk`` breaks
     ties as it likes), so a nucleus that reaches them is not settled unless ``whole``.
@@ -274,7 +276,7 @@ def decode(model: PreTrainedModel, encoded: Encoded, numbers: np.ndarray, decodi
 
 
 def end_marks(model: PreTrainedModel) -> list[int]:
-    """Token ids that end a query.
+    """Return the token ids that end a query.
 
     Raises:
         UnsupportedModelError: The model has none.
@@ -285,3 +287,145 @@ def end_marks(model: PreTrainedModel) -> list[int]:
             f"The config of {type(model).__name__} names no eos_token_id: no query would ever end."
         )
     return [int(mark) for mark in (end if isinstance(end, list | tuple) else [end])]
+
+
+_BUCKETS = 2048
+_DEPTH = 40.0  # scores so far below the largest, in nats, share the last bucket
+
+
+def from_nucleus_unsorted(scores: np.ndarray, log_mass: float, u: float, top_p: float) -> int:
+    """Return the token at ``u`` of the distribution function of one row's nucleus, without sorting the vocabulary.
+
+    A flat distribution has a nucleus of tens of thousands of tokens, and sorting as many scores for every row of
+    every step takes longer than the model that made them. Only two places of the order are wanted: where the
+    nucleus ends, and where the drawn token stands. So scores are dropped into buckets by size, masses are added
+    up bucket by bucket, and the one or two buckets that hold these places are sorted.
+
+    Guarantees:
+        - The token is the one that sorting the row by (score, token id) gives, up to float64 rounding of
+          the sums.
+
+    Args:
+        scores: Scaled scores of the whole vocabulary, float64, shape ``(vocabulary,)``; -inf is never drawn.
+        log_mass: Their log-sum-exp.
+        u: In [0, 1).
+        top_p: Mass of the nucleus.
+    """
+    depth = scores.max() - scores
+    finite = depth < np.inf
+    span = min(float(depth[finite].max()), _DEPTH)
+    scale = (_BUCKETS - 1) / span if span > 0 else 0.0
+    with np.errstate(invalid="ignore"):  # inf * 0: a row of equal scores with forbidden ones
+        bucket = np.where(finite, np.minimum(depth * scale, _BUCKETS - 1), _BUCKETS).astype(np.int64)
+    probabilities = np.exp(scores - log_mass)
+    through = np.cumsum(np.bincount(bucket, weights=probabilities, minlength=_BUCKETS)[:_BUCKETS])
+
+    def within(number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens of one bucket in order, and the mass up to and with each of them."""
+        ids = np.flatnonzero(bucket == number)
+        ids = ids[np.argsort(-scores[ids], kind="stable")]
+        before = through[number - 1] if number else 0.0
+        return ids, before + np.cumsum(probabilities[ids])
+
+    end = int(np.searchsorted(through, top_p))  # the first bucket with which the nucleus is full
+    end = min(end, int(bucket[finite].max()))  # rounding may keep the whole vocabulary from reaching top_p
+    ids, cumulated = within(end)
+    last = min(int(np.searchsorted(cumulated, top_p)), len(ids) - 1)
+    target = u * cumulated[last]
+    number = int(np.searchsorted(through[:end], target, side="right"))
+    if number < end:
+        ids, cumulated = within(number)
+        last = len(ids) - 1
+    return int(ids[min(int(np.searchsorted(cumulated, target, side="right")), last)])  # u * total may round up to it
+
+
+_ROWS = 128
+
+
+@dataclass(frozen=True)
+class TargetScores:
+    """Log probabilities (nats) of the tokens of some targets; zero where a target has ended.
+
+    Attributes:
+        log_probs: Under the model, shape ``(targets, tokens)``, float64.
+        drawn: Under the decoding, of the same shape: minus infinity where the nucleus leaves a token out. None
+            where no decoding was given.
+    """
+
+    log_probs: Tensor
+    drawn: Tensor | None
+
+
+@torch.inference_mode()
+def target_scores(
+    model: PreTrainedModel, encoded: Encoded, targets: Sequence[Sequence[int]], decoding: Decoding | None = None
+) -> TargetScores:
+    """Score each token of each target, given those before it and its passage (teacher forcing).
+
+    Args:
+        model: The generator.
+        encoded: One passage for every target, or one for all of them.
+        targets: Token ids.
+        decoding: Also score under this way of sampling.
+
+    Raises:
+        UnsupportedModelError: The model gives NaN or infinite scores.
+    """
+    width = max(map(len, targets))
+    log_probs = torch.zeros(len(targets), width, dtype=torch.float64)
+    drawn = torch.zeros_like(log_probs)
+    start = int(model.config.decoder_start_token_id)
+    shared = len(encoded.states) == 1
+    for first in range(0, len(targets), _ROWS):
+        part = targets[first : first + _ROWS]
+        ids = torch.tensor([[start, *target[:-1], *[0] * (width - len(target))] for target in part])
+        rows = slice(0, 1) if shared else slice(first, first + len(part))
+        states, mask = (one[rows].expand(len(part), *one.shape[1:]) for one in (encoded.states, encoded.mask))
+        logits = model(
+            encoder_outputs=BaseModelOutput(last_hidden_state=states),
+            attention_mask=mask,
+            decoder_input_ids=ids.to(states.device),
+            use_cache=False,
+        ).logits
+        if not bool(torch.isfinite(logits).all()):
+            raise UnsupportedModelError("The generator gives NaN or infinite scores: its weights are broken.")
+        for row, target in enumerate(part):
+            tokens = torch.tensor(target, device=logits.device)
+            own = logits[row, : len(target)]
+            chosen = own.gather(1, tokens[:, None])[:, 0].double() - torch.logsumexp(own, 1).double()
+            log_probs[first + row, : len(target)] = chosen.cpu()
+            if decoding is not None:
+                drawn[first + row, : len(target)] = drawn_log_probs(own, tokens, decoding, ends=end_marks(model)).cpu()
+    return TargetScores(log_probs, None if decoding is None else drawn)
+
+
+def drawn_log_probs(logits: Tensor, tokens: Tensor, decoding: Decoding, *, ends: Sequence[int] = ()) -> Tensor:
+    """Return the log probability (nats) with which the sampler draws each token, from the first position on.
+
+    The nucleus is: after temperature and top-k the smallest set of most probable
+    tokens of mass ``top_p``, equal probabilities by id. A token outside it, or after ``max_new_tokens``, is not drawn.
+
+    Args:
+        logits: Shape ``(tokens, vocabulary)``.
+        tokens: Ids, shape ``(tokens,)``.
+        decoding: How is sampled.
+        ends: End marks, which are not drawn before ``min_new_tokens``.
+
+    Returns:
+        Shape ``(tokens,)``, float64.
+    """
+    scaled = logits.double() / decoding.temperature
+    if ends:
+        scaled[: decoding.min_new_tokens, list(ends)] = -math.inf
+    values, ids = torch.sort(scaled, dim=1, descending=True, stable=True)
+    if decoding.top_k is not None:
+        values[:, decoding.top_k :] = -math.inf
+    probabilities = values.softmax(1)
+    cumulated = probabilities.cumsum(1)
+    size = (cumulated < decoding.top_p).sum(1).clamp(max=values.shape[1] - 1)  # places before the one that reaches it
+    place = (ids == tokens[:, None]).int().argmax(1)
+    total = cumulated.gather(1, size[:, None])[:, 0]
+    found = probabilities.gather(1, place[:, None])[:, 0] / total
+    found = torch.where(place <= size, found, 0.0).log()
+    found[decoding.max_new_tokens :] = -math.inf
+    return found

@@ -21,7 +21,7 @@ from lit_dpret.privacy.budget import require_choice
 from lit_dpret.synthesis.groups import canonical_groups, draw_group, fixed_arithmetic
 from lit_dpret.synthesis.sampler import Decoding
 from lit_dpret.synthesis.textsim.bleu import corpus_bleu, references_by_passage
-from lit_dpret.synthesis.textsim.extra import need
+from lit_dpret.synthesis.textsim.words import need
 from lit_dpret.tasks.fit import Fit
 from lit_dpret.tasks.parts import Parts, require_whole
 from lit_dpret.tasks.synthesize import public_sample

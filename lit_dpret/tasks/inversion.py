@@ -34,7 +34,7 @@ from lit_dpret.encoders import Side, TextEncoder, load_towers
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.files import write_whole
 from lit_dpret.report.inversion_report import write_inversion
-from lit_dpret.synthesis.textsim.extra import need
+from lit_dpret.synthesis.textsim.words import need
 from lit_dpret.tasks.parts import Parts, check_run_dir, require_whole
 from lit_dpret.tasks.stages import Stages
 

@@ -16,8 +16,8 @@ from lit_dpret.cards.page import Banner, Block, Bullets, Code, Grid, Section, to
 from lit_dpret.datamodules.readers import RecordFile
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.files import write_whole
+from lit_dpret.synthesis.textsim.overlap import Share
 from lit_dpret.synthesis.textsim.pretraining_overlap import bounds, find_in_corpus
-from lit_dpret.synthesis.textsim.share import Share
 from lit_dpret.tasks.parts import Parts, check_run_dir, require_whole
 from lit_dpret.tasks.uncovered import Whose, check_declared, check_synthetic, declare, refuse_training_data
 

@@ -20,9 +20,9 @@ from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.report.similarity_report import write_similarity
 from lit_dpret.synthesis.textsim import diversity
 from lit_dpret.synthesis.textsim.bleu import corpus_bleu, references_by_passage
-from lit_dpret.synthesis.textsim.extra import need
 from lit_dpret.synthesis.textsim.mauve import mauve
 from lit_dpret.synthesis.textsim.overlap import overlap
+from lit_dpret.synthesis.textsim.words import need
 from lit_dpret.tasks.parts import Parts, check_run_dir, require_whole
 from lit_dpret.tasks.uncovered import Whose, check_declared, check_synthetic, declare, refuse_training_data
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_dpret.retrieval.statistics import Interval
-from lit_dpret.synthesis.textsim.extra import need
+from lit_dpret.synthesis.textsim.words import need
 from lit_dpret.tasks.parts import Parts
 from reproduction.paper_000.retrieval import named, sizes_note
 from reproduction.paper_000.study import BASELINES, LeftOut, Study, shown

@@ -9,8 +9,15 @@ import pytest
 import torch
 from tiny_generator import lively_generator, passage
 
-from lit_dpret.synthesis.likelihood import drawn_log_probs, target_scores
-from lit_dpret.synthesis.sampler import Decoding, choose_tokens, decode, encode, uniforms
+from lit_dpret.synthesis.sampler import (
+    Decoding,
+    choose_tokens,
+    decode,
+    drawn_log_probs,
+    encode,
+    target_scores,
+    uniforms,
+)
 
 DECODINGS = [
     Decoding(top_p=0.8), Decoding(top_p=1.0), Decoding(top_p=0.5, temperature=0.7), Decoding(top_p=0.9, top_k=3),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lit_dpret.synthesis.nucleus import from_nucleus_unsorted
+from lit_dpret.synthesis.sampler import from_nucleus_unsorted
 
 
 def by_sorting(scores: np.ndarray, log_mass: float, u: float, top_p: float) -> int:

@@ -34,8 +34,7 @@ from lit_dpret.audit.statistics.exposure import exposure_of_rank, extrapolated_e
 from lit_dpret.encoders import Side, TextEncoder, Towers
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.modules.generator_folder import GeneratorModel
-from lit_dpret.synthesis.likelihood import target_scores
-from lit_dpret.synthesis.sampler import Decoding, Encoded, decode, encode, uniforms
+from lit_dpret.synthesis.sampler import Decoding, Encoded, decode, encode, target_scores, uniforms
 
 Span = Literal["secret", "query"]
 

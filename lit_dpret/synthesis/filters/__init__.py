@@ -1,7 +1,7 @@
 """What can be done with released queries at no cost in privacy: choose among them, and label them."""
 
 from lit_dpret.synthesis.filters.bins import Bins, LabelBins, LengthBins, TopicBins
-from lit_dpret.synthesis.filters.filters import BestOf, CrossEncoderScore, LanguageModelScore, QueryFilter, RoundTrip
+from lit_dpret.synthesis.filters.by_score import BestOf, CrossEncoderScore, LanguageModelScore, QueryFilter, RoundTrip
 from lit_dpret.synthesis.filters.histogram_match import HistogramMatch
 from lit_dpret.synthesis.filters.released import ReleasedQueries, ReleasedQuery, load_released
 from lit_dpret.synthesis.filters.selection import apply_filters, write_selection

@@ -25,7 +25,7 @@ from lit_dpret.privacy.histogram import ReleasedHistogram
 from lit_dpret.privacy.ledger.facts import every_unit_in_every_step
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, start_of
 from lit_dpret.synthesis.filters.bins import bins_from_spec
-from lit_dpret.synthesis.filters.filters import Progress, QueryFilter
+from lit_dpret.synthesis.filters.by_score import Progress, QueryFilter
 from lit_dpret.synthesis.filters.released import ReleasedQueries
 
 

@@ -19,8 +19,8 @@ import numpy as np
 
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.negatives.drawn import LabelledNegative
+from lit_dpret.synthesis.filters.by_score import Progress, Ranks
 from lit_dpret.synthesis.filters.cross_encoder import CrossEncoder
-from lit_dpret.synthesis.filters.filters import Progress, Ranks
 from lit_dpret.synthesis.filters.released import ReleasedQueries, require_covered, require_released, shown
 from lit_dpret.synthesis.shards import ShardStore, json_line, write_whole
 

@@ -9,9 +9,16 @@ from typing import Any
 
 from lit_dpret.cards.card import inherit_card, read_card, write_card
 from lit_dpret.errors import DataError, StorageError
-from lit_dpret.synthesis.data_card import DataCard, terms_of, write_readme
-from lit_dpret.synthesis.dataset_folder import Counts, Entry, write_entries, write_summary
-from lit_dpret.synthesis.filters.filters import Progress, QueryFilter
+from lit_dpret.synthesis.dataset_folder import (
+    Counts,
+    DataCard,
+    Entry,
+    terms_of,
+    write_entries,
+    write_readme,
+    write_summary,
+)
+from lit_dpret.synthesis.filters.by_score import Progress, QueryFilter
 from lit_dpret.synthesis.filters.released import ReleasedQueries, require_of_its_folder
 
 

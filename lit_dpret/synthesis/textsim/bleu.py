@@ -14,7 +14,7 @@ from itertools import zip_longest
 from typing import Any
 
 from lit_dpret.errors import DataError
-from lit_dpret.synthesis.textsim.extra import need
+from lit_dpret.synthesis.textsim.words import need
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,9 +27,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from scipy.special import rel_entr
 
 from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.synthesis.textsim.extra import need
+from lit_dpret.synthesis.textsim.words import need
 
 SCALING = 5.0
 """The paper's c."""
@@ -160,7 +161,9 @@ def divergence_curve(p: ArrayLike, q: ArrayLike, *, scaling: float = SCALING) ->
     points = [(1.0, 0.0)]
     for weight in np.linspace(_EDGE, 1 - _EDGE, _WEIGHTS):
         mixed = weight * first + (1 - weight) * second
-        points.append((np.exp(-scaling * _kl(second, mixed)), np.exp(-scaling * _kl(first, mixed))))
+        points.append(
+            (np.exp(-scaling * rel_entr(second, mixed).sum()), np.exp(-scaling * rel_entr(first, mixed).sum()))
+        )
     return np.array([*points, (0.0, 1.0)])
 
 
@@ -173,7 +176,7 @@ def curve_area(p: ArrayLike, q: ArrayLike, *, scaling: float = SCALING) -> float
     0.0041
     """
     x, y = divergence_curve(p, q, scaling=scaling).T
-    return float(np.clip(((x[:-1] - x[1:]) * (y[:-1] + y[1:]) / 2).sum(), 0.0, 1.0))
+    return float(np.clip(-np.trapezoid(y, x), 0.0, 1.0))
 
 
 def principal_components(features: Floats) -> Floats:
@@ -201,12 +204,6 @@ def _k_means(points: Floats, k: int, restarts: int, seed: int) -> NDArray[np.int
             points.astype(np.float32)
         )
     return np.asarray(found.labels_, dtype=np.int64)
-
-
-def _kl(p: Floats, q: Floats) -> float:
-    """KL(p|q) in nats; ``q`` is positive wherever ``p`` is."""
-    there = p > 0
-    return float((p[there] * np.log(p[there] / q[there])).sum())
 
 
 def _table(features: ArrayLike, name: str) -> Floats:

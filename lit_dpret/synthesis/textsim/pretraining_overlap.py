@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.synthesis.textsim.share import Share
+from lit_dpret.synthesis.textsim.overlap import Share
 from lit_dpret.synthesis.textsim.words import check_n, check_texts, words
 
 _CHUNK = 1_000_000  # words of the corpus that are looked at together

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import unicodedata
 from collections.abc import Iterator, Sequence
+from typing import Any, Literal
 
 from lit_dpret.errors import ConfigurationError, DataError
 
@@ -49,3 +51,21 @@ def check_texts(texts: Sequence[object], what: str) -> None:
     """
     if not texts:
         raise DataError(f"There are no {what} to compare.")
+
+
+_NEEDS = {"sacrebleu": ("BLEU", "sacrebleu"), "sklearn": ("MAUVE", "scikit-learn")}
+
+
+def need(package: Literal["sacrebleu", "sklearn"]) -> Any:
+    """The imported package.
+
+    Raises:
+        ConfigurationError: It is not installed; the message says how to.
+    """
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        measure, name = _NEEDS[package]
+        raise ConfigurationError(
+            f'{measure} is computed with {name}, which is not installed. Run: pip install "lit-dpret[quality]".'
+        ) from error

@@ -34,8 +34,8 @@ from lit_dpret.synthesis.filters import (
     apply_filters,
     load_released,
 )
+from lit_dpret.synthesis.filters.by_score import Progress
 from lit_dpret.synthesis.filters.cross_encoder import CrossEncoder
-from lit_dpret.synthesis.filters.filters import Progress
 from lit_dpret.synthesis.filters.released import require_covered
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.synthesis.textsim import pretraining_overlap
+from lit_dpret.synthesis.textsim.overlap import Share
 from lit_dpret.synthesis.textsim.pretraining_overlap import bounds, find_in_corpus
-from lit_dpret.synthesis.textsim.share import Share
 from lit_dpret.synthesis.textsim.words import words
 
 PASSAGE = "a claim is paid within ninety days of the day on which the last paper was sent in by you or by your agent"

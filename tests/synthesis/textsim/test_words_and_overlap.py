@@ -20,8 +20,7 @@ from lit_dpret.synthesis.textsim.diversity import (
     question_types,
     total_variation,
 )
-from lit_dpret.synthesis.textsim.overlap import overlap
-from lit_dpret.synthesis.textsim.share import Share
+from lit_dpret.synthesis.textsim.overlap import Share, overlap
 from lit_dpret.synthesis.textsim.words import ngrams, words
 
 # -- words ---------------------------------------------------------------------------------------
