@@ -5,16 +5,15 @@ from typing import TYPE_CHECKING
 from lit_dpret.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from lit_dpret.privacy.modes.base import PlainGradients, PrivacyMode, StepCounts, Update
+    from lit_dpret.privacy.modes.base import PrivacyMode, StepCounts, Update
     from lit_dpret.privacy.modes.batch_clip import BatchClip
     from lit_dpret.privacy.modes.coupled import CoupledMode
     from lit_dpret.privacy.modes.dp_sgd import DPSGD
     from lit_dpret.privacy.modes.gaussian import GaussianMode
     from lit_dpret.privacy.modes.logit_dp import LogitDP
-    from lit_dpret.privacy.modes.none import NoPrivacy
     from lit_dpret.privacy.modes.per_example_duplicated import PerExampleDuplicated
+    from lit_dpret.privacy.modes.plain import NoPrivacy, PlainGradients, SyntheticData
     from lit_dpret.privacy.modes.public_passages import PublicPassages
-    from lit_dpret.privacy.modes.synthetic import SyntheticData
 else:
     __getattr__ = lazy_names(
         __name__,
@@ -24,13 +23,13 @@ else:
             "DPSGD": "dp_sgd",
             "GaussianMode": "gaussian",
             "LogitDP": "logit_dp",
-            "NoPrivacy": "none",
+            "NoPrivacy": "plain",
             "PerExampleDuplicated": "per_example_duplicated",
-            "PlainGradients": "base",
+            "PlainGradients": "plain",
             "PrivacyMode": "base",
             "PublicPassages": "public_passages",
             "StepCounts": "base",
-            "SyntheticData": "synthetic",
+            "SyntheticData": "plain",
             "Update": "base",
         },
     )

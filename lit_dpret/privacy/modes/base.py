@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from lit_dpret.distributed.strategies import ONE_DEVICE, Supported
-from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.budget import Neighbours, PrivacyBudget, Unit
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.noise import KeyedStream
@@ -198,59 +197,32 @@ def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
 
-class PlainGradients(PrivacyMode):
-    """Average the gradients as they are; what ``none`` and ``synthetic`` have in common.
+class GradientSums:
+    """The sum of the gradients of a logical step by parameter name, in float32 or wider.
 
     Args:
-        sub_batches: Let only the rows of the same sub-batch be each other's negatives, as under the
-            private modes that cut a batch so; null for whole batches.
+        module: What is trained; a parameter that gets no gradient has a sum of zeros.
     """
 
-    candidates: ClassVar[Candidates] = "batch"
-
-    def __init__(self, *, sub_batches: int | None = None) -> None:
-        super().__init__()
-        if sub_batches is not None and sub_batches < 1:
-            raise ConfigurationError(f"privacy.sub_batches={sub_batches} must be at least 1.")
-        self.sub_batches = sub_batches
-
-    def attach(self, module: nn.Module, plan: PrivacyPlan | None, stream: KeyedStream) -> None:
-        self.counts = StepCounts()
+    def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._sums: dict[str, Tensor] = {}
 
-    def add(self, row_loss: Callable[[], Tensor], unit_ids: Tensor, mask: Tensor) -> None:
-        parameters = trainable(self._module)
-        with torch.enable_grad():
-            loss = row_loss().sum()
-        gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-        for name, gradient in zip(parameters, gradients, strict=True):
+    def add(self, gradients: Mapping[str, Tensor | None]) -> None:
+        """Add gradients; never in place, for autograd may hand out one tensor for two parameters."""
+        for name, gradient in gradients.items():
             if gradient is not None:
-                total = self._sums.get(name)
                 wide = gradient.detach().to(torch.promote_types(gradient.dtype, torch.float32))
-                self._sums[name] = wide if total is None else total + wide
-        self.counts.units += int(torch.bincount(unit_ids[mask[unit_ids]]).count_nonzero())
+                self._sums[name] = wide if name not in self._sums else self._sums[name] + wide
 
     def take(self) -> dict[str, Tensor]:
+        """Return the sums and begin again at zero."""
         sums, self._sums = self._sums, {}
         for name, parameter in trainable(self._module).items():
             wide = torch.promote_types(parameter.dtype, torch.float32)
             sums.setdefault(name, torch.zeros_like(parameter, dtype=wide, requires_grad=False))
         return sums
 
-    def _drop_sums(self) -> None:
+    def forget(self) -> None:
+        """Begin again at zero."""
         self._sums = {}
-
-    def privatize(
-        self,
-        sums: dict[str, Tensor],
-        *,
-        attempt: int,
-        step: int,
-        salt: str = "",
-        starts: Mapping[str, int] | None = None,
-    ) -> Update:
-        units = max(self.counts.units, 1)
-        self.counts = StepCounts()
-        gradients = {name: total / units for name, total in sums.items()}
-        return Update(gradients, noise_std=0.0, sensitivity=float("inf"), denominator=float(units))

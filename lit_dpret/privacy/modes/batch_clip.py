@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from lit_dpret.distributed.strategies import SUMS_ADD_UP, Supported
 from lit_dpret.privacy.accounting.coupling import Bounded, Change
 from lit_dpret.privacy.clipping.base import LEAST_FACTOR, refuse_batch_mixing, room_for_rounding
-from lit_dpret.privacy.modes.base import trainable
-from lit_dpret.privacy.modes.coupled import CoupledMode, GaussianSettings, bounds_of, check_bounds
+from lit_dpret.privacy.modes.base import GradientSums, trainable
+from lit_dpret.privacy.modes.coupled import CoupledMode, bounds_of, check_bounds
+from lit_dpret.privacy.modes.gaussian import GaussianSettings
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
 
@@ -74,7 +75,7 @@ class BatchClip(CoupledMode):
         super().attach(module, plan, stream)
         self._refuse_uncoupled(module)
         refuse_batch_mixing(module)
-        self._sums: dict[str, Tensor] = {}
+        self._sums = GradientSums(module)
 
     def contribute(self, module: Any, batch: Any) -> None:
         self._refuse_large(int(batch.mask.sum()))
@@ -101,16 +102,10 @@ class BatchClip(CoupledMode):
             self.counts.non_finite += 1
             return
         self.counts.clipped += int(norm > self._plan.max_grad_norm)
-        for name, gradient in wide.items():
-            clipped = gradient * factor  # never in place: autograd may hand out one tensor for two parameters
-            self._sums[name] = clipped if name not in self._sums else self._sums[name].add_(clipped)
+        self._sums.add({name: gradient * factor for name, gradient in wide.items()})
 
     def take(self) -> dict[str, Tensor]:
-        sums, self._sums = self._sums, {}
-        for name, parameter in trainable(self._module).items():
-            wide = torch.promote_types(parameter.dtype, torch.float32)
-            sums.setdefault(name, torch.zeros_like(parameter, dtype=wide, requires_grad=False))
-        return sums
+        return self._sums.take()
 
     def _drop_sums(self) -> None:
-        self._sums = {}
+        self._sums.forget()

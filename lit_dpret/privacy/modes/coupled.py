@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from abc import abstractmethod
 from dataclasses import replace
-from typing import Any, ClassVar, TypedDict, Unpack
+from typing import Any, ClassVar, Unpack
 
 from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError
 from lit_dpret.privacy.accounting.coupling import (
@@ -23,29 +23,11 @@ from lit_dpret.privacy.accounting.coupling import (
     resolve_n_max,
 )
 from lit_dpret.privacy.accounting.releases import FullBatch, Shuffle
-from lit_dpret.privacy.budget import AccountantName, Neighbours, NoiseName, Unit, charged
+from lit_dpret.privacy.budget import charged
 from lit_dpret.privacy.modes.base import Candidates
-from lit_dpret.privacy.modes.gaussian import GaussianMode
+from lit_dpret.privacy.modes.gaussian import GaussianMode, GaussianSettings
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.training_data import SamplingRequest
-
-
-class GaussianSettings(TypedDict, total=False):
-    """The arguments of `GaussianMode`, which every mode passes on."""
-
-    eps: float
-    delta: float | None
-    unit: Unit
-    neighbours: Neighbours
-    noise_multiplier: float | None
-    accountant: AccountantName
-    noise: NoiseName
-    secure_rng: bool
-    secret_file: Any
-    dataset_ledger: Any
-    total_eps: float | None
-    max_units_per_user: int | None
-    noise_seed: int | None
 
 
 class CoupledMode(GaussianMode):

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, Unpack, get_args
 
 from torch import Tensor, nn
 
@@ -18,9 +17,9 @@ from lit_dpret.distributed.strategies import Supported, on_xla
 from lit_dpret.distributed.xla import read
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.privacy import clip_fraction
-from lit_dpret.privacy.budget import AccountantName, Neighbours, NoiseName, Unit, require_choice
+from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.clipping import ClipGroups, ClipStats, make_engine
-from lit_dpret.privacy.modes.gaussian import GaussianMode
+from lit_dpret.privacy.modes.gaussian import GaussianMode, GaussianSettings
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.training_data import SamplingRequest
@@ -40,13 +39,7 @@ class DPSGD(GaussianMode):
         - What `GaussianMode` guarantees.
 
     Args:
-        eps: Budget of the whole run.
-        delta: Its delta; null for 1/(2n), n being the public number of units.
-        unit: ``query``, ``pair`` or ``user``; all rows of one unit are clipped as one.
-        neighbours: ``zero_out``, ``add_or_remove`` or ``replace_one``.
         max_grad_norm: L2 bound on one unit's gradient.
-        noise_multiplier: Noise standard deviation over sensitivity; null to calibrate it.
-        accountant: ``pld``, ``rdp`` or ``prv``.
         engine: ``ghost`` (fast, exact), ``vmap`` (the same, and torch.func for layers that ghost
             refuses), ``opacus`` or ``loop`` (to check against).
         clip: ``abadi`` scales by min(1, C/norm), ``automatic`` by C/(norm + 0.01).
@@ -55,17 +48,7 @@ class DPSGD(GaussianMode):
             together by C too (He et al. 2023, 2212.01539). The noise is the same.
         clip_fraction_budget: The share of each step's budget, above 0 and at most 0.1, that pays for releasing
             the noised share of units that were clipped (`lit_dpret.privacy.clip_fraction`); null releases none.
-        noise: ``gaussian`` for floating-point normals; ``discrete`` for whole numbers on a public grid, drawn exactly
-            and from SHAKE-256 (`lit_dpret.privacy.noise`).
-        secure_rng: Draw the noise from SHAKE-256 instead of NumPy's Philox.
-        secret_file: Where the noise secret lies; null for the user's state folder.
-        dataset_ledger: The file in which all runs on this data set add up; null for none. The path
-            stands for the data set: every run on the data has to name the same one.
-        total_eps: What all of them together must not exceed; null takes it from the file.
-        max_units_per_user: How many units one person contributed at most, a declared public bound; the
-            card then prints the epsilon of all of them together. It changes nothing in the training.
-        noise_seed: Key noise and coins with this number instead of the secret, to repeat a run on a CPU bit
-            by bit while developing. Whoever knows it can subtract the noise, so the card states no epsilon.
+        **common: The arguments of `GaussianMode`.
 
     Raises:
         ConfigurationError: An argument is out of range; the message names the ``privacy.`` key.
@@ -77,40 +60,14 @@ class DPSGD(GaussianMode):
     def __init__(
         self,
         *,
-        eps: float,
-        delta: float | None = None,
-        unit: Unit = "query",
-        neighbours: Neighbours = "zero_out",
         max_grad_norm: float = 1.0,
-        noise_multiplier: float | None = None,
-        accountant: AccountantName = "pld",
         engine: Engine = "ghost",
         clip: Clip = "abadi",
         clip_groups: ClipGroups = "flat",
         clip_fraction_budget: float | None = None,
-        noise: NoiseName = "gaussian",
-        secure_rng: bool = False,
-        secret_file: str | Path | None = None,
-        dataset_ledger: str | Path | None = None,
-        total_eps: float | None = None,
-        max_units_per_user: int | None = None,
-        noise_seed: int | None = None,
+        **common: Unpack[GaussianSettings],
     ) -> None:
-        super().__init__(
-            eps=eps,
-            delta=delta,
-            unit=unit,
-            neighbours=neighbours,
-            noise_multiplier=noise_multiplier,
-            accountant=accountant,
-            noise=noise,
-            secure_rng=secure_rng,
-            secret_file=secret_file,
-            dataset_ledger=dataset_ledger,
-            total_eps=total_eps,
-            max_units_per_user=max_units_per_user,
-            noise_seed=noise_seed,
-        )
+        super().__init__(**common)
         require_choice("privacy.engine", engine, get_args(Engine))
         require_choice("privacy.clip", clip, get_args(Clip))
         require_choice("privacy.clip_groups", clip_groups, get_args(ClipGroups))

@@ -11,7 +11,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar, TypedDict, get_args
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,24 @@ from lit_dpret.privacy.modes.state_watch import StateWatch
 from lit_dpret.privacy.noise import KeyedStream, noise_source
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.training_data import SamplingRequest
+
+
+class GaussianSettings(TypedDict, total=False):
+    """The arguments of `GaussianMode`, which every mode with noise passes on."""
+
+    eps: float
+    delta: float | None
+    unit: Unit
+    neighbours: Neighbours
+    noise_multiplier: float | None
+    accountant: AccountantName
+    noise: NoiseName
+    secure_rng: bool
+    secret_file: str | Path | None
+    dataset_ledger: str | Path | None
+    total_eps: float | None
+    max_units_per_user: int | None
+    noise_seed: int | None
 
 
 class GaussianMode(PrivacyMode):

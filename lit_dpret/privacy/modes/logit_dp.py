@@ -38,8 +38,9 @@ from lit_dpret.privacy.clipping.pairs import (
     make_pair_norms,
     weighted_backward,
 )
-from lit_dpret.privacy.modes.base import trainable
-from lit_dpret.privacy.modes.coupled import CoupledMode, GaussianSettings, bounds_of, check_bounds, named
+from lit_dpret.privacy.modes.base import GradientSums, trainable
+from lit_dpret.privacy.modes.coupled import CoupledMode, bounds_of, check_bounds, named
+from lit_dpret.privacy.modes.gaussian import GaussianSettings
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
 
@@ -163,7 +164,7 @@ class LogitDP(CoupledMode):
             )
         _refuse_learned_loss(contrasted)
         self._norms = self._strategy(contrasted, coupling.n_max)
-        self._sums: dict[str, Tensor] = {}
+        self._sums = GradientSums(module)
 
     def _strategy(self, module: Any, n_max: int) -> PairNorms:
         settings: Any = {"pairs_at_once": self.pairs_at_once} if self.norms == "pair_ghost" else {}
@@ -191,8 +192,7 @@ class LogitDP(CoupledMode):
         self.counts.units += int(batch.mask.sum())
         self.counts.clipped += int((factors < 1).sum())
         self.counts.non_finite += broken
-        for name, gradient in found.items():
-            self._sums[name] = gradient if name not in self._sums else self._sums[name].add_(gradient)
+        self._sums.add(found)
 
     def add(self, row_loss: Any, unit_ids: Tensor, mask: Tensor) -> None:
         raise UnsupportedModelError(
@@ -200,14 +200,10 @@ class LogitDP(CoupledMode):
         )
 
     def take(self) -> dict[str, Tensor]:
-        sums, self._sums = self._sums, {}
-        for name, parameter in trainable(self._module).items():
-            wide = torch.promote_types(parameter.dtype, torch.float32)
-            sums.setdefault(name, torch.zeros_like(parameter, dtype=wide, requires_grad=False))
-        return sums
+        return self._sums.take()
 
     def _drop_sums(self) -> None:
-        self._sums = {}
+        self._sums.forget()
 
 
 def _refuse_learned_loss(module: Any) -> None:

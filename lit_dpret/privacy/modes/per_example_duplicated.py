@@ -20,7 +20,8 @@ from lit_dpret.privacy.accounting.coupling import Bounded, Change
 from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.clipping import make_engine
 from lit_dpret.privacy.modes.base import Candidates
-from lit_dpret.privacy.modes.coupled import CoupledMode, GaussianSettings, bounds_of, check_bounds
+from lit_dpret.privacy.modes.coupled import CoupledMode, bounds_of, check_bounds
+from lit_dpret.privacy.modes.gaussian import GaussianSettings
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.sampling import rows_in_turn

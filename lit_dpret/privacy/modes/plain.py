@@ -1,0 +1,99 @@
+"""Training without noise: on private data as they are, or on data that are released already."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from lit_dpret.distributed.strategies import Supported, on_xla
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.privacy.modes.base import (
+    Candidates,
+    GradientSums,
+    Guarantee,
+    PrivacyMode,
+    StepCounts,
+    Update,
+    trainable,
+)
+from lit_dpret.privacy.noise import KeyedStream
+from lit_dpret.privacy.plan import PrivacyPlan
+
+
+class PlainGradients(PrivacyMode):
+    """Average the gradients as they are; what ``none`` and ``synthetic`` have in common.
+
+    Args:
+        sub_batches: Let only the rows of the same sub-batch be each other's negatives, as under the
+            private modes that cut a batch so; null for whole batches.
+    """
+
+    candidates: ClassVar[Candidates] = "batch"
+    strategies: ClassVar[Supported] = on_xla()
+
+    def __init__(self, *, sub_batches: int | None = None) -> None:
+        super().__init__()
+        if sub_batches is not None and sub_batches < 1:
+            raise ConfigurationError(f"privacy.sub_batches={sub_batches} must be at least 1.")
+        self.sub_batches = sub_batches
+
+    def attach(self, module: nn.Module, plan: PrivacyPlan | None, stream: KeyedStream) -> None:
+        self.counts = StepCounts()
+        self._module = module
+        self._sums = GradientSums(module)
+
+    def add(self, row_loss: Callable[[], Tensor], unit_ids: Tensor, mask: Tensor) -> None:
+        parameters = trainable(self._module)
+        with torch.enable_grad():
+            loss = row_loss().sum()
+        gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+        self._sums.add(dict(zip(parameters, gradients, strict=True)))
+        self.counts.units += int(torch.bincount(unit_ids[mask[unit_ids]]).count_nonzero())
+
+    def take(self) -> dict[str, Tensor]:
+        return self._sums.take()
+
+    def _drop_sums(self) -> None:
+        self._sums.forget()
+
+    def privatize(
+        self,
+        sums: dict[str, Tensor],
+        *,
+        attempt: int,
+        step: int,
+        salt: str = "",
+        starts: Mapping[str, int] | None = None,
+    ) -> Update:
+        units = max(self.counts.units, 1)
+        self.counts = StepCounts()
+        gradients = {name: total / units for name, total in sums.items()}
+        return Update(gradients, noise_std=0.0, sensitivity=float("inf"), denominator=float(units))
+
+
+class NoPrivacy(PlainGradients):
+    """Train on the private data as they are. The card says that nothing is promised.
+
+    Guarantees:
+        - Epsilon is infinite in the ledger, and the card carries no number.
+        - The update is the mean gradient over the units of the batch.
+    """
+
+    name: ClassVar[str] = "none"
+    guarantee: ClassVar[Guarantee] = "none"
+
+
+class SyntheticData(PlainGradients):
+    """Train without noise on data that a private generator let out.
+
+    Guarantees:
+        - The run's card repeats the claim of the data's card and names it by SHA-256; it never
+          claims more than the data did.
+        - A data set without a card is refused before training.
+    """
+
+    name: ClassVar[str] = "synthetic"
+    guarantee: ClassVar[Guarantee] = "inherited"
