@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pytest
@@ -148,79 +146,3 @@ def test_a_batch_of_padding_has_no_rows() -> None:
     batch = UnitCollator(lambda rows: rows)([(Draw(PADDING, 0, 0, True), [])])
     assert batch.rows is None and not batch.mask.any() and len(batch.unit_ids) == 0
     assert torch.equal(batch.to("cpu").mask, batch.mask)
-
-
-# -- mutants: other laws than the accountant was told ----------------------------------------------
-
-honest_draw, honest_batches = PrivateBatchSampler.draw, PrivateBatchSampler.physical_batches
-
-
-def shuffled(self: PrivateBatchSampler, step: int) -> np.ndarray:
-    """What most public code does: deal out a shuffled data set in batches of equal size, as often as stated."""
-    size = max(1, round(self.law.sample_rate * self.units))
-    epoch, position = divmod(step, self.units // size)
-    order = np.random.default_rng(epoch).permutation(self.units)
-    return order[position * size : (position + 1) * size]
-
-
-def all_or_nothing(self: PrivateBatchSampler, step: int) -> np.ndarray:
-    """One coin for the whole data set: each unit as often as stated, and never without the others."""
-    return np.arange(self.units if self._stream.coins(self.attempt, step).random() < self.law.sample_rate else 0)
-
-
-def neighbours_together(self: PrivateBatchSampler, step: int) -> np.ndarray:
-    """As many as by coins and each as often, but a stretch of the file at a time."""
-    coins = self._stream.coins(self.attempt, step)
-    size, first = coins.binomial(self.units, self.law.sample_rate), coins.integers(self.units)
-    return (first + np.arange(size)) % self.units
-
-
-def by_file_order(self: PrivateBatchSampler, step: int) -> np.ndarray:
-    size = self._stream.coins(self.attempt, step).binomial(self.units, self.law.sample_rate)
-    return np.arange(min(size, getattr(self.law, "cap", size)))
-
-
-def never_empty(self: PrivateBatchSampler, step: int) -> np.ndarray:
-    """A single unit where the coins give none, of the same data set: as loaders do that cannot hand out nothing."""
-    units = honest_draw(self, step)
-    return units if len(units) else np.array([step % self.units])
-
-
-def coins_that_restart(self: PrivateBatchSampler, step: int) -> np.ndarray:
-    """A generator of the process: a resumed run begins with the coins that the first one began with."""
-    calls = self.__dict__.setdefault("calls", 0)
-    self.__dict__["calls"] = calls + 1
-    return honest_draw(self, calls)
-
-
-def no_padding(self: PrivateBatchSampler, step: int) -> list[list[Draw]]:
-    return [batch for batch in honest_batches(self, step) if batch[0].unit >= 0]
-
-
-BY_LAW = test_every_unit_takes_part_with_the_stated_probability_and_independently_of_the_others
-AT_THE_CAP = test_a_batch_above_the_cap_loses_units_uniformly_and_not_by_file_order
-RESUMED = test_a_resumed_sampler_goes_on_with_the_draws_of_an_uninterrupted_one
-EMPTY = test_an_empty_draw_is_one_physical_batch_of_padding_that_ends_its_step
-
-
-@pytest.mark.parametrize(
-    ("method", "mutant", "killer", "words"),
-    [
-        ("draw", shuffled, BY_LAW, "empty draws are missing"),
-        ("draw", all_or_nothing, BY_LAW, "sizes are not binomial"),
-        ("draw", never_empty, BY_LAW, "empty draws are missing"),
-        ("draw", neighbours_together, BY_LAW, "not drawn independently"),
-        ("draw", by_file_order, BY_LAW, "more or less often"),
-        ("draw", by_file_order, AT_THE_CAP, "by file order"),
-        ("draw", coins_that_restart, RESUMED, "other draws than the uninterrupted one"),
-        ("physical_batches", no_padding, EMPTY, "an empty draw was dropped"),
-    ],
-    ids=lambda value: getattr(value, "__name__", None),
-)
-def test_a_sampler_mutant_is_killed_by(
-    method: str, mutant: Any, killer: Callable[[], None], words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    killer()
-    monkeypatch.setattr(PrivateBatchSampler, method, mutant)
-    with pytest.raises(AssertionError, match=words):
-        killer()
