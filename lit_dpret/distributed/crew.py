@@ -61,7 +61,6 @@ class Crew:
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
         return self.ranks.world_size
 
     def deal(self, name: str, pieces: Sequence[int]) -> Iterator[int]:
@@ -91,7 +90,7 @@ class Crew:
             return self.ranks.together(work)
 
     def gather(self, value: Any) -> list[Any]:
-        """What each rank gave, by rank, on every rank."""
+        """Return the value of each rank, by rank, on every rank."""
         with _in_these_words():
             return self.ranks.gather(value)
 
@@ -126,7 +125,7 @@ class Crew:
 
 @contextmanager
 def _in_these_words() -> Iterator[None]:
-    """What a broken connection means here, where there is no ledger and no checkpoint."""
+    """Explain a broken connection where there is no ledger and no checkpoint."""
     try:
         yield
     except WorkerError as error:

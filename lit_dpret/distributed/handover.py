@@ -20,7 +20,7 @@ from lit_dpret.errors import ResumeError
 
 
 class Handover(Protocol):
-    """What a training loop asks of whoever owns parameters, gradients and optimizer. All ranks call it in turn."""
+    """The owner of parameters, gradients and optimizer, as a training loop calls it, on all ranks in the same order."""
 
     @property
     def in_parts(self) -> bool:

@@ -151,7 +151,7 @@ class Pieces:
 
 
 def _between(pieces: Sequence[Piece], first: int, last: int) -> Iterator[tuple[int, str, slice]]:
-    """What lies at flat places ``first`` to ``last`` of some pieces in a row: place behind first, name, coordinates."""
+    """Yield the overlaps of joined shards with flat offsets ``first`` to ``last``: offset from first, name, slice."""
     for end, piece in zip(accumulate(piece.count for piece in pieces), pieces, strict=True):
         begin = end - piece.count
         low, high = max(begin, first), min(end, last)

@@ -19,7 +19,7 @@ def is_cut(tensor: Tensor) -> bool:
 
 
 def place_of(tensor: Tensor) -> tuple[Tensor, int]:
-    """What this process holds of a tensor, and the flat index at which that begins in the whole one.
+    """Return the part of a tensor that this process holds, and its flat offset in the whole one.
 
     Example:
         >>> import torch

@@ -128,7 +128,7 @@ class Ranks:
         return total
 
     def gather_rows(self, row: Tensor) -> Tensor | None:
-        """What each rank gave, by rank, on rank 0; None on the others.
+        """Return the value of each rank, by rank, on rank 0; None on the others.
 
         Args:
             row: ``(n,)``; the same length and type on every rank.
@@ -221,7 +221,7 @@ class Ranks:
         return own[0] if self.is_first else work()
 
     def gather(self, value: Any, *, quick: bool = False) -> list[Any]:
-        """What each rank gave, by rank, on every rank; ``quick`` as in `share`."""
+        """Return the value of each rank, by rank, on every rank; ``quick`` as in `share`."""
         if self.world_size == 1:
             return [value]
         told: list[Any] = [None] * self.world_size
@@ -247,7 +247,7 @@ def sendable(error: BaseException) -> BaseException:
 
 
 def lost_rank(error: BaseException) -> WorkerError | None:
-    """What a broken connection between ranks means, in words; None for any other error."""
+    """Explain a broken connection between ranks; None for any other error."""
     if not isinstance(error, RuntimeError) or isinstance(error, WorkerError):
         return None
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0]

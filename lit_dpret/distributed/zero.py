@@ -76,7 +76,7 @@ class _Group:
 
 
 class ZeroHandover(ABC):
-    """What all stages have in common: pieces of parameters in flat tensors.
+    """The base of all stages: shards of parameters in flat tensors.
 
     Args:
         engine: DeepSpeed's.
@@ -464,7 +464,7 @@ class ZeroStrategy(DeepSpeedStrategy):
     # -- checkpoints: one file ---------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """What the module's own ``state_dict`` holds, with master weights, whole, on rank 0."""
+        """Return the module's own ``state_dict`` with master weights, whole, on rank 0."""
         module: Any = self.lightning_module
         with self._own().assembled(here=self.is_global_zero):
             state = module.state_dict() if self.is_global_zero else {}

@@ -1,4 +1,4 @@
-"""What a run promises, before anything is known of how it will keep the promise."""
+"""The guarantee that a run must not exceed, and the words that it is stated in."""
 
 from __future__ import annotations
 
@@ -76,5 +76,4 @@ class PrivacyBudget:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as plain JSON values."""
         return asdict(self)

@@ -57,7 +57,7 @@ def sensitivity(max_grad_norm: float, share: float) -> float:
 
 
 def _scale(max_grad_norm: float, share: float) -> float:
-    """What one unit adds or takes away, in the units of the gradient: ``s``."""
+    """Return ``s``, by which one unit moves the count, in the units of the gradient."""
     return max_grad_norm * math.sqrt(share / (1 - share))
 
 

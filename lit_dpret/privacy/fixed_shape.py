@@ -56,7 +56,6 @@ class FixedShape:
 
     @property
     def rows(self) -> int:
-        """Rows of every batch."""
         return self.slots * self.rows_of_a_slot
 
     def places(self, slots: Sequence[int]) -> list[int]:

@@ -179,7 +179,7 @@ def shares(counts: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class ReleasedHistogram:
-    """What a histogram's file holds, all of it released.
+    """A released histogram, as its file holds it.
 
     Args:
         names: Of the bins.

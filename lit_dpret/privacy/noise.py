@@ -80,7 +80,7 @@ _WHOLE = 0
 
 SHAKE = "SHAKE-256"
 PHILOX = "Philox (NumPy), keyed; not cryptographic"
-"""What a card calls the generator of the noise, with ``secure_rng`` and without."""
+"""Names of the noise generator on a card, with ``secure_rng`` and without."""
 
 
 def default_secret_file() -> Path:
@@ -339,7 +339,6 @@ class FloatNoise:
     def noised(
         self, total: Tensor, *, std: float, attempt: int, step: int, parameter: str, salt: str = "", start: int = 0
     ) -> Tensor:
-        """Return ``total`` with noise, as `NoiseSource` says."""
         noise = self.stream.normal(
             total.shape, attempt=attempt, step=step, parameter=parameter, salt=salt, start=start,
             device=total.device, dtype=total.dtype,

@@ -34,12 +34,12 @@ from lit_dpret.privacy.budget import AccountantName, Neighbours, NoiseName, Priv
 SAMPLINGS = ("truncated_poisson", "poisson", "fixed_size", "shuffle", "full_batch")
 
 HISTOGRAM = "histogram"
-"""What the plan of a released histogram calls its mode."""
+"""The mode in the plan of a released histogram."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrivacyPlan:
-    """What a run promises and how it will keep it; frozen, public, serialisable.
+    """The promise of a run and how it will be kept; frozen, public, serialisable.
 
     Args:
         budget: The guarantee not to exceed.
@@ -135,15 +135,11 @@ class PrivacyPlan:
         expected_batch_size: int | None = None,
         noise_multiplier: float | None = None,
         cap: int | None = None,
-        clip: str = "abadi",
-        clip_groups: str = "flat",
         clip_fraction_budget: float = 0.0,
         accountant: AccountantName = "pld",
-        engine: str = "ghost",
-        mode: str = "dp_sgd",
         physical_batch_size: int = 32,
-        max_units_per_user: int | None = None,
         noise: NoiseName = "gaussian",
+        **fields: Any,
     ) -> PrivacyPlan:
         """Resolve what was asked for: the law with its cap, and the noise that the budget needs.
 
@@ -165,15 +161,11 @@ class PrivacyPlan:
                 the rate where that is not given.
             noise_multiplier: Noise over sensitivity; None to calibrate it to the budget.
             cap: Largest batch under ``truncated_poisson``; None to have it chosen.
-            clip: ``abadi`` or ``automatic``.
-            clip_groups: ``flat`` or ``per_layer``.
             clip_fraction_budget: The share of a step's budget for the count of clipped units; 0 for none.
             accountant: ``pld``, ``rdp`` or ``prv``.
-            engine: The clipping engine.
-            mode: The privacy mode.
             physical_batch_size: Units per forward.
-            max_units_per_user: The declared bound for the user-level epsilon.
             noise: ``gaussian`` or ``discrete``.
+            **fields: The fields of `PrivacyPlan` that are taken as they are.
 
         Raises:
             ConfigurationError: Something is missing, out of range, or cannot meet the budget.
@@ -226,24 +218,19 @@ class PrivacyPlan:
             sensitivity=charged(clip_fraction.sensitivity(max_grad_norm, clip_fraction_budget), noise),
             denominator=_denominator(law, budget, n_public, expected_batch_size),
             physical_batch_size=physical_batch_size,
-            clip=clip,
-            clip_groups=clip_groups,
             accountant=accountant,
-            engine=engine,
-            mode=mode,
             n_public=n_public,
-            max_units_per_user=max_units_per_user,
             clip_fraction_budget=clip_fraction_budget,
             noise=noise,
+            **fields,
         )
 
     @property
     def noise_std(self) -> float:
-        """Standard deviation of the noise on the sum."""
         return self.noise_multiplier * self.sensitivity
 
     def release(self, count: int = 1) -> GaussianRelease:
-        """What ``count`` steps let out."""
+        """Return the releases of ``count`` steps."""
         return GaussianRelease(noise_multiplier=self.noise_multiplier, law=self.law, count=count)
 
     def holds_under(self, law: SamplingLaw, neighbours: Neighbours) -> bool:

@@ -190,7 +190,7 @@ def parts_of(batch: UnitBatch, *, units_at_once: int) -> Iterator[UnitBatch]:
 
 
 def answer_of(item: Any) -> tuple[Draw, Sequence[Any]]:
-    """What a training data set answered for a draw.
+    """Return the answer of a training data set for a draw, checked.
 
     Raises:
         DataError: It is no pair of the draw and the rows of its unit.
@@ -427,7 +427,7 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
         return (whole[rank::world] + [nobody] * parts)[:parts]
 
     def _scattered(self, count: int, step: int) -> list[np.ndarray]:
-        """The same, with units at places that a coin of each decides, and -1 where a place is empty.
+        """The same, with each unit at an offset that a coin of its own decides, and -1 for an empty one.
 
         Units with the same coin stand at the same place of different batches. So the place of a unit in its batch
         follows from no other unit, nor from how many there are.

@@ -1,4 +1,4 @@
-"""What a DataModule must offer to be trained on under a guarantee: rows, units, and a wish for how to draw them."""
+"""The interface of a DataModule that is trained on under a guarantee: rows, units, and how to draw them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class SamplingRequest(Protocol):
 
 
 class TrainingData(SamplingRequest, Protocol):
-    """What a DataModule offers beside the hooks of Lightning; `lit_dpret.datamodules.PairsDataModule` has it all."""
+    """A DataModule, beside the hooks of Lightning; `lit_dpret.datamodules.PairsDataModule` has it all."""
 
     @property
     def n_units(self) -> int:

@@ -55,7 +55,7 @@ def row_key(row: Any, unit: str) -> int | None:
 
 
 class UnitOwners:
-    """Which unit each query, user, image or row belongs to, as far as it was seen.
+    """Remembers which unit each query, user, image or row came for.
 
     A data set is asked for a unit by its number. Nothing keeps it from counting rows as units where a query is one, or
     from answering with another unit: ``index % n``, a cache, a wrapper that repeats or mixes units. Then one query or

@@ -1,4 +1,4 @@
-"""What a list of releases costs, as the accounting libraries say, and what they must not be asked.
+"""The epsilon of a list of releases, and which combinations the accounting libraries cannot judge.
 
 One function, `epsilon`, at one discretisation, gives every number that this project states. The mathematics is that of
 dp-accounting for privacy loss distributions (``pld``) and Rényi divergences (``rdp``), and of Opacus for privacy random
@@ -321,7 +321,7 @@ def epsilon_curve(
 
 
 def epsilon_without_amplification(releases: Iterable[Release], *, delta: float, neighbours: Neighbours) -> float:
-    """What the same noise would be worth if batches had come from shuffled passes instead of coins.
+    """Return the epsilon of the same noise if batches had come from shuffled passes instead of coins.
 
     Each pass over the data that the steps amount to is charged as one unsampled Gaussian. This is
     what is left of a claim whose Poisson sampling was only asserted, so the card prints it.
@@ -345,7 +345,7 @@ def epsilon_without_amplification(releases: Iterable[Release], *, delta: float, 
 
 
 def underreported_epsilon(releases: Iterable[Release], *, delta: float, neighbours: Neighbours) -> float:
-    """What the central limit theorem of Gaussian DP says: a diagnostic, which may be below the truth.
+    """Return the epsilon by the central limit theorem of Gaussian DP: a diagnostic, which may be below the truth.
 
     Many small releases look like one Gaussian with mu^2 = T q^2 (e^(1 / sigma^2) - 1) (Bu, Dong, Long and
     Su 2020, arXiv 1911.11607, Corollary 4). That is a limit and no bound: at the settings of this project

@@ -47,7 +47,7 @@ _MARGIN = 6.0
 
 @dataclass(frozen=True, kw_only=True)
 class Coupling:
-    """What a mode for coupled losses bounds, and where one unit reaches.
+    """The quantity that a mode for coupled losses bounds, and how far one unit reaches.
 
     Args:
         bounded: What is clipped to ``max_grad_norm``: a ``sub_batch``, a ``row``, or a ``pair``.
@@ -78,14 +78,14 @@ class Coupling:
                 raise ConfigurationError(f"privacy.{name}={value!r} is not a whole number of at least 1.")
 
     def describe(self, bound: float) -> str:
-        """What is clipped, and among how many units, as a phrase."""
+        """Return what is clipped, and among how many units, as a phrase."""
         parts = "one sub-batch" if self.sub_batches == 1 else f"{self.sub_batches} sub-batches"
         loss = f", under {self.loss}" if self.loss else ""
         return f"{BOUNDED_TEXTS[self.bounded]} is clipped to {bound:g}, in {parts} of at most {self.n_max} units{loss}"
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Coupling:
-        """What ``asdict`` wrote; refuses unknown fields."""
+        """Return the coupling that ``asdict`` wrote; refuse unknown fields."""
         if unknown := sorted(set(data) - {field.name for field in fields(cls)}):
             raise ConfigurationError(f"A recorded coupling has no field {', '.join(unknown)}.")
         return cls(**data)

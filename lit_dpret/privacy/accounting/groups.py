@@ -1,4 +1,4 @@
-"""What is left of a guarantee for one unit where somebody contributed several, or a text stands there often.
+"""The guarantee for somebody who contributed several units, or for a text that stands there several times.
 
 Group privacy turns an epsilon for one unit into one for k units by counting k times, and loses nearly
 everything to amplification on the way. The mechanism itself is kinder: of a user's k units a

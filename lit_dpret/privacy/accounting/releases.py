@@ -1,4 +1,4 @@
-"""What a mechanism let out, as data.
+"""Releases and sampling laws as data.
 
 An accountant must judge what was done, not what was asked for. So every noisy answer that a run
 gives is written down as a `Release`: how much noise it carried, and by which `SamplingLaw` the
@@ -58,7 +58,6 @@ class SamplingLaw(ABC):
         """One phrase for a reader: the law with its numbers."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The law as plain JSON values, with its ``kind``."""
         return {"kind": self.kind, **asdict(self)}  # type: ignore[call-overload]
 
     @staticmethod
@@ -87,7 +86,6 @@ class Poisson(SamplingLaw):
         return None
 
     def describe(self) -> str:
-        """The law with its rate."""
         return f"Poisson sampling, each unit with probability {self.sample_rate:.6g}"
 
 
@@ -120,7 +118,6 @@ class TruncatedPoisson(SamplingLaw):
         return self.sample_rate * self.n
 
     def describe(self) -> str:
-        """The law with its rate, cap and n."""
         return (
             f"Poisson sampling, each of {self.n} units with probability {self.sample_rate:.6g}, "
             f"truncated to {self.cap} units"
@@ -148,11 +145,9 @@ class FixedSize(SamplingLaw):
 
     @property
     def expected_batch_size(self) -> float | None:
-        """The batch size."""
         return float(self.batch_size)
 
     def describe(self) -> str:
-        """The law with its sizes."""
         return f"{self.batch_size} of {self.n} units drawn without replacement for every step"
 
 
@@ -180,7 +175,6 @@ class Shuffle(SamplingLaw):
 
     @property
     def expected_batch_size(self) -> float | None:
-        """The batch size."""
         return float(self.batch_size)
 
     @property
@@ -193,7 +187,6 @@ class Shuffle(SamplingLaw):
         return -(-steps // self.steps_per_epoch)
 
     def describe(self) -> str:
-        """The law with its sizes."""
         return f"{self.n} units shuffled every epoch into batches of {self.batch_size}, without amplification"
 
 
@@ -209,7 +202,6 @@ class FullBatch(SamplingLaw):
         return None
 
     def describe(self) -> str:
-        """The law in words."""
         return "every unit in every release"
 
 
@@ -242,7 +234,6 @@ class GaussianRelease:
         _label(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """The release as plain JSON values, with its ``kind``."""
         return {
             "kind": self.kind,
             "noise_multiplier": self.noise_multiplier,
@@ -253,7 +244,6 @@ class GaussianRelease:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> GaussianRelease:
-        """The release that `to_dict` wrote."""
         release: GaussianRelease = _build({cls.kind: cls}, data, "release")
         return release
 
@@ -276,12 +266,10 @@ class NonPrivateRelease:
         _whole(self, "count")
 
     def to_dict(self) -> dict[str, Any]:
-        """The release as plain JSON values, with its ``kind``."""
         return {"kind": self.kind, "label": self.label, "count": self.count}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> NonPrivateRelease:
-        """The release that `to_dict` wrote."""
         release: NonPrivateRelease = _build({cls.kind: cls}, data, "release")
         return release
 

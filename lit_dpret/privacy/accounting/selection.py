@@ -1,4 +1,4 @@
-"""What it costs to train several times on private data and to keep the best run.
+"""The cost of training several times on private data and keeping the best run.
 
 A run that was chosen among others because of its score says more about the data than a run that was
 made alone. Where the number of runs is fixed, all of them compose. Where it is drawn at random and

@@ -53,7 +53,7 @@ def ancestors(loss: Tensor) -> set[Node]:
 
 
 def row_pattern(loss: Tensor, rows: int) -> tuple[object, ...]:
-    """What picked rows on the way to ``loss``, in a fixed order; equal for two batches that were treated alike.
+    """List the operations that picked rows on the way to ``loss``; equal for two batches that were treated alike.
 
     Empty for a model that never picks rows. Operations on another axis than the batch's are left out.
 
@@ -147,7 +147,7 @@ def unit_weights(batch: UnitRows) -> Tensor:
 
 
 def tolerance_of(tensors: Iterable[Tensor]) -> float:
-    """What two computations in the lowest of these precisions may differ by."""
+    """Return by how much two computations in the lowest of these precisions may differ."""
     return max((TOLERANCE.get(t.dtype, LOW_PRECISION_TOLERANCE) for t in tensors), default=0.0)
 
 
@@ -157,7 +157,7 @@ def roundoff_of(tensors: Iterable[Tensor]) -> float:
 
 
 class Audit:
-    """What has been verified so far, and the layout that was found.
+    """Remembers which calls were verified, and the layouts that were found.
 
     Args:
         always: Verify every batch.

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, Required, TypedDict, get_args
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +60,7 @@ ROUNDING = {torch.float64: 1e-9, torch.float32: 2.1e-3}
 
 @dataclass(frozen=True)
 class ClipStats:
-    """What one physical batch did. Private: log a noised summary or nothing.
+    """Norms and counts of one physical batch. Private: log a noised summary or nothing.
 
     Args:
         norms: L2 norm of each unit's gradient before clipping, ``(units,)``; zero for a masked
@@ -78,7 +78,7 @@ class ClipStats:
 
 
 def clip_factors(norms: Tensor, *, max_grad_norm: float, clip: ClipName, gamma: float) -> Tensor:
-    """What to multiply each unit's gradient by.
+    """Return the factor that clips each unit's gradient.
 
     Guarantees:
         - A factor times its norm is at most ``max_grad_norm``, up to rounding.
@@ -156,6 +156,15 @@ def refuse_batch_mixing(module: nn.Module) -> None:
                 "Replace it by GroupNorm, or put it in eval mode with its running statistics.",
                 trap="T11",
             )
+
+
+class ClipSettings(TypedDict, total=False):
+    """The arguments of `ClippedSum`, which every engine passes on."""
+
+    max_grad_norm: Required[float]
+    clip: ClipName
+    gamma: float
+    clip_groups: ClipGroups
 
 
 class ClippedSum(ABC):

@@ -191,7 +191,7 @@ def silenced(use: Contribution, kept: Tensor) -> Contribution:
 
 
 def rounding_of(uses: Sequence[Contribution], coefficients: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    r"""What the weighted sum of ``uses`` may be off by, in units of the roundoff, whatever the order of summation.
+    r"""Bound the rounding error of the weighted sum of ``uses``, in roundoffs, whatever the order of summation.
 
     A sum of K products in floating point is off by at most K roundoffs times the sum of their absolute values
     (Higham, Accuracy and Stability of Numerical Algorithms, section 3.1).

@@ -28,7 +28,7 @@ INSTEAD = (
 
 
 class FunctionCall:
-    """What one call of a module was given, kept to be run again.
+    """One call of a module, with its arguments, kept to be run again.
 
     Args:
         name: The module's full name.

@@ -8,7 +8,7 @@ pairs of (input, output gradient), without the gradient; then one weighted sum p
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, get_args
+from typing import Literal, Unpack, get_args
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,8 @@ from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.matmul_precision import whole_products
 from lit_dpret.privacy.clipping.audit import Audit, refuse_lost_gradients, roundoff_of, tolerance_of, unit_weights
 from lit_dpret.privacy.clipping.base import (
-    ClipGroups,
-    ClipName,
     ClippedSum,
+    ClipSettings,
     ClipStats,
     RowLoss,
     accumulator_dtype,
@@ -84,28 +83,22 @@ class GhostClipping(ClippedSum):
 
     Args:
         module: What is trained.
-        max_grad_norm: The L2 bound on one unit's gradient.
-        clip: ``abadi`` or ``automatic``.
-        gamma: The stabiliser of ``automatic``.
-        clip_groups: ``flat`` or ``per_layer``.
         verify: Audit every batch, for about the cost of one more backward pass each.
         fixed_shapes: Every batch has a fixed shape (`units`), and no branch is taken by a value but in the first
             batches and in an audit, so that XLA compiles one program. A unit whose terms cancel, whose norm
             would elsewhere be computed again in float64, gets an upper bound of its norm in place of that.
+        **clipping: The arguments of `ClippedSum`.
     """
 
     def __init__(
         self,
         module: nn.Module,
         *,
-        max_grad_norm: float,
-        clip: ClipName = "abadi",
-        gamma: float = 0.01,
-        clip_groups: ClipGroups = "flat",
         verify: bool = False,
         fixed_shapes: bool = False,
+        **clipping: Unpack[ClipSettings],
     ) -> None:
-        super().__init__(module, max_grad_norm=max_grad_norm, clip=clip, gamma=gamma, clip_groups=clip_groups)
+        super().__init__(module, **clipping)
         self.fixed_shapes = fixed_shapes
         self._plan()
         self.zero()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import warnings
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.privacy.clipping.audit import tolerance_of, unit_weights
 from lit_dpret.privacy.clipping.base import (
-    ClipGroups,
-    ClipName,
     ClippedSum,
+    ClipSettings,
     ClipStats,
     RowLoss,
     accumulator_dtype,
@@ -47,16 +46,8 @@ class OpacusClipping(ClippedSum):
     opacus records nothing otherwise.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        *,
-        max_grad_norm: float,
-        clip: ClipName = "abadi",
-        gamma: float = 0.01,
-        clip_groups: ClipGroups = "flat",
-    ) -> None:
-        super().__init__(module, max_grad_norm=max_grad_norm, clip=clip, gamma=gamma, clip_groups=clip_groups)
+    def __init__(self, module: nn.Module, **clipping: Unpack[ClipSettings]) -> None:
+        super().__init__(module, **clipping)
         try:
             self._opacus: Any = importlib.import_module("opacus.grad_sample").GradSampleHooks
         except (ImportError, AttributeError) as error:

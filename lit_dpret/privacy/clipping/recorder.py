@@ -340,7 +340,7 @@ def fold(tensor: Tensor, rows: int, layout: Layout) -> Tensor:
 def contributions_of(
     use: Use, g: Tensor, rows: int, layout: Layout, dtype: torch.dtype, *, audited: bool = False
 ) -> Iterator[tuple[str, Contribution]]:
-    """What one call adds to the gradients of its parameters, by their own names in the module.
+    """Yield the contributions of one call to the gradients of its parameters, by their own names in the module.
 
     Args:
         use: The call.

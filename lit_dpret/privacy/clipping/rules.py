@@ -88,7 +88,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to watch during a forward pass."""
+    """The modules to watch during a forward pass."""
 
     sites: tuple[Site, ...]
     relative: tuple[tuple[str, nn.Module], ...]

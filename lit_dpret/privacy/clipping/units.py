@@ -32,7 +32,6 @@ class RowGroup:
 
     @classmethod
     def build(cls, units: list[int], rows: list[list[int]], device: torch.device) -> RowGroup:
-        """Put lists on the device."""
         flat = [row for each in rows for row in each]
         start = flat[0] if flat == list(range(flat[0], flat[0] + len(flat))) else None
         return cls(torch.tensor(units, device=device), torch.tensor(rows, device=device), start)

@@ -6,10 +6,11 @@ in memory, and one more forward and backward pass of those layers.
 
 from __future__ import annotations
 
+from typing import Unpack
+
 from torch import nn
 
-from lit_dpret.privacy.clipping.audit import Audit
-from lit_dpret.privacy.clipping.base import ClipGroups, ClipName
+from lit_dpret.privacy.clipping.base import ClipSettings
 from lit_dpret.privacy.clipping.ghost import GhostClipping
 from lit_dpret.privacy.clipping.rules import Plan, make_plan
 
@@ -30,26 +31,10 @@ class VmapClipping(GhostClipping):
           autograd's, unless a broken unit makes that NaN.
         - What vmap cannot run is refused with its reason: recurrent layers, randomness (dropout)
           inside the module, values that decide the control flow, writes into buffers.
-
-    Args:
-        module: What is trained.
-        max_grad_norm: The L2 bound on one unit's gradient.
-        clip: ``abadi`` or ``automatic``.
-        gamma: The stabiliser of ``automatic``.
-        clip_groups: ``flat`` or ``per_layer``.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        *,
-        max_grad_norm: float,
-        clip: ClipName = "abadi",
-        gamma: float = 0.01,
-        clip_groups: ClipGroups = "flat",
-    ) -> None:
-        super().__init__(module, max_grad_norm=max_grad_norm, clip=clip, gamma=gamma, clip_groups=clip_groups)
-        self._audit = Audit(always=True)
+    def __init__(self, module: nn.Module, **clipping: Unpack[ClipSettings]) -> None:
+        super().__init__(module, verify=True, **clipping)
 
     def _plan(self) -> Plan:
         return make_plan(self.module, self.parameters, fallback=True)

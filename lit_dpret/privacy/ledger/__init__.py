@@ -1,1 +1,1 @@
-"""What a run let out, written down before it lets it out: the chained file, the gate, and the ledger of a data set."""
+"""The record of every release, written before it is made: chained files, the gate, and the ledger of a data set."""

@@ -74,7 +74,7 @@ def today() -> str:
 
 
 class Book(Protocol):
-    """What earlier records allow; ``check`` changes nothing, so that a record is judged before it is written."""
+    """Judges a record by the earlier ones; ``check`` changes nothing, so that it can come before the write."""
 
     def check(self, record: Mapping[str, Any]) -> None: ...
     def add(self, record: Mapping[str, Any]) -> None: ...
@@ -101,7 +101,7 @@ class ChainedFile:
     """Seconds to wait for another writer."""
 
     lock_refusal: ClassVar[str] = "is open in another process."
-    """What is said, after the path, to a second writer."""
+    """The refusal of a second writer, after the path."""
 
     def __init__(self, path: Path, content: bytes, *, file: IO[bytes] | None = None) -> None:
         self.path = path

@@ -127,19 +127,17 @@ class EarlierRun:
         return (cls(str(start["runs"][0]), str(start["head"]), releases),)
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain JSON values."""
         return {"run": self.run, "head": self.head, "releases": [release.to_dict() for release in self.releases]}
 
     @classmethod
     def from_dict(cls, facts: Mapping[str, Any]) -> EarlierRun:
-        """What `to_dict` wrote."""
         releases = tuple(release_from_dict(release) for release in facts["releases"])
         return cls(str(facts["run"]), str(facts["head"]), releases)
 
 
 @dataclass(frozen=True)
 class Charge:
-    """What one run is charged with; made by `of`.
+    """The charge of one run; made by `of`.
 
     Args:
         own: Its own releases, merged.
@@ -185,7 +183,7 @@ class Charge:
 
 
 def composed(charges: Iterable[Charge]) -> list[Release]:
-    """What several runs have cost together: the releases of each, and each earlier run once."""
+    """Return the releases of several runs together, each earlier run counted once."""
     charges = list(charges)
     earlier = dict.fromkeys(run for charge in charges for run in charge.earlier)
     parts = [*(charge.own for charge in charges), *(run.releases for run in earlier)]
@@ -223,6 +221,8 @@ class DatasetBook:
                 raise LedgerError("a data set is begun twice.")
             if problem := schema_problem(record.get("schema"), SCHEMA):
                 raise LedgerError(problem)
+            if not record.get("id"):
+                raise LedgerError("its first record states no identity.")
             _terms(record)
         elif kind in ("reserve", "settle"):
             if self.terms is None:
@@ -234,7 +234,7 @@ class DatasetBook:
     def add(self, record: Mapping[str, Any]) -> None:
         if record.get("kind") == "dataset":
             self.terms = _terms(record)
-            self.identity = str(record.get("id") or record["hash"])  # files of before there was an id go by the hash
+            self.identity = str(record["id"])
         elif record.get("kind") in ("reserve", "settle"):
             name, entry = str(record["run_id"]), _entry(record)
             if record.get("takes") is not None:
@@ -261,7 +261,6 @@ class DatasetFile(ChainedFile):
 
     @property
     def book(self) -> DatasetBook:
-        """What the records say."""
         if not isinstance(self._book, DatasetBook):
             raise LedgerError(f"{self.path} is no data-set ledger.")
         return self._book

@@ -1,4 +1,4 @@
-"""What all runs on one data set have spent together, in one file that they share.
+"""The total of all runs on one data set, in one file that they share.
 
 A run that would bring the total past ``privacy.total_eps`` is refused before its first step. The file's path is the
 identity of the data set: it holds no name, size or fingerprint of the data, so it gives nothing away, and whoever
@@ -61,7 +61,7 @@ def note_sweep(ledger: PrivacyLedger, sweep: Mapping[str, Any] | None) -> None:
 
 
 def sweep_of(records: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """What a run's ledger tells of the sweep that it is a trial of; None where it tells of none."""
+    """Return the sweep that a run is a trial of, as its ledger says; None for a run of no sweep."""
     found = [r for r in records if r.get("kind") == "event" and r.get("name") == SWEEP_EVENT]
     return dict(found[0]["sweep"]) if found else None
 
@@ -245,12 +245,12 @@ class DatasetLedger:
         return dict(self._agreed(DatasetFile.read(self.path).book if self.path.exists() else DatasetBook()))
 
     def total(self) -> Total:
-        """What is spent and reserved now."""
+        """Return the total of what is spent and reserved now."""
         book = DatasetFile.read(self.path).book
         return self._total(book.entries, self._agreed(book))
 
     def releases(self) -> dict[str, list[Release]]:
-        """What each run is charged with, by the name it gave; runs of one name together.
+        """Return what each run is charged with, by its name; runs of one name together.
 
         What several of them begin with is in each: `charged` has all of them together.
         """
@@ -260,7 +260,7 @@ class DatasetLedger:
         return {name: composed(charges) for name, charges in found.items()}
 
     def charged(self) -> list[Release]:
-        """What all runs are charged with together."""
+        """Return what all runs are charged with together."""
         return composed(entry.charge for entry in DatasetFile.read(self.path).book.entries.values())
 
     def run_ids(self) -> set[str]:
@@ -268,7 +268,7 @@ class DatasetLedger:
         return set(DatasetFile.read(self.path).book.entries)
 
     def charge_of(self, run_id: str) -> tuple[list[Release], str] | None:
-        """What one run is charged with, and the last record of its own ledger that is known; None for a stranger."""
+        """Return a run's charge and the last known record of its own ledger; None for an unknown run."""
         entry = DatasetFile.read(self.path).book.entries.get(run_id)
         return None if entry is None else (entry.charge.releases, entry.head)
 

@@ -40,7 +40,7 @@ PRICED_ALONE = 6
 
 
 RANDOM_WEIGHTS = "random weights"
-"""What a card names where training started from no model."""
+"""The start that a card names where training began with no model."""
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,12 @@ class Assumption:
     consequence: Consequence = "no_guarantee"
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as plain JSON values."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What may be claimed: a finite epsilon with ``dp``, and no number with ``none`` or ``not_proved``."""
+    """The claim: a finite epsilon with ``dp``, and no number with ``none`` or ``not_proved``."""
 
     guarantee: Literal["dp", "none", "not_proved"]
     epsilon: float | None
@@ -90,7 +89,7 @@ def plan_of(records: Sequence[Record]) -> tuple[PrivacyPlan | None, dict[str, An
 
 
 def derived_assumptions(records: Sequence[Record], plan: PrivacyPlan) -> list[Assumption]:
-    """What the ledger itself can confirm or refute, then what it cannot."""
+    """List the assumptions that the ledger can confirm or refute, then those that it cannot."""
     return [*_recorded(records, plan), *_declared(plan)]
 
 
@@ -203,7 +202,7 @@ def _bound_assumption(plan: PrivacyPlan) -> Assumption:
 
 
 def judge(releases: Sequence[Release], plan: PrivacyPlan | None, assumptions: list[Assumption]) -> Verdict:
-    """What may be claimed for these releases if those assumptions are true, false or unverified.
+    """Return the claim for these releases, given which assumptions are true, false or unverified.
 
     Where amplification by sampling cannot be claimed, every unit is charged for every step. That
     bound needs each unit to stand in a batch at most once and the batches of the others to stay as
@@ -232,7 +231,7 @@ def judge(releases: Sequence[Release], plan: PrivacyPlan | None, assumptions: li
 
 
 def every_unit_in_every_step(releases: Sequence[Release]) -> list[Release]:
-    """The same releases for somebody who knows nothing of the sampling."""
+    """Return the same releases without amplification by sampling."""
     return [replace(r, law=FullBatch()) if isinstance(r, GaussianRelease) else r for r in releases]
 
 
@@ -325,7 +324,7 @@ def _rounding(accountant: AccountantName) -> dict[str, Any]:
 def ceilings_of(
     releases: Sequence[Release], plan: PrivacyPlan | None, verdict: Verdict, **settings: Any
 ) -> dict[str, Any] | None:
-    """What no attack on one unit can exceed, as the accountant's curve has it; None without a guarantee.
+    """Return the ceilings of attacks on one unit, from the accountant's curve; None without a guarantee.
 
     ``settings`` go to `attack_ceilings`.
     """
@@ -350,7 +349,7 @@ def describe_release(release: Release) -> str:
 
 
 def mechanism_facts(records: Sequence[Record], plan: PrivacyPlan | None, releases: Sequence[Release]) -> dict[str, Any]:
-    """What the steps did, from their own records; a range where they did not all do the same."""
+    """Return what the steps did, from their own records; a range where they differ."""
     stated = [record for record in records if record.get("kind") == "release"]
     last = plan_of(records)[1]
     keys = noise_keys(records)

@@ -142,17 +142,15 @@ class ReleaseGate:
 
     @property
     def stream(self) -> KeyedStream:
-        """The keyed stream of the run."""
         return self.run.stream
 
     @property
     def attempt(self) -> int:
-        """The attempt that the next step belongs to."""
         return self.run.attempt
 
     @property
     def position(self) -> Position:
-        """What a checkpoint taken now has to carry."""
+        """The position that a checkpoint taken now has to carry."""
         return Position(self.run.run_id, self.run.attempt, self.steps_done)
 
     def begin(self, position: Position | None, state: Callable[[], str] | None) -> None:
@@ -270,7 +268,7 @@ class ReleaseGate:
         return self._accountant.epsilon(charged_releases(self.run.ledger.records))
 
     def forthcoming(self, until: int) -> list[Release]:
-        """What the ledger will charge in all when the steps before ``until`` have been made as planned."""
+        """Return the total charge of the ledger once the steps before ``until`` are made as planned."""
         first = self.steps_done
         while (self.run.attempt, first) in self.run.intents:
             first += 1
@@ -411,7 +409,7 @@ class SharedGate:
 
     @property
     def position(self) -> Position:
-        """What a checkpoint taken now has to carry."""
+        """The position that a checkpoint taken now has to carry."""
         return Position(self._run_id, self.attempt, self.steps_done)
 
     def begin(self, position: Position | None, state: Callable[[], str] | None) -> None:
@@ -427,7 +425,6 @@ class SharedGate:
             self._sampler.attempt, self._sampler.next_step = found.attempt, found.steps_done
 
     def require_budget(self, step: int) -> None:
-        """As `ReleaseGate.require_budget`."""
         self.ranks.share(lambda: self.own.require_budget(step), quick=True)
 
     def authorise(self, attempt: int, step: int, units: int, sums: dict[str, Tensor]) -> Permit:

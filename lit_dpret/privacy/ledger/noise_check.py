@@ -128,7 +128,7 @@ class NoiseCheck:
         return {} if self._state is None else self._state.latest()
 
     def compare(self, samples: Sequence[Mapping[str, np.ndarray]]) -> str | None:
-        """What is wrong with the noise of a step in which each process noised parts of its own, from their samples."""
+        """Return what is wrong with a step's noise where each process noised parts of its own, from their samples."""
         latest: dict[str, np.ndarray] = {}
         for rank, own in enumerate(samples):
             for name, noise in own.items():
@@ -239,7 +239,7 @@ class _State:
 
 
 def _gains(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """What each coordinate adds to the evidence that x repeats y, for each correlation."""
+    """Return the evidence of each coordinate that x repeats y, for each correlation."""
     x, y, left = x[:, None], y[:, None], 1 - CORRELATIONS**2
     found: np.ndarray = (x**2 - (x - CORRELATIONS * y) ** 2 / left - np.log(left)) / 2
     return found

@@ -160,7 +160,7 @@ class PrivateRun:
 
     @property
     def identity(self) -> str:
-        """What no other ledger has: the run id, which a published seed shares with others, does not tell two apart."""
+        """The identity of the ledger; a run id may be shared by runs with one published seed."""
         return ledger_identity(self.ledger.records)
 
     @classmethod
@@ -262,7 +262,7 @@ class PrivateRun:
                 "private queries, and the claim is about one data set. Restore it, or start a new run in another "
                 "hydra.run.dir."
             )
-        elif self.intents and before.get("noise_stream", 1) != NOISE_STREAM:
+        elif self.intents and before.get("noise_stream") != NOISE_STREAM:
             # The old noise under a sum and then the new one under the same sum would be two releases for one charge.
             self.ledger.append(
                 "event",

@@ -34,9 +34,7 @@ from lit_dpret.privacy.ledger.chain import Book, ChainedFile
 Key = tuple[int, int]
 
 SCHEMA = "lit-dpret/privacy-ledger/1"
-"""What every ``plan`` record states; ledgers from before it was stated are of the form of version 1.
-
-Version 2 says which noise the keys gave (``noise_stream``); version 1, which did not, repeated steps by its own."""
+"""Stated by every ``plan`` record."""
 
 NOT_COUNTED_EVENT = "not_counted"
 START_EVENT = "init_from"
@@ -54,7 +52,7 @@ ROUNDING = 1e-9
 
 @dataclass
 class _Step:
-    """What the ledger knows of one noise key (attempt, step)."""
+    """The state of one noise key (attempt, step)."""
 
     release: Release
     hashes: dict[str, Any]
@@ -174,7 +172,7 @@ def check_no_key_reuse(records: Iterable[Mapping[str, Any]]) -> None:
 
 
 def charged_releases(records: Iterable[Mapping[str, Any]]) -> list[Release]:
-    """What an accountant has to compose, identical releases merged.
+    """Return the releases that an accountant has to compose, identical ones merged.
 
     Guarantees:
         - Every intent is charged once, with or without a release record; a replay charges nothing.
@@ -218,7 +216,7 @@ def charged_releases(records: Iterable[Mapping[str, Any]]) -> list[Release]:
 def forthcoming_releases(
     records: Iterable[Mapping[str, Any]], release: Release, *, first: int, until: int, attempt: int = 0
 ) -> list[Release]:
-    """What a ledger will charge in all when the steps from ``first`` and before ``until`` are made as planned.
+    """Return the total charge of a ledger once the steps from ``first`` and before ``until`` are made as planned.
 
     Args:
         records: Of the ledger; none for a run that is still to come.
@@ -233,7 +231,7 @@ def forthcoming_releases(
 
 
 def start_of(records: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """What the ledger tells of the model that the run started from; None where it tells of none."""
+    """Return the facts about the model that the run started from; None where it started from none."""
     found = [r for r in records if r.get("kind") == "event" and r.get("name") == START_EVENT]
     return dict(found[0]["start"]) if found else None
 
@@ -250,7 +248,7 @@ def counted_in(records: Sequence[Mapping[str, Any]]) -> set[str]:
 
 
 def claimed_releases(records: Iterable[Mapping[str, Any]]) -> list[Release]:
-    """What a claim about the run's model has to compose: its own releases, and those of the model it started from.
+    """Return the releases behind the run's model: its own, and those of the model it started from.
 
     Raises:
         LedgerError: The records contradict each other, or tell of a start without saying what it cost.
@@ -354,6 +352,6 @@ class PrivacyLedger(ChainedFile):
 
 
 def ledger_identity(records: Sequence[Mapping[str, Any]]) -> str:
-    """What the records of one ledger share with those of no other; empty where it holds no plan."""
+    """Return the identity of a ledger, unique to it; empty where it holds no plan."""
     first = next((record for record in records if record["kind"] == "plan"), {})
     return str(first.get("nonce") or first.get("run_id") or "")

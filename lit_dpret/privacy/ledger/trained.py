@@ -140,7 +140,7 @@ def runs_behind(module: nn.Module) -> frozenset[TrainedIn]:
 
 
 def fingerprint(tensor: Tensor) -> bytes | None:
-    """What a copy of ``tensor`` shares with it, in bfloat16 as well; None for a shard or a few values."""
+    """Return a fingerprint that copies share, in bfloat16 too; None for a shard or a few values."""
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided or tensor.is_meta:
         return None
     if tensor.numel() < _FEWEST or not tensor.is_floating_point():

@@ -51,7 +51,7 @@ class Update:
 
 @dataclass
 class StepCounts:
-    """What a logical step met; private under ``add_or_remove``, so it is never logged as it is."""
+    """Counts of a logical step; private under ``add_or_remove``, so never logged as they are."""
 
     units: int = 0
     clipped: int = 0

@@ -1,4 +1,4 @@
-r"""What the modes for coupled losses share: sub-batches, and a sensitivity of its own.
+r"""The base of the modes for coupled losses: sub-batches, and a sensitivity of its own.
 
 A coupled loss lets every unit of a sub-batch move the terms of all others. The modes here clip
 something smaller than that whole and know how far one unit can still move the sum; what they clip

@@ -1,4 +1,4 @@
-r"""What every mode with Gaussian noise shares: the budget, the plan, and noise added once per step.
+r"""The base of every mode with Gaussian noise: the budget, the plan, and noise added once per step.
 
 The modes differ in what they add up and in how far one unit can move it. Whatever that is, the sum
 of a logical step gets noise of standard deviation ``noise_multiplier * sensitivity`` in every

@@ -48,7 +48,7 @@ SensitivityRule = Literal["proof", "paper"]
 
 
 class PairLoss(Protocol):
-    """What this mode asks of a loss of the table of similarities; `lit_dpret.losses.PairwiseLoss` has it."""
+    """A loss of the table of similarities, as this mode needs it; `lit_dpret.losses.PairwiseLoss` is one."""
 
     @property
     def claim(self) -> LossClaim: ...

@@ -1,4 +1,4 @@
-"""What a forward pass of private rows must leave as it was: every parameter and every buffer.
+"""The check that a forward pass of private rows writes no parameter and no buffer.
 
 Whatever is written there during the pass is published with the model, and no noise covers it: a moving
 average, a codebook, an embedding that renormalises the rows that occurred. Most writes show at
@@ -131,7 +131,7 @@ class StateWatch:
         return not isinstance(tensor, nn.Parameter) and tensor.numel() * tensor.element_size() <= SMALL
 
     def _value(self, tensor: Tensor) -> Tensor | None:
-        """What stands for the values of ``tensor`` in this batch; None where they are not compared."""
+        """Return the values of ``tensor``, or a checksum of them; None where they are not compared in this batch."""
         if self._is_small_buffer(tensor):
             return bits_of(tensor)
         return checksum(tensor) if self._batches & (self._batches - 1) == 0 else None

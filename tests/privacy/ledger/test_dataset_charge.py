@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
@@ -15,7 +14,7 @@ from lit_dpret.errors import BudgetExceededError, ConfigurationError, LedgerErro
 from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.accounting.releases import FullBatch, GaussianRelease, Release
 from lit_dpret.privacy.budget import PrivacyBudget
-from lit_dpret.privacy.ledger.dataset_file import Charge, EarlierRun, composed
+from lit_dpret.privacy.ledger.dataset_file import Charge, EarlierRun
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
 
 DELTA = 1e-5
@@ -120,17 +119,6 @@ def test_a_trial_takes_over_no_reservation_for_another_start_or_for_none(tmp_pat
     with pytest.raises(ConfigurationError, match="holds no reservation"):
         begin(tmp_path, "plain too", Charge.of(fit()), sweep="s")
     assert begin(tmp_path, "a", child(), sweep="s") == pytest.approx(before)
-
-
-def test_a_version_that_knows_of_no_starts_counts_one_with_each_run_and_so_never_too_little(tmp_path: Path) -> None:
-    begin(tmp_path, "a", child())
-    begin(tmp_path, "b", child(fit(10.0)))
-    lines = [json.loads(line) for line in (tmp_path / "data.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert [record["releases"] for record in lines if record["kind"] == "reserve"] == [
-        [release.to_dict() for release in charge.releases] for charge in (child(), child(fit(10.0)))
-    ]
-    plain = [Charge.from_dict({"releases": r["releases"]}) for r in lines if r["kind"] == "reserve"]
-    assert cost(composed(plain)) > ledger(tmp_path, None).total().epsilon
 
 
 def without_its_releases(parts: dict[str, Any]) -> None:

@@ -214,16 +214,6 @@ def test_each_file_has_an_identity_of_its_own_from_its_first_record_on(tmp_path:
     assert first["id"] == identities[0] and len(bytes.fromhex(first["id"])) == 16
 
 
-def test_a_file_of_before_there_were_identities_goes_by_the_hash_of_its_first_record(tmp_path: Path) -> None:
-    record = {"seq": 0, "day": "", "kind": "dataset", "prev": "0" * 64, "schema": SCHEMA}
-    record |= {"total_eps": 1.0, "delta": DELTA, "unit": "query", "neighbours": "zero_out"}
-    record["hash"] = record_hash(record)
-    (tmp_path / "data.jsonl").write_text(canonical_json(record) + "\n", encoding="ascii")
-    book = ledger(tmp_path)
-    assert book.begin() == record["hash"] == ledger(tmp_path).begin()
-    assert reserve(book, "a", trained(count=1)).runs == 1
-
-
 def test_a_file_that_took_the_place_of_the_runs_own_is_refused(tmp_path: Path) -> None:
     book = ledger(tmp_path)
     book.begin()

@@ -72,11 +72,6 @@ def test_what_counts_a_run_is_remembered_from_any_of_its_plans(tmp_path: Path) -
     assert len(opened(tmp_path, resume=True, dataset_ledger="first")) == 4
 
 
-def test_a_run_from_before_its_data_sets_ledger_was_noted_goes_on_as_it_was(tmp_path: Path) -> None:
-    opened(tmp_path)
-    assert len(opened(tmp_path, resume=True, dataset_ledger=None)) == 2
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_a_ledger_knows_every_checkpoint_that_was_taken_before_it_and_none_that_needs_a_later_step(
     seed: int, tmp_path: Path

@@ -45,7 +45,7 @@ GHOST, BLOCKS, INNER = 2.0, 3.5, 0.5
 
 
 def costs(*, n_max: int, dim: int, positions: int, width: int, shared: bool) -> dict[NormsName, float]:
-    """What each way costs, in ordinary steps (one forward and backward pass of n queries and n passages).
+    """Return the cost of each way, in ordinary steps (a forward and backward pass of n queries and n passages).
 
     Per linear layer of ``width`` x ``width`` and ``positions`` T: a cotangent is a third of a step, its Gram
     products add T / h of that (for a pair's joined 2T positions: 2T / h; for a block of d cotangents: (T + d) / h).

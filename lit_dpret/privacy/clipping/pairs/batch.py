@@ -44,7 +44,6 @@ class Side:
     count: int
 
     def take(self, index: Tensor | slice) -> Any:
-        """Some of the rows."""
         return tree_map(lambda leaf: leaf[index if isinstance(index, slice) else index.to(leaf.device)], self.rows)
 
     def embedded(self, index: Tensor | slice) -> Tensor:
@@ -204,7 +203,7 @@ def refuse_randomness(module: nn.Module) -> None:
 
 
 def clipped_pair_factors(norms: Tensor, max_logit_grad_norm: float) -> tuple[Tensor, int]:
-    """What to multiply each pair's similarity gradient by, and how many pairs were dropped.
+    """Return the factor that clips each pair's similarity gradient, and how many pairs were dropped.
 
     Guarantees:
         - A factor times its norm is at most ``max_logit_grad_norm``, up to rounding; within the bound it is 1.
@@ -273,7 +272,7 @@ def weighted_backward(
 
 
 def _cotangents(weights: Tensor, queries: Tensor, passages: Tensor) -> tuple[Tensor, Tensor]:
-    """What the weighted sum of similarities sends back to each embedding; what is broken counts as zero."""
+    """Return the gradient of the weighted sum of similarities by each embedding; broken entries count as zero."""
     whole = queries.isfinite().all(1), passages.isfinite().all(1)
     weights = torch.where(weights.isfinite() & whole[0][:, None] & whole[1], weights, 0)
     queries, passages = torch.where(whole[0][:, None], queries, 0), torch.where(whole[1][:, None], passages, 0)

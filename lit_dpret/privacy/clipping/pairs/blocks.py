@@ -56,7 +56,7 @@ Jacobian = dict[str, list[Factors]]
 
 @dataclass(frozen=True)
 class Reach:
-    """What a side's embeddings depend on, and what a row takes.
+    """The parameters that a side's embeddings depend on, and the memory that a row takes.
 
     Args:
         names: The parameters.
@@ -70,7 +70,7 @@ class Reach:
 
 
 class FromJacobians(PairNorms):
-    """What strategies that start from the Jacobian of each record share.
+    """Base of the strategies that start from the Jacobian of each record.
 
     Args:
         module: What is trained.
@@ -258,7 +258,7 @@ def quadratic(factors: Sequence[Factors], vectors: Tensor, rows: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Head:
-    """What the closed form needs of one side: the trained weight (None: frozen), ``a`` and the embeddings."""
+    """One side of the closed form: the trained weight (None: frozen), ``a`` and the embeddings."""
 
     weight: str | None
     a: Tensor

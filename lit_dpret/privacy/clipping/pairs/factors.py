@@ -45,11 +45,9 @@ class Matrices:
 
     @property
     def width(self) -> int:
-        """Parameters."""
         return self.value.shape[2]
 
     def rows(self, part: slice) -> Matrices:
-        """Some of the rows."""
         return Matrices(self.value[part])
 
     @property
@@ -85,11 +83,9 @@ class Products:
 
     @property
     def width(self) -> int:
-        """Parameters."""
         return self.into * self.outputs.shape[3]
 
     def rows(self, part: slice) -> Products:
-        """Some of the rows."""
         return replace(self, inputs=self.inputs[part], outputs=self.outputs[part])
 
     @property
