@@ -40,7 +40,7 @@ class Handover(Protocol):
         """The sums over all ranks, in float32 or wider: what this rank has to noise of them."""
 
     def give(self, gradients: Mapping[str, Tensor], optimizer: object) -> None:
-        """Put noised gradients, whole or in the pieces of ``add_up``, where the optimizer's next step takes them."""
+        """Put noised gradients, whole or in the shards of ``add_up``, where the optimizer's next step takes them."""
 
     def assembled(self, *, here: bool) -> AbstractContextManager[object]:
         """Inside, the module of a rank that says ``here`` has its master weights, whole, for writing it."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from lit_dpret.errors import UnsupportedModelError
 
 
-def is_cut(tensor: Tensor) -> bool:
+def is_sharded(tensor: Tensor) -> bool:
     """Whether this process may hold a part of it only."""
     return hasattr(tensor, "device_mesh")
 
@@ -30,7 +30,7 @@ def place_of(tensor: Tensor) -> tuple[Tensor, int]:
     Raises:
         UnsupportedModelError: It is cut in another way than along its first axis over one row of ranks.
     """
-    if not is_cut(tensor):
+    if not is_sharded(tensor):
         return tensor, 0
     cut: Any = tensor
     [placement] = cut.placements if len(cut.placements) == 1 else [None]
@@ -44,7 +44,7 @@ def place_of(tensor: Tensor) -> tuple[Tensor, int]:
 
 def like(whole: Tensor, local: Tensor) -> Tensor:
     """``local`` as this process's part of a tensor that is cut as ``whole`` is."""
-    if not is_cut(whole):
+    if not is_sharded(whole):
         return local
     from torch.distributed.tensor import DTensor  # not for runs on one process
 

@@ -6,7 +6,7 @@ step runs no backward pass of its own. So nothing is left to DeepSpeed that a cl
 
 * the clipping engine gets its gradients from PyTorch, inside the forward pass of DeepSpeed's engine;
 * the clipped sums are added up in float32 or wider, in one message that gives each rank the coordinates whose master
-  weights it keeps (`Pieces`), whatever DeepSpeed was told about communication;
+  weights it keeps (`Shards`), whatever DeepSpeed was told about communication;
 * each rank adds the noise of its coordinates, which is the noise that one process would add there;
 * the result is laid where ZeRO's optimizer would have put an averaged gradient, and its ``step`` does the rest.
 
@@ -32,8 +32,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lit_dpret.distributed.handover import is_zero_state
-from lit_dpret.distributed.pieces import Piece, Pieces
 from lit_dpret.distributed.ranks import Ranks
+from lit_dpret.distributed.shards import Shard, Shards
 from lit_dpret.errors import ConfigurationError, ResumeError, UnsupportedModelError
 
 
@@ -66,8 +66,8 @@ class _Group:
 
     Attributes:
         master: The flat float32 parameter that the wrapped optimizer knows.
-        places: Where in it the piece of each parameter begins, by name.
-        held: How many elements the piece of each parameter takes in it, padding included.
+        places: Where in it the shard of each parameter begins, by name.
+        held: How many elements the shard of each parameter takes in it, padding included.
     """
 
     master: Tensor
@@ -83,19 +83,19 @@ class ZeroHandover(ABC):
         module: What it trains.
         ranks: Its data-parallel ranks.
         groups: The groups of the optimizer.
-        own: The pieces of this rank.
+        own: The shards of this rank.
         shapes: Of every trained parameter, whole.
     """
 
-    def __init__(self, engine: Any, module: nn.Module, ranks: Ranks, groups: list[_Group], own: list[Piece],
+    def __init__(self, engine: Any, module: nn.Module, ranks: Ranks, groups: list[_Group], own: list[Shard],
                  shapes: Mapping[str, torch.Size]) -> None:  # fmt: skip
         self._zero, self._module, self._ranks = engine.optimizer, module, ranks
         self._groups, self._shapes = groups, dict(shapes)
-        self._pieces = Pieces.agree(own, {name: shape.numel() for name, shape in shapes.items()}, ranks)
+        self._shards = Shards.agree(own, {name: shape.numel() for name, shape in shapes.items()}, ranks)
 
     @property
     def starts(self) -> Mapping[str, int] | None:
-        return self._pieces.starts
+        return self._shards.starts
 
     in_parts = True
 
@@ -109,7 +109,7 @@ class ZeroHandover(ABC):
         # Under stage 3, a sum that no unit touched was made in the shape of a parameter that is not here now.
         whole = {name: total if total.shape == self._shapes[name] else total.new_zeros(self._shapes[name])
                  for name, total in sums.items()}  # fmt: skip
-        return self._pieces.add_up(whole)
+        return self._shards.add_up(whole)
 
     def give(self, gradients: Mapping[str, Tensor], optimizer: object) -> None:
         device = next((gradient.device for gradient in gradients.values()), self._groups[0].master.device)
@@ -136,7 +136,7 @@ class ZeroHandover(ABC):
 
     def masters(self) -> dict[str, Tensor]:
         """Whole master weights by name, on rank 0, on the CPU; nothing on the others. Called by all ranks."""
-        whole = self._pieces.collect(self._parts([group.master for group in self._groups]))
+        whole = self._shards.collect(self._parts([group.master for group in self._groups]))
         return {name: flat.view(self._shapes[name]) for name, flat in whole.items()}
 
     def load_masters(self, whole: Mapping[str, Tensor]) -> None:
@@ -160,7 +160,7 @@ class ZeroHandover(ABC):
             flat = [isinstance(v, Tensor) and v.dim() > 0 and v.shape == g.master.shape
                     for v, g in zip(values, self._groups, strict=True)]  # fmt: skip
             if all(flat):
-                found["states"][key] = self._pieces.collect(self._parts(values))
+                found["states"][key] = self._shards.collect(self._parts(values))
             else:
                 found["numbers"][key] = [None if value is None else float(value) for value in values]
         return found if self._ranks.is_first else {}
@@ -213,17 +213,17 @@ class ZeroHandover(ABC):
                 layer._parameters[local] = parameter
 
     def _parts(self, flats: list[Tensor]) -> dict[str, Tensor]:
-        """The own pieces out of one flat tensor per group."""
+        """The own shards out of one flat tensor per group."""
         found: dict[str, Tensor] = {}
         for group, flat in zip(self._groups, flats, strict=True):
             for name, place in group.places.items():
-                if name in self._pieces.own:
-                    found[name] = flat.detach()[place : place + self._pieces.own[name].count]
+                if name in self._shards.own:
+                    found[name] = flat.detach()[place : place + self._shards.own[name].count]
         return found
 
     def _lay(self, flats: list[Tensor], whole: Mapping[str, Tensor]) -> None:
-        """The reverse: own pieces of whole tensors into one flat tensor per group."""
-        own = self._pieces.take(whole)
+        """The reverse: own shards of whole tensors into one flat tensor per group."""
+        own = self._shards.take(whole)
         for group, flat in zip(self._groups, flats, strict=True):
             for name, place in group.places.items():
                 if name in own:
@@ -259,7 +259,7 @@ class _Stage12(ZeroHandover):
         zero = engine.optimizer
         names = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
         groups: list[_Group] = []
-        own: list[Piece] = []
+        own: list[Shard] = []
         for index, parameters in enumerate(zero.bit16_groups):
             places: dict[str, int] = {}
             held: dict[str, int] = {}
@@ -267,7 +267,7 @@ class _Stage12(ZeroHandover):
                 name, mapping = _name_of(parameter, names), parameter._hp_mapping
                 if mapping is not None:
                     lp, hp = mapping.lp_fragment_address, mapping.hp_fragment_address
-                    own.append(Piece(name, int(lp.start), int(lp.numel)))
+                    own.append(Shard(name, int(lp.start), int(lp.numel)))
                     places[name], held[name] = int(hp.start), int(hp.numel)
                     _refuse_other_values(name, mapping.hp_fragment, parameter.detach().flatten()[int(lp.start) :])
             groups.append(_Group(zero.single_partition_of_fp32_groups[index], places, held))
@@ -288,14 +288,14 @@ class _Stage3(ZeroHandover):
         everything: list[tuple[str, Any]] = [(n, p) for n, p in module.named_parameters() if hasattr(p, "ds_id")]
         names = {id(p): name for name, p in everything if p.requires_grad}
         groups: list[_Group] = []
-        own: list[Piece] = []
+        own: list[Shard] = []
         for index, parameters in enumerate(zero.fp16_groups):
             places: dict[str, int] = {}
             held: dict[str, int] = {}
             for parameter in parameters:
                 name, size = _name_of(parameter, names), int(parameter.ds_tensor.numel())
                 start = size * ranks.rank
-                own.append(Piece(name, start, max(0, min(size, int(parameter.ds_numel) - start))))
+                own.append(Shard(name, start, max(0, min(size, int(parameter.ds_numel) - start))))
                 places[name], held[name] = sum(held.values()), size
             groups.append(_Group(zero.fp32_partitioned_groups_flat[index], places, held))
         shapes = {name: torch.Size(p.ds_shape) for name, p in everything if p.requires_grad}
@@ -320,7 +320,7 @@ class _Stage3(ZeroHandover):
         return [flat[place : place + group.held[name]] for name, place in group.places.items()]
 
     def _load_parameters(self, whole: Mapping[str, Tensor]) -> None:
-        own = self._pieces.take({name: value for name, value in whole.items() if name in self._shapes})
+        own = self._shards.take({name: value for name, value in whole.items() if name in self._shapes})
         parameters: dict[str, Any] = dict(self._module.named_parameters())
         for name, part in own.items():
             parameters[name].ds_tensor.data[: len(part)].copy_(part)

@@ -1,7 +1,7 @@
-"""Sums over several ranks of which each rank gets a part: for whoever keeps a part of every parameter.
+"""Sums over several ranks of which each rank keeps a part: for strategies that shard every parameter.
 
-ZeRO and its kin cut the flat parameters into pieces and give each rank some of them, with the optimizer's state and
-the master weights. Of a clipped sum a rank then needs its own pieces alone. They are added up in float32 or wider,
+ZeRO and its kin split the flat parameters into shards and give each rank some of them, with the optimizer's state and
+the master weights. Of a clipped sum a rank then needs its own shards alone. They are added up in float32 or wider,
 once, and every coordinate gets to exactly one rank: the rank that adds its noise.
 """
 
@@ -19,7 +19,7 @@ from lit_dpret.errors import UnsupportedModelError
 
 
 @dataclass(frozen=True)
-class Piece:
+class Shard:
     """Coordinates ``start`` to ``start + count`` of a parameter, by flat index."""
 
     name: str
@@ -27,16 +27,16 @@ class Piece:
     count: int
 
 
-class Pieces:
-    """Which rank has which piece of which parameter.
+class Shards:
+    """Which rank has which shard of which parameter.
 
     Guarantees:
         - Every coordinate of every parameter belongs to exactly one rank, so noise that each rank adds to its own
-          pieces covers everything, and nothing twice.
+          shards covers everything, and nothing twice.
         - The sum of a coordinate is formed in float32 or wider.
 
     Args:
-        layout: The pieces of each rank, by rank; at most one of a parameter on a rank.
+        layout: The shards of each rank, by rank; at most one of a parameter on a rank.
         sizes: How many coordinates each parameter has.
         ranks: Who takes part.
 
@@ -44,15 +44,15 @@ class Pieces:
         UnsupportedModelError: A coordinate belongs to no rank, or to several.
     """
 
-    def __init__(self, layout: Sequence[Sequence[Piece]], sizes: Mapping[str, int], ranks: Ranks) -> None:
+    def __init__(self, layout: Sequence[Sequence[Shard]], sizes: Mapping[str, int], ranks: Ranks) -> None:
         self.ranks, self.sizes = ranks, dict(sizes)
-        self._layout = [[piece for piece in pieces if piece.count] for pieces in layout]
+        self._layout = [[shard for shard in shards if shard.count] for shards in layout]
         self._refuse_holes(sizes)
-        self.own = {piece.name: piece for piece in self._layout[ranks.rank]}
-        self.starts = {name: piece.start for name, piece in self.own.items()}
+        self.own = {shard.name: shard for shard in self._layout[ranks.rank]}
+        self.starts = {name: shard.start for name, shard in self.own.items()}
 
     @classmethod
-    def agree(cls, own: Sequence[Piece], sizes: Mapping[str, int], ranks: Ranks) -> Pieces:
+    def agree(cls, own: Sequence[Shard], sizes: Mapping[str, int], ranks: Ranks) -> Shards:
         """Tell the others what this rank has; called by all ranks.
 
         Raises:
@@ -61,7 +61,7 @@ class Pieces:
         return cls(ranks.gather(list(own)), sizes, ranks)
 
     def add_up(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Add whole tensors up over all ranks, and keep the own pieces of the totals.
+        """Add whole tensors up over all ranks, and keep the own shards of the totals.
 
         One message per bucket; of each coordinate the total is sent to its rank alone.
 
@@ -69,7 +69,7 @@ class Pieces:
             sums: By name; the same names, shapes and types on every rank, which all call this.
 
         Returns:
-            The own pieces, flat, by name.
+            The own shards, flat, by name.
 
         Raises:
             WorkerError: Another rank is gone.
@@ -80,25 +80,25 @@ class Pieces:
         device = next(iter(sums.values())).device
         flat = {name: tensor.detach().reshape(-1) for name, tensor in sums.items()}
         world = self.ranks.world_size
-        longest = max(sum(piece.count for piece in pieces) for pieces in self._layout)
+        longest = max(sum(shard.count for shard in shards) for shards in self._layout)
         width = max(1, BUCKET // world)
-        own = torch.empty(sum(piece.count for piece in self.own.values()), dtype=wide, device=device)
+        own = torch.empty(sum(shard.count for shard in self.own.values()), dtype=wide, device=device)
         for first in range(0, longest, width):
             count = min(width, longest - first)
             sent = torch.zeros(world, count, dtype=wide, device=device)
-            for row, pieces in zip(sent, self._layout, strict=True):
-                for place, name, part in _between(pieces, first, first + count):
+            for row, shards in zip(sent, self._layout, strict=True):
+                for place, name, part in _between(shards, first, first + count):
                     row[place : place + part.stop - part.start] = flat[name][part].to(wide)
             kept = own[first : first + count]
             kept.copy_(self.ranks.sum_rows(sent)[: len(kept)])
-        ends = accumulate(piece.count for piece in self.own.values())
-        return {name: own[end - piece.count : end] for end, (name, piece) in zip(ends, self.own.items(), strict=True)}
+        ends = accumulate(shard.count for shard in self.own.values())
+        return {name: own[end - shard.count : end] for end, (name, shard) in zip(ends, self.own.items(), strict=True)}
 
     def collect(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Bring what each rank has of some flat tensors together on rank 0; the reverse of `take`.
 
         Args:
-            own: The own pieces, flat, by name, all of one type; called by all ranks.
+            own: The own shards, flat, by name, all of one type; called by all ranks.
 
         Returns:
             Whole flat tensors by name, on the CPU, on rank 0; nothing on the others.
@@ -109,7 +109,7 @@ class Pieces:
         kinds = set().union(*self.ranks.gather({tensor.dtype for tensor in own.values()}))
         dtype = next(iter(kinds)) if len(kinds) == 1 else torch.float32
         row = torch.cat([torch.empty(0, dtype=dtype), *(own[name].detach().cpu().to(dtype) for name in self.own)])
-        longest = max(sum(piece.count for piece in pieces) for pieces in self._layout)
+        longest = max(sum(shard.count for shard in shards) for shards in self._layout)
         width = max(1, BUCKET // self.ranks.world_size)
         whole = (
             {name: torch.empty(size, dtype=dtype) for name, size in self.sizes.items()} if self.ranks.is_first else {}
@@ -118,31 +118,31 @@ class Pieces:
             part = row[first : first + width]
             count = min(width, longest - first)
             told = self.ranks.gather_rows(torch.cat([part, part.new_zeros(count - len(part))]))
-            for pieces, line in zip(self._layout, [] if told is None else told, strict=False):
-                for place, name, where in _between(pieces, first, first + count):
+            for shards, line in zip(self._layout, [] if told is None else told, strict=False):
+                for place, name, where in _between(shards, first, first + count):
                     whole[name][where] = line[place : place + where.stop - where.start]
         return whole
 
     def take(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The own pieces of whole tensors, flat, by name."""
+        """The own shards of whole tensors, flat, by name."""
         return {
-            name: whole[name].reshape(-1)[piece.start : piece.start + piece.count] for name, piece in self.own.items()
+            name: whole[name].reshape(-1)[shard.start : shard.start + shard.count] for name, shard in self.own.items()
         }
 
     def _refuse_holes(self, sizes: Mapping[str, int]) -> None:
-        found: dict[str, list[Piece]] = {name: [] for name in sizes}
-        for rank, pieces in enumerate(self._layout):
-            for piece in pieces:
-                if piece.name not in found:
-                    raise UnsupportedModelError(f"Rank {rank} has a piece of {piece.name}, which is not trained.")
-                found[piece.name].append(piece)
+        found: dict[str, list[Shard]] = {name: [] for name in sizes}
+        for rank, shards in enumerate(self._layout):
+            for shard in shards:
+                if shard.name not in found:
+                    raise UnsupportedModelError(f"Rank {rank} has a shard of {shard.name}, which is not trained.")
+                found[shard.name].append(shard)
         for name, parts in found.items():
             end = 0
-            for piece in sorted(parts, key=lambda piece: piece.start):
-                if piece.start != end:
+            for shard in sorted(parts, key=lambda shard: shard.start):
+                if shard.start != end:
                     break
-                end += piece.count
-            if end != sizes[name] or sum(piece.count for piece in parts) != end:
+                end += shard.count
+            if end != sizes[name] or sum(shard.count for shard in parts) != end:
                 raise UnsupportedModelError(
                     f"The ranks do not have each of the {sizes[name]} coordinates of {name} exactly once, so noise "
                     "would be missing or added twice. Choose a strategy that cuts the parameters without overlap "
@@ -150,10 +150,10 @@ class Pieces:
                 )
 
 
-def _between(pieces: Sequence[Piece], first: int, last: int) -> Iterator[tuple[int, str, slice]]:
+def _between(shards: Sequence[Shard], first: int, last: int) -> Iterator[tuple[int, str, slice]]:
     """Yield the overlaps of joined shards with flat offsets ``first`` to ``last``: offset from first, name, slice."""
-    for end, piece in zip(accumulate(piece.count for piece in pieces), pieces, strict=True):
-        begin = end - piece.count
+    for end, shard in zip(accumulate(shard.count for shard in shards), shards, strict=True):
+        begin = end - shard.count
         low, high = max(begin, first), min(end, last)
         if low < high:
-            yield low - first, piece.name, slice(piece.start + low - begin, piece.start + high - begin)
+            yield low - first, shard.name, slice(shard.start + low - begin, shard.start + high - begin)

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lit_dpret.distributed import pieces as pieces_module
-from lit_dpret.distributed.pieces import Piece, Pieces
+from lit_dpret.distributed import shards as shards_module
 from lit_dpret.distributed.ranks import Ranks
+from lit_dpret.distributed.shards import Shard, Shards
 from lit_dpret.errors import UnsupportedModelError
 
 
@@ -33,19 +33,19 @@ class Wire(Ranks):
         return torch.stack(known).sum(0)[self.rank]
 
 
-def add_up(layout: Sequence[Sequence[Piece]], sums: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+def add_up(layout: Sequence[Sequence[Shard]], sums: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
     """What each rank gets: a first pass for what is sent, a second one that knows all of it."""
     sizes = {name: tensor.numel() for name, tensor in sums[0].items()}
     world = len(layout)
     sent: list[list[Tensor]] = [[] for _ in layout]
     for rank in range(world):
-        Pieces(layout, sizes, Wire(rank, world, sent)).add_up(sums[rank])
+        Shards(layout, sizes, Wire(rank, world, sent)).add_up(sums[rank])
     found = []
     for rank in range(world):
         known = [list(messages) for messages in sent]
         wire = Wire(rank, world, known)
         known[rank] = []  # sends it again
-        found.append(Pieces(layout, sizes, wire).add_up(sums[rank]))
+        found.append(Shards(layout, sizes, wire).add_up(sums[rank]))
     return found
 
 
@@ -61,41 +61,41 @@ def test_each_rank_gets_its_part_of_the_total_however_parameters_are_cut(
 ) -> None:
     generator = torch.Generator().manual_seed(len(numels) * 100 + world)
     sums = [{f"p{i}": torch.randn(n, generator=generator) for i, n in enumerate(numels)} for _ in range(world)]
-    layout: list[list[Piece]] = [[] for _ in range(world)]
+    layout: list[list[Shard]] = [[] for _ in range(world)]
     for i, n in enumerate(numels):  # cut in places of chance, dealt to the ranks in an order of chance
         cuts = [0, *sorted(coins.randint(0, n) for _ in range(world - 1)), n]  # type: ignore[attr-defined]
         ranks = list(range(world))
         coins.shuffle(ranks)  # type: ignore[attr-defined]
         for rank, start, end in zip(ranks, cuts, cuts[1:], strict=False):
-            layout[rank].append(Piece(f"p{i}", start, end - start))
-    before, pieces_module.BUCKET = pieces_module.BUCKET, bucket
+            layout[rank].append(Shard(f"p{i}", start, end - start))
+    before, shards_module.BUCKET = shards_module.BUCKET, bucket
     try:
         found = add_up(layout, sums)
     finally:
-        pieces_module.BUCKET = before
-    for rank, pieces in enumerate(layout):
-        for piece in pieces:
-            total = sum(each[piece.name] for each in sums)[piece.start : piece.start + piece.count]
-            assert piece.count == 0 or torch.allclose(found[rank][piece.name], total, atol=1e-6)
+        shards_module.BUCKET = before
+    for rank, shards in enumerate(layout):
+        for shard in shards:
+            total = sum(each[shard.name] for each in sums)[shard.start : shard.start + shard.count]
+            assert shard.count == 0 or torch.allclose(found[rank][shard.name], total, atol=1e-6)
 
 
 def test_bfloat16_sums_are_added_up_in_float32() -> None:
     small = [{"w": torch.tensor([1.0], dtype=torch.bfloat16)}, {"w": torch.tensor([1 / 512], dtype=torch.bfloat16)}]
-    first, _ = add_up([[Piece("w", 0, 1)], []], small)
+    first, _ = add_up([[Shard("w", 0, 1)], []], small)
     assert first["w"].dtype == torch.float32 and float(first["w"]) == 1 + 1 / 512
 
 
 @pytest.mark.parametrize(
     "layout",
     [
-        [[Piece("w", 0, 3)], [Piece("w", 4, 2)]],
-        [[Piece("w", 0, 4)], [Piece("w", 3, 3)]],
-        [[Piece("w", 0, 6)], [Piece("w", 0, 6)]],
+        [[Shard("w", 0, 3)], [Shard("w", 4, 2)]],
+        [[Shard("w", 0, 4)], [Shard("w", 3, 3)]],
+        [[Shard("w", 0, 6)], [Shard("w", 0, 6)]],
         [[], []],
-        [[Piece("w", 0, 6)], [Piece("other", 0, 1)]],
+        [[Shard("w", 0, 6)], [Shard("other", 0, 1)]],
     ],
     ids=["a hole", "an overlap", "held twice", "held by none", "not trained"],
 )
-def test_a_cut_that_would_miss_noise_or_add_it_twice_is_refused(layout: list[list[Piece]]) -> None:
+def test_a_cut_that_would_miss_noise_or_add_it_twice_is_refused(layout: list[list[Shard]]) -> None:
     with pytest.raises(UnsupportedModelError):
-        Pieces(layout, {"w": 6}, Ranks(0, 2))
+        Shards(layout, {"w": 6}, Ranks(0, 2))
