@@ -21,7 +21,7 @@ from lit_dpret.cards.card import read_card
 from lit_dpret.cards.text import card_markdown
 from lit_dpret.errors import BudgetExceededError, ConfigurationError, LedgerError, PrivacyViolation, ResumeError
 from lit_dpret.privacy.accounting.composition import epsilon
-from lit_dpret.privacy.accounting.releases import GaussianRelease, Release, merge
+from lit_dpret.privacy.accounting.releases import Release, merge, release_from_dict
 from lit_dpret.privacy.budget import PrivacyBudget
 from lit_dpret.privacy.ledger.dataset_account import DatasetAccount
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
@@ -156,7 +156,7 @@ def test_a_killed_run_stays_charged_with_all_it_reserved_until_it_resumes(tmp_pa
         [sys.executable, "-c", KILLED, str(tmp_path), str(Path(__file__).parent.parent)], capture_output=True, text=True
     )
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    whole = [GaussianRelease.from_dict(release) for release in entries(tmp_path)[-1]["releases"]]
+    whole = [release_from_dict(release) for release in entries(tmp_path)[-1]["releases"]]
     assert [release.count for release in whole] == [6] and len(noise_keys(records(tmp_path / "a"))) == 3
     assert total(tmp_path).running == 1
     assert len(list(tmp_path.glob("data.jsonl.*.lock"))) == 1, "of the killed run; nobody holds it"

@@ -62,8 +62,14 @@ class SamplingLaw(ABC):
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> SamplingLaw:
-        """The law that `to_dict` wrote, of whichever kind."""
-        return law_from_dict(data)
+        """Return the law that `to_dict` wrote, of whichever kind; refuse an unknown kind or field by name.
+
+        Example:
+            >>> SamplingLaw.from_dict({"kind": "poisson", "sample_rate": 0.5})
+            Poisson(sample_rate=0.5)
+        """
+        law: SamplingLaw = _build(_LAWS, data, "sampling law")
+        return law
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +131,23 @@ class TruncatedPoisson(SamplingLaw):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FixedSize(SamplingLaw):
+class _OfOneSize(SamplingLaw):
+    batch_size: int
+    n: int
+
+    def __post_init__(self) -> None:
+        _whole(self, "n")
+        _whole(self, "batch_size")
+        if self.batch_size > self.n:
+            raise ConfigurationError(f"{type(self).__name__}: batch_size={self.batch_size} is above n={self.n}.")
+
+    @property
+    def expected_batch_size(self) -> float | None:
+        return float(self.batch_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedSize(_OfOneSize):
     """Each batch is a fresh uniform subset of exactly ``batch_size`` of the n units.
 
     Args:
@@ -134,25 +156,13 @@ class FixedSize(SamplingLaw):
     """
 
     kind: ClassVar[str] = "fixed_size"
-    batch_size: int
-    n: int
-
-    def __post_init__(self) -> None:
-        _whole(self, "n")
-        _whole(self, "batch_size")
-        if self.batch_size > self.n:
-            raise ConfigurationError(f"FixedSize: batch_size={self.batch_size} is above n={self.n}.")
-
-    @property
-    def expected_batch_size(self) -> float | None:
-        return float(self.batch_size)
 
     def describe(self) -> str:
         return f"{self.batch_size} of {self.n} units drawn without replacement for every step"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shuffle(SamplingLaw):
+class Shuffle(_OfOneSize):
     """Batches in shuffled order, each unit once per epoch. No amplification is claimed: none is proved.
 
     The accountant charges one unsampled Gaussian per epoch begun. Every release in a list starts an
@@ -164,18 +174,6 @@ class Shuffle(SamplingLaw):
     """
 
     kind: ClassVar[str] = "shuffle"
-    batch_size: int
-    n: int
-
-    def __post_init__(self) -> None:
-        _whole(self, "n")
-        _whole(self, "batch_size")
-        if self.batch_size > self.n:
-            raise ConfigurationError(f"Shuffle: batch_size={self.batch_size} is above n={self.n}.")
-
-    @property
-    def expected_batch_size(self) -> float | None:
-        return float(self.batch_size)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -183,7 +181,7 @@ class Shuffle(SamplingLaw):
         return -(-self.n // self.batch_size)
 
     def epochs(self, steps: int) -> int:
-        """The most epochs that ``steps`` consecutive steps, counted from an epoch's start, can touch."""
+        """Return the most epochs that ``steps`` consecutive steps from an epoch's start can touch."""
         return -(-steps // self.steps_per_epoch)
 
     def describe(self) -> str:
@@ -242,11 +240,6 @@ class GaussianRelease:
             "label": self.label,
         }
 
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> GaussianRelease:
-        release: GaussianRelease = _build({cls.kind: cls}, data, "release")
-        return release
-
 
 @dataclass(frozen=True, kw_only=True)
 class NonPrivateRelease:
@@ -268,11 +261,6 @@ class NonPrivateRelease:
     def to_dict(self) -> dict[str, Any]:
         return {"kind": self.kind, "label": self.label, "count": self.count}
 
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> NonPrivateRelease:
-        release: NonPrivateRelease = _build({cls.kind: cls}, data, "release")
-        return release
-
 
 Release: TypeAlias = GaussianRelease | NonPrivateRelease
 
@@ -280,19 +268,8 @@ _LAWS: dict[str, Any] = {law.kind: law for law in (Poisson, TruncatedPoisson, Fi
 _RELEASES: dict[str, Any] = {release.kind: release for release in (GaussianRelease, NonPrivateRelease)}
 
 
-def law_from_dict(data: Mapping[str, Any]) -> SamplingLaw:
-    """The law that its ``to_dict`` wrote; refuses an unknown kind or field by name.
-
-    Example:
-        >>> law_from_dict({"kind": "poisson", "sample_rate": 0.5})
-        Poisson(sample_rate=0.5)
-    """
-    law: SamplingLaw = _build(_LAWS, data, "sampling law")
-    return law
-
-
 def release_from_dict(data: Mapping[str, Any]) -> Release:
-    """The release that its ``to_dict`` wrote; refuses an unknown kind or field by name.
+    """Return the release that its ``to_dict`` wrote; refuse an unknown kind or field by name.
 
     Example:
         >>> release = GaussianRelease(noise_multiplier=1.0, law=Poisson(sample_rate=0.01), count=3)
@@ -344,7 +321,7 @@ def _build(classes: Mapping[str, Any], data: Mapping[str, Any], what: str) -> An
     if unknown := sorted(set(values) - wanted):
         raise ConfigurationError(f"{what} {kind!r} has no field {', '.join(map(repr, unknown))}.")
     if isinstance(values.get("law"), Mapping):
-        values["law"] = law_from_dict(values["law"])
+        values["law"] = SamplingLaw.from_dict(values["law"])
     try:
         return chosen(**values)
     except TypeError as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import FrozenInstanceError
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from lit_dpret.privacy.accounting.releases import (
     SamplingLaw,
     Shuffle,
     TruncatedPoisson,
-    law_from_dict,
     merge,
     release_from_dict,
 )
@@ -36,18 +34,18 @@ LAWS: list[SamplingLaw] = [
 
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.kind)
 def test_a_law_and_its_release_survive_json_unchanged(law: SamplingLaw) -> None:
-    assert law_from_dict(json.loads(json.dumps(law.to_dict()))) == law
+    assert SamplingLaw.from_dict(json.loads(json.dumps(law.to_dict()))) == law
     release = GaussianRelease(noise_multiplier=0.7296, law=law, count=7, label="histogram")
     restored = release_from_dict(json.loads(json.dumps(release.to_dict())))
     assert restored == release
-    assert GaussianRelease.from_dict(release.to_dict()) == release
+    assert release_from_dict(release.to_dict()) == release
     assert json.dumps(restored.to_dict()) == json.dumps(release.to_dict())
 
 
 def test_a_release_without_protection_survives_json_too() -> None:
     release = NonPrivateRelease(label="validation loss", count=3)
     assert release_from_dict(json.loads(json.dumps(release.to_dict()))) == release
-    assert NonPrivateRelease.from_dict(release.to_dict()) == release
+    assert release_from_dict(release.to_dict()) == release
 
 
 def test_one_and_one_point_zero_are_the_same_release() -> None:
@@ -103,8 +101,6 @@ def test_an_unknown_kind_or_field_is_refused_by_name(data: dict[str, Any], named
 def test_a_law_kind_is_no_release_kind() -> None:
     with pytest.raises(ConfigurationError, match="'poisson'"):
         release_from_dict(Poisson(sample_rate=0.5).to_dict())
-    with pytest.raises(ConfigurationError, match="'non_private'"):
-        GaussianRelease.from_dict(NonPrivateRelease(label="x").to_dict())
 
 
 def test_merging_conserves_counts_and_order_and_is_idempotent() -> None:
@@ -122,12 +118,6 @@ def test_merging_conserves_counts_and_order_and_is_idempotent() -> None:
 def test_shuffled_releases_are_merged_only_as_whole_epochs() -> None:
     half, whole = (GaussianRelease(noise_multiplier=1.0, law=Shuffle(batch_size=4, n=10), count=c) for c in (2, 3))
     assert merge([half, whole, half, whole]) == [half, GaussianRelease(**{**vars(whole), "count": 6}), half]
-
-
-def test_a_release_is_frozen() -> None:
-    release = GaussianRelease(noise_multiplier=1.0, law=FullBatch())
-    with pytest.raises(FrozenInstanceError):
-        release.noise_multiplier = 0.1  # type: ignore[misc]
 
 
 def test_shuffled_steps_begin_as_many_epochs_as_they_touch() -> None:
