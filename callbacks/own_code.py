@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pickle
 import random
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
+from types import FunctionType, MethodType
 from typing import Any
 
 import lightning as L
@@ -20,6 +23,16 @@ from lit_dpret.privacy.unit_owners import UnitOwners, names_its_unit, row_keys
 
 _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _KNOWN = ("lit_dpret.", "lightning.", "pytorch_lightning.")
+#: What this package stands on: its code is not the user's.
+_LIBRARIES = frozenset({
+    "lit_dpret", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "torch", "torchmetrics",
+    "transformers", "tokenizers", "sentence_transformers", "sentencepiece", "huggingface_hub", "safetensors", "peft",
+    "accelerate", "opacus", "deepspeed", "dp_accounting", "numpy", "scipy", "wandb", "tensorboard", "mlflow", "hydra",
+    "omegaconf", "rich", "tqdm", "bm25s", "faiss", "PIL", "fsspec", "pyarrow", "datasets",
+})  # fmt: skip
+_HOLD_NO_CODE = (str, bytes, int, float, bool, complex, type(None), Tensor, np.ndarray, torch.dtype, torch.device)
+#: More objects than these are not looked at for code of the user's.
+_OBJECTS = 50_000
 #: A setting has at most so many values, and a text in it so many characters.
 _SETTINGS, _LONGEST = 64, 500
 
@@ -61,9 +74,8 @@ def refuse_remembering_collation(module: Any, dataset: Any, sampler: PrivateBatc
 
 def trusted_code(trainer: L.Trainer, module: Any, data: Any) -> list[str]:
     """List what the claim takes on trust about code from outside this package and Lightning, for the card."""
-    owners = [getattr(module, "own_class", type(module)), type(data), *map(type, trainer.callbacks)]  # type: ignore[attr-defined]
-    own = dict.fromkeys(kind.__name__ for kind in owners if not kind.__module__.startswith(_KNOWN))
     mode = type(module.privacy)
+    own = dict.fromkeys(_own_code([module, data, trainer], apart=mode))
     bound = [] if mode.__module__.startswith(_KNOWN) else [
         f"{mode.__name__} is a privacy mode from outside lit-dpret: that one unit moves the sum of a step by no more "
         "than this card says rests on its code. Its noise was measured in every step."
@@ -79,6 +91,44 @@ def trusted_code(trainer: L.Trainer, module: Any, data: Any) -> list[str]:
     )
     public = ", ".join(getattr(module, "public_metrics", ()))
     return [*bound, text] + ([f"No private row is behind {public} but through trained weights."] if public else [])
+
+
+def _own_code(roots: Sequence[Any], *, apart: type) -> Iterator[str]:
+    """Yield the names of classes and functions from outside this package and the libraries that it stands on.
+
+    Objects of those libraries are looked into, as a callback of Lightning that was given functions, or a module that
+    was given a loss or a source of negatives; what is the user's own is named and not looked into.
+
+    Args:
+        roots: Where to begin.
+        apart: A class that is not named.
+    """
+    waiting, seen = list(reversed(roots)), set[int]()
+    while waiting and len(seen) < _OBJECTS:
+        value = waiting.pop()
+        if id(value) in seen or isinstance(value, (*_HOLD_NO_CODE, type)):
+            continue
+        seen.add(id(value))
+        if isinstance(value, (list, tuple, set, frozenset, dict)):
+            waiting += islice(value.values() if isinstance(value, dict) else value, _SETTINGS)
+        elif isinstance(value, partial):
+            waiting += [value.func, *value.args, *value.keywords.values()]
+        elif isinstance(value, MethodType):
+            waiting.append(value.__self__)
+        elif isinstance(value, FunctionType):
+            if not _is_library(value.__module__):
+                yield value.__qualname__.replace("<locals>.", "")
+        else:
+            kind = getattr(value, "own_class", type(value))
+            if kind is not apart and not _is_library(kind.__module__):
+                yield kind.__name__
+            elif hasattr(value, "__dict__"):
+                waiting += vars(value).values()
+
+
+def _is_library(module: str | None) -> bool:
+    root = str(module).partition(".")[0]
+    return root in _LIBRARIES or root in sys.stdlib_module_names
 
 
 def built(module: Any) -> dict[str, Tensor] | None:

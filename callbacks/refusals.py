@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import lightning as L
 from lightning.pytorch.callbacks import (
+    BaseFinetuning,
     BatchSizeFinder,
     Callback,
     DeviceStatsMonitor,
@@ -19,6 +20,7 @@ from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
     LearningRateFinder,
     ModelCheckpoint,
+    ModelPruning,
     SpikeDetection,
     ThroughputMonitor,
     Timer,
@@ -332,6 +334,29 @@ def _no_clipping_of_the_sum(run: Candidate) -> None:
 _PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true")
 _TIMED = (Timer, DeviceStatsMonitor, ThroughputMonitor, SpikeDetection)
 
+
+def _ends_for_no_private_row(run: Candidate) -> None:
+    """Refuse torch's search for NaN gradients, which ends the run at a row that would be zeroed and counted."""
+    if getattr(run.trainer, "_detect_anomaly", False):
+        raise ConfigurationError(
+            "trainer.detect_anomaly=true ends the run with an error at the first private row whose gradient is not a "
+            "number, so that how a run ends tells of one row. Without it such a row counts as zero. Set it to false.",
+            trap="T25",
+        )
+
+
+def _keeps_its_parameters(run: Candidate) -> None:
+    """Refuse callbacks that freeze, unfreeze or prune: what is clipped and noised is fixed before the first step."""
+    for callback in run.callbacks:
+        if isinstance(callback, (BaseFinetuning, ModelPruning)):
+            raise ConfigurationError(
+                f"{type(callback).__name__} changes which parameters are trained during the run, and what is clipped "
+                "and noised is fixed before the first step. Freeze parameters in the constructor of the module, and "
+                "train in two runs with init_from if more of them are to be trained later.",
+                trap="T14",
+            )
+
+
 _SHAPE: tuple[Check, ...] = (_is_private_module, _is_built, _is_not_compiled, _states_a_law)
 _EVERY: tuple[Check, ...] = (
     _is_counted,
@@ -348,7 +373,8 @@ _ANY_CLAIM: tuple[Check, ...] = (
 _INHERITED: tuple[Check, ...] = (_carries_a_card,)
 _DP: tuple[Check, ...] = (
     _shows_nothing_beside_a_total, _chooses_by_public_metrics, _tunes_nothing, _validates_nothing, _tells_no_times,
-    _whole_batches, _known_precision, _no_accumulation, _no_clipping_of_the_sum,
+    _ends_for_no_private_row, _keeps_its_parameters, _whole_batches, _known_precision, _no_accumulation,
+    _no_clipping_of_the_sum,
     lambda run: refuse_changing_rows(run.trainer, run.module),
     lambda run: refuse_changed_batches(run.module, run.data),
     lambda run: refuse_saved_data(run.module, run.data),

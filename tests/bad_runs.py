@@ -15,11 +15,13 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import (
+    BaseFinetuning,
     DeviceStatsMonitor,
     EarlyStopping,
     GradientAccumulationScheduler,
     LearningRateFinder,
     ModelCheckpoint,
+    ModelPruning,
 )
 from stand_ins import Numbers, Regression, dp
 from torch import Tensor, nn
@@ -260,6 +262,17 @@ def trained_before(module: Any) -> Any:
     return module
 
 
+class Thawing(BaseFinetuning):
+    """Trains the first layer from the second epoch on."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.net[0])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net[0], optimizer)
+
+
 DECLARED: dict[str, Any] = {"neighbours": "add_or_remove", "delta": 1e-3}
 NO_DELTA: dict[str, Any] = {"neighbours": "add_or_remove"}
 RATE: dict[str, Any] = {"sample_rate": 0.1}
@@ -294,10 +307,13 @@ BAD: list[tuple[str, str, Any]] = [
     ("T13", r"Parameter temperature is not covered", {"wrap": bare}),
     ("T14", r"net.0.weight has a gradient hook", {"wrap": watched}),
     ("T14", r"net.3.weight was replaced", {"wrap": retied}),
+    ("T14", r"Thawing", {"callbacks": [Thawing()]}),
+    ("T14", r"ModelPruning", {"callbacks": [ModelPruning("l1_unstructured", amount=0.5)]}),
     ("T16", r"trainer.gradient_clip_val=1", {"trainer": {"gradient_clip_val": 1.0}}),
     ("T39", r"trainer.precision=bf16-mixed", {"trainer": {"precision": "bf16-mixed"}, "wrap": by_pairs}),
     ("T21", r"lies inside the run folder", with_secret_in_the_run),
     ("T21", r"can be read by others", with_secret_for_all),
+    ("T25", r"trainer.detect_anomaly=true", {"trainer": {"detect_anomaly": True}}),
     ("T25", r"EarlyStopping", {"callbacks": [EarlyStopping(monitor="train/loss")]}),
     ("T25", r"EarlyStopping", {"wrap": stopping_by_itself}),
     ("T25", r"ModelCheckpoint", {"callbacks": [ModelCheckpoint(monitor="train/loss")]}),

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from lightning import LightningDataModule
+from lightning.pytorch.callbacks import EMAWeightAveraging, LambdaCallback
 from lightning.pytorch.loggers import CSVLogger
 from stand_ins import CALIBRATED, Numbers, Regression, StopAfter, Units, dp, fit
 from torch import Tensor, nn
 
-from lit_dpret.callbacks import PrivacyCard
+from lit_dpret.callbacks import PrivacyCard, own_code
 from lit_dpret.cards.card import read_card, write_card
 from lit_dpret.cards.file import checksum
 from lit_dpret.cards.verification import verify_chain
 from lit_dpret.errors import ConfigurationError, ResumeError, UnsupportedModelError
 from lit_dpret.modules import OptimizerSpec
+from lit_dpret.negatives.base import PassageSource
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy
 
 
@@ -178,3 +182,47 @@ class Sparse(Regression):
 @pytest.mark.parametrize("engine", ["ghost", "vmap", "loop"])
 def test_an_embedding_with_sparse_gradients_trains(engine: Any, tmp_path: Path) -> None:
     fit(tmp_path / "run", Sparse(privacy=dp(tmp_path, engine=engine)))
+
+
+def named_as_trusted(folder: Path) -> str:
+    stated = read_card(folder)["assumptions"]
+    return next(
+        (one["text"].partition(":")[0] for one in stated if "in this code, the loss of a row" in one["text"]), ""
+    )
+
+
+class History(PassageSource):
+    """Gives every query what another one was answered with in the epoch before."""
+
+    name = "history"
+
+    def choose(self, seat: Any, *, step: int, epoch: int) -> list[int]:
+        return []
+
+
+def weighed(losses: Tensor) -> Tensor:
+    return losses
+
+
+def test_the_card_names_code_that_objects_of_this_package_and_of_lightning_were_given(tmp_path: Path) -> None:
+    own = [
+        LambdaCallback(on_train_batch_end=lambda trainer, *rest: None),
+        EMAWeightAveraging(decay=0.9, update_every_n_steps=1),
+    ]
+    module = Regression(privacy=dp(tmp_path))
+    fit(tmp_path / "run", module, extra=[PrivacyCard(run_dir=tmp_path / "run"), *own])
+    named = named_as_trusted(tmp_path / "run")
+    assert "test_the_card_names_code" in named and "lambda" in named and "Averag" not in named
+
+
+@pytest.mark.parametrize(
+    ("holder", "expected"),
+    [
+        (SimpleNamespace(loss=weighed), ["weighed"]),
+        (SimpleNamespace(nested=[{"a": partial(weighed)}]), ["weighed"]),
+        (SimpleNamespace(source=History(per_query=1)), ["History"]),
+        (nn.Sequential(nn.Linear(2, 2), nn.Tanh()), []),
+    ],
+)
+def test_code_of_the_users_is_found_inside_what_libraries_hold(holder: Any, expected: list[str]) -> None:
+    assert list(own_code._own_code([holder], apart=DPSGD)) == expected
