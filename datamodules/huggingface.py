@@ -136,11 +136,7 @@ class HuggingFaceDataModule(PairsDataModule):
         return Path(self.path).exists()
 
     def use_unit(self, unit: Unit, neighbours: str | None = None) -> None:
-        if neighbours == "add_or_remove" and self.max_rows is not None:
-            raise ConfigurationError(
-                f"datamodule.max_rows={self.max_rows} cannot go with privacy.neighbours=add_or_remove: removing one "
-                "row would let another one in. Set it to null, or set privacy.neighbours=zero_out."
-            )
+        self._refuse_sample(neighbours, "max_rows")
         super().use_unit(unit, neighbours)
 
     def prepare_data(self) -> None:

@@ -23,7 +23,6 @@ from torch.utils.data import Dataset
 from lit_dpret.datamodules.image_sources import SOURCES, ImageSplit, RawSplit, SourceName, read_hub, read_source
 from lit_dpret.datamodules.records import stable_hash
 from lit_dpret.datamodules.sampled import Draw, SampledDataModule, SamplingSettings, UnitItems
-from lit_dpret.datamodules.unit_dataset import Planted
 from lit_dpret.errors import ConfigurationError, DataError
 
 Labels = Literal["fine", "coarse"]
@@ -142,7 +141,6 @@ class ImagesDataModule(SampledDataModule):
         self.folder = self._folder(folder)
         self._splits: dict[ImageSplit, _Split] = {}
         self._unit: str | None = None
-        self._planted: Planted | None = None
 
     def _folder(self, folder: str | Path | None) -> Path | None:
         """Return where the data lies, or None where the hub is read; refuse settings that contradict each other."""
@@ -215,11 +213,7 @@ class ImagesDataModule(SampledDataModule):
                 f"privacy.unit=user needs user ids, and datamodule.source={self.source} names no users. Set "
                 "privacy.unit=image."
             )
-        if neighbours == "add_or_remove" and self.max_images is not None:
-            raise ConfigurationError(
-                f"datamodule.max_images={self.max_images} cannot go with privacy.neighbours=add_or_remove: removing "
-                "one image would let another one in. Set it to null, or set privacy.neighbours=zero_out."
-            )
+        self._refuse_sample(neighbours, "max_images")
         self._unit = unit
 
     def train_units(self) -> ImageUnits:
@@ -233,26 +227,6 @@ class ImagesDataModule(SampledDataModule):
         """Channels, height and width of the images; public."""
         channels, height, width = self._split("train").images.shape[1:]
         return int(channels), int(height), int(width)
-
-    def plant(self, planted: Planted) -> None:
-        """Train on these units of `ImageRow` too: canaries, whose fate an audit looks at afterwards.
-
-        Guarantees:
-            - Each is drawn and counted as every other unit, and `data_fingerprint` covers them; no split has them.
-
-        Raises:
-            ConfigurationError: Something was planted before, or a sampler is attached.
-        """
-        if self._batch_sampler is not None or self._planted is not None:
-            raise ConfigurationError(
-                "Something is planted already, or the sampler is attached. Plant once, before fit."
-            )
-        self._planted = planted
-
-    @property
-    def planted_facts(self) -> dict[str, Any] | None:
-        """The facts about the planted units that ledger and card may state; None where there are none."""
-        return None if self._planted is None else dict(self._planted.facts)
 
     def _train_items(self) -> Dataset[Any]:
         return ImageItems(self.train_units())

@@ -8,17 +8,14 @@ The data is for research only, so nothing of it is in this repository.
 
 from __future__ import annotations
 
-import gzip
 import importlib.util
-import json
-import zlib
 from collections import Counter
 from pathlib import Path
 from typing import Any, Unpack
 
 from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.pairs import PairsDataModule, PairSettings
-from lit_dpret.datamodules.readers import Complain, refuse
+from lit_dpret.datamodules.readers import Complain, read_json, refuse
 from lit_dpret.datamodules.records import collapse_whitespace
 from lit_dpret.errors import ConfigurationError, DataError
 
@@ -113,13 +110,7 @@ def _package_folder() -> Path:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    try:
-        with gzip.open(path, "rt", encoding="utf-8") as stream:
-            found = json.load(stream)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{path} line {error.lineno}: malformed JSON ({error.msg}).") from error
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise DataError(f"{path} is not a readable gzip file of JSON ({type(error).__name__}).") from error
+    found = read_json(path)
     if not isinstance(found, dict) or not found:
         raise DataError(f"{path} holds no entries.")
     return found

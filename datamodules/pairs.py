@@ -116,7 +116,6 @@ class PairsDataModule(SampledDataModule):
         self._unit: Unit | None = None
         self._collection: Collection | None = None
         self._units: GroupedUnitDataset | None = None
-        self._planted: Planted | None = None
         self._check_choices(duplicates=Duplicates)
         if not isinstance(in_memory, bool) and in_memory != "auto":
             raise ConfigurationError(f"datamodule.in_memory={in_memory!r} is not one of true, false, auto.")
@@ -282,12 +281,7 @@ class PairsDataModule(SampledDataModule):
                 "privacy.unit=pair cannot go with datamodule.max_passages or datamodule.drop_overlap: they take rows "
                 "out by what the rows say, and the number of pairs would tell. Set privacy.unit=query, or unset them."
             )
-        if neighbours == "add_or_remove" and self.max_train_queries is not None:
-            raise ConfigurationError(
-                f"datamodule.max_train_queries={self.max_train_queries} cannot go with "
-                "privacy.neighbours=add_or_remove: removing one query would let another one in. Set it to null, or "
-                "set privacy.neighbours=zero_out."
-            )
+        self._refuse_sample(neighbours, "max_train_queries")
         if unit != self._unit:
             if self._batch_sampler is not None:
                 raise ConfigurationError(f"privacy.unit={unit}: a sampler over units of {self._unit} is attached.")
@@ -315,28 +309,15 @@ class PairsDataModule(SampledDataModule):
         return self._units
 
     def plant(self, planted: Planted) -> None:
-        """Train on these units too: canaries, whose fate an audit looks at afterwards.
-
-        Guarantees:
-            - Each unit is drawn by the same law as every other unit and counts as one: in n, and in what is
-              derived from n.
-            - `data_fingerprint` covers them.
-            - No split, no list of passages and no reader of `collection` or `pair_rows` sees them.
+        """Train on these units too; see `SampledDataModule.plant`. `collection` and `pair_rows` do not have them.
 
         Raises:
-            ConfigurationError: Something was planted before, a sampler is attached, or the settings would make
-                several units one.
+            ConfigurationError: Something was planted before, a sampler is attached, or equal texts become one unit.
             DataError: A planted passage has the id of a passage of the data, and another text.
         """
-        if self._batch_sampler is not None:
-            raise ConfigurationError("The sampler is attached: nothing can be planted any more. Plant before fit.")
-        planted.check(self._planted, duplicates=self.duplicates, passages=self.collection.passages)
-        self._planted, self._units = planted, None
-
-    @property
-    def planted_facts(self) -> dict[str, Any] | None:
-        """The facts about the planted rows that ledger and card may state; None where there are none."""
-        return None if self._planted is None else dict(self._planted.facts)
+        planted.check(duplicates=self.duplicates, passages=self.collection.passages)
+        super().plant(planted)
+        self._units = None
 
     def _without_a_plan(self) -> str:
         return "for plain pairs in a loop of your own use pair_rows('train')"

@@ -405,6 +405,23 @@ class _ZstdStream(io.RawIOBase):
         return size
 
 
+def read_json(path: Path) -> Any:
+    """Read a JSON file, compressed with gzip where its name ends in .gz.
+
+    Raises:
+        DataError: It cannot be read, or is no JSON; the message names the line.
+    """
+    try:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as stream:
+            return json.load(stream)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path} line {error.lineno}: malformed JSON ({error.msg}).", kind="malformed JSON") from error
+    except RecursionError as error:
+        raise DataError(f"{path}: malformed JSON (nested too deeply).", kind="malformed JSON") from error
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise _unreadable(f"{path} cannot be read ({type(error).__name__}).") from error
+
+
 def ir_records(source: str, records: str) -> Iterator[Any]:
     """Yield records of a data set of ir-datasets, which downloads it, keeps it and checks its hashes.
 

@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, Dataset
 
+from lit_dpret.datamodules.unit_dataset import Planted
 from lit_dpret.errors import ConfigurationError
 
 SamplingName = Literal["truncated_poisson", "poisson", "fixed_size", "shuffle", "full_batch"]
@@ -124,6 +125,7 @@ class SampledDataModule(LightningDataModule):
         self.num_workers = num_workers
         self._batch_sampler: Iterable[list[Any]] | None = None
         self._collate_fn: Callable[[list[Any]], Any] | None = None
+        self._planted: Planted | None = None
         self._check_sampling()
 
     def _check_sampling(self) -> None:
@@ -151,6 +153,38 @@ class SampledDataModule(LightningDataModule):
                 continue
             if not isinstance(number, int) or isinstance(number, bool) or number < lowest:
                 raise ConfigurationError(f"datamodule.{knob}={number} is not a whole number of at least {lowest}.")
+
+    def _refuse_sample(self, neighbours: str | None, *knobs: str) -> None:
+        """Refuse settings that keep a fixed number of records where the number of units is private."""
+        for knob in knobs:
+            if neighbours == "add_or_remove" and getattr(self, knob) is not None:
+                raise ConfigurationError(
+                    f"datamodule.{knob}={getattr(self, knob)} cannot go with privacy.neighbours=add_or_remove: "
+                    "removing one record would let another one in. Set it to null, or set privacy.neighbours=zero_out."
+                )
+
+    def plant(self, planted: Planted) -> None:
+        """Train on these units too: canaries, whose fate an audit looks at afterwards.
+
+        Guarantees:
+            - Each unit is drawn by the same law as every other unit and counts as one: in n, and in what is
+              derived from n.
+            - `data_fingerprint` covers them, and no split of the data has them.
+
+        Raises:
+            ConfigurationError: Something was planted before, or a sampler is attached.
+        """
+        if self._planted is not None or self._batch_sampler is not None:
+            raise ConfigurationError(
+                "Something is planted in these data already, or the sampler is attached. Plant everything at once, "
+                "before fit."
+            )
+        self._planted = planted
+
+    @property
+    def planted_facts(self) -> dict[str, Any] | None:
+        """The facts about the planted units that ledger and card may state; None where there are none."""
+        return None if self._planted is None else dict(self._planted.facts)
 
     def train_units(self) -> Units:
         """The train split, one item per unit of privacy."""

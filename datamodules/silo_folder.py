@@ -15,18 +15,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-import shutil
-import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.datamodules.readers import NOT_UNICODE, Complain, RecordFile, as_id, is_unicode, refuse
+from lit_dpret.datamodules.readers import NOT_UNICODE, Complain, RecordFile, as_id, is_unicode, read_json, refuse
 from lit_dpret.datamodules.records import SPLITS
-from lit_dpret.errors import ConfigurationError, DataError, StorageError, schema_problem
+from lit_dpret.errors import DataError, schema_problem
+from lit_dpret.files import new_folder
 
 SCHEMA = "lit-dpret/silos/1"
 MANIFEST = "manifest.json"
@@ -131,13 +129,9 @@ def write_silos(folder: str | Path, silos: Iterable[Silo], *, facts: Mapping[str
         StorageError: The folder cannot be written.
     """
     folder = Path(folder)
-    if folder.exists():
-        raise ConfigurationError(f"{knob}={folder} exists, and nothing is overwritten. Name a new folder.")
-    draft = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}")
     clients: dict[str, Any] = {}
-    try:
-        (draft / CLIENTS).mkdir(parents=True, mode=0o700)
-        draft.chmod(0o700)
+    with new_folder(folder, knob=knob) as draft:
+        (draft / CLIENTS).mkdir(mode=0o700)
         for silo in silos:
             if silo.check().name in clients:
                 raise DataError(f"Two silos are called {silo.name!r}.", kind="repeated id")
@@ -145,11 +139,6 @@ def write_silos(folder: str | Path, silos: Iterable[Silo], *, facts: Mapping[str
         if not clients:
             raise DataError(f"There is no silo to write into {folder}.", kind="empty part")
         _write_json(draft / MANIFEST, {"schema": SCHEMA, **facts, "clients": clients})
-        os.rename(draft, folder)
-    except OSError as error:
-        raise StorageError(f"{knob}={folder} cannot be written: {error.strerror or error}.") from error
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
     return folder
 
 
@@ -181,10 +170,7 @@ def read_manifest(folder: str | Path, *, knob: str = "federated.data") -> dict[s
         raise DataError(
             f"{path} does not exist; check {knob}. task=build_silos makes such a folder.", kind="missing file"
         )
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read as JSON ({type(error).__name__}).", kind="malformed JSON") from error
+    found = read_json(path)
     if not isinstance(found, dict):
         raise DataError(f"{path} holds no JSON object.", kind="malformed JSON")
     if problem := schema_problem(found.get("schema"), SCHEMA):

@@ -11,9 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import shutil
-import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +18,8 @@ from typing import Any, Literal
 
 from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.records import SPLITS, normalise, stable_hash
-from lit_dpret.errors import ConfigurationError, DataError, StorageError
+from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.files import new_folder
 
 SplitBy = Literal["auto", "user", "text"]
 PAIRS_FILE = "pairs.jsonl"
@@ -105,20 +103,11 @@ def write_split(collection: Collection, folder: Path, *, public_passages: bool) 
         DataError: An id cannot stand in a TSV file.
         StorageError: The folder cannot be written.
     """
-    if folder.exists():
-        raise ConfigurationError(f"task.write_split={folder} exists, and nothing is overwritten. Name a new folder.")
-    draft = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}")
-    try:
-        draft.mkdir(parents=True, mode=0o700)
+    with new_folder(folder, knob="task.write_split") as draft:
         if public_passages:
             _write_beir(collection, draft)
         else:
             _write_pairs(collection, draft / PAIRS_FILE)
-        os.rename(draft, folder)
-    except OSError as error:
-        raise StorageError(f"task.write_split={folder} cannot be written: {error.strerror or error}.") from error
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
     if public_passages:
         return {"folder": str(folder)}
     return {"pairs": str(folder / PAIRS_FILE)}

@@ -10,9 +10,6 @@ Ids: questions keep theirs, a paragraph's comes from its text.
 
 from __future__ import annotations
 
-import gzip
-import json
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, Unpack
@@ -20,7 +17,7 @@ from typing import Any, Literal, Unpack
 from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.layouts import find_part
 from lit_dpret.datamodules.pairs import PairsDataModule, PairSettings
-from lit_dpret.datamodules.readers import NOT_UNICODE, Complain, is_unicode, refuse
+from lit_dpret.datamodules.readers import NOT_UNICODE, Complain, is_unicode, read_json, refuse
 from lit_dpret.datamodules.records import collapse_whitespace, stable_hash
 from lit_dpret.errors import DataError
 
@@ -138,7 +135,7 @@ def _newest(folder: Path, split: str) -> Path | None:
 
 def _paragraphs(path: Path, complain: Complain) -> Iterator[tuple[str, str, list[Any]]]:
     """Title of the article, text and questions of each paragraph that has a text."""
-    content = _load(path)
+    content = read_json(path)
     articles = content.get("data") if isinstance(content, dict) else None
     if not isinstance(articles, list):
         raise DataError(f"{path} is not in SQuAD's format: an object with a list 'data' is expected.")
@@ -160,17 +157,6 @@ def _paragraphs(path: Path, complain: Complain) -> Iterator[tuple[str, str, list
                 complain(error)
                 continue
             yield title.replace("_", " "), context, questions
-
-
-def _load(path: Path) -> Any:
-    try:
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as stream:
-            return json.load(stream)
-    except (json.JSONDecodeError, RecursionError) as error:
-        where = f" line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
-        raise DataError(f"{path}{where}: malformed JSON.", kind="malformed JSON") from error
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise DataError(f"{path} cannot be read ({type(error).__name__}).", kind="unreadable file") from error
 
 
 def _text(path: Path, found: Any, key: str, named: str) -> str:

@@ -7,7 +7,6 @@ known, so a folder without a card is refused.
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
@@ -17,7 +16,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.layouts import Passages, folder_parts, open_corpus, read_parts
 from lit_dpret.datamodules.pairs import PairsDataModule, PairSettings
-from lit_dpret.datamodules.readers import Complain, one_line, refuse
+from lit_dpret.datamodules.readers import Complain, read_json, refuse
 from lit_dpret.errors import DataError, schema_problem
 
 CARD = "privacy_card.json"
@@ -76,10 +75,7 @@ class SyntheticDataModule(PairsDataModule):
                 f"{self.folder} has no {CARD}, so the claim of its queries is unknown. Take the folder that "
                 "task=synthesize wrote, or set datamodule.require_privacy_card=false to train without a claim."
             )
-        try:
-            card = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise DataError(f"{path} is not a readable privacy card ({one_line(error)}).") from error
+        card = read_json(path)
         if not isinstance(card, dict) or not card:
             raise DataError(f"{path} is not a readable privacy card: a JSON object is expected.")
         return path
@@ -133,10 +129,7 @@ def _refuse_newer(path: Path) -> None:
     """Refuse a folder whose summary says that a newer version wrote it; folders of others have no summary."""
     if not path.is_file():
         return
-    try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} is not readable JSON ({one_line(error)}).") from error
+    facts = read_json(path)
     if isinstance(facts, dict) and "schema" in facts and (problem := schema_problem(facts["schema"], SCHEMA)):
         raise DataError(f"{path} cannot be read: {problem}")
 

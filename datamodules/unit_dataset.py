@@ -187,22 +187,17 @@ class Planted:
     units: Sequence[Sequence[Any]] = field(repr=False)
     facts: Mapping[str, Any]
 
-    def check(self, before: Planted | None, *, duplicates: Duplicates, passages: Mapping[str, str]) -> None:
+    def check(self, *, duplicates: Duplicates, passages: Mapping[str, str]) -> None:
         """Refuse to be planted where a row would not be a unit of its own, or would contradict the data.
 
         Args:
-            before: What is planted already.
-            duplicates: What the data do about equal texts.
+            duplicates: The policy of the data on equal texts.
             passages: Those of the data, by id.
 
         Raises:
-            ConfigurationError: Something is planted, or equal texts would become one unit.
+            ConfigurationError: Equal texts would become one unit.
             DataError: A planted passage has the id of a passage of the data, and another text.
         """
-        if before is not None:
-            raise ConfigurationError(
-                "Something is planted in these data already. Plant everything at once, in data read again."
-            )
         if duplicates == "merge":
             raise ConfigurationError(
                 "datamodule.duplicates=merge makes equal texts one unit, and each copy of a canary has to be one. Set "

@@ -1,12 +1,15 @@
-"""Small files that are there whole or not at all."""
+"""Files and folders that are there whole or not at all."""
 
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from lit_dpret.errors import StorageError
+from lit_dpret.errors import ConfigurationError, StorageError
 
 
 def write_whole(path: Path, content: str | bytes, *, owner_only: bool = False, advice: str = "") -> Path:
@@ -41,3 +44,30 @@ def write_whole(path: Path, content: str | bytes, *, owner_only: bool = False, a
     except OSError as error:
         raise StorageError(f"{path} cannot be written: {error.strerror or error}.{advice and f' {advice}'}") from error
     return path
+
+
+@contextmanager
+def new_folder(folder: Path, *, knob: str) -> Iterator[Path]:
+    """Give a draft to write into, which becomes ``folder`` if nothing fails; its owner alone can read it.
+
+    Args:
+        folder: Must not exist.
+        knob: The setting that names it, for messages.
+
+    Raises:
+        ConfigurationError: The folder exists.
+        StorageError: It cannot be written; nothing is left of the draft.
+    """
+    if folder.exists():
+        raise ConfigurationError(f"{knob}={folder} exists, and nothing is overwritten. Name a new folder.")
+    draft = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        draft.mkdir(parents=True, mode=0o700)
+        yield draft
+        os.rename(draft, folder)
+    except StorageError:
+        raise
+    except OSError as error:
+        raise StorageError(f"{knob}={folder} cannot be written: {error.strerror or error}.") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)

@@ -12,7 +12,7 @@ from lit_dpret.report.comparison_table import comparison_table, write_comparison
 from lit_dpret.retrieval.comparison import compare_values
 from lit_dpret.retrieval.metrics import Metric, Values
 from lit_dpret.retrieval.runs import DEFAULT_METRICS, evaluate, read_qrels, read_run
-from lit_dpret.tasks.parts import Parts, check_run_dir, require_whole
+from lit_dpret.tasks.parts import Parts, check_run_dir, require_whole, say
 from lit_dpret.tasks.ranking import JUDGEMENTS, find_runs
 
 
@@ -85,13 +85,11 @@ class Compare:
             seed=self.seed,
         )
         files = write_comparison(comparison, parts.run_dir)
-        console = Console()
-        console.print(comparison_table(comparison))
+        Console().print(comparison_table(comparison))
         alone = [f"{n} ({w})" for runs, w in ((first, "a only"), (second, "b only")) for n in runs if n not in shared]
         if alone:
-            console.print(f"not compared: {', '.join(alone)}", highlight=False)
-        for path in files:
-            console.print(f"written: {path}", highlight=False, soft_wrap=True)
+            say(f"not compared: {', '.join(alone)}")
+        say(*(f"written: {path}" for path in files))
         return {f"{cell.data}/{cell.metric}": cell.difference.mean for cell in comparison.cells}
 
     def _beside(self, *runs: Path) -> Path:

@@ -13,7 +13,6 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from rich.console import Console
 from torch import Tensor
 
 from lit_dpret.audit.attacks.decoder import (
@@ -35,7 +34,7 @@ from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.files import write_whole
 from lit_dpret.report.inversion_report import write_inversion
 from lit_dpret.synthesis.textsim.words import need
-from lit_dpret.tasks.parts import Parts, check_run_dir, require_whole
+from lit_dpret.tasks.parts import Parts, check_run_dir, require_whole, say
 from lit_dpret.tasks.stages import Stages
 
 Whose = Literal["public", "private"]
@@ -156,9 +155,7 @@ class Inversion:
         facts["ranking"] = self._ranking(attacker, known, attacked, embeddings)
         facts |= self._trained(parts, stages, tower, known, attacked, embeddings)
         written = write_inversion(facts, parts.run_dir)
-        console = Console()
-        for line in written.lines:
-            console.print(line, highlight=False, soft_wrap=True)
+        say(*written.lines)
         return {
             "bits_per_token": facts["probe"]["bits"],
             "identified": (facts["ranking"]["mapped"] or facts["ranking"]["direct"])["rate"],

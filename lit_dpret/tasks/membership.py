@@ -12,7 +12,6 @@ from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import Console
 
 from lit_dpret.audit.attacks.coins import COINS_NAME, Coins
 from lit_dpret.audit.attacks.membership import AttackResult, Ceilings, measure
@@ -33,7 +32,7 @@ from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, clai
 from lit_dpret.report.membership_report import write_membership
 from lit_dpret.synthesis.filters.released import load_released
 from lit_dpret.tasks.membership_shadows import SHIFT, Attacker, Others, Shadows, Suspects, Trained, choose_suspects
-from lit_dpret.tasks.parts import Parts, check_run_dir, require_whole
+from lit_dpret.tasks.parts import Parts, check_run_dir, require_whole, say
 from lit_dpret.tasks.stages import Stages
 
 #: What a coin that leaves a query out does, where the relation of the claim is another one.
@@ -375,9 +374,7 @@ class Membership:
     ) -> dict[str, float]:
         facts["command"] = parts.command
         paths = write_membership(facts, parts.run_dir)
-        console = Console()
-        for line in paths.lines:
-            console.print(line, highlight=False, soft_wrap=True)
+        say(*paths.lines)
         above = [f"{result.attack}: {one}" for result in results for one in result.exceeded]
         if above and suspects.fair:
             raise PrivacyViolation(

@@ -11,6 +11,8 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
+from rich.console import Console
+
 from lit_dpret.errors import ConfigurationError, StorageError
 
 _PLAIN = re.compile(r"[\w@%+=:,./\[\]-]+")
@@ -90,6 +92,13 @@ def _words(command: str) -> list[str]:
         return shlex.split(command)
     except ValueError:  # a lone quote mark in a value
         return command.split()
+
+
+def say(*lines: str) -> None:
+    """Print lines as they are, however wide the terminal is."""
+    console = Console()
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
 
 
 def require_whole(**numbers: tuple[object, int]) -> None:

@@ -8,8 +8,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.file import CARD_NAME
 from lit_dpret.cards.page import Banner, Block, Bullets, Code, Grid, Section, to_html, to_markdown
@@ -18,7 +16,7 @@ from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.files import write_whole
 from lit_dpret.synthesis.textsim.overlap import Share
 from lit_dpret.synthesis.textsim.pretraining_overlap import bounds, find_in_corpus
-from lit_dpret.tasks.parts import Parts, check_run_dir, require_whole
+from lit_dpret.tasks.parts import Parts, check_run_dir, require_whole, say
 from lit_dpret.tasks.uncovered import Whose, check_declared, check_synthetic, declare, refuse_training_data
 
 NAME = "pretraining_overlap"
@@ -112,14 +110,10 @@ class PretrainingOverlap:
                 name: {"exact": bounds(each.exact, self.sampled), "ngram": bounds(each.ngram, self.sampled)}
                 for name, each in found.items()
             }
-        console = Console()
         for name, each in found.items():
-            told = f"{name}: found exactly {each.exact}; {self.ngram} words in a row: {each.ngram}"
-            console.print(told, highlight=False, soft_wrap=True)
-        for line in [self._reach(), *([warning] if warning else [])]:
-            console.print(line, highlight=False, soft_wrap=True)
-        for path in self._write(parts, facts):
-            console.print(f"written: {path}", highlight=False, soft_wrap=True)
+            say(f"{name}: found exactly {each.exact}; {self.ngram} words in a row: {each.ngram}")
+        say(self._reach(), *([warning] if warning else []))
+        say(*(f"written: {path}" for path in self._write(parts, facts)))
         return {name: each.exact.value or 0.0 for name, each in found.items()}
 
     def _chosen(self, texts: Mapping[str, str], subset: int) -> list[str]:

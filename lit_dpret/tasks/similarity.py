@@ -8,8 +8,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from rich.console import Console
-
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.file import CARD_NAME, read_card
 from lit_dpret.cards.text import privacy_line
@@ -23,7 +21,7 @@ from lit_dpret.synthesis.textsim.bleu import corpus_bleu, references_by_passage
 from lit_dpret.synthesis.textsim.mauve import mauve
 from lit_dpret.synthesis.textsim.overlap import overlap
 from lit_dpret.synthesis.textsim.words import need
-from lit_dpret.tasks.parts import Parts, check_run_dir, require_whole
+from lit_dpret.tasks.parts import Parts, check_run_dir, require_whole, say
 from lit_dpret.tasks.uncovered import Whose, check_declared, check_synthetic, declare, refuse_training_data
 
 Qrels = Mapping[str, Mapping[str, int]]
@@ -189,11 +187,7 @@ class Similarity:
             facts["overlap"] = self._overlap(made, original, held_out)
         internal = self.reference == "private"
         written = write_similarity(facts, parts.run_dir, command=parts.command, plot=self.plot, owner_only=internal)
-        console = Console()
-        for line in [*written.lines, *([warning] if warning else [])]:
-            console.print(line, highlight=False, soft_wrap=True)
-        for path in written.paths:
-            console.print(f"written: {path}", highlight=False, soft_wrap=True)
+        say(*written.lines, *([warning] if warning else []), *(f"written: {path}" for path in written.paths))
         return written.scores
 
     def _privacy(self) -> str:

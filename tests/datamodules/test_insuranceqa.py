@@ -113,8 +113,8 @@ def test_a_version_of_the_package_without_data_is_recognised(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
-        ("train", b"not gzip", "not a readable gzip file"),
-        ("test", gzip.compress(mtime=0, data=b'{"0": {}}' * 500)[:-9], "not a readable gzip file"),
+        ("train", b"not gzip", "cannot be read"),
+        ("test", gzip.compress(mtime=0, data=b'{"0": {}}' * 500)[:-9], "cannot be read"),
         ("answers", gzip.compress(mtime=0, data=b'{"1":\n {"en": }}'), "line 2: malformed JSON"),
         ("answers", gzip.compress(mtime=0, data=b"{}"), "holds no entries"),
         (

@@ -148,7 +148,7 @@ def test_planted_images_are_units_in_the_fingerprint_and_in_no_split(tmp_path: P
     assert data.data_fingerprint(b"key") != plain.data_fingerprint(b"key")
     assert data.data_fingerprint(b"key", planted=False) == plain.data_fingerprint(b"key")
     assert len(data.labelled("train")[0]) == plain.n_units
-    with pytest.raises(ConfigurationError, match="Plant once"):
+    with pytest.raises(ConfigurationError, match="planted"):
         data.plant(found.planted("zero_out"))
 
 
