@@ -63,24 +63,19 @@ def refused(done: subprocess.CompletedProcess[str]) -> str:
     return lines[0]
 
 
-# Each case is a process of a few seconds; the slow ones repeat through the command line what unit tests already check.
+# Each case is a process of a few seconds: what no unit test sees of a refusal, its way through Hydra to one line.
 FAST = [
     (["privacy.epsilon=3"], r"privacy.epsilon is not a setting.*delta, .*eps"),
     (["privacy=none", "privacy.eps=3"], r"privacy.eps is not a setting"),
     (["privacy.eps=0"], r"privacy.eps=0"),
 ]
 SLOW = [
-    (["privacy.eps=-1"], r"privacy.eps=-1"),
-    (["privacy.delta=0.5"], r"privacy.delta=0.5 is not below 1/n"),
     (["privacy.eps=1e-9", "privacy.delta=1e-300"], r"privacy.eps"),
-    (["datamodule.pairs=missing.jsonl"], r"missing.jsonl"),
     (["model.pretrained=configs"], r"configs"),
     (["model.optimizer.name=adamx"], r"model.optimizer.name='adamx' is not one of"),
     (["model=nonsense"], r"model=nonsense does not exist.*generator"),
-    (["privacy.secret_file=${run_dir}/secret"], r"inside the run folder"),
     (["run_dir=/proc/nowhere"], r"/proc/nowhere cannot be written"),
     (["task.min_free_mb=1e12"], r"free disk"),
-    (["datamodule.expected_batch_size=1000"], r"exceeds the 40 units"),
 ]
 
 
@@ -137,44 +132,6 @@ def test_a_first_word_is_a_task_or_refused(tmp_path: Path) -> None:
     folders = (ROOT / "configs" / "task", ROOT / "reproduction" / "configs" / "task")
     tasks = ", ".join(sorted(path.stem for folder in folders for path in folder.glob("*.yaml")))
     assert f"'nonsense' is neither a setting (name=value) nor a task: {tasks}" in line
-
-
-def beir(folder: Path, **broken: str) -> Path:
-    """A small BEIR folder; ``broken`` replaces the content of a file."""
-    files = {
-        "corpus": "".join(json.dumps({"_id": f"p{i}", "text": f"number {i}"}) + "\n" for i in range(30)),
-        "queries": "".join(json.dumps({"_id": f"q{i}", "text": f"which is {i}"}) + "\n" for i in range(30)),
-        "qrels": "query-id\tcorpus-id\tscore\n" + "".join(f"q{i}\tp{i}\t1\n" for i in range(30)),
-    } | broken
-    (folder / "qrels").mkdir(parents=True)
-    for name, text in files.items():
-        file = folder / "qrels" / "train.tsv" if name == "qrels" else folder / f"{name}.jsonl"
-        file.write_text(text, encoding="utf-8")
-    return folder
-
-
-LOST = json.dumps({"_id": "lost", "text": "nobody answers"}) + "\n"
-TWICE = json.dumps({"_id": "q1", "text": "one thing"}) + "\n" + json.dumps({"_id": "q1", "text": "another"}) + "\n"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("broken", "pattern"),
-    [
-        ({"queries": LOST, "qrels": "query-id\tcorpus-id\tscore\nlost\tnowhere\t1\n"}, r"lost|nowhere"),
-        ({"queries": TWICE}, r"q1"),
-        ({"queries": ""}, r"queries.jsonl.*(empty|no )"),
-        ({"corpus": ""}, r"corpus.jsonl.*(empty|no )"),
-        ({"qrels": "query-id\tcorpus-id\tscore\n"}, r"qrels"),
-    ],
-    ids=["query without passage", "duplicate ids", "no queries", "no passages", "no judgements"],
-)
-def test_a_broken_collection_is_one_clear_line(broken: dict[str, str], pattern: str, tmp_path: Path) -> None:
-    import re
-
-    folder = beir(tmp_path / "log", **broken)
-    line = refused(call(*TINY, f"datamodule.folder={folder}", folder=tmp_path))
-    assert re.search(pattern, line), line
 
 
 @pytest.mark.slow
@@ -279,13 +236,6 @@ def test_a_log_is_checked_and_split_and_trained_on_by_the_command_that_is_shown(
         log.write("{not json\n" * 2)
     line = refused(call(*settings, folder=tmp_path, program=CHECK))
     assert "has problems: malformed JSON. See " in line
-
-
-@pytest.mark.slow
-def test_malformed_jsonl_is_named_with_its_line(tmp_path: Path) -> None:
-    log = write_log(tmp_path)
-    log.write_text(log.read_text(encoding="utf-8") + "{not json\n", encoding="utf-8")
-    assert "41" in refused(call(*TINY, f"datamodule.pairs={log}", folder=tmp_path))
 
 
 @pytest.mark.slow
