@@ -9,7 +9,7 @@ for its owner alone.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 
@@ -25,8 +25,8 @@ from lit_dpret.synthesis.textsim.words import need
 from lit_dpret.tasks.fit import Fit
 from lit_dpret.tasks.parts import Parts, require_whole
 from lit_dpret.tasks.synthesize import public_sample
+from lit_dpret.tasks.uncovered import Whose
 
-Whose = Literal["public", "synthetic", "private"]
 BLEU = "val/bleu"
 
 
