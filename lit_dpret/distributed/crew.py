@@ -1,9 +1,9 @@
 """Processes that share out a list of work: groups of passages to draw queries for, or of texts to embed.
 
 Training needs every rank at every step. Here the ranks need each other only to agree on what there is to do, and
-to say when it is done: in between, each takes the next piece off one common list whenever it is free. So a slow
-rank delays nobody, and a rank that dies takes with it the one piece that it was at. What a piece is must not depend
-on who takes it; then neither do the files.
+to say when it is done: in between, each takes the next item off one common list whenever it is free. So a slow
+rank delays no other, and a rank that dies takes with it the one item that it was at. What an item is must not depend
+on the rank that takes it; then neither do the files.
 
 The ranks are those of ``torchrun`` (``RANK``, ``WORLD_SIZE``) or of SLURM (``SLURM_PROCID``, ``SLURM_NTASKS``).
 """
@@ -41,7 +41,7 @@ class Crew:
     """The ranks of one job, seen from one of them.
 
     Guarantees:
-        - Each piece of a list is taken by one rank, and none is left out while a rank is alive.
+        - Each item of a list is taken by one rank, and none is left out while a rank is alive.
         - Where there is one rank, nothing is sent.
 
     Args:
@@ -63,21 +63,21 @@ class Crew:
     def size(self) -> int:
         return self.ranks.world_size
 
-    def deal(self, name: str, pieces: Sequence[int]) -> Iterator[int]:
-        """The pieces that fall to this rank, the next one whenever it asks.
+    def deal(self, name: str, items: Sequence[int]) -> Iterator[int]:
+        """Yield the items that fall to this rank, the next one whenever it asks.
 
         Args:
             name: Of the list; one that no other list of the job has.
-            pieces: The same on every rank.
+            items: The same on every rank.
 
         Raises:
             WorkerError: The process that keeps the list is gone.
         """
         if self.store is None:
-            yield from pieces
+            yield from items
             return
-        while (place := self.add(f"{name}/taken", 1) - 1) < len(pieces):
-            yield pieces[place]
+        while (place := self.add(f"{name}/taken", 1) - 1) < len(items):
+            yield items[place]
 
     def share(self, work: Callable[[], T]) -> T:
         """Let the first rank do ``work``; all get its result, or raise its error."""

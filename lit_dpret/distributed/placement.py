@@ -1,7 +1,7 @@
 """Where in a whole parameter the part lies that this process holds.
 
 A strategy may cut parameters up over the ranks (``DTensor``, along the first axis). Noise belongs to coordinates, not
-to ranks, so whoever adds it asks here which coordinates it has. A plain tensor is all of itself.
+to ranks, so the code that adds it asks here which coordinates it holds. A plain tensor is whole.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Lightning starts the ranks of a machine by repeating the command. A rank that dies takes the others with it, but what
 is then said is for developers, or nothing: the first process is killed by a thread that watches its children. And
-nobody tells a child that its parent is gone while it is still getting ready. Under torchrun and SLURM the ranks are
+a child that is still getting ready does not learn that its parent is gone. Under torchrun and SLURM the ranks are
 watched by those.
 """
 

@@ -54,7 +54,7 @@ class Strategy:
         return None if engines is None or engine in engines else self.undeclared
 
 
-_ON_XLA = "its shapes, or its branches, follow from values, and XLA would compile each of them anew"
+_ON_XLA = "its shapes, or its branches, follow from values, and XLA would compile each of them again"
 _FORKED = "a forked process is a copy of one that may hold open ledgers, and what its callbacks learn is lost with it"
 
 STRATEGIES: tuple[Strategy, ...] = (

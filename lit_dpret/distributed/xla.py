@@ -2,7 +2,7 @@
 
 An XLA tensor is a promise. Operations are written down, and what was written down since the last *cut* is compiled
 as one graph and run. Two things follow. A value that is read in the middle cuts there, and a graph that was not
-seen before, by a size or a constant of its own, is compiled anew, which takes seconds to minutes. So the private
+seen before, by a size or a constant of its own, is compiled again, which takes seconds to minutes. So the private
 step reads no value and has fixed shapes, and the cuts stand where they are meant: after each physical batch, after
 the noise, and after the update. On every other device these functions do next to nothing.
 """

@@ -1,4 +1,4 @@
-"""Checksums of tensors, by which a write is noticed that nobody counts."""
+"""Checksums of tensors, which reveal writes that PyTorch does not count."""
 
 from __future__ import annotations
 

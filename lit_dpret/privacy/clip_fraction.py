@@ -10,7 +10,7 @@ With ``f`` the share of the budget and ``C`` the clipping bound, unit i adds, be
 .. math:: s (2 b_i - 1), \quad s = C \sqrt{f / (1 - f)},
 
 where ``b_i`` is 1 if its norm was above C and else 0. A unit without a gradient adds nothing: one that was emptied
-keeps its place in a batch, and must not be told from one that is not there. The squared norm of both together is at
+keeps its place in a batch, and must look like one that is not there. The squared norm of both together is at
 most :math:`C^2 + s^2 = C^2 / (1 - f)`, so the sum has sensitivity :math:`C / \sqrt{1 - f}`, for a unit that is emptied,
 added or removed, and twice that for one that is replaced. Noise of ``sigma`` times that sensitivity goes into every
 coordinate: a gradient pays for the count with :math:`1 / \sqrt{1 - f}` times the noise (0.5 percent for f = 0.01), and

@@ -58,7 +58,7 @@ def rounded_normals(seed: bytes, target: np.ndarray, bits: int) -> None:
         - The same seed gives the same numbers, on every machine; fewer numbers of one seed are the first of more.
 
     Args:
-        seed: Of the stream; nobody may know it.
+        seed: Of the stream; secret.
         target: To fill.
         bits: From 0 to `MOST_BITS`.
     """

@@ -1,4 +1,4 @@
-"""Physical batches filled up to one shape, whoever was drawn.
+"""Physical batches padded to one shape, whichever units were drawn.
 
 A compiler like XLA makes one program for each shape that it meets, so a batch of seven rows and one of eight
 would be two programs, and texts of other lengths some more. And in low precision another shape is another

@@ -103,11 +103,11 @@ class UnitBatch:
         attempt: The attempt whose coins drew it.
         data_rows: In a batch of fixed shape, which rows are data and no filling, shape ``(rows,)``; else None.
         alone: Of the first ``ALONE`` units that have rows, what ``collate_rows`` makes of them without the others;
-            None where nobody will compare.
-        digests: Checksums of some values of each tensor as it was collated, by its path in ``rows``; empty where nobody
-            compares.
+            None where it is not compared.
+        digests: Checksums of some values of each tensor as it was collated, by its path in ``rows``; empty where it is
+            not compared.
         origin: For each slot of the whole batch, the unit that was drawn and the keys of the rows that came for it
-            (`lit_dpret.privacy.unit_owners.row_key`); empty where nobody told.
+            (`lit_dpret.privacy.unit_owners.row_key`); empty where it is not known.
     """
 
     rows: Any
@@ -212,7 +212,7 @@ class UnitCollator:
         collate_rows: The module's function from rows to tensors.
         rows_per_unit: ``"one"`` takes one row of each unit, chosen by the keyed stream;
             ``"all"`` takes all of them, and the module averages inside the unit.
-        unit: ``privacy.unit``, by which rows are told to be of one unit.
+        unit: ``privacy.unit``, which says what the rows of one unit have in common.
         shape: Fill every batch with rows up to this shape; None for as many as there are.
     """
 
@@ -316,7 +316,7 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
         unit: What a unit is, ``privacy.unit``.
 
     Attributes:
-        watched: Whether somebody holds each batch against what was handed out for it (`require_drawn`).
+        watched: Whether each batch is compared with what was handed out for it (`require_drawn`).
     """
 
     def __init__(
@@ -445,7 +445,7 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
         """Which of the drawn units, by position, make each sub-batch; None where there are none."""
         if self.sub_batches is None:
             return None
-        # A coin for every unit there is, drawn or not: another unit's absence moves nobody.
+        # A coin for every unit, drawn or not, so that another unit's absence moves no one.
         coins = self._stream.coins(self.attempt, step, purpose="sub_batches")
         assigned = coins.integers(0, self.sub_batches, size=self.units)[units]
         rank = coins.random(self.units)[units]

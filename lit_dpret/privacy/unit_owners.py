@@ -44,7 +44,7 @@ def row_key(row: Any, unit: str) -> int | None:
     """A number for what may stand in one unit alone; None where the row has no name.
 
     That is the name of the unit (``query_id`` under ``privacy.unit=query``). A row without it is known by its query and
-    passage, or its image, so that at least the same row in two units is told.
+    passage, or its image, so that at least the same row in two units is noticed.
     """
     names = _named(row, NAMES[unit])
     if None in names:
@@ -62,7 +62,7 @@ class UnitOwners:
     one user takes part in a step more often than the law says.
 
     Guarantees:
-        - What came for two units is refused, whichever batches it came in. Rows without a name cannot be told.
+        - A row or name that came for two units is refused, in whichever batches. Rows without a name are not seen.
 
     Args:
         unit: ``privacy.unit``.

@@ -1,4 +1,4 @@
-"""How much epsilon an audit could show, told before anybody runs it.
+"""How much epsilon an audit could show, computed before it is run.
 
 A one-run audit (Steinke, Nasr and Jagielski 2023, "Privacy Auditing with One (1) Training Run", arXiv
 2305.08846) flips a coin for each of m canaries, trains once, and guesses the coins. Under

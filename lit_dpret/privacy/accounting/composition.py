@@ -353,7 +353,7 @@ def underreported_epsilon(releases: Iterable[Release], *, delta: float, neighbou
     is on no path to a claim, and leaves out what truncation costs.
 
     Raises:
-        UnsupportedAccountingError: A law or relation for which nobody states that limit.
+        UnsupportedAccountingError: A law or relation for which no such limit is known.
     """
     check_delta(delta)
     squares = 0.0

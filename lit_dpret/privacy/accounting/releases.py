@@ -166,7 +166,7 @@ class Shuffle(_OfOneSize):
     """Batches in shuffled order, each unit once per epoch. No amplification is claimed: none is proved.
 
     The accountant charges one unsampled Gaussian per epoch begun. Every release in a list starts an
-    epoch of its own: whoever goes on in the middle of one states both parts as one release.
+    epoch of its own: an epoch that goes on after a break is stated as one release.
 
     Args:
         batch_size: Units in a batch, 1 to n.
@@ -210,7 +210,7 @@ class GaussianRelease:
     Args:
         noise_multiplier: Standard deviation of the noise over the bound C on one unit's
             contribution, under every relation. Replacing a unit moves the sum by up to 2C; the
-            accountant knows, nobody halves anything by hand. 0 means no noise: epsilon is infinite.
+            accountant takes care of that. 0 means no noise: epsilon is infinite.
         law: How the units of the sum were drawn.
         count: How many such releases, each with fresh noise and, where the law samples, a fresh draw.
         label: What they were for: ``train``, ``histogram`` and so on. Part of the identity of a release.

@@ -7,7 +7,7 @@ nothing but the best run is ever shown, the cost is far smaller (Papernot and St
 formulas are dp-accounting's, ``RepeatAndSelectDpEvent``.
 
 The theorem holds for a search that is really done so: the number of runs is drawn from the declared
-law before the first one and is told to nobody; every run draws its settings anew from one list,
+law before the first one and is never disclosed; every run draws its own settings from one list,
 fixed beforehand; none of them releases more than the one on the card did; and of the others
 nothing is shown, not even how many there were. It protects the units that were trained on. Scores are
 computed from the finished models, so the units that the runs were scored on are not covered.

@@ -254,7 +254,7 @@ def squared_norms(
 def by_input(contributions: Mapping[str, Sequence[Contribution]]) -> list[list[str]]:
     """The names of the parameters, those together whose gradients are outer products with the same inputs.
 
-    Same inputs are known by their place in memory; on a device that tells none (XLA), each parameter is alone.
+    Same inputs are known by their place in memory; on a device that gives no address (XLA), each parameter is alone.
     """
     found: dict[object, list[str]] = {}
     for name, uses in contributions.items():

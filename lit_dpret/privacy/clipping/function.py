@@ -53,7 +53,7 @@ class FunctionCall:
 
         Raises:
             UnsupportedModelError: Some of it is not a tensor with a gradient, so that a gradient
-                could take a way that nobody watches.
+                could take an unwatched way.
         """
         constants = (type(None), bool, int, float, str)
         strange = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, *constants))]

@@ -1,4 +1,4 @@
-"""A file of records that nobody can quietly change, and that survives a crash in the middle of a write.
+"""A file of records that cannot be changed unnoticed, and that survives a crash in the middle of a write.
 
 Each line is one record in canonical JSON (sorted keys, no spaces, no NaN) that carries the SHA-256
 of itself and of its predecessor. Changing, removing, inserting or swapping whole lines breaks the

@@ -124,7 +124,7 @@ class DatasetAccount:
         - The gate grants no step that is not reserved.
         - A run whose own ledger refutes its claim is counted without privacy (`owed_releases`), and a model that it
           starts from is counted with it, once for all runs that do, unless that one's run was.
-        - A run whose steps cost more than it reserved (less noise, another law) reserves anew before
+        - A run whose steps cost more than it reserved (less noise, another law) reserves again before
           its next step, and is refused where the limit does not cover it.
         - From the first reservation until it is settled or closed, no other object reserves for the same
           run: a copy of the run folder cannot go on beside its original.

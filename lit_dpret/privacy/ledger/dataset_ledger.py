@@ -37,7 +37,7 @@ from lit_dpret.privacy.ledger.dataset_file import (
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 
 SWEEP_EVENT = "trial_of"
-"""The event of a run's ledger that tells of the sweep that the run is a trial of."""
+"""The event of a run's ledger that names the sweep that the run is a trial of."""
 
 Releases = tuple[Release, ...]
 
@@ -74,7 +74,7 @@ def sweep_limit(sweep: Mapping[str, Any] | None, delta: float | None) -> float |
     ledger's delta and above it: at a smaller one it says nothing.
 
     Args:
-        sweep: As a trial's ledger tells of it.
+        sweep: As a trial's ledger records it.
         delta: Of the trial's own claim; None where it claims nothing.
     """
     if sweep is None or delta is None or sweep.get("without_privacy") != 0 or sweep.get("planned") is None:

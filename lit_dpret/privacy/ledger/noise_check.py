@@ -1,4 +1,4 @@
-r"""The noise of every step is measured by whoever grants it; what a privacy mode says of itself is not believed.
+r"""The noise of every step is measured before the step counts; a privacy mode is not taken at its word.
 
 The guard sees the clipped sums before a step and the update after it, so it has the noise itself: update times
 denominator minus sum. Divided by the planned deviation its coordinates are independent standard normals, whatever the
@@ -29,8 +29,8 @@ Rounding of the update adds to the noise that is seen; a deviation within 0.05 %
 
 On several processes each tests what it holds, in whole or in parts, and an alarm of one is an alarm of all. Where they
 hold parts, the first coordinates of a part are also compared with those that another process has of the same
-parameter, by the second family and at the same level. What was measured is told to nobody outside the job, since
-whoever knows it can better subtract the noise; the verdict is.
+parameter, by the second family and at the same level. What was measured stays inside the job, since
+it would help to subtract the noise; the verdict is public.
 """
 
 from __future__ import annotations

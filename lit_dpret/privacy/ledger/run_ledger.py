@@ -38,7 +38,7 @@ SCHEMA = "lit-dpret/privacy-ledger/1"
 
 NOT_COUNTED_EVENT = "not_counted"
 START_EVENT = "init_from"
-"""The event of a ledger that tells which model the run started from, and what that one had cost."""
+"""The event of a ledger that names the model the run started from, and what that one had cost."""
 
 NOISE_KINDS = ("intent", "release", "replay")
 """The records without which no noise is drawn: each stands in a ledger before, or right after, a step's noise."""
@@ -183,9 +183,9 @@ def charged_releases(records: Iterable[Mapping[str, Any]]) -> list[Release]:
           event), every step is charged as if each unit took part in it: no law is known, so no
           amplification by sampling is.
         - In an attempt whose data set gave rows of other units than were drawn (a ``units_unknown`` event), every
-          step is a ``NonPrivateRelease``: nobody knows how often a unit took part.
+          step is a ``NonPrivateRelease``: it is not known how often a unit took part.
         - Under ``Shuffle`` every epoch that was touched in an attempt is charged whole: a resumed
-          attempt shuffles anew, and half an epoch before and half an epoch after can show one unit
+          attempt shuffles again, and half an epoch before and half an epoch after can show one unit
           twice.
 
     Raises:

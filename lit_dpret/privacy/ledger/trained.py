@@ -8,7 +8,8 @@ dicts, checkpoints and model folders (into another process), and as fingerprints
 file of plain tensors, are what the card calls declared.
 
 A run looks for them in all that its module holds, also beside the module tree (`held`): an encoder that is frozen
-there, a teacher in a list, a table in a buffer. What trains on somebody's outputs learns what that one has learned.
+there, a teacher in a list, a table in a buffer. A model that trains on another one's outputs learns what that one has
+learned.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def weights(module: nn.Module) -> dict[str, Tensor]:
 def mark(module: nn.Module, runs: Iterable[TrainedIn], *, whole: bool = False) -> None:
     """Leave the names of ``runs`` on whatever of ``module`` is trained, beside those that are there.
 
-    With ``whole`` on all of it: of weights that come from a file nobody knows which of them were trained.
+    With ``whole`` on all of it: for weights from a file it is not known which of them were trained.
     """
     runs = frozenset(runs)
     if not runs:
