@@ -1,4 +1,4 @@
-"""The promise: a plan, clipping, sampling, noise, accounting, modes, and the ledger in which every release stands first.
+"""The promise: plan, clipping, sampling, noise, accounting, modes, and the ledger that holds every release first.
 
 Larger than its budget of 10k lines: exact norms for tied weights, convolutions and pairs of records, five sampling laws
 under three relations, and a ledger that survives crashes, copies and resumes each need their own proof and refusals.
