@@ -23,9 +23,10 @@ from lit_dpret.callbacks.planning import PlannedRun, accountant_of, plan_run
 from lit_dpret.callbacks.refusals import complaints
 from lit_dpret.callbacks.traps import SEVERITIES, TRAPS, Severity, Stage, Trap
 from lit_dpret.errors import LitDpretError
+from lit_dpret.privacy.batches import PADDING, Draw, UnitBatch, UnitCollator
 from lit_dpret.privacy.noise import KeyedStream, load_secret
 from lit_dpret.privacy.plan import PrivacyPlan
-from lit_dpret.privacy.sampling import PADDING, Draw, PrivateBatchSampler, UnitBatch, UnitCollator
+from lit_dpret.privacy.sampling import PrivateBatchSampler
 
 Status = Literal["passed", "by construction", "refused", "declared", "not reached", "does not apply", "yours"]
 

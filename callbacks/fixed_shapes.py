@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import find_shared_parameters, set_shared_param
 from lit_dpret.distributed.xla import cut, is_lazy, use_full_precision
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.matmul_precision import shortened_products
-from lit_dpret.privacy.fixed_shape import Collate, FixedShape, RowsAlone, copied_rows
+from lit_dpret.privacy.batches import Collate, FixedShape, RowsAlone, copied_rows
 
 Shared = list[list[str]]
 

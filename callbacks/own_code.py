@@ -18,8 +18,8 @@ from lightning.pytorch.core.hooks import DataHooks
 from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError
-from lit_dpret.privacy.sampling import ALONE, Draw, PrivateBatchSampler, answer_of
-from lit_dpret.privacy.unit_owners import UnitOwners, names_its_unit, row_keys
+from lit_dpret.privacy.batches import ALONE, Draw, UnitOwners, answer_of, names_its_unit, row_keys
+from lit_dpret.privacy.sampling import PrivateBatchSampler
 
 _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _KNOWN = ("lit_dpret.", "lightning.", "pytorch_lightning.")

@@ -50,6 +50,7 @@ from lit_dpret.callbacks.strategies import (
 from lit_dpret.cards.start import Start, note_start, read_start
 from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError, UnsupportedModelError
+from lit_dpret.privacy.batches import UnitCollator
 from lit_dpret.privacy.ledger.dataset_account import DatasetAccount, require_room
 from lit_dpret.privacy.ledger.dataset_file import EarlierRun
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger, note_sweep
@@ -61,7 +62,6 @@ from lit_dpret.privacy.ledger.trained import TrainedIn, fingerprints, mark, reme
 from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.noise import KeyedStream, load_secret, published_secret
 from lit_dpret.privacy.plan import PrivacyPlan
-from lit_dpret.privacy.sampling import UnitCollator
 from lit_dpret.sweeps.folder import SweepFolder, trial_ledger
 
 

@@ -15,10 +15,10 @@ from lit_dpret.datamodules.pairs import PairsDataModule
 from lit_dpret.losses import InBatchSoftmaxLoss
 from lit_dpret.modules import OptimizerSpec
 from lit_dpret.modules.pair_module import PairModule
+from lit_dpret.privacy.batches import UnitBatch
 from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
-from lit_dpret.privacy.sampling import UnitBatch
 
 
 class Pairs(PairModule):

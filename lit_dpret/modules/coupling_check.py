@@ -29,8 +29,8 @@ from lit_dpret.distributed.xla import is_lazy
 from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.memory import is_out_of_memory
 from lit_dpret.modules.module_state import GENERATORS, KeptState, Looks
+from lit_dpret.privacy.batches import ALONE, UnitBatch, take_rows
 from lit_dpret.privacy.ledger.trained import held
-from lit_dpret.privacy.sampling import ALONE, UnitBatch, take_rows
 
 #: What two passes may differ by, relative to the largest value: kernels that add in another order. They run without
 #: autocast, whose rounding would hide more.

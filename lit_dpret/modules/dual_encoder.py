@@ -29,11 +29,10 @@ from lit_dpret.modules.public_pool import PoolCandidates, PublicPool
 from lit_dpret.modules.step_negatives import Compared, StepNegatives
 from lit_dpret.negatives import TrainTexts
 from lit_dpret.negatives.row_negatives import Sources
+from lit_dpret.privacy.batches import UnitBatch, copied_rows, map_rows, rows_in_turn, take_rows
 from lit_dpret.privacy.budget import require_choice
-from lit_dpret.privacy.fixed_shape import copied_rows
 from lit_dpret.privacy.ledger.trained import note_folder
 from lit_dpret.privacy.modes import PrivacyMode
-from lit_dpret.privacy.sampling import UnitBatch, map_rows, rows_in_turn, take_rows
 from lit_dpret.privacy.training_data import Row
 
 TowerChoice = Literal["shared", "separate"]

@@ -27,11 +27,10 @@ from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.pair_module import PairModule, make_encoder
 from lit_dpret.modules.public_pool import PublicPool, marked, row_by_row
 from lit_dpret.negatives.row_negatives import Sources
+from lit_dpret.privacy.batches import UnitBatch, copied_rows
 from lit_dpret.privacy.budget import require_choice
-from lit_dpret.privacy.fixed_shape import copied_rows
 from lit_dpret.privacy.ledger.trained import note_folder
 from lit_dpret.privacy.modes import PrivacyMode
-from lit_dpret.privacy.sampling import UnitBatch
 from lit_dpret.privacy.training_data import Row
 
 Head = Literal["query", "both", "shared"]

@@ -16,8 +16,8 @@ from lit_dpret.losses import MarginMSELoss
 from lit_dpret.negatives import RowNegatives, TrainTexts
 from lit_dpret.negatives.base import NOBODY, TrainRow
 from lit_dpret.negatives.row_negatives import Sources
+from lit_dpret.privacy.batches import UnitBatch
 from lit_dpret.privacy.modes import PrivacyMode
-from lit_dpret.privacy.sampling import UnitBatch
 
 
 class LabelledMargins:

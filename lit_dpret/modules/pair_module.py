@@ -22,9 +22,9 @@ from lit_dpret.evaluation_mode import evaluation_mode
 from lit_dpret.losses import InBatchSoftmaxLoss, PairwiseLoss, SoftmaxPairLoss
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.private_module import PrivateModule
+from lit_dpret.privacy.batches import UnitBatch, take_rows
 from lit_dpret.privacy.clipping.pairs import PairBatch
 from lit_dpret.privacy.modes import PrivacyMode
-from lit_dpret.privacy.sampling import UnitBatch, take_rows
 from lit_dpret.privacy.training_data import Row
 
 

@@ -16,7 +16,7 @@ import torch
 
 from lit_dpret.errors import DeviceMemoryError
 from lit_dpret.memory import give_back_memory, is_out_of_memory
-from lit_dpret.privacy.sampling import UnitBatch, map_rows, rows_in_turn, take_rows
+from lit_dpret.privacy.batches import UnitBatch, map_rows, rows_in_turn, take_rows
 
 _log = logging.getLogger(__name__)
 

@@ -37,9 +37,9 @@ from lit_dpret.modules.coupling_check import CouplingCheck
 from lit_dpret.modules.module_state import HookWatch
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.physical_batches import PhysicalBatches, memory_advice
+from lit_dpret.privacy.batches import UnitBatch, map_rows, rows_in_turn
 from lit_dpret.privacy.ledger.gate import Guard, public_names, unaccounted, uncounted
 from lit_dpret.privacy.modes import PrivacyMode, StepCounts
-from lit_dpret.privacy.sampling import UnitBatch, map_rows, rows_in_turn
 from lit_dpret.privacy.training_data import Row
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from torch import Tensor
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.modules.step_negatives import Compared
 from lit_dpret.negatives.base import NOBODY, filled_up
-from lit_dpret.privacy.sampling import map_rows
+from lit_dpret.privacy.batches import map_rows
 
 
 class PublicPool:

@@ -21,8 +21,8 @@ from lit_dpret.errors import ConfigurationError
 from lit_dpret.evaluation_mode import evaluation_mode
 from lit_dpret.negatives import RowNegatives, TrainTexts
 from lit_dpret.negatives.row_negatives import Sources
+from lit_dpret.privacy.batches import UnitBatch, map_rows
 from lit_dpret.privacy.modes import PrivacyMode
-from lit_dpret.privacy.sampling import UnitBatch, map_rows
 from lit_dpret.progress import ProgressLine
 
 

@@ -3,38 +3,23 @@
 An accountant's number holds for one *law*: how the units of a logical batch were drawn. Here the
 law is an object, the sampler is built from it, and the sampler can say what it really did, so
 that the ledger records the law that ran and not the law that was asked for.
-
-A *logical* batch is what one optimizer step sees. It is cut into *physical* batches that fit the
-device; a logical batch may be empty, and then it still takes its step.
 """
 
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import numpy as np
-import torch
-from torch import Tensor
 from torch.utils.data import Sampler
 
 from lit_dpret.distributed.ranks import Ranks
-from lit_dpret.distributed.xla import is_lazy
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.privacy.accounting.coupling import largest_batch
 from lit_dpret.privacy.accounting.releases import FixedSize, FullBatch, Poisson, SamplingLaw, Shuffle, TruncatedPoisson
-from lit_dpret.privacy.checksums import checksums
-from lit_dpret.privacy.fixed_shape import FixedShape
+from lit_dpret.privacy.batches import PADDING, Draw, UnitBatch, UnitOwners
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.training_data import SamplingRequest
-from lit_dpret.privacy.unit_owners import UnitOwners, row_keys
-
-PADDING = -1
-#: Of how many units the rows are collated once more without company, in steps 0, 1, 2, 4, 8 and so on.
-ALONE = 2
 
 
 def steps_per_epoch(request: SamplingRequest, public_units: int | None) -> int:
@@ -71,217 +56,6 @@ def steps_per_epoch(request: SamplingRequest, public_units: int | None) -> int:
         )
     passes = public_units / batch
     return math.ceil(passes) if request.sampling in ("shuffle", "fixed_size") else max(1, round(passes))
-
-
-@dataclass(frozen=True)
-class Draw:
-    """One slot of a physical batch: which unit fills it, in which logical step.
-
-    ``pick`` is a keyed random number that chooses a row where a unit has several and the mode
-    takes one of them per step.
-    """
-
-    unit: int
-    step: int
-    part: int
-    last: bool
-    pick: int = 0
-    attempt: int = 0
-
-
-@dataclass
-class UnitBatch:
-    """A physical batch, as ``training_step`` receives it.
-
-    Attributes:
-        rows: What the module's ``collate_rows`` made of the rows; None where no slot is real.
-        unit_ids: The slot of each row's unit, shape ``(rows,)``.
-        mask: Which slots hold a real unit, shape ``(units,)``.
-        step: The logical step, counted from 0.
-        part: The physical batch within the step, over all ranks: rank r has r, r + world size, and so on.
-        last: Whether this is the last physical batch of its step on this rank.
-        attempt: The attempt whose coins drew it.
-        data_rows: In a batch of fixed shape, which rows are data and no filling, shape ``(rows,)``; else None.
-        alone: Of the first ``ALONE`` units that have rows, what ``collate_rows`` makes of them without the others;
-            None where it is not compared.
-        digests: Checksums of some values of each tensor as it was collated, by its path in ``rows``; empty where it is
-            not compared.
-        origin: For each slot of the whole batch, the unit that was drawn and the keys of the rows that came for it
-            (`lit_dpret.privacy.unit_owners.row_key`); empty where it is not known.
-    """
-
-    rows: Any
-    unit_ids: Tensor
-    mask: Tensor
-    step: int
-    part: int
-    last: bool
-    attempt: int = 0
-    data_rows: Tensor | None = None
-    alone: Any = None
-    digests: Mapping[str, tuple[torch.dtype, int]] = field(default_factory=dict)
-    origin: tuple[tuple[int, tuple[int, ...]], ...] = ()
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> UnitBatch:
-        """Move every tensor to ``device``; to an XLA device the rows alone, and who they are of stays."""
-
-        def move(value: Any) -> Any:
-            return value.to(device) if hasattr(value, "to") else value
-
-        rows, alone = map_rows(move, self.rows), map_rows(move, self.alone)
-        if is_lazy(torch.device(device)):  # read on the host, where reading costs nothing
-            return replace(self, rows=rows)
-        return replace(
-            self,
-            rows=rows,
-            alone=alone,
-            unit_ids=self.unit_ids.to(device),
-            mask=self.mask.to(device),
-            data_rows=None if self.data_rows is None else self.data_rows.to(device),
-        )
-
-
-def map_rows(function: Callable[[Any], Any], rows: Any) -> Any:
-    """``function`` of every leaf of nested dicts; the dicts keep their types."""
-    if isinstance(rows, dict):
-        return type(rows)({key: map_rows(function, value) for key, value in rows.items()})
-    return function(rows)
-
-
-def take_rows(rows: Any, index: slice | Tensor) -> Any:
-    """Some rows of a tensor, or of nested dicts of tensors whose first axis is the rows."""
-    return map_rows(lambda tensor: tensor[index], rows)
-
-
-def digests_of(rows: Any, path: str = "rows") -> dict[str, tuple[torch.dtype, int]]:
-    """A type and a checksum of some thousand values of each tensor in nested dicts, by its path."""
-    if isinstance(rows, dict):
-        return {name: found for key in rows for name, found in digests_of(rows[key], f"{path}[{key!r}]").items()}
-    if not isinstance(rows, Tensor):
-        return {}
-    flat = rows.detach().reshape(-1)
-    return {path: (rows.dtype, checksums([flat[:: max(1, len(flat) // 4096)].contiguous()])[0])}
-
-
-def rows_in_turn(count: int, at_once: int) -> Iterator[slice]:
-    """Slices of at most ``at_once`` that cover ``count`` rows."""
-    for first in range(0, count, at_once):
-        yield slice(first, min(first + at_once, count))
-
-
-def parts_of(batch: UnitBatch, *, units_at_once: int) -> Iterator[UnitBatch]:
-    """A physical batch in smaller ones, no unit split between two; parts without a row are passed over.
-
-    The rows of a batch stand in the order of their units, as `UnitCollator` puts them.
-    """
-    for slots in rows_in_turn(len(batch.mask), units_at_once):
-        inside = ((batch.unit_ids >= slots.start) & (batch.unit_ids < slots.stop)).nonzero().flatten()
-        if not len(inside):
-            continue
-        rows = slice(int(inside[0]), int(inside[-1]) + 1)
-        yield replace(
-            batch,
-            rows=take_rows(batch.rows, rows),
-            unit_ids=batch.unit_ids[rows] - slots.start,
-            mask=batch.mask[slots],
-            data_rows=None if batch.data_rows is None else batch.data_rows[rows],
-            alone=None,
-        )
-
-
-def answer_of(item: Any) -> tuple[Draw, Sequence[Any]]:
-    """Return the answer of a training data set for a draw, checked.
-
-    Raises:
-        DataError: It is no pair of the draw and the rows of its unit.
-    """
-    if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], Draw):
-        return item
-    raise DataError(
-        f"The training data set gave a {type(item).__name__} where (draw, rows) was due: datamodule.train_dataloader "
-        "must give the loader a map-style data set whose dataset[draw] is the draw itself and the rows of unit "
-        "draw.unit, as lit_dpret.datamodules.UnitItems(units) is.",
-        trap="T38",
-    )
-
-
-class UnitCollator:
-    """Turn the drawn units into a ``UnitBatch``.
-
-    Args:
-        collate_rows: The module's function from rows to tensors.
-        rows_per_unit: ``"one"`` takes one row of each unit, chosen by the keyed stream;
-            ``"all"`` takes all of them, and the module averages inside the unit.
-        unit: ``privacy.unit``, which says what the rows of one unit have in common.
-        shape: Fill every batch with rows up to this shape; None for as many as there are.
-    """
-
-    def __init__(
-        self,
-        collate_rows: Callable[[list[Any]], Any],
-        rows_per_unit: str = "one",
-        *,
-        unit: str = "query",
-        shape: FixedShape | None = None,
-    ) -> None:
-        if rows_per_unit not in ("one", "all"):
-            raise ConfigurationError(f"datamodule.rows_per_unit={rows_per_unit!r} is not one of one, all.")
-        self._collate_rows = collate_rows
-        self._one = rows_per_unit == "one"
-        self._unit = unit
-        self._shape = shape
-
-    def _collated_alone(self, rows: list[Any]) -> Any:
-        """Return what ``collate_rows`` makes of some rows alone; None where it draws at random."""
-        python, numpy = random.getstate(), np.random.get_state()
-        with torch.random.fork_rng(devices=[]):
-            found, again = self._collate_rows(rows), self._collate_rows(rows)
-        random.setstate(python)
-        np.random.set_state(numpy)
-        return found if _equal(found, again) else None
-
-    def __call__(self, items: list[tuple[Draw, Sequence[Any]]]) -> UnitBatch:
-        rows: list[Any] = []
-        slots: list[int] = []
-        items = [answer_of(item) for item in items]
-        for slot, (draw, unit_rows) in enumerate(items):
-            chosen = [unit_rows[draw.pick % len(unit_rows)]] if self._one and unit_rows else unit_rows
-            rows.extend(chosen)
-            slots.extend([slot] * len(chosen))
-        first = items[0][0]
-        origin = tuple((draw.unit, row_keys(unit_rows, self._unit)) for draw, unit_rows in items)
-        real = [draw.unit != PADDING for draw, _ in items]
-        features = self._collate_rows(rows) if rows else None
-        alone = None
-        if self._shape is None and first.step & (first.step - 1) == 0:
-            few = sorted(set(slots))[:ALONE]
-            alone = self._collated_alone(rows[: slots.index(few[-1]) + slots.count(few[-1])]) if few else None
-        data_rows = None if self._shape is None else torch.zeros(0, dtype=torch.bool)
-        if self._shape is not None and rows:
-            shape, places = self._shape, self._shape.places(slots)
-            features = shape.place_rows(features, places, shape.rows)
-            data_rows = torch.zeros(shape.rows, dtype=torch.bool).index_fill_(0, torch.tensor(places), True)
-            slots = [slot for slot in range(shape.slots) for _ in range(shape.rows_of_a_slot)]
-            real += [False] * (shape.slots - len(real))
-        return UnitBatch(
-            rows=features,
-            unit_ids=torch.tensor(slots, dtype=torch.long),
-            mask=torch.tensor(real, dtype=torch.bool),
-            data_rows=data_rows,
-            step=first.step,
-            part=first.part,
-            last=first.last,
-            attempt=first.attempt,
-            alone=alone,
-            digests=digests_of(features),
-            origin=origin,
-        )
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
-    return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else True
 
 
 class PrivateBatchSampler(Sampler[list[Draw]]):

@@ -29,8 +29,8 @@ from torch import Tensor
 from lit_dpret.callbacks import MetricsFile, PrivacyCard, PublicWandbLogger, log_gate
 from lit_dpret.config import CONFIG_MODULE
 from lit_dpret.errors import ConfigurationError
+from lit_dpret.privacy.batches import UnitBatch
 from lit_dpret.privacy.ledger.chain import ChainedFile
-from lit_dpret.privacy.sampling import UnitBatch
 
 STEPS, LONG, SHORT = 60, 120, 6
 SECONDS_PER_TOKEN = 2e-3

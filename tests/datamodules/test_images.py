@@ -17,8 +17,9 @@ import torch
 from lit_dpret.datamodules import ImagesDataModule
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.privacy.accounting.releases import TruncatedPoisson
+from lit_dpret.privacy.batches import UnitBatch, UnitCollator
 from lit_dpret.privacy.noise import KeyedStream
-from lit_dpret.privacy.sampling import PrivateBatchSampler, UnitBatch, UnitCollator
+from lit_dpret.privacy.sampling import PrivateBatchSampler
 
 KEY = bytes(range(32))
 Make = Callable[[Path], Path]

@@ -12,7 +12,7 @@ import torch
 from lit_dpret.datamodules.pairs import PairsDataModule
 from lit_dpret.datamodules.records import Unit
 from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.privacy.sampling import PADDING, Draw
+from lit_dpret.privacy.batches import PADDING, Draw
 
 Write = Callable[..., Path]
 KEY = bytes(range(32))

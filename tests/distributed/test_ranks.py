@@ -13,8 +13,9 @@ from rank_runs import Server, told
 from lit_dpret.distributed.ranks import Ranks, sendable
 from lit_dpret.errors import DataError, WorkerError
 from lit_dpret.privacy.accounting.releases import FixedSize, Poisson, SamplingLaw, TruncatedPoisson
+from lit_dpret.privacy.batches import PADDING
 from lit_dpret.privacy.noise import KeyedStream
-from lit_dpret.privacy.sampling import PADDING, PrivateBatchSampler
+from lit_dpret.privacy.sampling import PrivateBatchSampler
 
 
 @pytest.fixture(scope="module")

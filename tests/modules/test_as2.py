@@ -21,9 +21,9 @@ from lit_dpret.federated.fed_negatives import FedPool
 from lit_dpret.federated.negatives import FedNegatives
 from lit_dpret.modules import AS2DualEncoder, OptimizerSpec
 from lit_dpret.negatives import BM25Negatives, DynamicNegatives, InBatchNegatives, NegativeSource, StaticNegatives
+from lit_dpret.privacy.batches import take_rows
 from lit_dpret.privacy.clipping import make_engine
 from lit_dpret.privacy.modes import DPSGD, LogitDP, NoPrivacy
-from lit_dpret.privacy.sampling import take_rows
 
 
 def as2(privacy: Any = None, **settings: Any) -> AS2DualEncoder:

@@ -16,8 +16,8 @@ from lit_dpret.losses import MarginMSELoss
 from lit_dpret.modules import DualEncoder
 from lit_dpret.negatives import InBatchNegatives, LabelledNegatives, NegativeSource, RandomNegatives
 from lit_dpret.negatives.drawn import LabelledNegative, read_labels
+from lit_dpret.privacy.batches import UnitBatch
 from lit_dpret.privacy.modes import DPSGD, LogitDP, PublicPassages
-from lit_dpret.privacy.sampling import UnitBatch
 
 #: Query i is told from two passages; query 3 has no label.
 LABELS = [

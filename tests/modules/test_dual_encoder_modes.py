@@ -148,7 +148,7 @@ def against_public(gradient: Any, n: int = 3, **settings: Any) -> tuple[DualEnco
 
 def gradients_of_rows(module: DualEncoder, rows: dict[str, Any]) -> Tensor:
     """What each row alone would add, flat, by the mode itself."""
-    from lit_dpret.privacy.sampling import take_rows
+    from lit_dpret.privacy.batches import take_rows
 
     plan = plan_of(module.privacy, module, n_max=8)
     count = len(rows["answers"])

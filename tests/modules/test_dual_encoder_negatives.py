@@ -35,6 +35,7 @@ from lit_dpret.negatives import (
     RandomNegatives,
     StaticNegatives,
 )
+from lit_dpret.privacy.batches import UnitBatch, take_rows
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 from lit_dpret.privacy.modes import (
     DPSGD,
@@ -46,7 +47,6 @@ from lit_dpret.privacy.modes import (
     PublicPassages,
     SyntheticData,
 )
-from lit_dpret.privacy.sampling import UnitBatch, take_rows
 
 SEPARATE = {"towers": "separate", "passage_tower": "frozen"}
 

@@ -18,8 +18,8 @@ from lit_dpret.losses import SigmoidPairLoss
 from lit_dpret.modules import DualEncoder
 from lit_dpret.modules.dual_encoder import embed_in_chunks
 from lit_dpret.negatives import BM25Negatives, DynamicNegatives, InBatchNegatives
+from lit_dpret.privacy.batches import rows_in_turn, take_rows
 from lit_dpret.privacy.modes import BatchClip, LogitDP, PerExampleDuplicated, PublicPassages
-from lit_dpret.privacy.sampling import rows_in_turn, take_rows
 
 DROPOUT = {"hidden_dropout_prob": 0.3, "attention_probs_dropout_prob": 0.3}
 HARD = {"negatives": [InBatchNegatives(), BM25Negatives(per_query=2, depth=8)]}

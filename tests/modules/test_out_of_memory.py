@@ -18,10 +18,10 @@ from lit_dpret.memory import is_out_of_memory
 from lit_dpret.modules import OptimizerSpec
 from lit_dpret.modules.physical_batches import PhysicalBatches, pieces_of
 from lit_dpret.modules.private_module import PrivateModule
+from lit_dpret.privacy.batches import UnitBatch
 from lit_dpret.privacy.clipping.ghost import GhostClipping
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, check_no_key_reuse, noise_keys
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy, PrivacyMode
-from lit_dpret.privacy.sampling import UnitBatch
 
 STEPS = 4
 CUDA = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")

@@ -24,11 +24,11 @@ from lit_dpret.modules import FrozenDualEncoder
 from lit_dpret.modules.physical_batches import pieces_of
 from lit_dpret.negatives import BM25Negatives, DynamicNegatives, NegativeSource, RandomNegatives, StaticNegatives
 from lit_dpret.privacy.accounting.releases import Poisson
+from lit_dpret.privacy.batches import PADDING, Draw, FixedShape, UnitCollator
 from lit_dpret.privacy.clipping import GhostClipping
-from lit_dpret.privacy.fixed_shape import FixedShape
 from lit_dpret.privacy.modes import DPSGD, BatchClip, LogitDP, PerExampleDuplicated, PublicPassages
 from lit_dpret.privacy.noise import KeyedStream
-from lit_dpret.privacy.sampling import PADDING, Draw, PrivateBatchSampler, UnitCollator
+from lit_dpret.privacy.sampling import PrivateBatchSampler
 
 PRECISIONS = ["32-true", "bf16-mixed", "bf16-true"]
 LOW = PRECISIONS[1:]

@@ -10,9 +10,10 @@ import pytest
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.accounting.coupling import Coupling, change_of_a_sub_batch, resolve_n_max
 from lit_dpret.privacy.accounting.releases import FixedSize, FullBatch, Poisson, SamplingLaw, Shuffle, TruncatedPoisson
+from lit_dpret.privacy.batches import PADDING
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
-from lit_dpret.privacy.sampling import PADDING, PrivateBatchSampler
+from lit_dpret.privacy.sampling import PrivateBatchSampler
 
 LAWS: list[SamplingLaw] = [
     Poisson(sample_rate=0.3),

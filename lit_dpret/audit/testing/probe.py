@@ -23,11 +23,11 @@ from lit_dpret.modules.coupling_check import CouplingCheck
 from lit_dpret.modules.module_state import HookWatch
 from lit_dpret.modules.private_module import PrivateModule
 from lit_dpret.privacy import clip_fraction
+from lit_dpret.privacy.batches import UnitBatch
 from lit_dpret.privacy.ledger.gate import Permit
 from lit_dpret.privacy.modes import PrivacyMode, Update
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
-from lit_dpret.privacy.sampling import UnitBatch
 
 WEIGHT = "__lit_dpret_testing_weight__"
 

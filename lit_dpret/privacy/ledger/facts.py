@@ -25,12 +25,12 @@ from lit_dpret.privacy.accounting.releases import (
     SamplingLaw,
     Shuffle,
 )
+from lit_dpret.privacy.batches import NAMES
 from lit_dpret.privacy.budget import ROUNDING_SHARE, AccountantName
 from lit_dpret.privacy.ledger.chain import GENESIS
 from lit_dpret.privacy.ledger.dataset_file import noted_total
 from lit_dpret.privacy.ledger.run_ledger import ROUNDING, charged_releases, departed_attempts, noise_keys
 from lit_dpret.privacy.plan import HISTOGRAM, PrivacyPlan
-from lit_dpret.privacy.unit_owners import NAMES
 
 Record = Mapping[str, Any]
 Consequence = Literal["charged", "no_amplification", "no_guarantee"]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lit_dpret.distributed.strategies import SUMS_ADD_UP, Supported
 from lit_dpret.privacy.accounting.coupling import Bounded, Change
+from lit_dpret.privacy.batches import rows_in_turn
 from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.clipping import make_engine
 from lit_dpret.privacy.modes.base import Candidates
@@ -24,7 +25,6 @@ from lit_dpret.privacy.modes.coupled import CoupledMode, bounds_of, check_bounds
 from lit_dpret.privacy.modes.gaussian import GaussianSettings
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
-from lit_dpret.privacy.sampling import rows_in_turn
 
 
 def duplicated_sensitivity(n_max: int, change: Change) -> float:

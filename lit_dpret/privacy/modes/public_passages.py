@@ -18,12 +18,12 @@ from torch import nn
 
 from lit_dpret.distributed.strategies import SUMS_ADD_UP, Supported
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+from lit_dpret.privacy.batches import parts_of
 from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.modes.base import Candidates, PassageGradient
 from lit_dpret.privacy.modes.dp_sgd import DPSGD
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
-from lit_dpret.privacy.sampling import parts_of
 
 
 class PublicPassages(DPSGD):

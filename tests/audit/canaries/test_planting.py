@@ -18,9 +18,9 @@ from lit_dpret.callbacks import PrivacyAccountant
 from lit_dpret.datamodules import ImagesDataModule, PairsDataModule
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.negatives.base import TrainTexts
+from lit_dpret.privacy.batches import Draw, UnitCollator
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 from lit_dpret.privacy.modes import DPSGD
-from lit_dpret.privacy.sampling import Draw, UnitCollator
 
 KEY = b"0123456789abcdef"
 SUITE = CanarySuite(repetitions=(1, 3), seed=5)

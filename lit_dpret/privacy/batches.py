@@ -1,0 +1,437 @@
+"""Batches of units: what a draw becomes on its way to ``training_step``.
+
+A *logical* batch is what one optimizer step sees. It falls into *physical* batches that fit the device; a logical batch
+may be empty, and then it still takes its step.
+
+A compiler like XLA makes one program for each shape, and in low precision another shape is another result: products of
+matrices round otherwise, in rows that are in both batches too, by more than any allowance for rounding covers. With a
+`FixedShape` every physical batch has the same number of slots, every slot the same number of rows, and every text its
+maximal length. Padding changes nothing: a slot without a unit is masked, and a row without data has a loss of zero.
+
+An accountant counts units: draws of a query, a user, an image. A data set that spreads the rows of a query over several
+units multiplies that query's part in a step, so the names of rows are remembered with their units (`UnitOwners`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lit_dpret.distributed.xla import is_lazy
+from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.privacy.checksums import checksums
+
+#: What names the unit of a row, by ``privacy.unit``.
+NAMES: Mapping[str, tuple[str, ...]] = {
+    "query": ("query_id",),
+    "pair": ("query_id", "passage_id"),
+    "user": ("user_id",),
+    "image": ("image_id",),
+    "passage": ("passage_id",),
+}
+
+_ROW = ("query_id", "passage_id", "image_id")
+
+
+def _named(row: Any, fields: Iterable[str]) -> list[Any]:
+    """Those values of ``row``, an object or a mapping; None for each that it lacks."""
+    if isinstance(row, Mapping):
+        return [row.get(name) for name in fields]
+    return [getattr(row, name, None) for name in fields]
+
+
+def names_its_unit(row: Any, unit: str) -> bool:
+    """Whether ``row`` has all names by which rows of one ``unit`` are known."""
+    return None not in _named(row, NAMES[unit])
+
+
+def row_keys(rows: Iterable[Any], unit: str) -> tuple[int, ...]:
+    """The `row_key` of each row that has one."""
+    return tuple(key for row in rows if (key := row_key(row, unit)) is not None)
+
+
+def row_key(row: Any, unit: str) -> int | None:
+    """A number for what may stand in one unit alone; None where the row has no name.
+
+    That is the name of the unit (``query_id`` under ``privacy.unit=query``). A row without it is known by its query and
+    passage, or its image, so that at least the same row in two units is noticed.
+    """
+    names = _named(row, NAMES[unit])
+    if None in names:
+        names = _named(row, _ROW)
+        if names[0] is None and names[2] is None:
+            return None
+    return int.from_bytes(hashlib.blake2b(repr(names).encode(), digest_size=8).digest(), "little")
+
+
+class UnitOwners:
+    """Remembers which unit each query, user, image or row came for.
+
+    A data set is asked for a unit by its number. Nothing keeps it from counting rows as units where a query is one, or
+    from answering with another unit: ``index % n``, a cache, a wrapper that repeats or mixes units. Then one query or
+    one user takes part in a step more often than the law says.
+
+    Guarantees:
+        - A row or name that came for two units is refused, in whichever batches. Rows without a name are not seen.
+
+    Args:
+        unit: ``privacy.unit``.
+    """
+
+    def __init__(self, unit: str) -> None:
+        self.unit = unit
+        self._unit_of: dict[int, int] = {}
+
+    def note(self, unit: int, keys: Iterable[int]) -> None:
+        """Remember whose rows these are, by their `row_key`.
+
+        Raises:
+            DataError: One of them came for another unit before.
+        """
+        for key in keys:
+            if (owner := self._unit_of.setdefault(key, unit)) != unit:
+                raise DataError(
+                    f"The training data set gave rows of the same {self.unit} (by {', '.join(NAMES[self.unit])}) for "
+                    f"unit {owner} and for unit {unit}, so one {self.unit} takes part in a step more often than the "
+                    "sampling law says, and epsilon would be false. dataset[draw] must give all rows of unit draw.unit "
+                    f"and of no other (datamodule.train_dataloader): put all rows of one {self.unit} into one unit, do "
+                    "not repeat, cache or mix units, or set privacy.unit to what a unit of these data is.",
+                    trap="T38",
+                )
+
+
+Collate = Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True)
+class FixedShape:
+    """The shape of every physical batch.
+
+    Args:
+        slots: Units that a batch has room for; ``datamodule.physical_batch_size``.
+        rows_of_a_slot: Rows that a unit has room for; 1 where one row of each unit is drawn, else
+            ``datamodule.max_rows_per_unit``.
+        place_rows: The module's function that puts features at some places among so many rows.
+    """
+
+    slots: int
+    rows_of_a_slot: int
+    place_rows: Callable[[Any, Sequence[int], int], Any]
+
+    @classmethod
+    def of(cls, data: Any, place_rows: Callable[[Any, Sequence[int], int], Any], *, spare: int = 0) -> FixedShape:
+        """The shape that a DataModule asks for, with ``spare`` slots that nobody ever fills.
+
+        Raises:
+            ConfigurationError: All rows of a unit are drawn, and nothing says how many these can be.
+        """
+        if data.rows_per_unit == "one":
+            return cls(data.physical_batch_size + spare, 1, place_rows)
+        most = getattr(data, "max_rows_per_unit", None)
+        if most is None:
+            raise ConfigurationError(
+                "datamodule.rows_per_unit=all with fixed shapes (trainer=tpu, model.fixed_shapes=true, or a "
+                "trainer.precision below float32 under a guarantee) needs room for the rows of the largest unit: set "
+                "datamodule.max_rows_per_unit, or datamodule.rows_per_unit=one."
+            )
+        return cls(data.physical_batch_size + spare, most, place_rows)
+
+    @property
+    def rows(self) -> int:
+        return self.slots * self.rows_of_a_slot
+
+    def places(self, slots: Sequence[int]) -> list[int]:
+        """The place of each row among those of the shape, given the slot of each, in order.
+
+        Raises:
+            DataError: There are more slots, or more rows of one, than the shape has room for.
+
+        Example:
+            >>> FixedShape(slots=3, rows_of_a_slot=2, place_rows=print).places([0, 2, 2])
+            [0, 4, 5]
+        """
+        found: list[int] = []
+        filled = [0] * self.slots
+        for slot in slots:
+            if slot >= self.slots or filled[slot] >= self.rows_of_a_slot:
+                raise DataError(
+                    f"A physical batch does not fit {self.slots} units of {self.rows_of_a_slot} rows each, the fixed "
+                    "shape that datamodule.physical_batch_size and datamodule.max_rows_per_unit give."
+                )
+            found.append(slot * self.rows_of_a_slot + filled[slot])
+            filled[slot] += 1
+        return found
+
+
+class RowsAlone:
+    """Features of rows that are made one by one, for a module that says nothing of texts or their lengths.
+
+    Args:
+        collate_rows: The module's.
+        name: Of the module, for messages.
+    """
+
+    def __init__(self, collate_rows: Collate, name: str) -> None:
+        self._collate_rows, self._name = collate_rows, name
+
+    def __call__(self, rows: list[Any]) -> Any:
+        """The features of some rows.
+
+        Raises:
+            ConfigurationError: Rows have features of several shapes: filled up to the largest of a batch, a row's
+                would depend on the others.
+        """
+        try:
+            return _joined([self._collate_rows([row]) for row in rows])
+        except RuntimeError as error:
+            raise ConfigurationError(
+                f"{self._name} makes features of several shapes, and in low precision what a row gives depends on how "
+                "far it is filled up. Implement place_rows(features, places, rows), which fills all up to one shape, "
+                "or set trainer.precision=32-true.",
+                trap="T39",
+            ) from error
+
+
+def _joined(parts: list[Any]) -> Any:
+    first = parts[0]
+    if isinstance(first, dict):
+        return {name: _joined([part[name] for part in parts]) for name in first}
+    return torch.cat(parts)
+
+
+def copied_rows(features: Any, places: Sequence[int], rows: int) -> Any:
+    """Features, a tensor or nested dicts of them, at ``places`` among so many rows; the others are copies of the first.
+
+    Example:
+        >>> copied_rows(torch.tensor([[5], [7]]), [1, 2], 4).flatten().tolist()
+        [5, 5, 7, 5]
+    """
+    if isinstance(features, dict):
+        return {name: copied_rows(value, places, rows) for name, value in features.items()}
+    of = torch.zeros(rows, dtype=torch.long)
+    of[list(places)] = torch.arange(len(features))
+    return features[of]
+
+
+PADDING = -1
+
+#: Of how many units the rows are collated once more without company, in steps 0, 1, 2, 4, 8 and so on.
+ALONE = 2
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One slot of a physical batch: which unit fills it, in which logical step.
+
+    ``pick`` is a keyed random number that chooses a row where a unit has several and the mode
+    takes one of them per step.
+    """
+
+    unit: int
+    step: int
+    part: int
+    last: bool
+    pick: int = 0
+    attempt: int = 0
+
+
+@dataclass
+class UnitBatch:
+    """A physical batch, as ``training_step`` receives it.
+
+    Attributes:
+        rows: What the module's ``collate_rows`` made of the rows; None where no slot is real.
+        unit_ids: The slot of each row's unit, shape ``(rows,)``.
+        mask: Which slots hold a real unit, shape ``(units,)``.
+        step: The logical step, counted from 0.
+        part: The physical batch within the step, over all ranks: rank r has r, r + world size, and so on.
+        last: Whether this is the last physical batch of its step on this rank.
+        attempt: The attempt whose coins drew it.
+        data_rows: In a batch of fixed shape, which rows are data and no filling, shape ``(rows,)``; else None.
+        alone: Of the first ``ALONE`` units that have rows, what ``collate_rows`` makes of them without the others;
+            None where it is not compared.
+        digests: Checksums of some values of each tensor as it was collated, by its path in ``rows``; empty where it is
+            not compared.
+        origin: For each slot of the whole batch, the unit that was drawn and the keys of the rows that came for it
+            (`lit_dpret.privacy.batches.row_key`); empty where it is not known.
+    """
+
+    rows: Any
+    unit_ids: Tensor
+    mask: Tensor
+    step: int
+    part: int
+    last: bool
+    attempt: int = 0
+    data_rows: Tensor | None = None
+    alone: Any = None
+    digests: Mapping[str, tuple[torch.dtype, int]] = field(default_factory=dict)
+    origin: tuple[tuple[int, tuple[int, ...]], ...] = ()
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> UnitBatch:
+        """Move every tensor to ``device``; to an XLA device the rows alone, and who they are of stays."""
+
+        def move(value: Any) -> Any:
+            return value.to(device) if hasattr(value, "to") else value
+
+        rows, alone = map_rows(move, self.rows), map_rows(move, self.alone)
+        if is_lazy(torch.device(device)):  # read on the host, where reading costs nothing
+            return replace(self, rows=rows)
+        return replace(
+            self,
+            rows=rows,
+            alone=alone,
+            unit_ids=self.unit_ids.to(device),
+            mask=self.mask.to(device),
+            data_rows=None if self.data_rows is None else self.data_rows.to(device),
+        )
+
+
+def map_rows(function: Callable[[Any], Any], rows: Any) -> Any:
+    """``function`` of every leaf of nested dicts; the dicts keep their types."""
+    if isinstance(rows, dict):
+        return type(rows)({key: map_rows(function, value) for key, value in rows.items()})
+    return function(rows)
+
+
+def take_rows(rows: Any, index: slice | Tensor) -> Any:
+    """Some rows of a tensor, or of nested dicts of tensors whose first axis is the rows."""
+    return map_rows(lambda tensor: tensor[index], rows)
+
+
+def digests_of(rows: Any, path: str = "rows") -> dict[str, tuple[torch.dtype, int]]:
+    """A type and a checksum of some thousand values of each tensor in nested dicts, by its path."""
+    if isinstance(rows, dict):
+        return {name: found for key in rows for name, found in digests_of(rows[key], f"{path}[{key!r}]").items()}
+    if not isinstance(rows, Tensor):
+        return {}
+    flat = rows.detach().reshape(-1)
+    return {path: (rows.dtype, checksums([flat[:: max(1, len(flat) // 4096)].contiguous()])[0])}
+
+
+def rows_in_turn(count: int, at_once: int) -> Iterator[slice]:
+    """Slices of at most ``at_once`` that cover ``count`` rows."""
+    for first in range(0, count, at_once):
+        yield slice(first, min(first + at_once, count))
+
+
+def parts_of(batch: UnitBatch, *, units_at_once: int) -> Iterator[UnitBatch]:
+    """A physical batch in smaller ones, no unit split between two; parts without a row are passed over.
+
+    The rows of a batch stand in the order of their units, as `UnitCollator` puts them.
+    """
+    for slots in rows_in_turn(len(batch.mask), units_at_once):
+        inside = ((batch.unit_ids >= slots.start) & (batch.unit_ids < slots.stop)).nonzero().flatten()
+        if not len(inside):
+            continue
+        rows = slice(int(inside[0]), int(inside[-1]) + 1)
+        yield replace(
+            batch,
+            rows=take_rows(batch.rows, rows),
+            unit_ids=batch.unit_ids[rows] - slots.start,
+            mask=batch.mask[slots],
+            data_rows=None if batch.data_rows is None else batch.data_rows[rows],
+            alone=None,
+        )
+
+
+def answer_of(item: Any) -> tuple[Draw, Sequence[Any]]:
+    """Return the answer of a training data set for a draw, checked.
+
+    Raises:
+        DataError: It is no pair of the draw and the rows of its unit.
+    """
+    if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], Draw):
+        return item
+    raise DataError(
+        f"The training data set gave a {type(item).__name__} where (draw, rows) was due: datamodule.train_dataloader "
+        "must give the loader a map-style data set whose dataset[draw] is the draw itself and the rows of unit "
+        "draw.unit, as lit_dpret.datamodules.UnitItems(units) is.",
+        trap="T38",
+    )
+
+
+class UnitCollator:
+    """Turn the drawn units into a ``UnitBatch``.
+
+    Args:
+        collate_rows: The module's function from rows to tensors.
+        rows_per_unit: ``"one"`` takes one row of each unit, chosen by the keyed stream;
+            ``"all"`` takes all of them, and the module averages inside the unit.
+        unit: ``privacy.unit``, which says what the rows of one unit have in common.
+        shape: Fill every batch with rows up to this shape; None for as many as there are.
+    """
+
+    def __init__(
+        self,
+        collate_rows: Callable[[list[Any]], Any],
+        rows_per_unit: str = "one",
+        *,
+        unit: str = "query",
+        shape: FixedShape | None = None,
+    ) -> None:
+        if rows_per_unit not in ("one", "all"):
+            raise ConfigurationError(f"datamodule.rows_per_unit={rows_per_unit!r} is not one of one, all.")
+        self._collate_rows = collate_rows
+        self._one = rows_per_unit == "one"
+        self._unit = unit
+        self._shape = shape
+
+    def _collated_alone(self, rows: list[Any]) -> Any:
+        """Return what ``collate_rows`` makes of some rows alone; None where it draws at random."""
+        python, numpy = random.getstate(), np.random.get_state()
+        with torch.random.fork_rng(devices=[]):
+            found, again = self._collate_rows(rows), self._collate_rows(rows)
+        random.setstate(python)
+        np.random.set_state(numpy)
+        return found if _equal(found, again) else None
+
+    def __call__(self, items: list[tuple[Draw, Sequence[Any]]]) -> UnitBatch:
+        rows: list[Any] = []
+        slots: list[int] = []
+        items = [answer_of(item) for item in items]
+        for slot, (draw, unit_rows) in enumerate(items):
+            chosen = [unit_rows[draw.pick % len(unit_rows)]] if self._one and unit_rows else unit_rows
+            rows.extend(chosen)
+            slots.extend([slot] * len(chosen))
+        first = items[0][0]
+        origin = tuple((draw.unit, row_keys(unit_rows, self._unit)) for draw, unit_rows in items)
+        real = [draw.unit != PADDING for draw, _ in items]
+        features = self._collate_rows(rows) if rows else None
+        alone = None
+        if self._shape is None and first.step & (first.step - 1) == 0:
+            few = sorted(set(slots))[:ALONE]
+            alone = self._collated_alone(rows[: slots.index(few[-1]) + slots.count(few[-1])]) if few else None
+        data_rows = None if self._shape is None else torch.zeros(0, dtype=torch.bool)
+        if self._shape is not None and rows:
+            shape, places = self._shape, self._shape.places(slots)
+            features = shape.place_rows(features, places, shape.rows)
+            data_rows = torch.zeros(shape.rows, dtype=torch.bool).index_fill_(0, torch.tensor(places), True)
+            slots = [slot for slot in range(shape.slots) for _ in range(shape.rows_of_a_slot)]
+            real += [False] * (shape.slots - len(real))
+        return UnitBatch(
+            rows=features,
+            unit_ids=torch.tensor(slots, dtype=torch.long),
+            mask=torch.tensor(real, dtype=torch.bool),
+            data_rows=data_rows,
+            step=first.step,
+            part=first.part,
+            last=first.last,
+            attempt=first.attempt,
+            alone=alone,
+            digests=digests_of(features),
+            origin=origin,
+        )
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+    return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else True
