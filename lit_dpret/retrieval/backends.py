@@ -154,7 +154,7 @@ def search_with(
     tie_rank: Tensor | None = None,
     similarity: Similarity = "dot",
 ) -> TopK:
-    """The ``k`` best of what a back end proposes, scored and ordered as `search` does it.
+    """Return the ``k`` best of what a back end proposes, scored and ordered as `search` does it.
 
     Guarantees:
         - Every score is that of `search`, and so is the order of any two passages.
@@ -196,7 +196,7 @@ def search_with(
 
 
 def make_search(name: str, *, device: str | None = None) -> Callable[..., TopK]:
-    """What ``search=exact``, ``search=scann`` and ``search=faiss:FACTORY`` stand for; called as `search` is.
+    """Return the search that ``exact``, ``scann`` or ``faiss:FACTORY`` names; called as `search` is.
 
     Raises:
         ConfigurationError: It is none of these, or what it needs is not installed.
@@ -237,7 +237,7 @@ def check_search(name: str) -> None:
 
 
 def load_faiss() -> Any:
-    """The module, where exactly one of its packages is installed.
+    """Import faiss, where exactly one of its packages is installed.
 
     Raises:
         ConfigurationError: None is, or both are: they write the same files, and which one works is chance.

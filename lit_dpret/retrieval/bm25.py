@@ -68,7 +68,7 @@ class BM25:
         self._tie_rank = torch.arange(len(passages)) if passage_ids is None else lexicographic_rank(passage_ids)
 
     def search(self, queries: Sequence[str], k: int) -> TopK:
-        """The ``k`` passages with the highest score for every query.
+        """Return the ``k`` passages with the highest score for every query.
 
         A passage that shares no word with the query is not returned, at whatever k.
 

@@ -65,7 +65,7 @@ class Comparison:
     resamples: int = 10_000
 
     def significant(self, cell: Difference) -> bool:
-        """Whether chance alone is refused for this cell, the whole grid taken into account."""
+        """Return whether chance alone is refused for this cell, the whole grid taken into account."""
         return cell.p_holm <= 1 - self.level
 
     def to_dict(self) -> dict[str, Any]:

@@ -83,7 +83,7 @@ class Metric:
         return f"{self.kind}@{self.cutoff}"
 
     def __call__(self, gains: Gains, ideal: Gains) -> Values:
-        """The value of every query; see the function of the same name."""
+        """Return the value of every query; see the function of the same name."""
         measures = {
             "ndcg": ndcg, "recall": recall, "success": success, "mrr": mrr, "map": average_precision,
             "precision": precision,
@@ -111,7 +111,7 @@ def ndcg(gains: Gains, ideal: Gains, k: int) -> Values:
 
 
 def recall(gains: Gains, ideal: Gains, k: int) -> Values:
-    """The share of a query's relevant passages among the first ``k``: trec_eval's ``recall_k``.
+    """Return the share of a query's relevant passages among the first ``k``: trec_eval's ``recall_k``.
 
     The denominator is the number of all relevant passages, also when that exceeds ``k``.
 
@@ -163,7 +163,7 @@ def success(gains: Gains, ideal: Gains, k: int) -> Values:
 
 
 def average_precision(gains: Gains, ideal: Gains, k: int) -> Values:
-    """The precision at the rank of each relevant passage among the first ``k``, over all relevant ones.
+    """Return the precision at the rank of each relevant passage among the first ``k``, over all relevant ones.
 
     trec_eval's ``map_cut_k``; a relevant passage that was not found, or after rank ``k``, adds 0. Its
     mean over queries is MAP.
@@ -185,7 +185,7 @@ def average_precision(gains: Gains, ideal: Gains, k: int) -> Values:
 
 
 def precision(gains: Gains, ideal: Gains, k: int) -> Values:
-    """The share of relevant passages among the first ``k``: trec_eval's ``P_k``.
+    """Return the share of relevant passages among the first ``k``: trec_eval's ``P_k``.
 
     The denominator is ``k``, also where fewer passages were returned.
 
@@ -202,7 +202,7 @@ def precision(gains: Gains, ideal: Gains, k: int) -> Values:
 
 
 def ideal_gains(query_ids: Sequence[str], qrels: Qrels) -> Gains:
-    """Each query's positive grades, descending, padded with 0: shape ``(queries, most)``."""
+    """Return each query's positive grades, descending, padded with 0: shape ``(queries, most)``."""
     grades = [sorted((int(g) for g in qrels.get(name, {}).values() if g > 0), reverse=True) for name in query_ids]
     table = np.zeros((len(grades), max((len(row) for row in grades), default=0)), dtype=np.int64)
     for row, found in enumerate(grades):
@@ -213,7 +213,7 @@ def ideal_gains(query_ids: Sequence[str], qrels: Qrels) -> Gains:
 def gains_of_indices(
     indices: NDArray[np.int64], query_ids: Sequence[str], passage_ids: Sequence[str], qrels: Qrels
 ) -> Gains:
-    """The grades of a ranking given as positions in the list of passages.
+    """Return the grades of a ranking given as positions in the list of passages.
 
     Args:
         indices: Shape ``(queries, depth)``, best first; negative where there is no passage.
@@ -248,7 +248,7 @@ def gains_of_indices(
 
 
 def gains_of_ids(ranked: Sequence[Sequence[str]], query_ids: Sequence[str], qrels: Qrels) -> Gains:
-    """The grades of rankings given as lists of passage ids, padded with 0 to the longest.
+    """Return the grades of rankings given as lists of passage ids, padded with 0 to the longest.
 
     Args:
         ranked: For every query its passage ids, best first.

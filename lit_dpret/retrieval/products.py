@@ -78,14 +78,14 @@ class Products:
         return slack.float()
 
     def at_most(self, scores: Tensor) -> Tensor:
-        """What a score can have been at most before it was rounded to one of these."""
+        """Return the most that a score can have been before it was rounded to one of these."""
         if not self.low:
             return scores
         rounded = scores.to(self.dtype)
         return torch.nextafter(rounded, torch.full_like(rounded, math.inf)).float()
 
     def candidates(self, scores: Tensor, passages: Tensor, some: slice, width: int, count: int) -> int:
-        """How many candidates a search of ``count`` passages needs to prove its ``width`` best, by a sample.
+        """Return how many candidates a search of ``count`` passages needs to prove its ``width`` best, by a sample.
 
         Args:
             scores: Those of a sample in float32, shape ``(some queries, sample)``.
@@ -121,7 +121,7 @@ class Attempt:
 
 
 def bfloat16_pays(device: torch.device) -> bool:
-    """Whether products in bfloat16 are worth it: on a CPU that is faster with them, as one look tells."""
+    """Return whether products in bfloat16 are worth it: on a CPU where one measurement finds them faster."""
     return device.type == "cpu" and _probe()
 
 

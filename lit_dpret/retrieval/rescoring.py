@@ -26,7 +26,7 @@ _DEVICE_BLOCK = 256 * 2**20  # bytes that keep an accelerator busy
 
 
 def canonical_scores(queries: Tensor, passages: Rows, candidates: Tensor, *, cosine: bool) -> Tensor:
-    """The scores of candidate passages, each a function of its two embeddings alone.
+    """Return the scores of candidate passages, each a function of its two embeddings alone.
 
     Args:
         queries: float64, shape ``(queries, dim)``; normalised already under ``cosine``.
@@ -45,7 +45,7 @@ def canonical_scores(queries: Tensor, passages: Rows, candidates: Tensor, *, cos
 
 
 def _on_cpu(queries: Tensor, passages: Rows, candidates: NDArray[np.int64], cosine: bool) -> Tensor:
-    """All pairs in the order of their passages: each passage is fetched from memory, or from a file, but once."""
+    """Score all pairs in the order of their passages, so that each passage is fetched only once."""
     width = max(1, candidates.shape[1])
     flat = candidates.reshape(-1)
     scores = torch.empty(len(flat), dtype=torch.float32)

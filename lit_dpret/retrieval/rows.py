@@ -31,11 +31,11 @@ class Rows(Protocol):
         ...
 
     def chunk(self, start: int, stop: int) -> Tensor:
-        """Rows from ``start`` up to ``stop``, as they are stored."""
+        """Return rows from ``start`` up to ``stop``, as they are stored."""
         ...
 
     def sample(self, places: Tensor) -> Tensor:
-        """Some thousand rows, by index, as they are stored."""
+        """Return some thousand rows, by index, as they are stored."""
         ...
 
 
@@ -114,5 +114,5 @@ class FileRows:
 
 
 def as_rows(embeddings: Tensor | Rows) -> Rows:
-    """A tensor as `Rows`; rows as they are."""
+    """Wrap a tensor as `Rows`; return rows as they are."""
     return TensorRows(embeddings) if isinstance(embeddings, Tensor) else embeddings

@@ -62,7 +62,7 @@ class Ranking:
             raise DataError("A ranking returns the same passage twice for one query.")
 
     def to_run(self) -> dict[str, dict[str, float]]:
-        """The same as plain data, without the fillers."""
+        """Return the same as plain data, without the fillers."""
         run: dict[str, dict[str, float]] = {}
         rows = zip(self.query_ids, self.top.scores.tolist(), self.top.indices.tolist(), strict=True)
         for name, scores, indices in rows:
@@ -94,7 +94,7 @@ class EvaluationResult:
     without_relevant: int
 
     def to_dict(self) -> dict[str, Any]:
-        """The aggregates, without any per-query value, as plain JSON values."""
+        """Return the aggregates, without any per-query value, as plain JSON values."""
         return {
             "queries": len(self.query_ids),
             "without_hits": self.without_hits,
@@ -260,7 +260,7 @@ def read_run(path: str | Path) -> dict[str, dict[str, float]]:
 
 
 def read_qrels(path: str | Path) -> dict[str, dict[str, int]]:
-    """The judgements of a file, ``{query_id: {passage_id: grade}}``, in its order.
+    """Read the judgements of a file, ``{query_id: {passage_id: grade}}``, in its order.
 
     Raises:
         DataError: The file cannot be read or holds no judgement, a line has not three or four fields, a grade is
@@ -311,7 +311,7 @@ def check_qrels(qrels: Qrels, *, query_ids: Collection[str], passage_ids: Collec
 
 
 def without_self_matches(ranking: Ranking, k: int) -> Ranking:
-    """The first ``k`` columns of the ranking without any passage that has its query's id.
+    """Return the first ``k`` columns of the ranking without any passage that has its query's id.
 
     Rank to ``k + 1`` before: each row loses its self-match, or else its last passage. Where the ranking is not that
     deep because there are no more passages, a row that lost one ends in a filler.

@@ -67,7 +67,7 @@ def search(
     passage_chunk: int = 16_384,
     device: torch.device | str | None = None,
 ) -> TopK:
-    """The ``k`` passages with the highest score for every query.
+    """Return the ``k`` passages with the highest score for every query.
 
     Guarantees:
         - Scores are float64 dot products rounded to float32, and the passages returned are the first
@@ -189,7 +189,7 @@ class SearchStream:
         self._seen += len(rows)
 
     def result(self) -> TopK:
-        """The best of all passages so far, on the CPU, exactly ``k`` columns."""
+        """Return the best of all passages so far, on the CPU, exactly ``k`` columns."""
         return ranked(self._best, places_by_rank(self._rank))
 
     def _search(self, rows: Rows) -> None:
@@ -200,7 +200,7 @@ class SearchStream:
             self._narrow(rows, left, Attempt(self._products, self._width(rows), None))
 
     def _width(self, rows: Rows) -> int:
-        """How many candidates to keep: enough that rounding errors of float32 seldom call for a second look."""
+        """Return how many candidates to keep, so that rounding errors of float32 seldom need a second look."""
         return min(self.k + 64 + self.k // 64, len(rows))
 
     def _narrow(self, rows: Rows, chosen: Tensor, attempt: Attempt) -> Tensor:
@@ -236,7 +236,7 @@ class SearchStream:
         return chosen[short]
 
     def _attempt(self, rows: Rows) -> Attempt:
-        """How to search a piece first; from a sample spread over it.
+        """Decide how to search a piece first, from a sample spread over it.
 
         It guesses a score that more passages than needed exceed, very likely, and how many candidates the
         products of low precision would need. Both only save work: a query for which they were wrong is
@@ -263,7 +263,7 @@ class SearchStream:
         return Attempt(products, width, guess.to(products.dtype).float())
 
     def _parts(self, rows: Rows) -> Iterator[tuple[int, Tensor, float]]:
-        """Each chunk's first index, its passages ready for the matrix product, and the length of the longest."""
+        """Yield each chunk's first index, its passages ready for the matrix product, and their greatest length."""
         for start in range(0, len(rows), self._passage_chunk):
             part = rows.chunk(start, min(start + self._passage_chunk, len(rows))).to(self.device).float()
             longest = float(torch.linalg.vector_norm(part, dim=1).max())
@@ -329,24 +329,24 @@ class SearchStream:
         return proven
 
     def _kth(self) -> Tensor:
-        """The score that a passage must reach to be among the best, on the CPU; -inf while there are fewer than k."""
+        """Return the score that a passage must reach to be among the best; -inf while there are fewer than k."""
         return unpacked(self._best[:, -1])[0]
 
     def _wide(self, rows: Rows, row: int, floor: float) -> Tensor:
-        """Every passage of the piece that can reach the score that ``floor`` was lowered from, by index."""
+        """Return every passage of the piece that can reach the score that ``floor`` was lowered from, by index."""
         query = self._products.queries[row]
         kept = [torch.nonzero(part @ query >= floor).flatten().cpu() + start for start, part, _ in self._parts(rows)]
         return torch.cat(kept)
 
 
 def _sample_rank(width: int, sample: int, passages: int) -> int:
-    """The rank in a sample whose score is exceeded, but for bad luck, by ``width`` of all passages."""
+    """Return the rank in a sample whose score is exceeded, but for bad luck, by ``width`` of all passages."""
     expected = width * sample / passages
     return math.ceil(expected + 4 * math.sqrt(expected) + 4)
 
 
 def _share(rows: int, most: int) -> int:
-    """How many rows a thread takes at a time, so that none waits long for the last."""
+    """Return how many rows a thread takes at a time, so that none waits long for the last."""
     return max(1, min(most, -(-rows // (4 * torch.get_num_threads()))))
 
 

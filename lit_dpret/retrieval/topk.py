@@ -38,7 +38,7 @@ class TopK(NamedTuple):
 
 
 def lexicographic_rank(passage_ids: Sequence[str]) -> Tensor:
-    """For every passage its place in the order that breaks ties: ids descending, as bytes.
+    """Return for every passage its place in the order that breaks ties: ids descending, as bytes.
 
     Of two passages with equal scores trec_eval puts the one with the larger id first, comparing
     UTF-8 bytes. Compute this once per corpus.
@@ -79,7 +79,7 @@ def packed(scores: Tensor, ranks: Tensor) -> Tensor:
 
 
 def unpacked(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """The scores and ranks that `packed` made into ``keys``."""
+    """Return the scores and ranks that `packed` made into ``keys``."""
     ascending = ~(keys >> 32).int()
     bits = ascending ^ ((ascending >> 31) & _MAGNITUDE)
     return bits.view(torch.float32), keys & NO_RANK
@@ -105,7 +105,7 @@ def smallest(keys: Tensor, count: int) -> Tensor:
 
 
 def ascending(keys: Tensor) -> Tensor:
-    """Each row sorted, in place."""
+    """Sort each row, in place."""
     if keys.device.type == "cpu":
         keys.numpy().sort(axis=1)
         return keys
@@ -113,7 +113,7 @@ def ascending(keys: Tensor) -> Tensor:
 
 
 def places_by_rank(rank: Tensor) -> Tensor:
-    """The inverse of a tie rank: at each rank the passage that holds it."""
+    """Return the inverse of a tie rank: at each rank the passage that holds it."""
     places = torch.empty_like(rank)
     places[rank] = torch.arange(len(rank))
     return places
@@ -128,7 +128,7 @@ def ranked(keys: Tensor, places: Tensor) -> TopK:
 
 
 def merged(parts: Sequence[TopK], k: int, *, tie_rank: Tensor) -> TopK:
-    """The ``k`` best of several rankings of the same queries, as if their passages had been searched together.
+    """Merge the ``k`` best of several rankings of the same queries, as if their passages had been searched together.
 
     Args:
         parts: One ranking for each shard of the passages, indices counted over all shards; each must
@@ -148,7 +148,7 @@ def merged(parts: Sequence[TopK], k: int, *, tie_rank: Tensor) -> TopK:
 
 
 def keyed(top: TopK, tie_rank: Tensor) -> Tensor:
-    """A ranking, in any order, as keys; `MISSING` becomes `EMPTY`."""
+    """Return a ranking, in any order, as keys; `MISSING` becomes `EMPTY`."""
     missing = top.indices == MISSING
     if not len(tie_rank):
         return torch.full(top.indices.shape, EMPTY)
@@ -157,7 +157,7 @@ def keyed(top: TopK, tie_rank: Tensor) -> Tensor:
 
 
 def top_k_of(scores: Tensor, k: int, tie_rank: Tensor) -> TopK:
-    """The first ``k`` of one full row of float32 scores, ties by ``tie_rank``.
+    """Return the first ``k`` of one full row of float32 scores, ties by ``tie_rank``.
 
     Args:
         scores: One score per passage, shape ``(passages,)``.
@@ -228,7 +228,7 @@ class CandidateBuffer:
         self.count[rows] += fresh
 
     def indices(self) -> Tensor:
-        """The passages that are left, shape ``(queries, width)``, in no order, on the CPU; `MISSING` as filler."""
+        """Return the passages that are left, unordered, ``(queries, width)``, on the CPU; `MISSING` as filler."""
         self._cut(slice(0, len(self.keys)))
         ranks = unpacked(self.keys[:, : self.width])[1]
         return ranks.masked_fill_(ranks == NO_RANK, MISSING).cpu()
@@ -257,7 +257,7 @@ class CandidateBuffer:
 
 
 def _comparable(scores: Tensor, floor: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Both as NumPy arrays of a kind that it compares as the numbers compare."""
+    """Return both as NumPy arrays that compare as the numbers do."""
     floor = floor[:, None]
     if scores.dtype != torch.bfloat16:
         return scores.numpy(), floor.numpy()

@@ -172,7 +172,7 @@ def write_summary(
 
 
 def _entries(queries: Iterable[SyntheticQuery], counts: Counts) -> Iterator[Entry]:
-    """The queries of the data set in order, counting on the way."""
+    """Yield the queries of the data set in order, counting on the way."""
     for passage_id, drawn in groupby(queries, key=lambda query: query.passage_id):
         kept: dict[str, SyntheticQuery] = {}
         copies: dict[str, int] = {}
@@ -408,7 +408,7 @@ def _whose(privacy: Mapping[str, Any]) -> str:
 
 
 def _claim_table(privacy: Mapping[str, Any]) -> list[str]:
-    """The claim in a table; only what the privacy card states."""
+    """Return the claim in a table; only what the privacy card states."""
     claim, accounting, parents = privacy["claim"], privacy["accounting"] or {}, privacy["parents"]
     rows = [("epsilon", "none is claimed" if claim["epsilon"] is None else show_epsilon(claim["epsilon"]))]
     if claim["delta"] is not None:

@@ -51,7 +51,7 @@ class _Sentence:
 def pseudo_queries(
     passages: Mapping[str, str], *, queries_per_passage: int = 1, min_words: int = 3, max_words: int = 10
 ) -> Iterator[SyntheticQuery]:
-    """Queries from the passages alone, by passage id and draw.
+    """Yield queries from the passages alone, by passage id and draw.
 
     Guarantees:
         - Every word of a query stands in its passage.

@@ -10,25 +10,14 @@ to be read beside it. (Round-trip consistency: Alberti et al., 2019; as a filter
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from lit_dpret.errors import ConfigurationError, DataError
 
 
-@dataclass(frozen=True)
-class RoundTrip:
-    """Recall of the source passage at ``k``, the same for a wrong passage, and how many queries were asked."""
-
-    recall: float
-    control: float
-    k: int
-    queries: int
-
-
 def hits(sources: Mapping[str, str], ranked: Mapping[str, Sequence[str]], k: int = 10) -> dict[str, bool]:
-    """For each query id, whether its source passage is among the first ``k`` ids ranked for it.
+    """Return for each query id whether its source passage is among the first ``k`` ids ranked for it.
 
     A query without a ranking has no hit; it is not left out.
 
@@ -42,7 +31,7 @@ def hits(sources: Mapping[str, str], ranked: Mapping[str, Sequence[str]], k: int
 
 
 def wrong_sources(sources: Mapping[str, str], seed: int = 0) -> dict[str, str]:
-    """Each query with a passage that is not its own, every passage's queries moving together.
+    """Return each query with a passage that is not its own, every passage's queries moving together.
 
     The distinct passages are permuted by one random cycle (Sattolo's algorithm), so none stays in place.
 
@@ -59,27 +48,3 @@ def wrong_sources(sources: Mapping[str, str], seed: int = 0) -> dict[str, str]:
         cycle[last], cycle[other] = cycle[other], cycle[last]
     moved = {passage: passages[place] for passage, place in zip(passages, cycle, strict=True)}
     return {query: moved[passage] for query, passage in sources.items()}
-
-
-def round_trip(
-    sources: Mapping[str, str], ranked: Mapping[str, Sequence[str]], k: int = 10, *, seed: int = 0
-) -> RoundTrip:
-    """Round-trip recall at ``k`` and its shuffled-passage control.
-
-    Args:
-        sources: The passage id that each query was written for.
-        ranked: Passage ids by query id, best first.
-        k: How deep to look.
-        seed: Chooses the derangement of the control.
-
-    Raises:
-        DataError: There are no queries, or fewer than two passages.
-    """
-    wrong = wrong_sources(sources, seed)
-    found, found_wrong = hits(sources, ranked, k), hits(wrong, ranked, k)
-    return RoundTrip(
-        recall=sum(found.values()) / len(found),
-        control=sum(found_wrong.values()) / len(found_wrong),
-        k=k,
-        queries=len(found),
-    )

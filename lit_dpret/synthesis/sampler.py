@@ -321,7 +321,7 @@ def from_nucleus_unsorted(scores: np.ndarray, log_mass: float, u: float, top_p: 
     through = np.cumsum(np.bincount(bucket, weights=probabilities, minlength=_BUCKETS)[:_BUCKETS])
 
     def within(number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens of one bucket in order, and the mass up to and with each of them."""
+        """Return tokens of one bucket in order, and the mass up to and with each of them."""
         ids = np.flatnonzero(bucket == number)
         ids = ids[np.argsort(-scores[ids], kind="stable")]
         before = through[number - 1] if number else 0.0

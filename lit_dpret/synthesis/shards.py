@@ -56,7 +56,7 @@ def write_whole(path: Path, chunks: Iterable[str]) -> str:
 
 
 def storage_error(path: Path, error: OSError) -> StorageError:
-    """An ``OSError`` in words that say which file, why, and what to do."""
+    """Put an ``OSError`` into words that say which file, why, and what to do."""
     return StorageError(
         f"{path} could not be written: {error.strerror or error}. What is finished is kept: mend this (free some "
         "space, or give another out folder) and run the same command again."
@@ -90,7 +90,7 @@ class ShardStore:
         self.missing = [index for index in range(count) if not self._is_whole(index)]
 
     def path(self, index: int) -> Path:
-        """Where shard ``index`` lies."""
+        """Return where shard ``index`` lies."""
         return self.folder / SHARDS_NAME / f"{index:06d}.jsonl"
 
     def add(self, index: int, records: Iterable[Mapping[str, Any]]) -> None:
@@ -113,7 +113,7 @@ class ShardStore:
             self.adopt({int(fact["shard"]): str(fact["sha256"]) for fact in facts[1:] if "shard" in fact})
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """All records of all shards in order.
+        """Yield all records of all shards in order.
 
         Raises:
             DataError: A shard is missing or damaged.
@@ -136,7 +136,7 @@ class ShardStore:
             journal.unlink(missing_ok=True)
 
     def _journals(self) -> list[Path]:
-        """What other ranks vouch for, in this job or in one that was stopped."""
+        """Return the journals of other ranks, of this job or of one that was stopped."""
         return sorted(self.folder.glob(f".{MANIFEST_NAME}.rank*"))
 
     def _first_line(self) -> str:

@@ -97,7 +97,7 @@ def spread(layers: int, kept: int) -> list[int]:
 
 
 def _cut(large: PreTrainedModel, layers: int, feed_forward: int | None) -> PreTrainedModel:
-    """A T5 with some of the layers and hidden units of another, and its weights."""
+    """Return a T5 with some of the layers and hidden units of another, and its weights."""
     config = large.config
     if config.model_type != "t5":
         raise UnsupportedModelError(f"A smaller generator is cut out of a T5, and this is a {config.model_type}.")
@@ -125,7 +125,7 @@ def _cut(large: PreTrainedModel, layers: int, feed_forward: int | None) -> PreTr
 
 
 def _narrowed(weights: Mapping[str, torch.Tensor], name: str, shape: torch.Size) -> torch.Tensor:
-    """A weight of the teacher, without the hidden units that are not kept."""
+    """Return a weight of the teacher, without the hidden units that are not kept."""
     weight = weights[name]
     for axis, (have, want) in enumerate(zip(weight.shape, shape, strict=True)):
         if have != want:

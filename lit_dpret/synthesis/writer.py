@@ -287,7 +287,7 @@ def _assemble(
 
 
 def _list_assumption(neighbours: str | None) -> str:
-    """What has to be true of the list of passages for the generator's claim to cover the set."""
+    """Return the assumption on the list of passages under which the generator's claim covers the set."""
     text = "The list of passages was fixed without looking at the private queries"
     if neighbours == "zero_out":
         return f"{text}, or is that of the training data, which the claim (zero-out) takes as known to everybody."
@@ -327,7 +327,7 @@ def _device(name: str) -> torch.device:
 def opened(
     folder: Path, configuration: Mapping[str, Any], count: int, *, crew: Crew, check: Callable[[], None]
 ) -> Iterator[ShardStore | RankShards]:
-    """The shards, as this rank may write them; the first rank looks what is missing, and all learn it.
+    """Yield the shards, as this rank may write them; the first rank looks what is missing, and all learn it.
 
     Args:
         folder: The output folder, which all ranks see.

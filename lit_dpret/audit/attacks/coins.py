@@ -40,7 +40,7 @@ class Coins:
 
     @classmethod
     def toss(cls, query_ids: Iterable[str]) -> Coins:
-        """A fair coin for each, from the operating system.
+        """Toss a fair coin for each, from the operating system.
 
         Raises:
             DataError: All coins fell on one side: there are too few queries to hold any out.
@@ -67,7 +67,7 @@ class Coins:
 
     @classmethod
     def read(cls, folder: Path) -> Coins:
-        """The coins of a run.
+        """Read the coins of a run.
 
         Raises:
             DataError: There are none, or they cannot be read.

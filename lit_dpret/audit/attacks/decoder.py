@@ -63,7 +63,7 @@ class Words:
         return [[*ids[: self.max_tokens - 1], self.end] for ids in found]
 
     def text(self, ids: Sequence[int]) -> str:
-        """The words of token ids; unknown ones are left out."""
+        """Return the words of token ids; unknown ones are left out."""
         tokens = list(ids) if self._own is None else [self._back[token] for token in ids if token in self._back]
         return " ".join(str(self.tokenizer.decode(tokens, skip_special_tokens=True)).split())
 
@@ -122,7 +122,7 @@ class PrefixDecoder(nn.Module):
 
     @torch.inference_mode()
     def write(self, embeddings: Tensor, *, max_tokens: int) -> list[list[int]]:
-        """The likeliest next token again and again, from the embedding alone, until each row has ended."""
+        """Write the likeliest next token again and again, from the embedding alone, until each row has ended."""
         with evaluation_mode(self):
             written = torch.full((len(embeddings), 1), self.end, device=embeddings.device)
             ended = torch.zeros(len(embeddings), dtype=torch.bool, device=embeddings.device)
@@ -158,7 +158,7 @@ class PrefixDecoder(nn.Module):
 
 
 def new_language_model(vocabulary: int, *, max_tokens: int, places: int, seed: int, **shape: Any) -> GPT2LMHeadModel:
-    """A small GPT-2 with random weights, without dropout; ``shape`` overrides fields of its config."""
+    """Build a small GPT-2 with random weights, without dropout; ``shape`` overrides fields of its config."""
     torch.manual_seed(seed)
     settings = {**SMALL, "n_positions": max_tokens + places + 1, **shape}
     return GPT2LMHeadModel(
@@ -175,7 +175,7 @@ def new_language_model(vocabulary: int, *, max_tokens: int, places: int, seed: i
 
 
 def load_language_model(folder: str | Path) -> tuple[Any, Any]:
-    """A causal language model and its tokenizer from a local folder.
+    """Load a causal language model and its tokenizer from a local folder.
 
     Raises:
         UnsupportedModelError: The folder holds none.

@@ -51,7 +51,7 @@ class Identified:
         return 1 / self.candidates
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON values."""
+        """Return the fields as JSON values."""
         return {**asdict(self), "rate": self.rate, "chance": self.chance}
 
 
@@ -95,7 +95,7 @@ def identify(
 
 
 def align(known: Floats, guesses: Floats, *, ridge: float = 1e-2) -> Floats:
-    """The linear map that takes embeddings of known texts nearest to the attacker's own of the same texts.
+    """Return the linear map that takes embeddings of known texts nearest to the attacker's own of the same texts.
 
     For an attacker whose encoder has another space, by training or by a secret rotation, and who knows some
     texts with their embeddings. Ridge regression in closed form.
@@ -165,7 +165,7 @@ class Told:
         return self.low > 0
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON values."""
+        """Return the fields as JSON values."""
         return {**asdict(self), "significant": self.significant}
 
 
@@ -208,7 +208,7 @@ def told(
 
 
 def shuffled_order(count: int, *, seed: int) -> NDArray[np.int64]:
-    """A permutation without a fixed point: every text gets the embedding of another one.
+    """Return a permutation without a fixed point: every text gets the embedding of another one.
 
     Raises:
         DataError: There are fewer than two texts.
@@ -240,7 +240,7 @@ class Recovered:
     texts: int
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON values."""
+        """Return the fields as JSON values."""
         return asdict(self)
 
 

@@ -72,7 +72,7 @@ class AttackResult:
     evidence: Evidence | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON values."""
+        """Return the fields as JSON values."""
         interval = _interval_dict
         return {
             "attack": self.attack,
@@ -149,7 +149,7 @@ def half_accuracy(scores: CanaryScores) -> float:
 
 
 def exceeded(scores: CanaryScores, ceilings: Ceilings, *, error: float) -> tuple[Exceeded, ...]:
-    """What of the attack's rates is above its ceiling, but for probability ``error`` of being wrong about any.
+    """Return the rates above their ceiling, wrong about any of them with probability at most ``error``.
 
     For each rate f of `RATES` the threshold is the score of the others that f allows. The share of the population
     beyond that score has a Beta distribution, whose quantiles are Clopper and Pearson's, so the threshold may well
@@ -185,7 +185,7 @@ def exceeded(scores: CanaryScores, ceilings: Ceilings, *, error: float) -> tuple
 
 
 def _accuracy_at_least(scores: CanaryScores, error: float) -> float:
-    """A bound for the median of a random half as threshold, judged by the other half; 0 where there are too few."""
+    """Bound the accuracy at the median of a random half, judged by the other half; 0 where there are too few."""
     rng = np.random.default_rng(len(scores))
     sides = [rng.permutation(side) for side in (scores.in_scores, scores.out_scores)]
     if min(map(len, sides)) < 2:

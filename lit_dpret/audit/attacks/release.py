@@ -52,7 +52,7 @@ class BigramModel:
         self._choices = len(self._known) + 2  # the end, and the unknown word
 
     def mean_log_probs(self, texts: Sequence[str]) -> Floats:
-        """Mean log probability in nats of the words of each text and of its end, shape ``(texts,)``."""
+        """Return the mean log probability in nats of the words of each text and of its end, shape ``(texts,)``."""
         return np.array([self._mean(self._bigrams(text)) for text in texts])
 
     def _mean(self, bigrams: list[tuple[str, str]]) -> float:
@@ -65,7 +65,7 @@ class BigramModel:
 
 
 def bigram_scores(queries: Sequence[str], release: Sequence[str], reference: Sequence[str] | None = None) -> Floats:
-    """Mean log probability of each query under a bigram model of the release, minus that under one of the reference.
+    """Return each query's mean log probability under a bigram model of the release, minus that of the reference.
 
     Args:
         queries: That may have been trained on.
@@ -87,7 +87,7 @@ def bigram_scores(queries: Sequence[str], release: Sequence[str], reference: Seq
 
 
 def nearest_scores(queries: Floats, release: Floats, *, nearest: int = 25) -> Floats:
-    """Mean cosine of each query with the ``nearest`` synthetic ones that are most like it, shape ``(queries,)``.
+    """Return each query's mean cosine with the ``nearest`` synthetic ones, shape ``(queries,)``.
 
     Args:
         queries: Embeddings by an encoder that knows neither, shape ``(queries, dim)``.
@@ -177,7 +177,7 @@ class Disclosures:
         return self.trained / self.repeated if self.repeated else 0.5
 
     def to_dict(self) -> dict[str, Any]:
-        """The counts, and what they prove, as JSON values."""
+        """Return the counts, and what they prove, as JSON values."""
         return {
             "queries": self.queries, "repeated": self.repeated, "trained": self.trained, "phantoms": self.phantoms,
             "excess": self.excess, "precision": self.precision, "evidence": self.evidence.to_dict(),
@@ -185,7 +185,7 @@ class Disclosures:
 
 
 def disclosures(*, queries: int, repeated: int, trained: int, delta: float, confidence: float = 0.95) -> Disclosures:
-    """The audit from counts.
+    """Audit a release from counts.
 
     How many queries are repeated is the release's affair and no plan, so the bound is the one that holds for every
     number. (The one for a number fixed beforehand would be 0.46894 here.)

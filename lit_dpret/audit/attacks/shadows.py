@@ -78,21 +78,21 @@ class ShadowMatrix:
 
     @classmethod
     def stack(cls, models: Sequence[Signals], included: NDArray[np.bool_]) -> ShadowMatrix:
-        """From the signals of one model after the other; those that not all of them have are left out."""
+        """Stack the signals of one model after the other; those that not all of them have are left out."""
         names = [name for name in models[0] if all(name in model for model in models)]
         return cls({name: np.stack([model[name] for model in models]) for name in names}, included)
 
     def columns(self, chosen: NDArray[np.int64]) -> ShadowMatrix:
-        """The same models on some of the texts."""
+        """Return the same models on some of the texts."""
         return ShadowMatrix({name: value[:, chosen] for name, value in self.signals.items()}, self.included[:, chosen])
 
     def without(self, model: int) -> ShadowMatrix:
-        """The other models."""
+        """Return the other models."""
         kept = np.arange(len(self.included)) != model
         return ShadowMatrix({name: value[kept] for name, value in self.signals.items()}, self.included[kept])
 
     def outside(self, name: str) -> Floats:
-        """A signal under models that were not trained on the text, shape ``(fewest such models, texts)``."""
+        """Return a signal under models that were not trained on the text, shape ``(fewest such models, texts)``."""
         order = np.argsort(self.included, axis=0, kind="stable")
         fewest = int((~self.included).sum(axis=0).min())
         return np.asarray(np.take_along_axis(self.signals[name], order, axis=0)[:fewest])
@@ -103,7 +103,7 @@ class ShadowMatrix:
 
 
 def shadow_scores(target: Signals, matrix: ShadowMatrix, *, population: NDArray[np.int64]) -> dict[str, Floats]:
-    """Scores of each text by the attacks that need shadow models, shape ``(texts,)``; higher means member.
+    """Score each text by the attacks that need shadow models, shape ``(texts,)``; higher means member.
 
     * ``lira_online``, ``lira_offline``: of the signals that are roughly normal, ``logit``, ``reference`` and
       ``logit_reference`` where there are any; with one deviation for all texts below 64 models.
@@ -135,7 +135,7 @@ def shadow_scores(target: Signals, matrix: ShadowMatrix, *, population: NDArray[
 
 
 def offline_slope(matrix: ShadowMatrix, population: NDArray[np.int64]) -> float:
-    """The slope a of RMIA with which the first shadow model, attacked by the others, gives its members away best."""
+    """Return the slope a of RMIA at which the first shadow model, attacked by the others, leaks most."""
     attacked = {name: value[0] for name, value in matrix.signals.items()}
     texts = np.setdiff1d(np.arange(matrix.included.shape[1]), population)
     others = matrix.without(0)
@@ -147,7 +147,7 @@ def offline_slope(matrix: ShadowMatrix, population: NDArray[np.int64]) -> float:
 
 
 def probability(signals: Signals) -> Floats:
-    """What RMIA calls the probability of a text: of its token under a generator, of its passage under an encoder."""
+    """Return RMIA's probability of a text: of its token under a generator, of its passage under an encoder."""
     value = np.exp(signals["loss"]) if "loss" in signals else expit(signals["logit"])
     return np.clip(value, _LEAST, 1.0)
 

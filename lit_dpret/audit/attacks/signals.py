@@ -84,7 +84,7 @@ def encode_pairs(
 def encoder_signals(
     pairs: EncodedPairs, *, temperature: float = 0.05, reference: EncodedPairs | None = None
 ) -> dict[str, Floats]:
-    """Signals of each pair, shape ``(pairs,)``; the higher, the likelier a member.
+    """Return the signals of each pair, shape ``(pairs,)``; the higher, the likelier a member.
 
     * ``logit``: ln(p / (1 - p)), p the softmax of the pair's similarity over its passage and the pool: for an
       in-batch softmax what the logit of the loss is to a classifier, and ready for shadow models.
@@ -120,7 +120,7 @@ def encoder_signals(
 
 
 def mean_by_query(signals: dict[str, Floats], query_of_row: Any, queries: int) -> dict[str, Floats]:
-    """Signals of rows as signals of queries: the mean over a query's rows, shape ``(queries,)``."""
+    """Turn signals of rows into signals of queries: the mean over a query's rows, shape ``(queries,)``."""
     counts = np.bincount(query_of_row, minlength=queries)
     return {name: np.bincount(query_of_row, value, minlength=queries) / counts for name, value in signals.items()}
 
@@ -147,7 +147,7 @@ def _signals(pairs: EncodedPairs, temperature: float) -> dict[str, Floats]:
 def generator_signals(
     scores: TokenScores, queries: Sequence[str], *, reference: TokenScores | None = None, lowest: float = 0.2
 ) -> dict[str, Floats]:
-    """Signals of each query, shape ``(queries,)``; the higher, the likelier a member.
+    """Return the signals of each query, shape ``(queries,)``; the higher, the likelier a member.
 
     * ``loss``: mean log probability of a token (Yeom et al. 2018, arXiv 1709.01604).
     * ``logit``: ln(p / (1 - p)) of p = exp(loss), which is roughly normal and what shadow models are compared by
@@ -194,7 +194,7 @@ def generator_signals(
 
 
 def _lowest_mean(values: Floats, mask: NDArray[np.bool_], share: float) -> Floats:
-    """Mean of the lowest ``share`` of the values in each row where the mask holds."""
+    """Return the mean of the lowest ``share`` of the values in each row where the mask holds."""
     ordered = np.sort(np.where(mask, values, np.inf), axis=1)
     counts = np.maximum(1, np.floor(share * mask.sum(axis=1) + 1e-9).astype(int))
     taken = np.arange(values.shape[1]) < counts[:, None]
@@ -202,5 +202,5 @@ def _lowest_mean(values: Floats, mask: NDArray[np.bool_], share: float) -> Float
 
 
 def unit_rows(vectors: NDArray[np.floating[Any]]) -> NDArray[np.floating[Any]]:
-    """Every row over its Euclidean norm, shape ``(rows, dim)``; a row of zeros stays one."""
+    """Return every row over its Euclidean norm, shape ``(rows, dim)``; a row of zeros stays one."""
     return np.asarray(vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12))

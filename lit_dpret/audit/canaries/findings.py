@@ -47,7 +47,7 @@ _CHARACTERS_PER_TOKEN = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of one canary.
+    """The result of one canary.
 
     Args:
         training: Which training it stood in.
@@ -95,7 +95,7 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What the accounting allows for secrets of one number of copies; all trivial where nothing is claimed.
+    """The limits that the accounting sets for secrets of one number of copies; all trivial where nothing is claimed.
 
     Attributes:
         top: Probability of rank 1.
@@ -116,7 +116,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Excess:
-    """What was measured above what the accounting allows.
+    """A measurement above what the accounting allows.
 
     Attributes:
         what: The share or the bound.
@@ -183,7 +183,7 @@ class Cell:
         return tuple(map(str, self.excesses))
 
     def to_dict(self) -> dict[str, Any]:
-        """The cell as JSON values."""
+        """Return the cell as JSON values."""
         facts = {name: value for name, value in vars(self).items() if name != "excesses"}
         facts["contradictions"] = list(self.contradictions)
         for name in ("mean_rank", "top", "leaked"):
@@ -195,7 +195,7 @@ class Cell:
 
 
 def secret_limits(ceiling: SecretCeiling, *, candidates: int, draws: int, tokens: int, **claim: float | None) -> Limits:
-    """The ceilings of secrets with these copies.
+    """Return the ceilings of secrets with these copies.
 
     Args:
         ceiling: Of the releases, for so many copies.
@@ -224,7 +224,7 @@ def cells_of(
     cells: int | None = None,
     tables: int = 1,
 ) -> list[Cell]:
-    """Rows for each side and number of copies: the papers' kinds together, and each kind.
+    """Return rows for each side and number of copies: the papers' kinds together, and each kind.
 
     Args:
         outcomes: Of all canaries of all trainings with the same settings.
@@ -320,7 +320,7 @@ def _bounds(
 
 
 def _excesses(first: Sequence[Outcome], alarms: Sequence[Evidence], limits: Limits, alarm: float) -> Iterator[Excess]:
-    """What was measured above its ceiling, with an error of ``alarm`` for each statement."""
+    """Yield what was measured above its ceiling, with an error of ``alarm`` for each statement."""
     digits = all(one.kind in PAPER_KINDS for one in first)  # whose prior the ceiling of leaks has
     for what, hits, ceiling in (
         ("the share of rank 1", sum(one.rank == 1 for one in first), limits.top),
@@ -340,7 +340,7 @@ def _excesses(first: Sequence[Outcome], alarms: Sequence[Evidence], limits: Limi
 
 
 def share(shares: Sequence[float]) -> Estimate:
-    """The mean share with Clopper and Pearson's interval, each training counted as one observation.
+    """Return the mean share with Clopper and Pearson's interval, each training counted as one observation.
 
     Exact where a share is 0 or 1; parts of a training are rounded to the wider side.
 
@@ -356,7 +356,7 @@ def share(shares: Sequence[float]) -> Estimate:
 
 
 def _mean(values: Sequence[float], low: float, high: float) -> Estimate:
-    """The mean with its t-interval over trainings, inside what is possible; NaN bounds where they do not differ."""
+    """Return the mean with its t-interval over trainings, cut to what is possible; NaN bounds without spread."""
     mean = float(np.mean(values))
     if len(set(values)) < 2:  # no spread was seen, which says little of how much there is
         return Estimate(mean, math.nan, math.nan)

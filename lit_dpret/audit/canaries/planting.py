@@ -55,7 +55,7 @@ def plant_blanks(data: Any, units: int) -> None:
 
 
 def planted_facts(canaries: CanarySet) -> dict[str, Any]:
-    """What ledger and card tell of a set: how many, how many units, and the hash that fixes them."""
+    """Return what ledger and card say of a set: canaries, units, and the hash that fixes them."""
     return {
         "canaries": len(canaries.canaries),
         "units": len(canaries.units()),

@@ -38,7 +38,7 @@ _VOCABULARY_PASSAGES = 2000
 
 
 class Sources(Protocol):
-    """What canaries are made from: the public side of a DataModule, and its evaluation queries."""
+    """The sources of canaries: the public side of a DataModule, and its evaluation queries."""
 
     def public_passages(self) -> Mapping[str, str]: ...
     def evaluation_set(self, split: str = ...) -> tuple[dict[str, str], dict[str, dict[str, int]]]: ...
@@ -131,7 +131,7 @@ class CanarySuite:
             )
 
     def settings(self) -> dict[str, Any]:
-        """Every setting as JSON values."""
+        """Return every setting as JSON values."""
         return {
             name: list(value) if isinstance(value, (list, tuple)) or _is_sequence(value) else value
             for name, value in vars(self).items()
@@ -143,7 +143,7 @@ class CanarySuite:
         return self.count * sum(copies for _, _, copies in self._combinations())
 
     def make(self, data: Sources, reader: object = None, *, shorter: str | None = None) -> CanarySet:
-        """The canaries for a data set; the same for the same seed, the same public texts and the same reader.
+        """Make the canaries for a data set; the same for the same seed, the same public texts and the same reader.
 
         Guarantees:
             - No training query is read.
@@ -273,7 +273,7 @@ class CanarySuite:
 
 
 def _another_would_help(reader: object, made: Canary) -> bool:
-    """Whether a text is too long because of the words that come with its query, and would not be by the secret alone.
+    """Return whether a text is too long only because of the words that come with its query.
 
     With ``own_passage`` another query brings another passage as well.
     """
@@ -292,7 +292,7 @@ def _is_sequence(value: object) -> bool:
 
 
 def _coins(seed: int, purpose: str) -> np.random.Generator:
-    """A stream of its own for each purpose; the label keeps it apart from every other seed of the project."""
+    """Return a stream of its own for each purpose; the label keeps it apart from every other seed of the project."""
     digest = hashlib.blake2b(f"lit-dpret/canaries\x1f{seed}\x1f{purpose}".encode(), digest_size=16).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
 
@@ -300,7 +300,7 @@ def _coins(seed: int, purpose: str) -> np.random.Generator:
 def _queries(
     source: str, data: Sources, passages: Mapping[str, str], ids: Sequence[str], seed: int
 ) -> list[tuple[str, str]]:
-    """Queries with the id of the passage that belongs to each."""
+    """Return queries with the id of the passage that belongs to each."""
     if source == "pseudo":
         some = _coins(seed, "passages").permutation(len(ids))[:_PSEUDO_PASSAGES]
         made = pseudo_queries({ids[int(place)]: passages[ids[int(place)]] for place in some})

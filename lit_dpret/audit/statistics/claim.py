@@ -46,12 +46,12 @@ class Refutation:
     delta: float
 
     def contradicts(self, *, confidence: float) -> bool:
-        """Whether the claim is contradicted with ``confidence``."""
+        """Return whether the claim is contradicted with ``confidence``."""
         return self.p_value < check_confidence(confidence)
 
 
 def both_ends(scores: CanaryScores, shares: Sequence[float] = SHARES) -> list[tuple[int, int]]:
-    """For each share, how many canaries are guessed and how many of the guesses are right.
+    """Return for each share how many canaries are guessed and how many of the guesses are right.
 
     Guarantees:
         - The number of guesses depends on the number of canaries alone.
@@ -72,7 +72,7 @@ def both_ends(scores: CanaryScores, shares: Sequence[float] = SHARES) -> list[tu
 def both_ends_audit(
     scores: CanaryScores, *, delta: float, confidence: float = 0.95, shares: Sequence[float] = SHARES
 ) -> Evidence:
-    """The lower bound on epsilon at ``delta`` from guesses at both ends.
+    """Return the lower bound on epsilon at ``delta`` from guesses at both ends.
 
     Guarantees:
         - For a mechanism that is (eps, delta)-DP and fair independent coins, ``eps_lower > eps`` has probability at
@@ -102,7 +102,7 @@ def both_ends_audit(
 
 
 def refute(scores: CanaryScores, curve: Curve, *, shares: Sequence[float] = SHARES) -> Refutation:
-    """How unlikely the guesses at both ends are under a mechanism that satisfies every pair of ``curve``.
+    """Return how unlikely the guesses at both ends are under a mechanism that satisfies every pair of ``curve``.
 
     Guarantees:
         - For such a mechanism and fair independent coins, ``p_value <= p`` has probability at most p, for every p.

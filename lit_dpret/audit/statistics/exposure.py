@@ -91,7 +91,7 @@ def extrapolated_exposure(secret: float, references: ArrayLike) -> float:
 
 
 def leak_probability(log_probability: float, draws: int) -> float:
-    """The probability that a text is generated at least once in ``draws`` independent draws.
+    """Return the probability that a text is generated at least once in ``draws`` independent draws.
 
     1 - (1 - p)^G: the (n, p)-discoverable extraction of Hayes et al. 2024, arXiv 2410.19482. Exact where p is the
     product over the text's tokens under the distribution that is really sampled from (after temperature and top-p),
@@ -116,7 +116,7 @@ def leak_probability(log_probability: float, draws: int) -> float:
 
 
 def mean_rank(ranks: ArrayLike, candidates: int) -> float:
-    """The mean of ranks among ``candidates``, each from 1 to their number.
+    """Return the mean of ranks among ``candidates``, each from 1 to their number.
 
     Raises:
         DataError: There is no rank, or one is out of its range.

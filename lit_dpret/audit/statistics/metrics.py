@@ -23,7 +23,7 @@ Curve = Literal["empirical", "hull"]
 
 
 def auc(scores: CanaryScores, *, curve: Curve = "empirical") -> float:
-    """The probability that a member scores higher than another canary, ties counting half.
+    """Return the probability that a member scores higher than another canary, ties counting half.
 
     Args:
         scores: Of members and others.
@@ -43,7 +43,7 @@ def auc(scores: CanaryScores, *, curve: Curve = "empirical") -> float:
 
 
 def tpr_at_fpr(scores: CanaryScores, fpr: float, *, curve: Curve = "empirical") -> float:
-    """The share of members that is found where at most a share ``fpr`` of the others is.
+    """Return the share of members that is found where at most a share ``fpr`` of the others is.
 
     Args:
         scores: Of members and others.
@@ -70,13 +70,13 @@ def tpr_at_fpr(scores: CanaryScores, fpr: float, *, curve: Curve = "empirical") 
 
 
 def max_accuracy(scores: CanaryScores) -> float:
-    """The best balanced accuracy of any threshold: the mean of both rates. Above one half by chance alone."""
+    """Return the best balanced accuracy of any threshold: the mean of both rates. Above one half by chance alone."""
     _, alone, missed = roc_hull(scores)
     return float(np.max((1 - missed / len(scores.in_scores) + alone / len(scores.out_scores)) / 2))
 
 
 def accuracy_at_least(counts: Counts, *, confidence: float = 0.95) -> float:
-    """An exact lower bound on the balanced accuracy of one threshold that was chosen beforehand.
+    """Return an exact lower bound on the balanced accuracy of one threshold that was chosen beforehand.
 
     Hold it against ``membership_accuracy`` of `lit_dpret.privacy.accounting.ceilings`: above that ceiling no attack can
     be, so that the claim, or the code, is wrong. Assumes independent scores, as
@@ -106,7 +106,7 @@ def bootstrap(
     resamples: int = 1000,
     seed: int = 0,
 ) -> Interval:
-    """The percentile interval of ``statistic``, members and others drawn again with replacement, each among themselves.
+    """Return the percentile interval of ``statistic``, with members and others each redrawn with replacement.
 
     A perfect attack has an interval of no width whatever the number of canaries; the exact bounds of
     `lit_dpret.audit.statistics.error_rates` do not have that weakness. Canaries of one training are not

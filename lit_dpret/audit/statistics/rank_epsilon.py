@@ -212,7 +212,7 @@ def _check_top(top: int, candidates: int) -> None:
 
 
 def _chance_of_hits(hits: int, canaries: int, rate: float, beyond: float) -> float:
-    """The largest P[B + G >= hits] of B ~ Bin(canaries, rate) and any count G with an expectation of ``beyond``.
+    """Return the largest P[B + G >= hits] of B ~ Bin(canaries, rate) and any count G of mean ``beyond``.
 
     Where B is j short, G must be j: those outcomes are bought with the expectation, the cheapest first.
     """
@@ -224,7 +224,7 @@ def _chance_of_hits(hits: int, canaries: int, rate: float, beyond: float) -> flo
 
 
 def _chance_of_sum(eps: float, total: int, trainings: int, candidates: int, terms: Terms) -> float:
-    """The probability that the sum of the lowest ranks that (eps, delta)-DP allows is at most ``total``."""
+    """Return the probability that the sum of the lowest ranks that (eps, delta)-DP allows is at most ``total``."""
     odds = math.exp(min(700.0, terms.copies * eps))
     reached = np.minimum(1.0, odds * np.arange(1, candidates + 1) / candidates + terms.group_delta(eps))
     chances = np.diff(reached, prepend=0.0)

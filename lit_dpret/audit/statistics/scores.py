@@ -1,4 +1,4 @@
-"""The scores of canaries that were trained on and of canaries that were not, and what a threshold makes of them."""
+"""The scores of canaries that were trained on and of canaries that were not, and the counts at a threshold."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class CanaryScores:
         return f"CanaryScores(members={len(self.in_scores)}, others={len(self.out_scores)})"
 
     def highest(self, count: int) -> Counts:
-        """What it makes of them to take exactly ``count`` canaries for members, those with the highest scores.
+        """Count what is right where exactly the ``count`` highest scores are taken for members.
 
         Where a tie straddles the edge, the guesses are as wrong as the tie allows.
         """
@@ -107,14 +107,14 @@ class CanaryScores:
         )
 
     def counts(self, threshold: float) -> Counts:
-        """What it makes of them to take every canary with ``score >= threshold`` for a member."""
+        """Count what is right where every canary with ``score >= threshold`` is taken for a member."""
         missed = int(np.searchsorted(self.in_scores, threshold, side="left"))
         alone = int(np.searchsorted(self.out_scores, threshold, side="left"))
         return Counts(tp=len(self.in_scores) - missed, fn=missed, fp=len(self.out_scores) - alone, tn=alone)
 
 
 def roc_hull(scores: CanaryScores) -> tuple[Floats, Ints, Ints]:
-    """The thresholds that no mixture of two others beats: the vertices of the ROC curve's concave hull.
+    """Return the thresholds that no mixture of two others beats: the vertices of the ROC curve's concave hull.
 
     Returns:
         Thresholds, ascending, the last of them infinite; true negatives and false negatives at each.

@@ -35,7 +35,7 @@ def logit(log_likelihood: ArrayLike) -> Floats:
 def lira_online(
     target: ArrayLike, shadow: ArrayLike, included: ArrayLike, *, centre: Centre = "median", spread: Spread = "example"
 ) -> Floats:
-    """The log-likelihood ratio of membership, by one normal fitted to models with the example and one to those without.
+    """Return the log-likelihood ratio of membership, by normals fitted to models with and without the example.
 
     Carlini et al. 2022, "Membership Inference Attacks From First Principles", arXiv 2112.03570, Algorithm 1.
 
@@ -95,7 +95,7 @@ def rmia(
     target: ArrayLike, shadow: ArrayLike, population: ArrayLike, population_shadow: ArrayLike, *,
     gamma: float = 1.0, offline_slope: float = 0.3,
 ) -> Floats:  # fmt: skip
-    """The share of a population that the example outweighs: how much likelier the model makes it than others do.
+    """Return the share of a population that the example outweighs, in how much likelier the model makes it.
 
     Zarifzadeh, Liu and Shokri 2024, "Low-Cost High-Power Membership Inference Attacks", arXiv 2312.03262, offline: the
     likelihood of x without knowledge of this model is ((1 + a) p_out(x) + 1 - a) / 2, and the score is the share
@@ -124,7 +124,7 @@ def rmia(
 
 
 def counterfactual_memorisation(signal: ArrayLike, included: ArrayLike) -> Floats:
-    """Mean signal of the models that had the example minus that of those that had not, shape ``(examples,)``.
+    """Return the mean signal of models with the example minus that of models without, shape ``(examples,)``.
 
     Zhang et al. 2023, "Counterfactual Memorization in Neural Language Models", arXiv 2112.12938, equation 1. A value
     tells about one private example: to be looked at inside, and not to be published.

@@ -80,7 +80,7 @@ class Found:
 
 
 def best_bound(scores: CanaryScores, bound: Bound, strategy: Strategy, error: float, *, guessing: bool) -> Found:
-    """The bound that ``strategy`` gets out of the scores.
+    """Return the bound that ``strategy`` gets out of the scores.
 
     Args:
         scores: Of all canaries.
@@ -138,7 +138,7 @@ def audit(
 
 
 def _doubling(scores: CanaryScores, sizes: np.ndarray, bound: Bound, error: float) -> Found:
-    """The best of so many highest scores; each number is guessed whatever the scores are, ties as wrong as can be."""
+    """Return the best of so many highest scores, numbers that do not depend on the scores; ties count as wrong."""
     best, chosen = 0.0, None
     for size in map(int, sizes):
         eps = bound(scores.highest(size), error, best)
@@ -148,7 +148,7 @@ def _doubling(scores: CanaryScores, sizes: np.ndarray, bound: Bound, error: floa
 
 
 def _promising(scores: CanaryScores) -> Iterator[float]:
-    """The hull's thresholds, those first where the guesses are furthest from chance: later ones are then dismissed."""
+    """Return the hull's thresholds, the most promising first, so that later ones are dismissed early."""
     thresholds, alone, missed = roc_hull(scores)
     right, wrong = len(scores.in_scores) - missed, len(scores.out_scores) - alone
     return iter(thresholds[np.argsort(-(right - wrong) / np.sqrt(np.maximum(1, right + wrong)), kind="stable")])

@@ -29,7 +29,7 @@ Values = NDArray[np.float64]
 
 
 def epsilon_lower_bound(p: Values, q: Values, delta: float, confidence: float = CONFIDENCE) -> float:
-    """A lower bound on epsilon from a statistic's values on two neighbouring inputs.
+    """Return a lower bound on epsilon from a statistic's values on two neighbouring inputs.
 
     The threshold, and which side of it counts, are chosen by the first quarter of the values and applied
     to the rest, so that the bound holds at the stated confidence.
@@ -58,7 +58,7 @@ def epsilon_lower_bound(p: Values, q: Values, delta: float, confidence: float = 
 
 
 def most_that_can_be_shown(trials: int, delta: float, confidence: float = CONFIDENCE) -> float:
-    """The bound that a mechanism without any noise would get from ``trials`` releases of each input."""
+    """Return the bound that a mechanism without any noise would get from ``trials`` releases of each input."""
     counted = trials - int(trials * CHOOSING)
     return _epsilon(counted, 0, counted, counted, delta, confidence)
 

@@ -80,14 +80,14 @@ class Inputs:
         return int(self.unit_ids.max()) + 1
 
     def collated(self, module: PrivateModule) -> Inputs:
-        """The same units as tensors that are collated once, so that every batch of them has one shape."""
+        """Return the same units as tensors that are collated once, so that every batch of them has one shape."""
         rows = module.collate_rows(self.rows) if isinstance(self.rows, list) else self.rows
         return Inputs(rows, self.unit_ids)
 
     def collate(
         self, module: PrivateModule, units: Sequence[int], weights: Mapping[int, float], emptied: Sequence[int] = ()
     ) -> tuple[Any, Tensor]:
-        """The rows of ``units`` (a unit may come twice) with their weights, and each row's slot ``(rows,)``.
+        """Return the rows of ``units`` (a unit may come twice) with their weights, and each row's slot ``(rows,)``.
 
         Slots that are ``emptied`` have none; where that leaves no row at all, there are no rows: None.
         """
@@ -127,17 +127,17 @@ class Step:
     beside: dict[str, Tensor] = field(default_factory=dict)
 
     def noised_sums(self) -> dict[str, Tensor]:
-        """The gradients times the denominator, and what was released beside them, in float64."""
+        """Return the gradients times the denominator, and what was released beside them, in float64."""
         return {name: g.double() * self.denominator for name, g in self.gradients.items()} | self.beside
 
     def noise(self) -> dict[str, Tensor]:
-        """What was added to the sums, in float64."""
+        """Return what was added to the sums, in float64."""
         noised = self.noised_sums()
         return {name: noised[name] - self.sums[name].double() for name in noised if name in self.sums}
 
 
 def gap(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
-    """The L2 distance over all parameters together."""
+    """Return the L2 distance over all parameters together."""
     return math.sqrt(sum(float((a[name].double() - b[name].double()).square().sum()) for name in a))
 
 

@@ -141,7 +141,7 @@ class _training:
 
 
 def _moved(probe: Probe, whole: Step, neighbour: Step, times: int, what: str) -> float:
-    """How far the sum moved over the bound, seen before noise and again in what the optimizer got."""
+    """Return how far the sum moved over the bound, seen before noise and again in what the optimizer got."""
     coordinates = sum(p.numel() for p in probe.parameters.values())
     # Adding the same noise to two sums rounds each of them differently.
     rounding = 8 * _epsilon(probe) * probe.plan.noise_std * coordinates**0.5
@@ -179,5 +179,5 @@ def _total(sums: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def norm(sums: dict[str, Tensor]) -> float:
-    """The L2 norm over all parameters together."""
+    """Return the L2 norm over all parameters together."""
     return math.sqrt(sum(float(value.double().square().sum()) for value in sums.values()))

@@ -39,11 +39,11 @@ class Bins(ABC):
 
     @abstractmethod
     def assign(self, texts: Sequence[str], passage_ids: Sequence[str]) -> np.ndarray:
-        """The bin of each query, given with the passage it belongs to; integers, shape ``(texts,)``."""
+        """Return the bin of each query, given with the passage it belongs to; integers, shape ``(texts,)``."""
 
     @abstractmethod
     def spec(self) -> dict[str, Any]:
-        """All that `bins_from_spec` needs to make them again; plain JSON values, public."""
+        """Return all that `bins_from_spec` needs to make them again; plain JSON values, public."""
 
     def fingerprint(self) -> str:
         """SHA-256 of the spec."""
@@ -218,7 +218,7 @@ def _require_public(encoder: str, declared: bool) -> None:
 
 
 def bins_from_spec(spec: Mapping[str, Any], *, encoder: str | None = None, encoder_is_public: bool = False) -> Bins:
-    """The bins that a histogram was made with.
+    """Return the bins that a histogram was made with.
 
     Args:
         spec: From `Bins.spec`.

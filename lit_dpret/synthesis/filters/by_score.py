@@ -53,25 +53,25 @@ class QueryFilter(ABC):
 
     @abstractmethod
     def score(self, released: ReleasedQueries, progress: Progress | None = None) -> np.ndarray:
-        """One score per query, shape ``(queries,)``, the higher the better; -inf for those that fail outright."""
+        """Return one score per query, shape ``(queries,)``, higher is better; -inf for those that fail outright."""
 
     @abstractmethod
     def keep(self, released: ReleasedQueries, scores: np.ndarray) -> np.ndarray:
-        """Booleans ``(queries,)``: which to keep by their scores."""
+        """Return booleans ``(queries,)``: which to keep by their scores."""
 
     @abstractmethod
     def settings(self) -> dict[str, Any]:
-        """What it was set to, for the card: plain JSON values."""
+        """Return its settings, for the card: plain JSON values."""
 
     def claim(self, released: ReleasedQueries) -> Path | None:
-        """A folder whose card covers what is kept instead of the queries' own; None where that goes on to do so.
+        """Return a folder whose card covers what is kept; None where the queries' own card still does.
 
         A filter that looks at one more release of private data names the card that composes both.
         """
         return None
 
     def choose(self, released: ReleasedQueries, progress: Progress | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Scores, and which queries to keep.
+        """Return scores, and which queries to keep.
 
         Raises:
             PrivateDataError: ``released`` is no `ReleasedQueries`, or a model is not covered by their claim.

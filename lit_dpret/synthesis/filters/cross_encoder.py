@@ -92,7 +92,7 @@ class CrossEncoder:
         batch_size: int = 32,
         progress: Callable[[int, int], None] | None = None,
     ) -> np.ndarray:
-        """The logit of each pair, float64, shape ``(pairs,)``."""
+        """Return the logit of each pair, float64, shape ``(pairs,)``."""
         found = np.zeros(len(queries))
         lengths = [len(q) + len(p) for q, p in zip(queries, passages, strict=True)]
         for rows in in_batches_by_length(lengths, batch_size, progress):

@@ -75,7 +75,7 @@ class HistogramMatch(QueryFilter):
         return self.folder
 
     def score(self, released: ReleasedQueries, progress: Progress | None = None) -> np.ndarray:
-        """How many places before the end of its bin's quota a query stands; those above zero are kept."""
+        """Return how many places before the end of its bin's quota a query stands; those above zero are kept."""
         histogram = ReleasedHistogram.read(self.folder)
         target = histogram.target
         bins = bins_from_spec(histogram.bins, **self._encoder())
@@ -115,7 +115,7 @@ class HistogramMatch(QueryFilter):
 
 
 def quotas(target: np.ndarray, there: np.ndarray, wanted: int) -> np.ndarray:
-    """How many to take of each bin: by the target's shares, at most what is there, ``wanted`` in all.
+    """Return how many to take of each bin: by the target's shares, at most what is there, ``wanted`` in all.
 
     Example:
         >>> quotas(np.array([0.5, 0.5, 0.0]), np.array([100, 10, 50]), 60).tolist()
@@ -188,7 +188,7 @@ def require_composed(folder: Path, released: ReleasedQueries) -> None:
 
 
 def _the_same_card(named: str, released: ReleasedQueries, *, near: Sequence[Path]) -> bool:
-    """Whether the card ``named`` and an ancestor of the queries are one card with and without results of audits.
+    """Return whether the card ``named`` is an ancestor of the queries but for results of audits.
 
     Run and model folder have a copy each, which an audit amends one after the other: two copies are one card where
     both were the same before.

@@ -29,7 +29,7 @@ NEGATIVES = "hard-negatives.jsonl"
 
 
 def mine(released: ReleasedQueries, ranker: Ranks, *, depth: int, per_query: int, seed: int) -> dict[str, list[str]]:
-    """For each query, ``per_query`` passages drawn uniformly from its first ``depth``, its own left out.
+    """Draw for each query ``per_query`` passages uniformly from its first ``depth``, its own left out.
 
     Guarantees:
         - What is drawn for a query is a function of (``seed``, query id) and of its ranking.

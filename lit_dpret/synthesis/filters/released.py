@@ -1,4 +1,4 @@
-"""What may enter a computation that shall cost no privacy: released artefacts, and nothing else.
+"""The only inputs of a computation that costs no privacy: released artefacts.
 
 A function of released artefacts and public data is post-processing: the claim of what was released covers
 its result (Dwork and Roth 2014, proposition 2.1). A function that also looks at private records is not,
@@ -82,11 +82,11 @@ class ReleasedQueries:
         return iter(self.queries)
 
     def only(self, kept: Sequence[bool]) -> ReleasedQueries:
-        """Those queries for which ``kept`` is true, in their order; the passages stay."""
+        """Return those queries for which ``kept`` is true, in their order; the passages stay."""
         return replace(self, queries=tuple(q for q, keep in zip(self.queries, kept, strict=True) if keep))
 
     def under(self, claim: Path | None) -> ReleasedQueries:
-        """The same under another card, which covers them as well as what else entered their choice."""
+        """Put the queries under another card, which covers them as well as what else entered their choice."""
         if claim is None:
             return self
         card = read_card(claim)
@@ -94,7 +94,7 @@ class ReleasedQueries:
         return replace(self, claim=claim, ancestors=self.ancestors | names)
 
     def pairs(self) -> tuple[list[str], list[str]]:
-        """The texts of the queries, and of the passage of each."""
+        """Return the texts of the queries, and of the passage of each."""
         return [query.text for query in self], [self.passages[query.passage_id] for query in self]
 
 
@@ -277,7 +277,7 @@ def require_covered(model: str | Path, released: ReleasedQueries, *, declared_pu
 
 
 def _looked_at_private_data(card: Mapping[str, Any]) -> str | None:
-    """What the card of a post-processing tells of private data that its parent's claim does not cover."""
+    """Return the private data that the card of a post-processing names beside its parent's claim."""
     if card["tuning"]["data"] == "private":
         return "its settings were chosen on private data (callbacks.card.tuning_data)"
     broken = [a for a in card["assumptions"] if a["holds"] is False and a["consequence"] == "no_guarantee"]
@@ -285,7 +285,7 @@ def _looked_at_private_data(card: Mapping[str, Any]) -> str | None:
 
 
 def shown(model: str | Path) -> str:
-    """A model's name as it may stand in a card: of a folder only its own name, for paths are nobody's business.
+    """Return a model's name for a card: of a folder its own name only, for paths are private.
 
     Example:
         >>> shown("cross-encoder/ms-marco-MiniLM-L6-v2"), shown("/home/me/encoder")

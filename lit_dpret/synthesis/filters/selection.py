@@ -24,7 +24,7 @@ from lit_dpret.synthesis.filters.released import ReleasedQueries, require_of_its
 
 @dataclass(frozen=True, kw_only=True)
 class Applied:
-    """What one filter did.
+    """The result of one filter.
 
     Args:
         settings: The filter's own.
@@ -41,7 +41,7 @@ class Applied:
     examples: tuple[list[tuple[float, str, str]], list[tuple[float, str, str]]]
 
     def to_dict(self) -> dict[str, Any]:
-        """The counts and settings as JSON values, without examples."""
+        """Return the counts and settings as JSON values, without examples."""
         # A filter gets released queries alone, so that it has nothing private to use.
         return {
             "uses_private_data": False,
@@ -59,7 +59,7 @@ def apply_filters(
     *,
     examples: int = 5,
 ) -> tuple[ReleasedQueries, list[Applied]]:
-    """The queries that pass all filters, each asked only about those that passed the ones before it.
+    """Return the queries that pass all filters, each asked only about those that passed the ones before it.
 
     Every filter is checked before the first one scores.
 
@@ -100,7 +100,7 @@ def apply_filters(
 
 
 def _spread(mask: Any, count: int) -> list[int]:
-    """Places of up to ``count`` true values, evenly over them."""
+    """Return places of up to ``count`` true values, evenly over them."""
     places = mask.nonzero()[0].tolist()
     step = max(1, len(places) // count) if count else 1
     return list(places[::step][:count])

@@ -38,7 +38,7 @@ class Bleu:
     without_reference: int
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON values."""
+        """Return the fields as JSON values."""
         return {**asdict(self), "precisions": list(self.precisions), "as_in_the_papers": self.score / 100}
 
 
@@ -73,5 +73,5 @@ def corpus_bleu(synthetic: Sequence[str], references: Sequence[Sequence[str]], *
 
 
 def references_by_passage(passage_ids: Sequence[str], originals: Mapping[str, Sequence[str]]) -> list[list[str]]:
-    """The original queries of each passage, in the order of ``passage_ids``; none where it has none."""
+    """Return the original queries of each passage, in the order of ``passage_ids``; none where it has none."""
     return [list(originals.get(name, ())) for name in passage_ids]

@@ -1,4 +1,4 @@
-"""What kind of queries they are: how varied, how long, asking for what."""
+"""How varied and how long queries are, and what they ask for."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ def lengths(texts: Sequence[str]) -> dict[str, float]:
 
 
 def length_histogram(texts: Sequence[str]) -> dict[str, float]:
-    """Share of texts by number of words, from ``0`` to ``30+``."""
+    """Return share of texts by number of words, from ``0`` to ``30+``."""
     check_texts(texts, "texts")
     counts = Counter(min(len(words(text)), LONGEST) for text in texts)
     return {f"{n}+" if n == LONGEST else str(n): counts[n] / len(texts) for n in range(LONGEST + 1)}
 
 
 def question_type(text: str) -> str:
-    """The type of a query by its first word.
+    """Return the type of a query by its first word.
 
     >>> question_type("What's covered?"), question_type("cheap car insurance")
     ('what', 'other')
@@ -80,12 +80,12 @@ def question_type(text: str) -> str:
 
 
 def question_types(texts: Sequence[str]) -> dict[str, float]:
-    """Share of texts by type, every type named."""
+    """Return share of texts by type, every type named."""
     check_texts(texts, "texts")
     counts = Counter(question_type(text) for text in texts)
     return {name: counts[name] / len(texts) for name in (*QUESTION_TYPES, "other")}
 
 
 def total_variation(p: Mapping[str, float], q: Mapping[str, float]) -> float:
-    """Half the summed difference of two histograms: the share of texts that would have to change, from 0 to 1."""
+    """Return half the summed difference of two histograms: the share of texts that would have to change."""
     return sum(abs(p.get(name, 0.0) - q.get(name, 0.0)) for name in {**p, **q}) / 2

@@ -145,7 +145,7 @@ def mauve(
 
 
 def divergence_curve(p: ArrayLike, q: ArrayLike, *, scaling: float = SCALING) -> Floats:
-    """The divergence curve of two histograms with its end points, from (1, 0) to (0, 1); ``(weights + 2, 2)``.
+    """Return the divergence curve of two histograms with its end points, from (1, 0) to (0, 1); ``(weights + 2, 2)``.
 
     Args:
         p: Shares that sum to 1, shape ``(buckets,)``.
@@ -168,7 +168,7 @@ def divergence_curve(p: ArrayLike, q: ArrayLike, *, scaling: float = SCALING) ->
 
 
 def curve_area(p: ArrayLike, q: ArrayLike, *, scaling: float = SCALING) -> float:
-    """The area under `divergence_curve`, by trapezia: MAUVE of two histograms.
+    """Return the area under `divergence_curve`, by trapezia: MAUVE of two histograms.
 
     >>> curve_area([0.5, 0.5], [0.5, 0.5])
     1.0
@@ -180,7 +180,7 @@ def curve_area(p: ArrayLike, q: ArrayLike, *, scaling: float = SCALING) -> float
 
 
 def principal_components(features: Floats) -> Floats:
-    """Rows scaled to length 1, centred, on as few principal components as hold 90 % of the variance."""
+    """Return rows scaled to length 1, centred, on as few principal components as hold 90 % of the variance."""
     lengths = np.linalg.norm(features, axis=1, keepdims=True)
     rows = features / np.where(lengths > 0, lengths, 1.0)
     rows = rows - rows.mean(axis=0)
@@ -193,7 +193,7 @@ def principal_components(features: Floats) -> Floats:
 
 
 def _k_means(points: Floats, k: int, restarts: int, seed: int) -> NDArray[np.int64]:
-    """The bucket of every row."""
+    """Return the bucket of every row."""
     need("sklearn")
     from sklearn.cluster import KMeans
     from sklearn.exceptions import ConvergenceWarning

@@ -34,14 +34,14 @@ class Overlap:
     references: int
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON values."""
+        """Return the fields as JSON values."""
         return {
             "exact": self.exact.to_dict(), "ngram": self.ngram.to_dict(), "n": self.n, "references": self.references,
         }  # fmt: skip
 
 
 def overlap(texts: Sequence[str], references: Sequence[str], *, n: int = 8) -> Overlap:
-    """How many of ``texts`` are found in ``references``.
+    """Return how many of ``texts`` are found in ``references``.
 
     Guarantees:
         - Each text counts once, however often it is found; equal texts count as often as they stand there.

@@ -32,7 +32,7 @@ Ids = NDArray[np.uint32]
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What was found of one list of texts.
+    """The texts of one list that were found.
 
     Attributes:
         exact: Texts all of whose words stand in a document in a row, of those with any word.
@@ -47,7 +47,7 @@ class Found:
     which: tuple[bool, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """The shares as JSON values, without the list of who was found."""
+        """Return the shares as JSON values, without the list of who was found."""
         return {"exact": self.exact.to_dict(), "ngram": self.ngram.to_dict(), "n": self.n}
 
 
@@ -106,7 +106,7 @@ def find_in_corpus(
 
 
 def bounds(found: Share, sampled: float) -> tuple[float, float]:
-    """What a share found in a sample of the corpus allows for the whole corpus, at the level of the share's interval.
+    """Return bounds for the whole corpus from a share found in a sample, at the level of the share's interval.
 
     Of each text that stands in the corpus, a sample that took every document with probability ``sampled``,
     independently, holds a copy with probability at least ``sampled`` (and more where there are several copies).
@@ -193,7 +193,7 @@ class _Table:
 
 
 def _hashes(ids: Ids, length: int) -> NDArray[np.uint64]:
-    """A hash of every run of ``length`` numbers: their polynomial modulo 2**64; none where there are fewer."""
+    """Return a hash of every run of ``length`` numbers: their polynomial modulo 2**64; none where there are fewer."""
     count = len(ids) - length + 1
     if count < 1:
         return np.empty(0, dtype=np.uint64)
@@ -206,7 +206,7 @@ def _hashes(ids: Ids, length: int) -> NDArray[np.uint64]:
 
 
 def _chunks(documents: Iterable[str], number: dict[str, int], read: list[int]) -> Iterator[Ids]:
-    """The corpus as numbers of words, some documents at a time, with a zero behind each; counts what it reads."""
+    """Yield the corpus as numbers of words, with a zero behind each document; ``read`` counts both."""
     held: list[int] = []
     for document in documents:
         tokens = words(document)

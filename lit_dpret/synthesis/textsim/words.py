@@ -15,7 +15,7 @@ _WORD = re.compile(r"[^\W_]+")
 
 
 def words(text: str) -> list[str]:
-    """The words of a text: in NFKC, case-folded, without punctuation; ``what's`` is one word.
+    """Return the words of a text: in NFKC, case-folded, without punctuation; ``what's`` is one word.
 
     Guarantees:
         - Joined without spaces they are `lit_dpret.assets.overlap.normalise` of the text, so that equal
@@ -28,7 +28,7 @@ def words(text: str) -> list[str]:
 
 
 def ngrams(tokens: Sequence[str], n: int) -> Iterator[tuple[str, ...]]:
-    """Every run of ``n`` consecutive words; none where there are fewer.
+    """Yield every run of ``n`` consecutive words; none where there are fewer.
 
     Raises:
         ConfigurationError: ``n`` is below 1.
@@ -57,7 +57,7 @@ _NEEDS = {"sacrebleu": ("BLEU", "sacrebleu"), "sklearn": ("MAUVE", "scikit-learn
 
 
 def need(package: Literal["sacrebleu", "sklearn"]) -> Any:
-    """The imported package.
+    """Return the imported package.
 
     Raises:
         ConfigurationError: It is not installed; the message says how to.

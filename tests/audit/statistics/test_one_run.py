@@ -12,6 +12,7 @@ from canary_samples import PUBLISHED, quantiles
 from scipy.stats import binom, norm
 
 from lit_dpret.audit.statistics.curves import gaussian_epsilon, gaussian_mu, group_delta
+from lit_dpret.audit.statistics.error_rates import clopper_pearson_audit, clopper_pearson_counts
 from lit_dpret.audit.statistics.one_run import (
     guess_extremes,
     one_run_audit,
@@ -312,3 +313,20 @@ def test_a_gaussian_curve_needs_a_delta_and_guesses_need_canaries() -> None:
         one_run_fdp_counts(canaries=10, guesses=5, correct=3, delta=0.0)
     with pytest.raises(ConfigurationError, match="more than 4 canaries"):
         guess_extremes(CanaryScores([1, 2], [3, 4]), highest=3, lowest=2)
+
+
+def test_the_best_of_several_thresholds_is_the_best_of_their_bounds_at_a_divided_error() -> None:
+    for scores in (quantiles(40, 1.5), CanaryScores(np.arange(30) // 3 + 4.0, np.arange(25) // 2)):
+        settings = {"delta": 1e-6, "confidence": 1 - 0.05 / len(scores)}
+        every = [clopper_pearson_counts(scores.counts(t), **settings).eps_lower for t in scores.pooled]
+        assert clopper_pearson_audit(scores, delta=1e-6).eps_lower == pytest.approx(max(every))
+        sizes = [2**power for power in range(len(scores).bit_length())]
+        for audit, counted in ((one_run_audit, one_run_counts), (one_run_fdp_audit, one_run_fdp_counts)):
+            bounds = [
+                counted(
+                    canaries=len(scores), guesses=size, correct=scores.highest(size).tp, delta=1e-6,
+                    confidence=1 - 0.05 / len(sizes),
+                ).eps_lower
+                for size in sizes
+            ]  # fmt: skip
+            assert audit(scores, delta=1e-6).eps_lower == pytest.approx(max(bounds), rel=3e-7)

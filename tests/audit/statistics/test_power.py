@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import math
+import pkgutil
 
 import pytest
 
+import lit_dpret.audit.statistics
 from lit_dpret.audit.statistics.one_run import one_run_counts
 from lit_dpret.audit.statistics.power import canaries_needed, most_certifiable
 from lit_dpret.errors import ConfigurationError
@@ -51,3 +55,8 @@ def test_an_audit_that_cannot_fail_is_refused() -> None:
         canaries_needed(float("nan"), delta=0.0)
     with pytest.raises(ConfigurationError, match="canaries=1"):
         most_certifiable(1, delta=0.0)
+
+
+@pytest.mark.parametrize("name", [module.name for module in pkgutil.iter_modules(lit_dpret.audit.statistics.__path__)])
+def test_the_examples_in_the_code_are_what_it_prints(name: str) -> None:
+    assert doctest.testmod(importlib.import_module(f"lit_dpret.audit.statistics.{name}")).failed == 0
