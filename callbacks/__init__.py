@@ -1,4 +1,8 @@
-"""Callbacks and the metrics logger. Import them as ``lit_dpret.callbacks``."""
+"""Callbacks and loggers. Import them as ``lit_dpret.callbacks``.
+
+The room is larger than its budget because a fit refuses, by name, each known way in which a Trainer, a strategy or a
+user's own code would release what nobody counts; every such refusal is a few lines and a message with the way out.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -138,6 +138,15 @@ class BetweenSteps:
         self._trainer._signal_connector._slurm_sigusr_handler_fn(self._requeue_signal, None)  # type: ignore[arg-type]
 
 
+def hide_batches(checkpoint: dict[str, Any], steps_done: int) -> None:
+    """Count steps in place of physical batches in ``checkpoint``, where their number may be private."""
+    loop = checkpoint["loops"]["fit_loop"]
+    loop["epoch_loop.state_dict"].pop("_batches_that_stepped", None)
+    for part in ("total", "current"):
+        progress = loop["epoch_loop.batch_progress"][part]
+        progress |= dict.fromkeys(progress, steps_done)
+
+
 def count_by_steps(checkpoint: dict[str, Any], steps_done: int, sampler: PrivateBatchSampler) -> None:
     """Set the loops' counters in ``checkpoint`` to what this fit would have counted after ``steps_done`` steps.
 
@@ -187,7 +196,6 @@ class CheckpointGate:
     ) -> None:
         self._trainer, self._module, self._declare = trainer, module, declare
         self._start = self._fingerprints(start)
-        self._declared: set[str] = set()
 
     def check(self, checkpoint: Mapping[str, Any]) -> None:
         """Refuse what else a complete checkpoint holds, or note it."""
@@ -208,9 +216,7 @@ class CheckpointGate:
                     "the card will name it and state no epsilon.",
                     trap="T25",
                 )
-            if name not in self._declared:
-                self._declare(f"{name} in a checkpoint")
-                self._declared.add(name)
+            self._declare(f"{name} in a checkpoint")
 
     def _own(self, callbacks: list[Any]) -> dict[str, Any]:
         """Return what this package and Lightning put into a checkpoint now."""

@@ -63,7 +63,6 @@ class LogGate:
         self._trainer = trainer
         self._module, self._step, self._declare = module, step, declare
         self.open = False
-        self._declared: set[str] = set()
         self._last: dict[tuple[int, str], int] = {}
         self._every = self._trainer.log_every_n_steps
         self.training = False
@@ -103,9 +102,7 @@ class LogGate:
         """Refuse a private number, or note it."""
         if self._declare is None:
             raise unaccounted(what, self._module.privacy)
-        if what not in self._declared:
-            self._declare(what)
-            self._declared.add(what)
+        self._declare(what)
 
     def new(self, logger: Any, metrics: Mapping[str, Any], step: int | None) -> tuple[dict[str, Any], int | None]:
         """Return the ``metrics`` not logged yet in this logical step, as plain numbers, and that step."""

@@ -6,6 +6,7 @@ process (`lit_dpret.privacy.ledger.trained`), and the run that ``init_from`` nam
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,29 @@ from torch import nn
 from lit_dpret.cards.file import CARD_NAME, card_above, read_card
 from lit_dpret.cards.start import Start, model_folder
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.privacy.ledger.trained import held, noted_in, runs_behind
+from lit_dpret.privacy.ledger.trained import TrainedIn, fingerprints, held, mark, noted_in, remember, runs_behind
+
+
+class OwnWeights:
+    """The weights of one fit, known again by later runs in this process.
+
+    Args:
+        module: As the fit begins: values that it does not change are not its own.
+        itself: The run.
+    """
+
+    def __init__(self, module: Any, itself: TrainedIn) -> None:
+        self._itself, self._before, self._marked = itself, fingerprints(module), False
+
+    def mark_trained(self, module: Any) -> None:
+        """Mark a module that the run has trained, with all runs behind it; once."""
+        if not self._marked:
+            self._marked = True
+            mark(module, [self._itself, *runs_behind(module)])
+
+    def remember(self, values: Mapping[str, Any]) -> None:
+        """Remember the values that the run has given its weights."""
+        remember(values, self._before, self._itself)
 
 
 def refuse_other_weights(module: Any, counter: Any, data: Any) -> None:

@@ -64,6 +64,21 @@ class PlannedRun:
     steps_per_epoch: int
     sub_batches: int | None = None
 
+    def describe(self, mode: PrivacyMode, data: Any) -> dict[str, Any]:
+        """Return what the ledger records of the plan."""
+        return {
+            "mode": mode.name,
+            "unit": mode.unit,
+            "neighbours": mode.neighbours,
+            "law": self.law.to_dict(),
+            "planned_steps": self.steps,
+            "plan": None if self.plan is None else self.plan.to_dict(),
+            "plan_fingerprint": None if self.plan is None else self.plan.fingerprint(),
+            "rows_per_unit": data.rows_per_unit,
+            "secure_rng": mode.secure_rng,
+            "noise_seed": mode.noise_seed,
+        }
+
     def sampler(self, data: Any, stream: KeyedStream, *, ranks: Ranks | None = None) -> PrivateBatchSampler:
         """The sampler of the law, in batches as ``data`` asks; with ``ranks``, of this rank's part of each draw."""
         return PrivateBatchSampler(

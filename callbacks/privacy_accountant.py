@@ -9,7 +9,6 @@ that ledger, never from the configuration.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from lit_dpret.callbacks.averages import averaging, go_on_averaging
-from lit_dpret.callbacks.checkpoints import BetweenSteps, CheckpointGate, count_by_steps
+from lit_dpret.callbacks.checkpoints import BetweenSteps, CheckpointGate, count_by_steps, hide_batches
 from lit_dpret.callbacks.fixed_shapes import (
     asks_for_one_program,
     collate_of,
@@ -29,7 +28,7 @@ from lit_dpret.callbacks.fixed_shapes import (
     tie_again,
 )
 from lit_dpret.callbacks.log_gate import LogGate, tell
-from lit_dpret.callbacks.origins import claim_of, refuse_other_weights
+from lit_dpret.callbacks.origins import OwnWeights, claim_of, refuse_other_weights
 from lit_dpret.callbacks.own_code import (
     built,
     refuse_made_in_setup,
@@ -58,7 +57,7 @@ from lit_dpret.privacy.ledger.facts import PRIVATE_LOG_EVENT, UNITS_UNNAMED
 from lit_dpret.privacy.ledger.gate import ReleaseGate, SharedGate, unaccounted
 from lit_dpret.privacy.ledger.run import Position, PrivateRun, state_hash
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, ledger_identity
-from lit_dpret.privacy.ledger.trained import TrainedIn, fingerprints, mark, remember, runs_behind, weights
+from lit_dpret.privacy.ledger.trained import TrainedIn, mark, weights
 from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.noise import KeyedStream, load_secret, published_secret
 from lit_dpret.privacy.plan import PrivacyPlan
@@ -138,7 +137,9 @@ class PrivacyAccountant(Callback):
         self._restored: Position | None = None
         self.log_gate: LogGate | None = None
         self._checkpoint_gate: CheckpointGate | None = None
-        self._begun = self._ended = self._trained = self._in_batch = False
+        self._weights: OwnWeights | None = None
+        self._noted: set[str] = set()
+        self._begun = self._ended = self._in_batch = False
         self._strange: str | None = None
         self._updates: Counter[str] = Counter()
         for name in ("_run", "_gate", "_between", "_identity"):  # a missing one says that setup did not come so far
@@ -255,16 +256,7 @@ class PrivacyAccountant(Callback):
             secret=secret,
             secure_rng=mode.secure_rng,
             described={
-                "mode": mode.name,
-                "unit": mode.unit,
-                "neighbours": mode.neighbours,
-                "law": planned.law.to_dict(),
-                "planned_steps": self.planned_steps,
-                "plan": None if self.plan is None else self.plan.to_dict(),
-                "plan_fingerprint": None if self.plan is None else self.plan.fingerprint(),
-                "rows_per_unit": data.rows_per_unit,
-                "secure_rng": mode.secure_rng,
-                "noise_seed": mode.noise_seed,
+                **planned.describe(mode, data),
                 "log_private_loss": bool(module.log_private_loss),
                 "assumptions": [
                     *getattr(module, "assumptions", list)(),
@@ -391,7 +383,9 @@ class PrivacyAccountant(Callback):
         if self._restored is None:  # weights of its own checkpoint are known to the ledger
             refuse_made_in_setup(module, self._built)
             self._ranks.together(lambda: refuse_other_weights(module, self, self._data))
-        self._start_values = fingerprints(pl_module)
+        inherited = module.privacy.guarantee == "inherited"
+        itself = claim_of(self._data) if inherited else self._identity
+        self._weights = OwnWeights(module, TrainedIn(itself, module.privacy.name, str(self.run_dir)))
         if self._restored is not None:
             go_on_averaging(trainer, pl_module)
         wrapped: Any = module.optimizers()
@@ -485,9 +479,8 @@ class PrivacyAccountant(Callback):
         self._in_batch = False
         if not batch.last:
             return
-        if not self._trained:
-            self._trained = True
-            mark(pl_module, [self._itself(pl_module), *runs_behind(pl_module)])
+        if self._weights is not None:
+            self._weights.mark_trained(pl_module)
         self._between.end_step(self._ranks)
         if self.plan is None:
             return
@@ -507,8 +500,11 @@ class PrivacyAccountant(Callback):
 
     def _note_private(self, name: str) -> None:
         """Write down that a private number is shown, for the card; once the run has ended, it is too late for that."""
+        if name in self._noted:
+            return
         if self._ended:
             raise unaccounted(repr(name), self._module.privacy)
+        self._noted.add(name)
         if self._ranks.is_first:
             self.ledger.append("event", name=PRIVATE_LOG_EVENT, logged=name)
 
@@ -522,18 +518,15 @@ class PrivacyAccountant(Callback):
 
         Where the number of physical batches may be private, it is hidden.
         """
-        trainer, module = self._trainer, self._module
-        for state in ("state_dict", "current_model_state"):  # the second where an average took the place of the first
-            self._remember(module, checkpoint.get(state, {}))
+        trainer = self._trainer
+        if self._weights is not None:
+            for state in ("state_dict", "current_model_state"):  # the second where an average took the first's place
+                self._weights.remember(checkpoint.get(state, {}))
         loops = trainer._checkpoint_connector._get_loops_state_dict()
         checkpoint |= {"epoch": trainer.current_epoch, "global_step": trainer.global_step, "loops": loops}
         self._between.set_back(checkpoint, self._gate.steps_done)
         if self.plan is not None and self.sampler.physical_batches_per_step is None:
-            loop = loops["fit_loop"]
-            loop["epoch_loop.state_dict"].pop("_batches_that_stepped", None)
-            for part in ("total", "current"):
-                progress = loop["epoch_loop.batch_progress"][part]
-                progress |= dict.fromkeys(progress, self._gate.steps_done)
+            hide_batches(checkpoint, self._gate.steps_done)
         if (gate := self._checkpoint_gate) is not None:
             # After an error, the other ranks may not have met it.
             ranks = Ranks() if trainer.interrupted else self._ranks
@@ -588,6 +581,10 @@ class PrivacyAccountant(Callback):
         if hasattr(self, "_run"):
             self._close()
 
+    def _remember(self, module: Any) -> None:
+        if self._weights is not None:
+            self._weights.remember(weights(module))
+
     def _close(self) -> None:
         self._close_account()
         self.ledger.close()
@@ -596,13 +593,3 @@ class PrivacyAccountant(Callback):
     def _close_account(self) -> None:
         if self._account is not None:
             self._account.close()
-
-    def _itself(self, module: Any) -> TrainedIn:
-        inherited = module.privacy.guarantee == "inherited"
-        return TrainedIn(claim_of(self._data) if inherited else self._identity, module.privacy.name, str(self.run_dir))
-
-    def _remember(self, module: Any, tensors: Mapping[str, Any] | None = None) -> None:
-        """Remember, for later runs in this process, the values that this run has given its weights."""
-        if self._begun and hasattr(self, "_start_values"):
-            values = weights(module) if tensors is None else tensors
-            remember(values, self._start_values, self._itself(module))

@@ -413,6 +413,7 @@ def test_a_trial_with_a_published_seed_is_refused_by_its_name_and_has_cost_nothi
 
 def test_two_calls_that_begin_together_plan_one_sweep(tmp_path: Path) -> None:
     """Each had reserved a plan of its own, and one of them could never be given back."""
+    trial_parts(tmp_path, tmp_path / "sweep")  # the log is there before both read it
     with ThreadPoolExecutor(2) as both:
         found = list(both.map(lambda _: planned(tmp_path), range(2)))
     assert found[0].id == found[1].id
