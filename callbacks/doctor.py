@@ -203,8 +203,7 @@ def _rest(look: _Look, trainer: L.Trainer, module: Any, data: Any) -> PlannedRun
         batches = _some_batches(loader, sampler)
         if batches:
             with look.at("rehearsal"), rehearsed(trainer, module):
-                if module.privacy.guarantee == "dp":
-                    refuse_remembering_collation(module, loader.dataset, sampler)
+                refuse_remembering_collation(module, loader.dataset, sampler)
                 module.rehearse(batches)
     return planned
 

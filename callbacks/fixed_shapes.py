@@ -61,13 +61,11 @@ def below_float32(trainer: L.Trainer, module: Any) -> str | None:
 
 def refuse_changing_rows(trainer: L.Trainer, module: Any) -> None:
     """Refuse low precision under a guarantee where the other rows' gradients would not be the same without a unit."""
-    if not rests_on_shapes(trainer, module) or str(trainer.precision).startswith("16"):  # of 16, T7 tells
+    if not rests_on_shapes(trainer, module):
         return
     found, mode = below_float32(trainer, module), module.privacy
     why = None
-    if str(trainer.precision) not in ("32-true", "64-true", "bf16-mixed", "bf16-true"):
-        why = "it was never shown that a row's gradient is then a function of that row"
-    elif mode.candidates not in ("rows", "pool"):
+    if mode.candidates not in ("rows", "pool"):
         why = (
             f"privacy={mode.name} bounds how much each pair is weighted, and takes the gradients of other pairs to be "
             "the same without a record; in low precision they change with the number of records"

@@ -10,7 +10,7 @@ from lit_dpret.lazy import lazy_names
 
 if TYPE_CHECKING:
     from lit_dpret.sweeps.file import SweepFile, Trial
-    from lit_dpret.sweeps.folder import SweepFolder, trial_ledger, write_result
+    from lit_dpret.sweeps.folder import SweepFolder, SweepTerms, trial_ledger, write_result
     from lit_dpret.sweeps.runner import run_trials
 else:
     __getattr__ = lazy_names(
@@ -18,6 +18,7 @@ else:
         {
             "SweepFile": "file",
             "SweepFolder": "folder",
+            "SweepTerms": "folder",
             "Trial": "file",
             "run_trials": "runner",
             "trial_ledger": "folder",
@@ -25,4 +26,4 @@ else:
         },
     )
 
-__all__ = ["SweepFile", "SweepFolder", "Trial", "run_trials", "trial_ledger", "write_result"]
+__all__ = ["SweepFile", "SweepFolder", "SweepTerms", "Trial", "run_trials", "trial_ledger", "write_result"]

@@ -28,6 +28,31 @@ TRIALS = "trials"
 DONE = "trial.json"
 
 
+@dataclass(frozen=True, kw_only=True)
+class SweepTerms:
+    """The terms under which the trials of a sweep are counted and compared.
+
+    Args:
+        budget: Of the private trials: their unit, neighbours and delta; None where no trial is private.
+        accountant: Of the private trials.
+        dataset_ledger: Adds up what they release.
+        total_eps: The limit of that ledger.
+        ledger_delta: The delta that the limit holds at.
+        metric_data: On which data trials are compared.
+        planned: The epsilon of all of them together.
+        without_privacy: How many trials train on private data without any privacy; None where nobody looked.
+    """
+
+    budget: PrivacyBudget | None
+    accountant: AccountantName = "pld"
+    dataset_ledger: Path | None = None
+    total_eps: float | None = None
+    ledger_delta: float | None = None
+    metric_data: str
+    planned: Mapping[str, Any] | None = None
+    without_privacy: int | None = None
+
+
 @dataclass(frozen=True)
 class SweepFolder:
     """A planned sweep: its folder, and the content of its ``sweep.json``."""
@@ -42,32 +67,13 @@ class SweepFolder:
         file: SweepFile,
         trials: Sequence[Trial],
         places: Sequence[Charge | Sequence[Release]],
-        *,
-        budget: PrivacyBudget | None,
-        accountant: AccountantName,
-        dataset_ledger: Path | None,
-        total_eps: float | None,
-        metric_data: str,
-        planned: Mapping[str, Any] | None,
-        ledger_delta: float | None = None,
-        without_privacy: int | None = None,
+        terms: SweepTerms,
     ) -> SweepFolder:
-        """Write down a new sweep; nothing is reserved yet.
+        """Write down a new sweep of a file's trials and of what each private run plans to be charged with.
 
-        Args:
-            folder: Where.
-            file: What was asked for.
-            trials: Its trials.
-            places: What each private run of them plans to be charged with.
-            budget: Of the private trials: their unit, neighbours and delta; None where no trial is private.
-            accountant: Theirs.
-            dataset_ledger: Adds up what they release.
-            total_eps: Its limit.
-            metric_data: On which data trials are compared.
-            planned: The epsilon of all of them together.
-            ledger_delta: The delta that the ledger's limit holds at.
-            without_privacy: How many trials train on private data without any privacy; None where nobody looked.
+        Nothing is reserved yet.
         """
+        budget, ledger = terms.budget, terms.dataset_ledger
         charged = [Charge.of(place).to_dict() for place in places]
         facts = {
             "schema": SCHEMA,
@@ -75,13 +81,13 @@ class SweepFolder:
             "fingerprint": file.fingerprint(),
             "trials": [{"id": trial.id, "settings": trial.overrides} for trial in trials],
             "metric": dict(file.metric),
-            "metric_data": metric_data,
-            "dataset_ledger": None if dataset_ledger is None else str(dataset_ledger.expanduser().resolve()),
-            "total_eps": total_eps,
-            "ledger_delta": ledger_delta,
-            "accountant": accountant,
-            "planned": planned,
-            "without_privacy": without_privacy,
+            "metric_data": terms.metric_data,
+            "dataset_ledger": None if ledger is None else str(ledger.expanduser().resolve()),
+            "total_eps": terms.total_eps,
+            "ledger_delta": terms.ledger_delta,
+            "accountant": terms.accountant,
+            "planned": terms.planned,
+            "without_privacy": terms.without_privacy,
             "places": [place["releases"] for place in charged],
             "parts": [place.get("parts") for place in charged],
             "budget": None if budget is None else {
@@ -102,14 +108,14 @@ class SweepFolder:
         path = Path(folder).expanduser() / SWEEP
         try:
             facts = json.loads(path.read_text(encoding="utf-8"))
-            schema, places = facts["schema"], facts["places"]
+            schema = facts["schema"]
         except FileNotFoundError as error:
             raise ConfigurationError(f"{folder} holds no {SWEEP}: plan the sweep first, by task=sweep.") from error
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise DataError(f"{path} is not the file of a sweep ({error}).") from error
         if problem := schema_problem(schema, SCHEMA):
             raise DataError(f"{path} cannot be read: {problem}")
-        return cls(path.parent, {"parts": [None] * len(places), **facts})
+        return cls(path.parent, facts)
 
     def require(self, file: SweepFile, dataset_ledger: Path | None, total_eps: float | None, metric_data: str) -> None:
         """Refuse to go on with a sweep that was planned with another file or other settings."""
@@ -178,13 +184,13 @@ class SweepFolder:
             "id": self.id,
             "trials": len(facts["trials"]),
             "private_runs": len(facts["places"]),
-            "without_privacy": facts.get("without_privacy"),
+            "without_privacy": facts["without_privacy"],
             "varied": sorted({setting.partition("=")[0] for one in facts["trials"] for setting in one["settings"]}),
             "metric": facts["metric"].get("name"),
             "metric_data": facts["metric_data"],
             "planned": facts["planned"],
             "total_eps": facts["total_eps"],
-            "ledger_delta": facts.get("ledger_delta"),
+            "ledger_delta": facts["ledger_delta"],
         }
 
 
@@ -206,7 +212,7 @@ def trial_ledger(sweep: SweepFolder, budget: PrivacyBudget, *, own: DatasetLedge
             f"trial_of={sweep.folder} planned no private run, and this one is under privacy={mode}. Plan the sweep "
             "that it belongs to."
         )
-    if (known := sweep.facts.get("ledger_delta")) is not None and (found := ledger.terms()["delta"]) != known:
+    if (known := sweep.facts["ledger_delta"]) is not None and (found := ledger.terms()["delta"]) != known:
         raise ConfigurationError(
             f"trial_of={sweep.folder} was planned with a limit at delta {known:.3g}, and its ledger {ledger.path} "
             f"counts at delta {found:.3g}: another one lies there now. Put that of the plan back, or plan anew."

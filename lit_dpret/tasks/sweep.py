@@ -18,7 +18,7 @@ from lit_dpret.privacy.ledger.dataset_file import Charge, Total, compose_across_
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.sweeps import SweepFile, SweepFolder, Trial, run_trials
-from lit_dpret.sweeps.folder import SWEEP
+from lit_dpret.sweeps.folder import SWEEP, SweepTerms
 from lit_dpret.sweeps.report import write_report
 from lit_dpret.tasks.fit import PlannedFit
 from lit_dpret.tasks.parts import Parts, check_run_dir
@@ -152,11 +152,7 @@ class Sweep:
                 "nothing at a smaller one. Set privacy.delta to that, or choose on public data."
             )
         places = [Charge.of(one.releases, one.start.uncounted(ledger) if one.start else ()) for one in plans]
-        return SweepFolder.plan(
-            parts.run_dir,
-            self.file,
-            trials,
-            places,
+        counted = SweepTerms(
             budget=budget,
             accountant=plans[0].plan.accountant if plans else "pld",
             dataset_ledger=self.dataset_ledger,
@@ -166,6 +162,7 @@ class Sweep:
             planned=planned_total,
             without_privacy=self._without_privacy,
         )
+        return SweepFolder.plan(parts.run_dir, self.file, trials, places, counted)
 
     def _plans_of(self, parts: Parts, trial: Trial, known: dict[str, list[PlannedFit]]) -> list[PlannedFit]:
         """The private trainings of one trial; those of an equal one where it was planned before."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,13 +13,6 @@ from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, noise_keys
 DATA = {"sample_rate": 0.1, "expected_batch_size": None, "physical_batch_size": 4}
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    found = Server()
-    yield found
-    found.close()
 
 
 def intents(folder: Path) -> list[tuple[int, int]]:

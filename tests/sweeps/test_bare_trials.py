@@ -12,7 +12,7 @@ from lit_dpret.cards.tuning import tuning_facts
 from lit_dpret.privacy.accounting.releases import FullBatch, GaussianRelease
 from lit_dpret.privacy.budget import PrivacyBudget
 from lit_dpret.privacy.ledger.dataset_ledger import sweep_limit
-from lit_dpret.sweeps import SweepFile, SweepFolder, write_result
+from lit_dpret.sweeps import SweepFile, SweepFolder, SweepTerms, write_result
 from lit_dpret.sweeps.report import write_report
 
 PLANNED = {"epsilon": 3.5, "delta": 1e-5, "unit": "query", "neighbours": "zero_out", "accountant": "pld"}
@@ -23,11 +23,12 @@ def sweep(folder: Path, *, bare: int | None) -> SweepFolder:
     content = {"parameters": {"point": {"values": ["eps3", "eps_inf"]}}, "metric": {"name": "loss"}}
     (folder / "sweep.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
     file = SweepFile.read(folder / "sweep.yaml")
-    made = SweepFolder.plan(
-        folder / "s", file, file.trials(), [[GaussianRelease(noise_multiplier=20.0, law=FullBatch(), count=4)]],
-        budget=PrivacyBudget(eps=3.0, delta=1e-5), accountant="pld", dataset_ledger=folder / "data.jsonl",
-        total_eps=4.0, metric_data="private", planned=PLANNED, ledger_delta=LEDGER_DELTA, without_privacy=bare,
+    terms = SweepTerms(
+        budget=PrivacyBudget(eps=3.0, delta=1e-5), dataset_ledger=folder / "data.jsonl", total_eps=4.0,
+        metric_data="private", planned=PLANNED, ledger_delta=LEDGER_DELTA, without_privacy=bare,
     )  # fmt: skip
+    places = [[GaussianRelease(noise_multiplier=20.0, law=FullBatch(), count=4)]]
+    made = SweepFolder.plan(folder / "s", file, file.trials(), places, terms)
     for number, trial in enumerate(file.trials()):
         made.trial_folder(trial.id).mkdir(parents=True)
         write_result(made.trial_folder(trial.id), trial.overrides, {"loss": 1.0 + number})

@@ -18,7 +18,7 @@ from tiny_tasks import parts
 
 from lit_dpret.errors import ConfigurationError, ResumeError, WorkerError
 from lit_dpret.privacy.ledger.dataset_account import RunLock
-from lit_dpret.sweeps import SweepFile, SweepFolder, run_trials
+from lit_dpret.sweeps import SweepFile, SweepFolder, SweepTerms, run_trials
 from lit_dpret.sweeps.folder import SWEEP
 from lit_dpret.sweeps.report import write_report
 from lit_dpret.tasks import Sweep
@@ -59,10 +59,7 @@ def sweep(folder: Path, *hows: str, xs: tuple[float, ...] = (1.0,)) -> tuple[Swe
     }
     (folder / "sweep.yaml").write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
     file = SweepFile.read(folder / "sweep.yaml")
-    made = SweepFolder.plan(
-        folder / "s", file, file.trials(), [], budget=None, accountant="pld", dataset_ledger=None, total_eps=None,
-        metric_data="public", planned=None,
-    )  # fmt: skip
+    made = SweepFolder.plan(folder / "s", file, file.trials(), [], SweepTerms(budget=None, metric_data="public"))
     return made, file
 
 

@@ -1,0 +1,180 @@
+"""What is written on a card after it was made changes nothing else of it, and leaves the card before traceable."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cards import CHILD, Run, make_plan
+
+from lit_dpret.cards.amendments import AttackResult, add_evidence, note_not_covered, with_evidence, with_notes
+from lit_dpret.cards.card import card_sha256, inherit_card, read_card, subject_of, verify_card, write_card
+from lit_dpret.cards.verification import verify_chain
+from lit_dpret.errors import ConfigurationError, DataError
+
+RANKS = AttackResult(
+    attack="ranks of planted secrets", n=9, metric="share of rank 1", estimate=0.25, ci=(0.1, 0.5), eps_lower=0.41,
+    delta=0.0, confidence=0.95, method="rank 1 or better, one training", assumption="coins.", copies=10, ceiling=0.336,
+)  # fmt: skip
+PLANTED = {"canaries": 9, "units": 333, "sha256": "a" * 64}
+GAP = "BLEU of set, computed from private queries: whoever is shown these numbers is told more than the claim covers."
+CAUTION = "BLEU of set was computed from private queries after this card was made. Those numbers are not covered."
+Amend = Callable[[Path], "Path | None"]
+
+
+def note(folder: Path) -> Path | None:
+    return note_not_covered(folder, "BLEU of set", computed="private queries")
+
+
+def evidence(folder: Path) -> Path | None:
+    return add_evidence(folder, [RANKS])
+
+
+both = pytest.mark.parametrize("amend", [note, evidence])
+
+
+def carded(folder: Path) -> Path:
+    """A folder with a ledger and the card that follows from it."""
+    run = Run(folder, make_plan()).train(3)
+    write_card(run.card(subject=subject_of("weights", "model"), tuning={"data": "none"}), folder)
+    run.ledger.close()
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return carded(tmp_path)
+
+
+def test_a_note_stands_where_people_read_of_what_is_not_covered_once_however_often_it_is_made(folder: Path) -> None:
+    for _ in range(3):
+        assert note(folder) == folder / "privacy_card.json"
+    card = read_card(folder)
+    assert card["not_covered"].count(GAP) == card["cautions"].count(CAUTION) == 1 and len(card["amendments"]) == 3
+    for name in ("privacy_card.md", "privacy_card.html"):
+        page = (folder / name).read_text(encoding="utf-8")
+        assert GAP in page and CAUTION in page
+
+
+def test_a_bound_is_printed_with_what_it_is_no_guarantee_of(folder: Path) -> None:
+    evidence(folder)
+    for name in ("privacy_card.md", "privacy_card.html"):
+        page = (folder / name).read_text(encoding="utf-8")
+        assert "evidence of leakage at least 0.41" in page and "absence of evidence is no guarantee" in page
+        assert "No attack has been run" not in page and "trained on the planted canaries" in page
+
+
+@both
+def test_the_claim_and_all_the_rest_of_the_card_stay_as_they_were(amend: Amend, folder: Path) -> None:
+    before = read_card(folder)
+    amend(folder)
+    after: dict[str, Any] = copy.deepcopy(read_card(folder))
+    assert verify_card(after, folder / "privacy_ledger.jsonl") == []
+    if amend is note:
+        assert (after["not_covered"].pop(), after["cautions"].pop()) == (GAP, CAUTION)
+    else:
+        assert after["empirical"]["results"].pop() == RANKS.to_dict()
+        for card in (before, after):  # which says whether attacks were run
+            card["claim"].pop("statement")
+    changed = ("checksum", "amendments")
+    assert {k: v for k, v in after.items() if k not in changed} == {k: v for k, v in before.items() if k not in changed}
+
+
+@both
+def test_the_card_before_can_be_named_by_what_was_derived_from_it(amend: Amend, folder: Path) -> None:
+    names = []
+    for _ in range(2):
+        names.append(card_sha256(folder))
+        amend(folder)
+    assert [each["sha256_before"] for each in read_card(folder)["amendments"]] == names
+
+
+@both
+def test_a_folder_without_a_card_has_nothing_to_write_on(amend: Amend, tmp_path: Path) -> None:
+    assert amend(tmp_path) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+@both
+def test_a_card_that_was_edited_is_refused_and_left_alone(amend: Amend, folder: Path) -> None:
+    path = folder / "privacy_card.json"
+    card = json.loads(path.read_text(encoding="utf-8"))
+    card["claim"]["epsilon"] = 0.1
+    path.write_text(json.dumps(card), encoding="utf-8")
+    before = path.read_bytes()
+    with pytest.raises(DataError, match="checksum"):
+        amend(folder)
+    assert path.read_bytes() == before
+
+
+@both
+def test_a_card_that_is_made_anew_keeps_the_amendments_of_the_one_it_replaces(amend: Amend, folder: Path) -> None:
+    fresh = read_card(folder)
+    amend(folder)
+    again = with_notes(fresh, folder)
+    assert again == read_card(folder) == with_notes(again, folder)
+    assert "amendments" not in fresh  # the argument is left alone
+
+
+def test_a_card_of_other_files_keeps_notes_alone_and_that_of_another_artefact_nothing(folder: Path) -> None:
+    other_files, other = copy.deepcopy(read_card(folder)), copy.deepcopy(read_card(folder))
+    note(folder)
+    evidence(folder)
+    other_files["subject"]["sha256"] = {"model.safetensors": "b" * 64}
+    kept = with_notes(other_files, folder)
+    assert kept["empirical"]["results"] == [] and GAP in kept["not_covered"]
+    other["subject"]["name"] = "another"
+    assert "amendments" not in with_notes(other, folder)
+
+
+def test_where_no_card_can_be_read_there_are_no_notes_to_keep(folder: Path) -> None:
+    fresh = read_card(folder)
+    (folder / "privacy_card.json").write_text("{", encoding="utf-8")
+    assert with_notes(fresh, folder) == with_notes(fresh, folder / "nowhere") == fresh
+
+
+def test_what_is_derived_from_a_noted_card_inherits_the_gap(folder: Path) -> None:
+    note(folder)
+    child = inherit_card(folder, subject_of("weights", "child"), description="copied", tuning={"data": "none"})
+    assert any("BLEU of set" in text for text in child["not_covered"])
+
+
+def test_what_was_derived_before_finds_an_amended_card_and_not_one_that_was_edited_too(tmp_path: Path) -> None:
+    parent, child = carded(tmp_path / "parent"), tmp_path / "child"
+    write_card(inherit_card(parent, CHILD, description="sampling"), child)
+    for amend in (evidence, note, evidence):
+        amend(parent)
+    assert verify_chain(child, parents=[parent]).failed == []
+    assert len(read_card(parent)["empirical"]["results"]) == 2
+    card = read_card(parent)
+    card["claim"]["epsilon"] = 0.1
+    write_card(with_evidence(card, []), parent)
+    assert verify_chain(child, parents=[parent]).failed != []
+
+
+def test_planted_canaries_stand_on_the_card_and_cannot_be_taken_off_it(tmp_path: Path) -> None:
+    run = Run(tmp_path, make_plan())
+    run.ledger.append("plan", run_id="r", attempt=0, mode="dp_sgd", plan=make_plan().to_dict(), planned_steps=20,
+                      rows_per_unit="one", secure_rng=False, planted=PLANTED)  # fmt: skip
+    run.train(2)
+    write_card(run.card(tuning={"data": "none"}), tmp_path)
+    card = read_card(tmp_path)
+    assert card["empirical"]["planted"] == PLANTED
+    assert "canaried model" in (tmp_path / "privacy_card.md").read_text(encoding="utf-8")
+    assert inherit_card(tmp_path, CHILD, description="sampling")["empirical"]["planted"] == PLANTED
+    del card["empirical"]["planted"]
+    silent = with_evidence(card, [])
+    assert any("canaries" in problem for problem in verify_card(silent, tmp_path / "privacy_ledger.jsonl"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"eps_lower": float("inf")}, {"eps_lower": -1.0}, {"n": 0}, {"about": "my model"}, {"ci": (0.1, float("nan"))}],
+)
+def test_a_result_that_says_nothing_is_refused(change: dict[str, object]) -> None:
+    with pytest.raises(ConfigurationError):
+        AttackResult(**{"attack": "x", "n": 1, "metric": "share", "eps_lower": 0.0} | change)  # type: ignore[arg-type]
