@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,6 @@ import pytest
 from rank_runs import Server, told
 
 STEPS = 6
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    found = Server()
-    yield found
-    found.close()
 
 
 def records(folder: Path, kind: str) -> list[dict[str, Any]]:

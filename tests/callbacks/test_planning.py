@@ -1,4 +1,4 @@
-"""What a training reads beside its DataModule is part of the data: a resume with another file is refused."""
+"""The plan of a run covers the files that a training reads beside its DataModule: a resume with others is refused."""
 
 from __future__ import annotations
 

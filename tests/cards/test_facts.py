@@ -1,24 +1,110 @@
-"""A protocol that counts as pre-registered was in the ledger before the first release."""
+"""Facts of a card besides its claim: the machine, what pre-training held of the data, and registered protocols."""
 
 from __future__ import annotations
 
 import json
+import platform
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cards import Run, make_plan
+from jsonschema import Draft202012Validator
+from memoriser import Memoriser, large_log
 from stand_ins import Regression, dp, fit
-from tiny_tasks import retriever
+from tiny_tasks import retriever, trainer
 
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
+from lit_dpret.cards import facts as environment
 from lit_dpret.cards.card import inherit_card, read_card, subject_of, write_card
-from lit_dpret.cards.facts import PROTOCOL_EVENT, note_protocols, registered
+from lit_dpret.cards.facts import PROTOCOL_EVENT, code_commit, environment_facts, note_protocols, registered
 from lit_dpret.cards.file import checksum, file_sha256
 from lit_dpret.cards.verification import verify_chain
 from lit_dpret.errors import ConfigurationError, ResumeError
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
-from lit_dpret.privacy.modes import NoPrivacy, SyntheticData
+from lit_dpret.privacy.modes import DPSGD, NoPrivacy, SyntheticData
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A repository with a package in it that this module believes to be its own; nothing is committed yet."""
+    package = tmp_path / "lit_dpret" / "privacy"
+    package.mkdir(parents=True)
+    (tmp_path / "lit_dpret" / "__init__.py").write_text("", encoding="utf-8")
+    (tmp_path / "other.py").write_text("", encoding="utf-8")
+    monkeypatch.setattr(environment, "__file__", str(package / "environment.py"))
+    git(tmp_path, "init", "-q")
+    code_commit.cache_clear()
+    yield tmp_path
+    code_commit.cache_clear()
+
+
+def git(folder: Path, *arguments: str) -> str:
+    who = ("-c", "user.name=n", "-c", "user.email=n@example.org", "-c", "commit.gpgsign=false")
+    return subprocess.run(["git", "-C", folder, *who, *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def test_a_package_that_only_lies_in_a_repository_has_no_commit(repository: Path) -> None:
+    git(repository, "add", "other.py")
+    git(repository, "commit", "-qm", "another project, whose environment lies inside it")
+    assert code_commit() is None
+
+
+def test_a_checkout_is_named_by_its_commit_and_says_whether_files_differ_from_it(repository: Path) -> None:
+    git(repository, "add", ".")
+    git(repository, "commit", "-qm", "all")
+    commit = git(repository, "rev-parse", "HEAD").strip()
+    assert code_commit() == commit
+    (repository / "other.py").write_text("changed = True\n", encoding="utf-8")
+    code_commit.cache_clear()
+    assert code_commit() == f"{commit}+changes"
+
+
+def test_the_facts_name_kinds_and_no_host() -> None:
+    facts = environment_facts(device="cpu", precision="32-true")
+    assert (facts["hardware"], facts["precision"]) == (f"cpu ({platform.machine()})", "32-true")
+    assert environment_facts()["hardware"] is None
+    assert platform.node() not in json.dumps(facts)
+
+
+SCHEMA = json.loads((Path(__file__).parents[2] / "lit_dpret/cards/privacy_card.schema.json").read_text("utf-8"))
+SHARE = {"exact": {"positives": 2, "total": 10, "value": 0.2, "interval": [0.06, 0.51]}}
+
+
+def counted(folder: Path, **changes: Any) -> Path:
+    facts = {"corpus": {"name": "sample.jsonl", "documents": 90, "words": 4000}, "sampled": None, "split": "dev",
+             "whose": "public", "not_covered": None, "found": {"queries": SHARE, "passages": SHARE}}  # fmt: skip
+    path = folder / "pretraining_overlap.json"
+    path.write_text(json.dumps(facts | changes), encoding="utf-8")
+    return path
+
+
+def test_what_was_counted_on_public_texts_stands_on_the_card(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    callbacks = [PrivacyAccountant(run_dir=run), PrivacyCard(run_dir=run, pretraining_overlap=counted(tmp_path))]
+    module = Memoriser(DPSGD(eps=2.0, delta=1e-5, noise_multiplier=2.0, secret_file=tmp_path / "secret"))
+    trainer(max_steps=1, logger=False, callbacks=callbacks, default_root_dir=str(run)).fit(module, large_log(tmp_path))
+    card = read_card(run)
+    assert card["pretraining"]["overlap_check"]["found"]["queries"] == SHARE
+    assert not list(Draft202012Validator(SCHEMA).iter_errors(card))
+    assert "sample.jsonl" in (run / "privacy_card.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("changes", [{"whose": "private"}, {"not_covered": "Overlap of private queries"}])
+def test_shares_of_private_queries_are_refused(changes: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="shares of private queries"):
+        PrivacyCard(pretraining_overlap=counted(tmp_path, **changes))
+
+
+@pytest.mark.parametrize("text", ["no json", "{}", "[]", None])
+def test_another_file_is_refused_before_the_run(text: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "overlap.json"
+    if text is not None:
+        path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigurationError, match=r"pretraining_overlap=.*cannot be read"):
+        PrivacyCard(pretraining_overlap=path)
 
 
 def protocol(folder: Path, text: str = "1000 canaries, one run, 95 %", name: str = "protocol.md") -> Path:
