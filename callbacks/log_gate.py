@@ -20,6 +20,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
 
+from lit_dpret.callbacks.planning import accountant_of
 from lit_dpret.privacy.ledger.gate import public_names, unaccounted
 
 _SHOWN = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
@@ -27,7 +28,7 @@ _SHOWN = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 
 def tell(trainer: L.Trainer, metrics: Mapping[str, float], step: int) -> None:
     """Log public numbers by logical step: how many physical batches there were may be private."""
-    gate = next((c.log_gate for c in _callbacks(trainer) if getattr(c, "log_gate", None) is not None), None)
+    gate: LogGate | None = getattr(accountant_of(trainer), "log_gate", None)
     with nullcontext() if gate is None else gate.opened():
         for logger in trainer.loggers:
             logger.log_metrics(dict(metrics), step=step)
@@ -92,7 +93,7 @@ class LogGate:
         """Refuse names that nobody declares, or note them where private numbers are shown on purpose."""
         if self.open:
             return
-        callbacks = _callbacks(self._trainer)
+        callbacks = list(self._trainer.callbacks)
         known = public_names([self._module, *callbacks]) | _learning_rates(callbacks)
         for name in names:
             if name not in known:
@@ -284,7 +285,3 @@ def _learning_rates(callbacks: list[Any]) -> set[str]:
     return {
         name for m in monitors for kept in (m.lrs, m.last_momentum_values, m.last_weight_decay_values) for name in kept
     }
-
-
-def _callbacks(trainer: L.Trainer) -> list[Any]:
-    return list(trainer.callbacks)  # type: ignore[attr-defined]
