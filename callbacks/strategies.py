@@ -19,7 +19,7 @@ from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.strategies import DDPStrategy
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from lit_dpret.callbacks.xla_processes import XLAProcesses
+from lit_dpret.distributed.xla_processes import XLAProcesses
 from lit_dpret.distributed.strategies import STRATEGIES, strategy
 from lit_dpret.errors import ConfigurationError
 

@@ -23,7 +23,7 @@ sys.path.insert(0, str(TESTS))
 from tiny_generator import copy_pairs, generator  # noqa: E402
 
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard  # noqa: E402
-from lit_dpret.callbacks.xla_processes import XLAProcesses  # noqa: E402
+from lit_dpret.distributed.xla_processes import XLAProcesses  # noqa: E402
 from lit_dpret.modules.query_generator import QueryGenerator  # noqa: E402
 from lit_dpret.privacy.batches import Draw  # noqa: E402
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy  # noqa: E402
