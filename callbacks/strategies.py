@@ -19,11 +19,15 @@ from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.strategies import DDPStrategy
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from lit_dpret.distributed.xla_processes import XLAProcesses
 from lit_dpret.distributed.strategies import STRATEGIES, strategy
 from lit_dpret.errors import ConfigurationError
 
-# Exact classes: a subclass may reduce, noise or wrap in a way that nobody looked at.
+# Exact classes, by name, so that none of them is loaded: a subclass may reduce, noise or wrap in a way of its own.
+_OURS = {
+    "lit_dpret.distributed.fsdp.ShardingStrategy": "fsdp",
+    "lit_dpret.distributed.zero.ZeroStrategy": "deepspeed",
+    "lit_dpret.distributed.xla_processes.XLAProcesses": "xla_processes",
+}
 _ROWS = {
     "SingleDeviceStrategy": "one_device",
     "ModelParallelStrategy": "fsdp",
@@ -53,12 +57,8 @@ def strategy_name(trainer: L.Trainer) -> str:
     """The name of the Trainer's row in `lit_dpret.distributed.strategies`."""
     found: Any = trainer.strategy
     name = type(found).__name__
-    if type(found).__module__ == "lit_dpret.distributed.fsdp" and name == "ShardingStrategy":
-        return "fsdp"
-    if type(found) is XLAProcesses:
-        return "xla_processes"
-    if type(found).__module__ == "lit_dpret.distributed.zero" and name == "ZeroStrategy":
-        return "deepspeed"
+    if (ours := _OURS.get(f"{type(found).__module__}.{name}")) is not None:
+        return ours
     if name == "DeepSpeedStrategy":
         return "plain_deepspeed"
     if not type(found).__module__.startswith(("lightning.pytorch.", "pytorch_lightning.")):
