@@ -35,9 +35,13 @@ def sights(run: PddAs2) -> list[Sight]:
     """
     eps = run.privacy.eps
     made = "made of queries that the silo's DP generator wrote: its privacy card"
-    dp = _NONE if eps is None else f"differential privacy of each {run.privacy.unit}, eps={eps:g} for all that leaves"
+    delta = "1/(2n)" if run.privacy.delta is None else f"{run.privacy.delta:g}"
+    terms = f"delta={delta}, {run.privacy.neighbours}"
+    dp = _NONE
+    if eps is not None:
+        dp = f"differential privacy of each {run.privacy.unit}, eps={eps:g} ({terms}) for all that leaves"
     if run.train_on == "synthetic":
-        dp = made if eps is None else f"{made}, within eps={eps:g} of the silo"
+        dp = made if eps is None else f"{made}, within eps={eps:g} ({terms}) of the silo"
     update = dp
     if eps is not None and run.train_on == "queries":
         update += "; nothing is promised of the sentences that it is trained on"
@@ -112,7 +116,8 @@ def _response(run: PddAs2) -> Sight:
         "public": ("embeddings of sentences that it declares public", "the declaration"),
         "dp_centroid": (
             "noised centroids of its collection",
-            f"differential privacy of each passage, eps={privacy.collection_eps or 0:g}",
+            f"differential privacy of each passage, eps={privacy.collection_eps or 0:g} "
+            f"(delta={privacy.collection_delta:g}, {privacy.neighbours})",
         ),
         "synthetic": (
             "embeddings of queries that its DP generator wrote for public sentences",

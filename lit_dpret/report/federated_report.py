@@ -105,6 +105,8 @@ class FederatedFacts:
         trust: The trust table's rows: what leaves a silo, what the server sees, what other silos see, what protects.
         eps: Of each silo; None for no privacy.
         unit: Of the budget.
+        delta: Of the budget of each silo; None for 1/(2n), n being the number of its units.
+        neighbours: Of the budget.
         command: What to type to get the same again.
         settings: Everything that results depend on, by name.
         notes: Further remarks.
@@ -117,8 +119,16 @@ class FederatedFacts:
     eps: float | None
     unit: str
     command: str
+    delta: float | None = None
+    neighbours: str = "zero_out"
     settings: Mapping[str, Any] = field(default_factory=dict)
     notes: Sequence[str] = ()
+
+    @property
+    def terms(self) -> str:
+        """What stands beside every epsilon on the page."""
+        delta = f"1/(2n), n being the number of its {self.unit} units" if self.delta is None else f"{self.delta:g}"
+        return f"delta = {delta}, for one {self.unit}, {self.neighbours}"
 
 
 def write_federated_report(folder: Path, rows: Sequence[FederatedRow], facts: FederatedFacts) -> dict[str, Path]:
@@ -156,7 +166,7 @@ def _lead(facts: FederatedFacts) -> list[Block]:
         claim = Banner("No privacy: no budget is set, and epsilon is infinite for every silo.", "caution")
     else:
         claim = Banner(
-            f"Each silo has a budget of epsilon = {facts.eps:g} for one {facts.unit}, for everything that leaves it. "
+            f"Each silo has a budget of epsilon = {facts.eps:g} at {facts.terms}, for everything that leaves it. "
             "What was spent stands below, silo by silo.",
             "plain",
         )
@@ -311,7 +321,7 @@ def _epsilon(rows: Sequence[FederatedRow], facts: FederatedFacts) -> list[Block]
     clients = list(dict.fromkeys(name for row in private for name in row.epsilon))
     body = [(name, *(spent(row.epsilon.get(name)) for row in private)) for name in clients]
     head = (f"silo (unit: {facts.unit})", *(row.label for row in private))
-    said = f"{_PER_SYSTEM} The largest over seeds, of a budget of {facts.eps:g}."
+    said = f"{_PER_SYSTEM} The largest over seeds, of a budget of {facts.eps:g}, at {facts.terms}."
     return [Paragraph(said), Grid(head, body, frozenset(range(1, len(head))))]
 
 
@@ -329,6 +339,8 @@ def _data(rows: Sequence[FederatedRow], by_name: Mapping[str, FederatedRow], fac
         "internal": "computed on private queries; covered by no guarantee",
         "eps": facts.eps,
         "unit": facts.unit,
+        "delta": facts.delta,
+        "neighbours": facts.neighbours,
         "split": facts.split,
         "model": facts.model,
         "silos": facts.silos,

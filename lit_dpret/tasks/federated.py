@@ -148,6 +148,8 @@ class Federated:
             trust=[(one.what, one.server, one.silos, one.protection) for one in sights(settings)],
             eps=plan.privacy.eps,
             unit=plan.privacy.unit,
+            delta=plan.privacy.delta,
+            neighbours=plan.privacy.neighbours,
             command=parts.command_again(*_HOW_NOT_WHAT),
             settings=plan.describe(),
             notes=[*filter(None, (self.note, plan.note)), *_notes(plan, self.seeds)],

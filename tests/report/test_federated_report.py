@@ -112,3 +112,15 @@ def test_the_figure_draws_a_bar_to_either_side_and_escapes_names() -> None:
     drawn = gain_figure("gain", {"<a>": Interval(0.1, 0.05, 0.15), "b": Interval(-0.1, math.nan, math.nan)})
     assert drawn.count("<rect") == 2 and drawn.count("<path") == 1 and "&lt;a&gt;" in drawn and "-0.100" in drawn
     assert gain_figure("gain", {}) == "" and show(Interval(0.5, math.nan, math.nan)) == "0.500"
+
+
+@pytest.mark.parametrize(("delta", "expected"), [(None, "1/(2n)"), (1e-4, "0.0001")])
+def test_every_epsilon_stands_beside_its_delta_unit_and_neighbours(
+    delta: float | None, expected: str, tmp_path: Path
+) -> None:
+    private = replace(STAGE1, epsilon={"a": 7.5, "b": 7.9})
+    written = write_federated_report(tmp_path, [private], replace(FACTS, eps=8.0, delta=delta))
+    for name in ("pdd_as2.md", "pdd_as2.html"):
+        page = written[name].read_text(encoding="utf-8")
+        assert page.count(f"delta = {expected}") == 2 and page.count("zero_out") >= 2, name
+    assert json.loads(written["pdd_as2.json"].read_text(encoding="utf-8"))["delta"] == delta
