@@ -61,26 +61,6 @@ LAWS: dict[str, SamplingLaw] = {
     "shuffle": Shuffle(batch_size=40, n=2000),
     "full_batch": FullBatch(),
 }
-ALL = {"zero_out", "add_or_remove", "replace_one"}
-ONE_BOUND = {"zero_out", "add_or_remove"}
-SAME_N = {"zero_out", "replace_one"}
-EXPECTED: dict[tuple[str, str], set[str]] = {
-    ("pld", "poisson"): ALL,
-    ("pld", "truncated_poisson"): ALL,
-    ("pld", "fixed_size"): set(),
-    ("pld", "shuffle"): SAME_N,
-    ("pld", "full_batch"): ALL,
-    ("rdp", "poisson"): ONE_BOUND,
-    ("rdp", "truncated_poisson"): set(),
-    ("rdp", "fixed_size"): {"replace_one"},
-    ("rdp", "shuffle"): SAME_N,
-    ("rdp", "full_batch"): ALL,
-    ("prv", "poisson"): ONE_BOUND,
-    ("prv", "truncated_poisson"): set(),
-    ("prv", "fixed_size"): set(),
-    ("prv", "shuffle"): set(),
-    ("prv", "full_batch"): set(),
-}
 # The paper's run: 532,000 units, batches of 1024, 30 epochs, delta = 1/(2n).
 PAPER_LAW = Poisson(sample_rate=1024 / 532_000)
 PAPER_STEPS = 15_586
@@ -98,25 +78,6 @@ def eps(
 
 
 # -- the support matrix ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("neighbours", get_args(Neighbours))
-@pytest.mark.parametrize(("accountant", "kind"), EXPECTED)
-def test_every_combination_is_answered_or_refused_by_name(
-    accountant: AccountantName, kind: str, neighbours: Neighbours
-) -> None:
-    release = gaussian(2.0, LAWS[kind], 50)
-    if neighbours in EXPECTED[accountant, kind]:
-        assert 0 < eps(release, neighbours=neighbours, accountant=accountant) < 100
-        return
-    with pytest.raises(UnsupportedAccountingError) as refusal:
-        eps(release, neighbours=neighbours, accountant=accountant)
-    message = str(refusal.value)
-    named, _, ways = message.partition("judged by ")
-    assert all(word in named for word in (kind, accountant, neighbours))
-    for way in ways.rstrip(".").split("; by "):
-        name, _, relations = way.removeprefix("privacy.accountant=").partition(" under ")
-        assert set(relations.split(", ")) == EXPECTED[name, kind] != set()
 
 
 def test_the_matrix_claims_nothing_that_the_library_refuses() -> None:

@@ -14,7 +14,7 @@ from dp_accounting.privacy_accountant import NeighboringRelation
 from dp_accounting.rdp import RdpAccountant
 from opacus.accountants import PRVAccountant
 
-from lit_dpret.errors import ConfigurationError, UnsupportedAccountingError
+from lit_dpret.errors import UnsupportedAccountingError
 from lit_dpret.privacy.accounting.accountant import calibrate_noise
 from lit_dpret.privacy.accounting.composition import check_supported, epsilon, underreported_epsilon
 from lit_dpret.privacy.accounting.releases import (
@@ -161,12 +161,6 @@ def test_the_central_limit_is_below_the_proved_number(row: tuple[float, int, flo
     noise, steps, rate, delta, recorded = row
     release = GaussianRelease(noise_multiplier=noise, law=Poisson(sample_rate=rate), count=steps)
     assert epsilon([release], delta=delta, neighbours="zero_out") > recorded
-
-
-def test_the_central_limit_is_no_accountant_that_a_run_could_choose() -> None:
-    assert "gdp" not in get_args(AccountantName)
-    with pytest.raises(ConfigurationError, match=r"privacy\.accountant='gdp'"):
-        check_supported(FullBatch(), "gdp", "zero_out")  # type: ignore[arg-type]
 
 
 def test_the_central_limit_is_exact_for_unsampled_gaussians_and_refused_where_nobody_states_it() -> None:

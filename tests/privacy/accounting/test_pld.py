@@ -1,0 +1,118 @@
+"""Losses that are inverted, composed and read on arrays are the library's, value by value.
+
+Connecting the dots takes second differences of the deltas, which lifts rounding to some 1e-8 of epsilon. The library
+adds up its losses step by step, ours multiply, which differ by some 1e-10.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from dp_accounting.pld import privacy_loss_distribution as library
+from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType, GaussianPrivacyLoss
+from dp_accounting.privacy_accountant import NeighboringRelation
+
+from lit_dpret.privacy.accounting.pld import (
+    GaussianLoss,
+    compose_times,
+    gaussian_pld,
+    read_deltas,
+    read_epsilon,
+    truncated_pld,
+)
+
+RELATIONS = list(NeighboringRelation)
+RATES = (1e-6, 0.002, 0.3, 0.999, 1.0)
+
+
+@pytest.mark.parametrize("kind", list(AdjacencyType))
+@pytest.mark.parametrize("rate", RATES)
+@pytest.mark.parametrize("noise", [0.15, 0.7, 30.0])
+def test_deltas_of_many_values_are_the_librarys(kind: AdjacencyType, rate: float, noise: float) -> None:
+    ours = GaussianLoss(noise, sampling_prob=rate, adjacency_type=kind)
+    theirs = GaussianPrivacyLoss(noise, sampling_prob=rate, adjacency_type=kind)
+    bounds = theirs.connect_dots_bounds()
+    edge = [-math.log1p(-rate), math.log1p(-rate)] if rate < 1 else []
+    values = np.array([*np.linspace(bounds.epsilon_lower - 1, bounds.epsilon_upper + 1, 501), 0.0, *edge])
+    np.testing.assert_allclose(ours.get_delta_for_epsilon(values), theirs.get_delta_for_epsilon(values), atol=1e-14)
+    assert ours.get_delta_for_epsilon(0.1) == theirs.get_delta_for_epsilon(0.1)
+
+
+@pytest.mark.parametrize("relation", RELATIONS)
+@pytest.mark.parametrize("rate", RATES)
+def test_composed_epsilons_of_poisson_sampling_are_the_librarys(relation: NeighboringRelation, rate: float) -> None:
+    ours = gaussian_pld(0.8, rate, relation, 1e-3).self_compose(40)
+    theirs = library.from_gaussian_mechanism(
+        0.8, sampling_prob=rate, neighboring_relation=relation, value_discretization_interval=1e-3
+    ).self_compose(40)
+    for delta in (1e-8, 1e-5, 1e-2):
+        assert ours.get_epsilon_for_delta(delta) == pytest.approx(theirs.get_epsilon_for_delta(delta), rel=1e-7)
+
+
+@pytest.mark.parametrize("relation", RELATIONS)
+@pytest.mark.parametrize("cap", [100, 120, 1000, 10_000])
+def test_composed_epsilons_of_truncated_sampling_are_the_librarys(relation: NeighboringRelation, cap: int) -> None:
+    ours = truncated_pld(0.7, 0.01, cap, 10_000, relation, 1e-3).self_compose(20)
+    theirs = library.from_truncated_subsampled_gaussian_mechanism(
+        dataset_size=10_000,
+        sampling_probability=0.01,
+        truncated_batch_size=cap,
+        noise_multiplier=0.7,
+        neighboring_relation=relation,
+        value_discretization_interval=1e-3,
+    ).self_compose(20)
+    for delta in (1e-6, 1e-3):
+        assert ours.get_epsilon_for_delta(delta) == pytest.approx(theirs.get_epsilon_for_delta(delta), rel=1e-7)
+
+
+DISTRIBUTIONS = {
+    "sampled": library.from_gaussian_mechanism(0.8, sampling_prob=0.02, value_discretization_interval=1e-3),
+    "composed": library.from_gaussian_mechanism(
+        0.8, sampling_prob=0.02, value_discretization_interval=1e-3
+    ).self_compose(200),
+    "little noise": library.from_gaussian_mechanism(0.3, value_discretization_interval=1e-2).self_compose(30),
+    "replaced": library.from_gaussian_mechanism(
+        1.0,
+        sampling_prob=0.1,
+        neighboring_relation=NeighboringRelation.REPLACE_ONE,
+        value_discretization_interval=1e-3,
+    ),
+    "few values": library.from_randomized_response(0.1, 10),
+    "with a leak": library.from_privacy_parameters(
+        library.common.DifferentialPrivacyParameters(1.0, 1e-3), value_discretization_interval=1e-3
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+@pytest.mark.parametrize("delta", [1e-12, 1e-6, 1e-3, 0.01, 0.3, 0.999])
+def test_epsilon_is_the_librarys(name: str, delta: float) -> None:
+    distribution = DISTRIBUTIONS[name]
+    expected = distribution.get_epsilon_for_delta(delta)
+    assert read_epsilon(distribution, delta) == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_deltas_are_the_librarys(name: str) -> None:
+    distribution = DISTRIBUTIONS[name]
+    epsilons = [-2.0, -0.001, 0.0, 0.0005, 0.5, 1.0, 3.0, 30.0, 600.0, math.inf]
+    expected = distribution.get_delta_for_epsilon(epsilons)
+    np.testing.assert_allclose(read_deltas(distribution, epsilons), expected, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+@pytest.mark.parametrize("count", [1, 2, 50, pytest.param(3000, marks=pytest.mark.slow)])
+def test_a_composition_is_the_librarys(name: str, count: int) -> None:
+    if name == "little noise" and count == 3000:
+        pytest.skip("its epsilon is beyond all bounds and takes gigabytes")
+    ours, theirs = compose_times(DISTRIBUTIONS[name], count), DISTRIBUTIONS[name].self_compose(count)
+    for delta in (1e-8, 1e-5, 0.1):
+        expected = theirs.get_epsilon_for_delta(delta)
+        assert ours.get_epsilon_for_delta(delta) == pytest.approx(expected, rel=1e-7, abs=1e-9)
+
+
+def test_an_epsilon_beyond_floating_point_leaves_the_mass_at_infinity() -> None:
+    distribution = DISTRIBUTIONS["with a leak"]
+    assert read_deltas(distribution, [900.0]).tolist() == [pytest.approx(1e-3)]
