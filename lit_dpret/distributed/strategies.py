@@ -91,10 +91,7 @@ STRATEGIES: tuple[Strategy, ...] = (
         refused="its checkpoints are folders of pickles, which a kill can leave half written, and nothing tells "
         "a module who takes its gradients; lit_dpret.distributed.zero.ZeroStrategy does both",
     ),
-    Strategy(
-        "ddp_spawn",
-        refused="what the callbacks learn in a spawned process, epsilon above all, is lost with it",
-    ),
+    Strategy("ddp_spawn", refused="what the callbacks learn in a spawned process, epsilon above all, is lost with it"),
     Strategy("ddp_fork", refused=_FORKED),
     Strategy("custom", refused="nobody has shown what it does to a clipped sum"),
 )

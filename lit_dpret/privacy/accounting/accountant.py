@@ -80,13 +80,7 @@ def boundary(
 
 
 def least(
-    value: Callable[[int], float],
-    target: float,
-    *,
-    start: int,
-    most: int,
-    stride: int,
-    place: Callable[[int], float],
+    value: Callable[[int], float], target: float, *, start: int, most: int, stride: int, place: Callable[[int], float]
 ) -> int | None:
     """The least integer whose value is at most ``target``, where values fall; None where ``most`` is too small.
 
@@ -153,12 +147,7 @@ class Accountant:
         return epsilon(releases, delta=self.delta, neighbours=self.neighbours, accountant=self.name)
 
     def max_steps(
-        self,
-        release: Release,
-        eps: float,
-        *,
-        already: Iterable[Release] = (),
-        at_most: int = MOST_STEPS,
+        self, release: Release, eps: float, *, already: Iterable[Release] = (), at_most: int = MOST_STEPS
     ) -> int:
         """How many more times ``release`` can be made before epsilon passes ``eps``.
 

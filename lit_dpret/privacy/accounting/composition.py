@@ -226,11 +226,7 @@ def _gaussian_epsilon(noise: float, delta: float, neighbours: Neighbours) -> flo
 
 @lru_cache(maxsize=4096)
 def epsilon_of(
-    parts: tuple[Part, ...],
-    delta: float,
-    neighbours: Neighbours,
-    accountant: AccountantName,
-    interval: float = FINE,
+    parts: tuple[Part, ...], delta: float, neighbours: Neighbours, accountant: AccountantName, interval: float = FINE
 ) -> float:
     """The epsilon of at least one part; infinite above `LARGEST_EPSILON`.
 

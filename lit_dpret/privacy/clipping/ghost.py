@@ -91,12 +91,7 @@ class GhostClipping(ClippedSum):
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        *,
-        verify: bool = False,
-        fixed_shapes: bool = False,
-        **clipping: Unpack[ClipSettings],
+        self, module: nn.Module, *, verify: bool = False, fixed_shapes: bool = False, **clipping: Unpack[ClipSettings]
     ) -> None:
         super().__init__(module, **clipping)
         self.fixed_shapes = fixed_shapes

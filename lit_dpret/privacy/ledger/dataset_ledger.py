@@ -471,12 +471,7 @@ def _planned(given: Charge | Sequence[Release]) -> Entry:
 
 
 def _facts(run_id: str, given: Charge | Sequence[Release], heads: Sequence[str], name: str) -> dict[str, Any]:
-    return {
-        "run_id": run_id,
-        "run": name,
-        "run_head": heads[-1] if heads else "",
-        **Charge.of(given).to_dict(),
-    }
+    return {"run_id": run_id, "run": name, "run_head": heads[-1] if heads else "", **Charge.of(given).to_dict()}
 
 
 def _check_history(run_id: str, book: DatasetBook, heads: Sequence[str]) -> None:

@@ -276,10 +276,7 @@ def accounting_facts(
             return verdict.epsilon
         if len(releases) > PRICED_ALONE or isinstance(release, NonPrivateRelease):
             return None
-        return answer(
-            "epsilon_alone",
-            lambda: _epsilon([release], plan, plan.accountant),
-        )
+        return answer("epsilon_alone", lambda: _epsilon([release], plan, plan.accountant))
 
     facts: dict[str, Any] = {
         "accountant": plan.accountant,
@@ -295,14 +292,8 @@ def accounting_facts(
             "epsilon_if_no_amplification",
             lambda: accounting.epsilon_without_amplification(releases, delta=delta, neighbours=neighbours),
         ),
-        "epsilon_rdp": answer(
-            "epsilon_rdp",
-            lambda: _epsilon(releases, plan, "rdp"),
-        ),
-        "epsilon_replace_one": answer(
-            "epsilon_replace_one",
-            lambda: _replace_one_epsilon(releases, plan),
-        ),
+        "epsilon_rdp": answer("epsilon_rdp", lambda: _epsilon(releases, plan, "rdp")),
+        "epsilon_replace_one": answer("epsilon_replace_one", lambda: _replace_one_epsilon(releases, plan)),
         "epsilon_underreported_by_gdp": answer(
             "epsilon_underreported_by_gdp",
             lambda: accounting.underreported_epsilon(releases, delta=delta, neighbours=neighbours),

@@ -235,10 +235,7 @@ class GaussianMode(PrivacyMode):
         if not plan.clip_fraction_budget:
             return {}
         value = clip_fraction.coordinate(
-            self.counts.clipped,
-            self.counts.within,
-            max_grad_norm=plan.max_grad_norm,
-            share=plan.clip_fraction_budget,
+            self.counts.clipped, self.counts.within, max_grad_norm=plan.max_grad_norm, share=plan.clip_fraction_budget
         )
         return {clip_fraction.NAME: torch.tensor(value, dtype=torch.float64)}
 

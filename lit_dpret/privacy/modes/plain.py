@@ -10,15 +10,7 @@ from torch import Tensor, nn
 
 from lit_dpret.distributed.strategies import Supported, on_xla
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.privacy.modes.base import (
-    Candidates,
-    GradientSums,
-    Guarantee,
-    PrivacyMode,
-    StepCounts,
-    Update,
-    trainable,
-)
+from lit_dpret.privacy.modes.base import Candidates, GradientSums, Guarantee, PrivacyMode, StepCounts, Update, trainable
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
 

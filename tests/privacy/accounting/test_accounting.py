@@ -243,10 +243,7 @@ def test_rdp_is_never_below_pld() -> None:
     draw = random.Random(0)
     for _ in range(6):
         law = Poisson(sample_rate=draw.choice([0.001, 0.01, 0.1]))
-        releases = [
-            gaussian(draw.uniform(1, 3), law, draw.randint(1, 500)),
-            gaussian(draw.uniform(5, 20), FullBatch()),
-        ]
+        releases = [gaussian(draw.uniform(1, 3), law, draw.randint(1, 500)), gaussian(draw.uniform(5, 20), FullBatch())]
         delta = 10 ** -draw.uniform(4, 8)
         assert eps(*releases, delta=delta, accountant="rdp") >= eps(*releases, delta=delta)
 

@@ -74,10 +74,7 @@ DISTRIBUTIONS = {
     ).self_compose(200),
     "little noise": library.from_gaussian_mechanism(0.3, value_discretization_interval=1e-2).self_compose(30),
     "replaced": library.from_gaussian_mechanism(
-        1.0,
-        sampling_prob=0.1,
-        neighboring_relation=NeighboringRelation.REPLACE_ONE,
-        value_discretization_interval=1e-3,
+        1.0, sampling_prob=0.1, neighboring_relation=NeighboringRelation.REPLACE_ONE, value_discretization_interval=1e-3
     ),
     "few values": library.from_randomized_response(0.1, 10),
     "with a leak": library.from_privacy_parameters(

@@ -34,11 +34,7 @@ def one(noise: float, law: SamplingLaw | None = None, count: int = 1) -> Gaussia
 
 
 def best_of(
-    mean: float,
-    law: str | float,
-    *releases: Release,
-    delta: float = DELTA,
-    neighbours: Neighbours = "zero_out",
+    mean: float, law: str | float, *releases: Release, delta: float = DELTA, neighbours: Neighbours = "zero_out"
 ) -> float:
     return selection_epsilon(releases, RandomStopping(mean, law), delta=delta, neighbours=neighbours)
 

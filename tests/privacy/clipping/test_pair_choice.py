@@ -7,11 +7,7 @@ from typing import Any
 import pytest
 from pair_models import DIM, assert_equal, build, reference
 
-from lit_dpret.privacy.clipping.pairs import (
-    choose_norms,
-    costs,
-    make_pair_norms,
-)
+from lit_dpret.privacy.clipping.pairs import choose_norms, costs, make_pair_norms
 
 
 def test_auto_takes_the_closed_form_for_a_linear_head_whatever_its_size() -> None:

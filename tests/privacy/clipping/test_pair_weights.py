@@ -10,12 +10,7 @@ from pair_models import LINEAR, MODELS, TOWERS, Pairs, assert_equal, build, refe
 from torch import Tensor
 
 from lit_dpret.errors import UnsupportedModelError
-from lit_dpret.privacy.clipping.pairs import (
-    BruteForce,
-    clipped_pair_factors,
-    make_pair_norms,
-    weighted_backward,
-)
+from lit_dpret.privacy.clipping.pairs import BruteForce, clipped_pair_factors, make_pair_norms, weighted_backward
 
 
 def assert_same_gradient(pairs: Pairs, norms: Tensor, tolerance: float = 1e-10) -> None:

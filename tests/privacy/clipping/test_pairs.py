@@ -13,11 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.privacy.clipping import GhostClipping
-from lit_dpret.privacy.clipping.pairs import (
-    PairBatch,
-    make_pair_norms,
-    weighted_backward,
-)
+from lit_dpret.privacy.clipping.pairs import PairBatch, make_pair_norms, weighted_backward
 
 
 @pytest.mark.parametrize("towers", TOWERS)

@@ -198,11 +198,7 @@ def test_a_vision_transformer_is_clipped_exactly(lib: SimpleNamespace) -> None:
     model = ViTModel(config).double().train()
     for p in model.parameters():
         p.data.add_(torch.randn_like(p) * 0.2)
-    case = lib.Case(
-        model,
-        lambda b: model(b["x"]).pooler_output.sum(1).sin(),
-        {"x": torch.randn(4, 3, 8, 8).double()},
-    )
+    case = lib.Case(model, lambda b: model(b["x"]).pooler_output.sum(1).sin(), {"x": torch.randn(4, 3, 8, 8).double()})
     lib.check_exact(case, engine="vmap")
 
 

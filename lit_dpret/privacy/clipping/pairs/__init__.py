@@ -135,12 +135,7 @@ def make_pair_norms(
                 f"{', '.join(get_args(NormsName)[1:])}."
             )
         norms = choose_norms(
-            n_max=n_max,
-            dim=dim,
-            positions=positions,
-            width=width_of(module),
-            shared=shared,
-            linear_head=linear_head,
+            n_max=n_max, dim=dim, positions=positions, width=width_of(module), shared=shared, linear_head=linear_head
         )
     if norms == "jacobian":
         return JacobianNorms(module, shared=shared, **settings)

@@ -108,10 +108,7 @@ class PairBatch:
     @property
     def sides(self) -> tuple[Side, Side]:
         """The queries and the passages."""
-        return (
-            Side(self.queries, self.embed_queries, self.n),
-            Side(self.passages, self.embed_passages, self.n),
-        )
+        return (Side(self.queries, self.embed_queries, self.n), Side(self.passages, self.embed_passages, self.n))
 
 
 def embed_all(batch: PairBatch, *, rows_at_once: int) -> tuple[Tensor, Tensor]:

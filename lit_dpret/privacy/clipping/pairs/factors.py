@@ -252,10 +252,7 @@ def inner_products(query: Factors, passage: Factors, e: Tensor, f: Tensor) -> Te
     """
     pairs, columns = len(e) * len(f), e.shape[1]
     room = chunk_of(e.device)
-    costs = {
-        "matrices": 2 * columns**2 * (query.width + PASS),
-        "streamed": query.width * (4 * columns + 2.5 * PASS),
-    }
+    costs = {"matrices": 2 * columns**2 * (query.width + PASS), "streamed": query.width * (4 * columns + 2.5 * PASS)}
     if isinstance(query, Products) and isinstance(passage, Products):
         t, s, out = query.outputs.shape[2], passage.outputs.shape[2], query.outputs.shape[3]
         compare = 0 if query.looks_up else 2 * t * s * query.into
