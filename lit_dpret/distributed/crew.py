@@ -115,10 +115,10 @@ class Crew:
         Raises:
             ConfigurationError: On every rank, where ``value`` differs between two.
         """
-        told = self.gather(value)
-        if len(set(told)) > 1:
+        given = self.gather(value)
+        if len(set(given)) > 1:
             raise ConfigurationError(
-                f"The processes of this job differ in {what}: {', '.join(sorted(set(map(str, told)))[:2])}. Start all "
+                f"The processes of this job differ in {what}: {', '.join(sorted(set(map(str, given)))[:2])}. Start all "
                 f"with the same settings, and name {what} instead of leaving it to the clock."
             )
 

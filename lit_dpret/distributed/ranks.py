@@ -144,9 +144,9 @@ class Ranks:
         with noticing_death():
             group = _groups().sums
             sent = row.detach().to(torch.device("cuda")) if dist.get_backend(group) == "nccl" else row.detach().cpu()
-            told = [torch.empty_like(sent) for _ in range(self.world_size)] if self.is_first else None
-            dist.gather(sent, told, dst=0, group=group)
-        return None if told is None else torch.stack([each.cpu() for each in told])
+            gathered = [torch.empty_like(sent) for _ in range(self.world_size)] if self.is_first else None
+            dist.gather(sent, gathered, dst=0, group=group)
+        return None if gathered is None else torch.stack([each.cpu() for each in gathered])
 
     def share(self, work: Callable[[], T], *, quick: bool = False) -> T:
         """Let rank 0 do ``work`` and hand every rank its result, or its error.
@@ -202,10 +202,10 @@ class Ranks:
             result = work()
         except BaseException as error:
             own = error
-        told = self.gather(None if own is None else sendable(own), quick=quick)
-        if own is not None and not any(told[: self.rank]):
+        gathered = self.gather(None if own is None else sendable(own), quick=quick)
+        if own is not None and not any(gathered[: self.rank]):
             raise own
-        for rank, failure in enumerate(told):
+        for rank, failure in enumerate(gathered):
             if failure is not None:
                 failure.told_by_rank = rank
                 raise failure
@@ -224,11 +224,11 @@ class Ranks:
         """Return the value of each rank, by rank, on every rank; ``quick`` as in `share`."""
         if self.world_size == 1:
             return [value]
-        told: list[Any] = [None] * self.world_size
+        gathered: list[Any] = [None] * self.world_size
         with noticing_death():
             groups = _groups()
-            dist.all_gather_object(told, value, group=groups.quick if quick else groups.patient)
-        return told
+            dist.all_gather_object(gathered, value, group=groups.quick if quick else groups.patient)
+        return gathered
 
     def barrier(self) -> None:
         """Wait until every rank is here."""

@@ -117,8 +117,8 @@ class Shards:
         for first in range(0, longest, width):
             part = row[first : first + width]
             count = min(width, longest - first)
-            told = self.ranks.gather_rows(torch.cat([part, part.new_zeros(count - len(part))]))
-            for shards, line in zip(self._layout, [] if told is None else told, strict=False):
+            gathered = self.ranks.gather_rows(torch.cat([part, part.new_zeros(count - len(part))]))
+            for shards, line in zip(self._layout, [] if gathered is None else gathered, strict=False):
                 for place, name, where in _between(shards, first, first + count):
                     whole[name][where] = line[place : place + where.stop - where.start]
         return whole
