@@ -98,7 +98,8 @@ def memory(case: Case) -> dict[str, Any]:
     import torch
 
     from lit_dpret.costs.measure import held_bytes
-    from lit_dpret.costs.slices import SLICES, Part, bytes_of, taken_apart
+    from lit_dpret.costs.memory import bytes_of
+    from lit_dpret.costs.slices import SLICES, Part, taken_apart
 
     cpu = torch.device("cpu")
     parts = [Part(0.0, held_bytes(case.model(*layers), case.plan, cpu)) for layers in SLICES]

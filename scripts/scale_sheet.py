@@ -15,7 +15,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from lit_dpret.costs.slices import bytes_on_one, predict
+from lit_dpret.costs.memory import estimated_bytes
+from lit_dpret.costs.slices import predict
 from lit_dpret.costs.work import ACCELERATORS, UTILISATION, accelerator, work_of
 from lit_dpret.modules import OptimizerSpec
 from lit_dpret.modules.outline import GeneratorOutline
@@ -144,7 +145,7 @@ def counted_rows() -> list[list[str]]:
     for name in ("google-t5/t5-small", "google-t5/t5-base", "google-t5/t5-large", "google-t5/t5-3b"):
         model = outline(name)
         work = work_of(model)
-        whole = bytes_on_one(model, work)
+        whole = estimated_bytes(model, work)
         found.append([
             name, f"{model.parameters / 1e6:,.0f}M", f"{work.model_flops / 1e12:.3g}", size(whole.lasting),
             size(whole.sums), size(whole.updating), size(whole.row),
@@ -155,7 +156,7 @@ def counted_rows() -> list[list[str]]:
 def update_bytes() -> float:
     """Bytes of an update for each weight of T5-XL, all of them trained."""
     model = outline("google-t5/t5-3b")
-    return bytes_on_one(model, work_of(model)).updating / model.parameters
+    return estimated_bytes(model, work_of(model)).updating / model.parameters
 
 
 def page() -> str:

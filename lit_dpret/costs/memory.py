@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 from lit_dpret.costs.work import Work
 from lit_dpret.errors import ConfigurationError
@@ -113,51 +114,39 @@ class Bytes:
         return max(self.clipping, self.updating)
 
 
-def step_bytes(
-    *,
-    weights: int,
-    trained: int,
-    largest: int,
-    optimizer: str,
-    rows: int,
-    clipped: tuple[Line, ...],
-    checked: tuple[Line, ...] = (),
-    half: bool = False,
+def bytes_of(
+    outline: Any, *, half: bool, rows: int, clipped: tuple[Line, ...], checked: tuple[Line, ...] = ()
 ) -> Bytes:
     """Return the bytes of a step on one device that holds everything.
 
     Args:
-        weights: How many there are.
-        trained: How many are trained.
-        largest: Weights of the largest trained parameter.
-        optimizer: Its name.
+        outline: The model, a `lit_dpret.modules.outline.GeneratorOutline`.
+        half: Weights in bfloat16, with float32 copies of the trained ones in the optimizer.
         rows: Rows of a physical batch.
         clipped: What the phases of a batch hold.
         checked: What they hold in a batch in which the engine checks itself.
-        half: Weights in bfloat16, with float32 copies of the trained ones in the optimizer.
     """
     return Bytes(
-        weights=(2 if half else 4) * weights,
-        masters=4 * trained if half else 0,
-        states=4 * STATES.get(optimizer, 2) * trained,
-        sums=4 * trained,
-        gradients=4 * trained,
-        noise=_NOISE * largest,
+        weights=(2 if half else 4) * outline.parameters,
+        masters=4 * outline.trained if half else 0,
+        states=4 * STATES.get(outline.optimizer, 2) * outline.trained,
+        sums=4 * outline.trained,
+        gradients=4 * outline.trained,
+        noise=_NOISE * outline.largest,
         clipped=clipped,
         checked=checked,
         rows=rows,
     )
 
 
-def estimated_lines(
-    work: Work, *, trained: int, largest: int, checkpointing: bool, half: bool = False
-) -> tuple[tuple[Line, ...], tuple[Line, ...]]:
-    """Estimate what the phases of a batch hold, and of one in which the engine checks itself."""
-    linear, attention, logits = COPIES["checkpointing" if checkpointing else "plain"]
+def estimated_bytes(outline: Any, work: Work, *, half: bool = True, rows: int = 1) -> Bytes:
+    """Return the same with what the phases hold estimated from the number of values; nothing has to run."""
+    linear, attention, logits = COPIES["checkpointing" if outline.gradient_checkpointing else "plain"]
     size = 2 if half else 4
     row = size * (linear * work.linear_values + attention * work.scores + logits * work.logits)
-    gradients = Line(size * trained + _IN_FLOAT64 * largest, size * work.linear_values)
-    return (Line(0, row),), (Line(0, CHECKED * row), gradients)
+    gradients = Line(size * outline.trained + _IN_FLOAT64 * outline.largest, size * work.linear_values)
+    checked = (Line(0, CHECKED * row), gradients)
+    return bytes_of(outline, half=half, rows=rows, clipped=(Line(0, row),), checked=checked)
 
 
 STRATEGIES = ("ddp", "fsdp", "zero1", "zero2", "zero3")

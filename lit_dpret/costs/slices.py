@@ -15,16 +15,8 @@ from typing import Any
 import torch
 
 from lit_dpret.costs.measure import Held, held_bytes, measure_step
-from lit_dpret.costs.memory import (
-    Bytes,
-    Line,
-    check_sharding,
-    estimated_lines,
-    on_each_device,
-    rows_that_fit,
-    step_bytes,
-)
-from lit_dpret.costs.work import UTILISATION, Work, accelerator, work_of
+from lit_dpret.costs.memory import check_sharding, estimated_bytes, on_each_device, rows_that_fit
+from lit_dpret.costs.work import UTILISATION, accelerator, work_of
 from lit_dpret.errors import ConfigurationError, LitDpretError
 from lit_dpret.modules import OptimizerSpec, QueryGenerator
 from lit_dpret.modules.generator_folder import PUBLIC_T5
@@ -134,42 +126,6 @@ def taken_apart(parts: Sequence[Part]) -> tuple[Part, Part, Part]:
     return small + (encoder_layer + decoder_layer) * -1.0, encoder_layer, decoder_layer
 
 
-def bytes_of(
-    outline: GeneratorOutline, *, half: bool, rows: int, clipped: tuple[Line, ...], checked: tuple[Line, ...]
-) -> Bytes:
-    """Return the bytes of a step of this model.
-
-    Args:
-        outline: The model.
-        half: Weights in bfloat16, with float32 copies in the optimizer.
-        rows: Of a physical batch.
-        clipped: What the phases of a batch hold.
-        checked: What they hold in a batch in which the engine checks itself.
-    """
-    return step_bytes(
-        weights=outline.parameters,
-        trained=outline.trained,
-        largest=outline.largest,
-        optimizer=outline.optimizer,
-        rows=rows,
-        clipped=clipped,
-        checked=checked,
-        half=half,
-    )
-
-
-def estimated_bytes(outline: GeneratorOutline, work: Work, *, half: bool, rows: int) -> Bytes:
-    """Return the same with what the phases hold estimated, for which nothing has to run."""
-    clipped, checked = estimated_lines(
-        work,
-        trained=outline.trained,
-        largest=outline.largest,
-        checkpointing=outline.gradient_checkpointing,
-        half=half,
-    )
-    return bytes_of(outline, half=half, rows=rows, clipped=clipped, checked=checked)
-
-
 def _each(small: Part, large: Part) -> Part:
     return (large + small * -1.0) * (1 / (_MORE - 1))
 
@@ -230,7 +186,7 @@ def predict(outline: GeneratorOutline, *, batch: float, device: str, world: int,
         ConfigurationError: The device or strategy is unknown, or ``world`` is no whole number of at least 1.
     """
     known, work = accelerator(device), work_of(outline)
-    part = on_each_device(bytes_on_one(outline, work), strategy=strategy, world=world)
+    part = on_each_device(estimated_bytes(outline, work), strategy=strategy, world=world)
     rows = rows_that_fit(part, known.memory)
     return {
         "kind": "prediction",
@@ -252,8 +208,3 @@ def check_devices(device: str, world: int, strategy: str) -> None:
     """Refuse, before anything is computed, what `predict` would refuse."""
     accelerator(device)
     check_sharding(strategy, world)
-
-
-def bytes_on_one(outline: GeneratorOutline, work: Work, rows: int = 1) -> Bytes:
-    """Return the bytes of a step on one device that holds everything, in bfloat16 with float32 copies."""
-    return estimated_bytes(outline, work, half=True, rows=rows)

@@ -17,7 +17,8 @@ from lit_dpret.callbacks.planning import planned_steps
 from lit_dpret.cards.forecast import describe_plan
 from lit_dpret.cards.plan_text import format_plan
 from lit_dpret.costs.measure import measure_step, product_rate, seconds_per_normal, seconds_per_value
-from lit_dpret.costs.slices import bytes_of, check_devices, estimated_bytes, measure_slices, predict
+from lit_dpret.costs.memory import bytes_of, estimated_bytes
+from lit_dpret.costs.slices import check_devices, measure_slices, predict
 from lit_dpret.costs.work import Work, work_of
 from lit_dpret.errors import ConfigurationError, LitDpretError
 from lit_dpret.modules import QueryGenerator

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from lit_dpret.costs.memory import STRATEGIES, Line, on_each_device, rows_that_fit, step_bytes
+from lit_dpret.costs.memory import STRATEGIES, Bytes, Line, bytes_of, on_each_device, rows_that_fit
 from lit_dpret.costs.work import ACCELERATORS, accelerator
 from lit_dpret.errors import ConfigurationError
 
 ROWS = (Line(0, 70),)
+
+
+def step_bytes(*, weights: int, half: bool = False, rows: int, clipped: Any, checked: Any = (), **facts: Any) -> Bytes:
+    """The bytes of a step of a model of which only these numbers are known."""
+    outline = SimpleNamespace(parameters=weights, **facts)
+    return bytes_of(outline, half=half, rows=rows, clipped=clipped, checked=checked)
+
+
 WHOLE = step_bytes(weights=3000, trained=1000, largest=10, optimizer="adam", rows=4, clipped=ROWS, half=True)
 
 
