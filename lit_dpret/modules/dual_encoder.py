@@ -27,7 +27,7 @@ from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.pair_module import PairModule, make_encoder
 from lit_dpret.modules.public_pool import PoolCandidates, PublicPool
 from lit_dpret.modules.step_negatives import Compared, StepNegatives
-from lit_dpret.negatives import TrainTexts
+from lit_dpret.negatives import RowNegatives, TrainTexts
 from lit_dpret.negatives.row_negatives import Sources
 from lit_dpret.privacy.batches import UnitBatch, copied_rows, map_rows, rows_in_turn, take_rows
 from lit_dpret.privacy.budget import require_choice
@@ -195,13 +195,9 @@ class DualEncoder(PairModule):
         self.coupled_loss = made.of_rows.couples_rows
         return made
 
-    def assumptions(self) -> list[str]:
-        """Return what is taken on trust about the files that sources of negatives read."""
-        return [] if self._negatives is None else self._negatives.of_rows.assumptions()
-
-    def files_read(self) -> list[Path]:
-        """Return the files of the sources of negatives; their content is part of the data that a run protects."""
-        return [] if self._negatives is None else self._negatives.of_rows.files_read()
+    @property
+    def row_sources(self) -> RowNegatives | None:
+        return None if self._negatives is None else self._negatives.of_rows
 
     def tower(self, side: Side) -> TextEncoder:
         """Return the encoder of one side."""

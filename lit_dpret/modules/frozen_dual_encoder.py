@@ -26,7 +26,7 @@ from lit_dpret.modules.labelled_margins import LabelledMargins
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.pair_module import PairModule, make_encoder
 from lit_dpret.modules.public_pool import PublicPool, marked, row_by_row
-from lit_dpret.negatives.row_negatives import Sources
+from lit_dpret.negatives.row_negatives import RowNegatives, Sources
 from lit_dpret.privacy.batches import UnitBatch, copied_rows
 from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.ledger.trained import note_folder
@@ -165,14 +165,10 @@ class FrozenDualEncoder(PairModule):
                 f"model.loss={type(loss).__name__} is a loss of the batch's table of similarities; against a public "
                 "pool it is the softmax of each query. Set model.loss to null, or model.negatives=batch."
             )
-        if pool_size is not None and pool_size < 1:
-            raise ConfigurationError(f"model.pool_size={pool_size} must be at least 1.")
         if pool_size is not None and head != "query":
             raise ConfigurationError(
                 f"model.pool_size={pool_size} must be null with model.head={head}, which has no pool."
             )
-        if pool_seed < 0:
-            raise ConfigurationError(f"model.pool_seed={pool_seed} must not be negative.")
         self.pretrained = str(encoder) if isinstance(encoder, (str, Path)) else None
         tower = make_encoder(
             encoder,
@@ -243,13 +239,9 @@ class FrozenDualEncoder(PairModule):
         if queries:
             self._frozen.learn(queries.values(), "query", progress)
 
-    def assumptions(self) -> list[str]:
-        """Return what is taken on trust about the file of labels."""
-        return [] if self._labels is None else self._labels.of_rows.assumptions()
-
-    def files_read(self) -> list[Path]:
-        """Return the file of labels; what stands in it is part of the data that a run claims something about."""
-        return [] if self._labels is None else self._labels.of_rows.files_read()
+    @property
+    def row_sources(self) -> RowNegatives | None:
+        return None if self._labels is None else self._labels.of_rows
 
     def setup(self, stage: str) -> None:
         super().setup(stage)

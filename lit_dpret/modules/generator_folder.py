@@ -166,7 +166,7 @@ def save_generator(folder: str | Path, model: PreTrainedModel, codec: TextCodec)
         StorageError: The folder cannot be written, or holds something else.
     """
     target = Path(folder)
-    if target.exists() and not (target / CONTRACT_NAME).is_file() and (not target.is_dir() or any(target.iterdir())):
+    if target.exists() and not is_generator(target) and (not target.is_dir() or any(target.iterdir())):
         raise StorageError(
             f"{target} holds something that is no generator; it will not be replaced. Choose another folder."
         )
@@ -249,7 +249,7 @@ def refuse_tuned_prompt(source: str | Path) -> None:
 
 
 def weights_hash(folder: str | Path) -> str:
-    """SHA-256 over config, weights, tokenizer and contract of a saved generator, by file name."""
+    """Return the SHA-256 of config, weights, tokenizer and contract of a saved generator, by file name."""
     digest = hashlib.sha256()
     names = [CONTRACT_NAME, "config.json", "tokenizer.json", "tokenizer_config.json"]
     files = [Path(folder) / name for name in names] + sorted(Path(folder).glob("*.safetensors"))

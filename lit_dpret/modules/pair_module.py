@@ -22,6 +22,7 @@ from lit_dpret.evaluation_mode import evaluation_mode
 from lit_dpret.losses import InBatchSoftmaxLoss, PairwiseLoss, SoftmaxPairLoss
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.private_module import PrivateModule
+from lit_dpret.negatives import RowNegatives
 from lit_dpret.privacy.batches import UnitBatch, take_rows
 from lit_dpret.privacy.clipping.pairs import PairBatch
 from lit_dpret.privacy.modes import PrivacyMode
@@ -206,6 +207,21 @@ class PairModule(PrivateModule):
         queries, passages = zip(*found, strict=True)
         return torch.cat(queries), torch.cat(passages)
 
+    # -- negatives from elsewhere than the batch -----------------------------------------------
+
+    @property
+    def row_sources(self) -> RowNegatives | None:
+        """The sources of negatives, where a module has some."""
+        return None
+
+    def assumptions(self) -> list[str]:
+        """Return what is taken on trust about the files that sources of negatives read."""
+        return [] if self.row_sources is None else self.row_sources.assumptions()
+
+    def files_read(self) -> list[Path]:
+        """Return the files of the sources of negatives; their content is part of the data that a run protects."""
+        return [] if self.row_sources is None else self.row_sources.files_read()
+
     # -- whole batches -----------------------------------------------------------------------
 
     def setup(self, stage: str) -> None:
@@ -217,8 +233,7 @@ class PairModule(PrivateModule):
         if self._takes_whole_batches and stage == "fit" and self.trainer.world_size > 1:
             raise self._cut(f"trainer.devices: {self.trainer.world_size} processes share each logical batch")
 
-        negatives = getattr(self, "_negatives", None)
-        in_batch = None if negatives is None else negatives.of_rows.in_batch
+        in_batch = None if self.row_sources is None else self.row_sources.in_batch
         if stage == "fit" and self.trainer.world_size > 1 and in_batch is not None and in_batch.gather:
             raise ConfigurationError(
                 "model.negatives.in_batch.gather=true waits for rows of every process in each pass, and a draw "

@@ -253,14 +253,18 @@ class PrivateModule(Checkpointed):
         callbacks = () if self._trainer is None else self._trainer.callbacks  # type: ignore[attr-defined]
         return public_names([self, *callbacks])
 
-    def on_train_start(self) -> None:
+    @property
+    def _counted_by(self) -> Guard:
+        """Who is asked for permits; a fit without an accountant is refused."""
         if self._guard is None:
             raise uncounted(type(self).__name__)
+        return self._guard
+
+    def on_train_start(self) -> None:
+        _ = self._counted_by
 
     def training_step(self, batch: UnitBatch, batch_idx: int) -> None:
-        guard = self._guard
-        if guard is None:
-            raise uncounted(type(self).__name__)
+        guard = self._counted_by
         watched = self.privacy.guarantee == "dp" and not self.log_private_loss
         if watched:
             self._hooks.compare(self, batch, self._public())
@@ -306,9 +310,7 @@ class PrivateModule(Checkpointed):
 
     def _add_piece(self, batch: UnitBatch, piece: int) -> None:
         """Contribute a physical batch, or a piece of one, with dropout masks of its own."""
-        guard = self._guard
-        if guard is None:
-            raise uncounted(type(self).__name__)
+        guard = self._counted_by
         self._contribute(batch, guard.stream.model_seed(guard.attempt, batch.step, batch.part) + piece)
 
     def _forget_step(self) -> None:

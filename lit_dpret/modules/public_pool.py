@@ -33,9 +33,9 @@ class PublicPool:
 
     def __init__(self, size: int | None, seed: int) -> None:
         if size is not None and size < 1:
-            raise ConfigurationError(f"pool_size={size} must be at least 1, or null for all public passages.")
+            raise ConfigurationError(f"model.pool_size={size} must be at least 1, or null for all public passages.")
         if seed < 0:
-            raise ConfigurationError(f"pool_seed={seed} must not be negative.")
+            raise ConfigurationError(f"model.pool_seed={seed} must not be negative.")
         self.size, self.seed = size, seed
         self.place: dict[str, int] = {}
         self._drawn: tuple[int, Tensor | None, Tensor | None] | None = None

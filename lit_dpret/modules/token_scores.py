@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError
 from lit_dpret.modules.generator_folder import (
-    CONTRACT_NAME,
     GeneratorContract,
     TextCodec,
+    is_generator,
     load_generator,
     load_seq2seq,
     load_tokenizer,
@@ -76,7 +76,7 @@ class TokenScorer:
         Raises:
             UnsupportedModelError: There is no such model.
         """
-        if (Path(str(source)) / CONTRACT_NAME).is_file():
+        if is_generator(source):
             generator = load_generator(source)
             return cls(generator.model.to(torch.device(device)), generator.codec)
         known = GeneratorContract(prompt=prompt) if contract is None else replace(contract, virtual_ids=())

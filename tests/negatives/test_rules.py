@@ -1,13 +1,10 @@
-"""Which source goes with which privacy mode, as the code refuses it and as the page tells it."""
+"""Which source of negatives goes with which privacy mode."""
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_module
 from negative_cases import NOISE
 
 from lit_dpret.errors import ConfigurationError
@@ -23,7 +20,6 @@ from lit_dpret.privacy.modes import (
     SyntheticData,
 )
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "negatives.md"
 MODES: dict[str, PrivacyMode] = {
     mode.name: mode
     for mode in (
@@ -96,35 +92,3 @@ def test_a_file_of_hard_negatives_must_be_declared_to_be_made_row_by_row() -> No
             check_sources([made("gold", file="hard.jsonl")], MODES[name])
         check_sources([made("gold", file="hard.jsonl", lines_are_independent=True)], MODES[name])
     check_sources([made("gold", file="hard.jsonl")], MODES["none"])
-
-
-def test_the_pages_table_is_what_the_code_does() -> None:
-    rows = [
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in PAGE.read_text(encoding="utf-8").splitlines()
-        if re.match(r"\| (`|source)", line)
-    ]
-    header = rows[0]
-    body = [row for row in rows[1:] if len(row) == len(header)]
-    modes = [cell.strip("`") for cell in header[3:]]
-    assert {row[0].strip("`") for row in body} == set(SOURCES) and set(modes) == set(MODES)
-    for row in body:
-        source = made(row[0].strip("`"))
-        assert row[1].startswith("yes") == source.couples_rows, row[0]
-        assert row[2].startswith("yes") == source.keeps_private_state, row[0]
-        for mode, cell in zip(modes, row[3:], strict=True):
-            assert cell == ("yes" if refusal(source, MODES[mode]) is None else "no"), (row[0], mode)
-
-
-COMMANDS = re.findall(r"^    python train\.py (model=dual_encoder .*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_of_the_page_names_sources_that_its_mode_takes(command: str) -> None:
-    with initialize_config_module(version_base="1.3", config_module="lit_dpret.configs"):
-        cfg = compose("train", overrides=["run_dir=run", *command.split()])
-    name = cfg.privacy._target_.rpartition(".")[2]
-    mode = next(mode for mode in MODES.values() if type(mode).__name__ == name)
-    for each, settings in (cfg.model.negatives or {}).items():
-        shared = {"shared_in_batch": True} if settings.get("shared_in_batch") else {}
-        check_sources([made(each, **shared)], mode)
