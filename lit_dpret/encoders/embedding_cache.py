@@ -8,6 +8,11 @@ A matrix that takes hours to compute is written as it comes: rows into a file th
 from the start, and after each group of rows, once they are on the disk, a line in a journal with their
 SHA-256. Whoever comes back believes the journal only where the bytes agree, and computes the rest;
 the groups are the same ones, so the finished file has the same bytes, however often it was begun.
+
+Several ranks may share the work: each takes groups, and the first one writes them in their place. Another rank writes
+each group into a file of its own beside the matrix, whole or not at all and named by its SHA-256; no two processes
+ever write into one file, which not every shared file system can be trusted with. What a job that was stopped left
+there is taken in by the next one, on however many ranks.
 """
 
 from __future__ import annotations
@@ -16,10 +21,9 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,41 +62,47 @@ def encode_to_file(
     buffer_size: int = BUFFER,
     restart: bool = False,
     progress: Progress | None = None,
+    crew: Crew | None = None,
 ) -> None:
     """Write the embeddings of ``texts`` to ``path``, row after row; go on where an earlier call was stopped.
 
     Guarantees:
-        - ``path`` appears whole or not at all, and has the bytes of a call that was never interrupted
-          (same machine and library versions).
+        - ``path`` appears whole or not at all, and has the bytes of a call by one process that was never
+          interrupted, whatever the number of ranks (same machine and library versions).
         - Rows whose bytes are not those that the journal vouches for are computed again.
 
     Args:
         encoding: The encoder and the side.
         texts: The texts.
-        path: The file; what is unfinished lies beside it as ``.partial`` and ``.journal``.
+        path: The file; what is unfinished lies beside it as ``.partial``, ``.journal`` and ``.parts``.
         dtype: Of a number in the file.
         facts: What the content depends on, besides texts and batches: plain JSON values.
         batch_size: Texts per forward pass.
         buffer_size: Texts sorted together.
         restart: Begin again where something else was begun here, instead of refusing.
-        progress: Called with (texts done, texts in all).
+        progress: Called with (texts done, texts in all), on the ranks that give it.
+        crew: The ranks that share the work; each calls this with the same arguments, and all see the folder of
+            ``path``. None for this process alone.
 
     Raises:
         DataError: An embedding holds a NaN or infinity.
         ResumeError: Something else was begun at ``path``.
         StorageError: The file cannot be written.
+        WorkerError: Another rank died.
     """
+    crew = Crew() if crew is None else crew
     begun = begun_facts(encoding, texts, dtype, facts, batch_size=batch_size, buffer_size=buffer_size)
-    with storing(path), Unfinished(path, begun, restart=restart) as file, encoding:
-        for window_at in range(0, len(texts), buffer_size):
-            part = texts[window_at : window_at + buffer_size]
-            if not file.has_window(window_at, len(part)):
-                groups = WindowGroups(Window(encoding, part), window_at, batch_size, dtype)
-                _fill(file, groups, progress, len(texts))
-                file.vouch_for_window(window_at, len(part))
-            elif progress is not None:
-                progress(window_at + len(part), len(texts))
-        file.finish()
+    key = hashlib.sha256(json.dumps(begun, sort_keys=True).encode()).hexdigest()[:16]
+    matrix = SharedMatrix(crew, path, dtype, encoding.dim, key)
+    with storing(path), ExitStack() as stack:
+        opened: list[Unfinished] = []  # on the first rank alone
+        crew.share(lambda: opened.append(stack.enter_context(Unfinished(path, begun, restart=restart))))
+        file = opened[0] if crew.is_first else None
+        stack.enter_context(encoding)
+        matrix.fill(file, encoding, texts, batch_size=batch_size, buffer_size=buffer_size, progress=progress)
+        if file is not None:
+            file.finish()
+            matrix.clear()
 
 
 def begun_facts(
@@ -159,15 +169,6 @@ class WindowGroups:
     def _places_of(self, start: int) -> Tensor:
         low = int(torch.searchsorted(self._sorted_places, start))
         return self._order[low : self.end(start)]
-
-
-def _fill(file: Unfinished, groups: WindowGroups, progress: Progress | None, total: int) -> None:
-    for start in groups.starts:
-        rows = groups.rows(start)
-        if not file.has_group(groups.window_at, start, rows):
-            file.write_group(groups.window_at, start, rows, groups.embed(start))
-        if progress is not None:
-            progress(groups.window_at + groups.end(start), total)
 
 
 class Unfinished:
@@ -296,7 +297,7 @@ _NAME = re.compile(r"(\d+)-(\d+)-([0-9a-f]{16})-([0-9a-f]{64})\.part")
 
 
 @dataclass(frozen=True)
-class CrewMatrix:
+class SharedMatrix:
     """A matrix that several ranks fill.
 
     Args:
@@ -337,7 +338,8 @@ class CrewMatrix:
         """
         for window_at in range(0, len(texts), buffer_size):
             part = texts[window_at : window_at + buffer_size]
-            there = self.crew.share(partial(_has_window, file, window_at, len(part)))
+            rows = len(part)
+            there = self.crew.share(lambda at=window_at, rows=rows: file is not None and file.has_window(at, rows))
             if not there:
                 groups = WindowGroups(Window(encoding, part), window_at, batch_size, self.dtype)
                 self._window(file, groups, progress, len(texts))
@@ -399,71 +401,3 @@ class CrewMatrix:
             for path in self.parts.glob("*.part"):
                 path.unlink(missing_ok=True)
             self.parts.rmdir()
-
-
-def encode_with_crew(
-    crew: Crew,
-    encoding: Encoding,
-    texts: Sequence[str],
-    path: Path,
-    *,
-    dtype: torch.dtype,
-    facts: Mapping[str, Any],
-    batch_size: int = 64,
-    buffer_size: int = BUFFER,
-    progress: Progress | None = None,
-) -> None:
-    """Write the embeddings of ``texts`` to ``path`` as `encode_to_file` does, with all ranks of a crew.
-
-    Guarantees:
-        - The file has the bytes that one process would write, whatever the number of ranks, also if a job was
-          stopped and another number of ranks went on (same machine and library versions).
-
-    Args:
-        crew: The ranks; each calls this with the same arguments, and all see the folder of ``path``.
-        encoding: As for `encode_to_file`, as are the others.
-        texts: The texts.
-        path: The file.
-        dtype: Of a number in it.
-        facts: What the content depends on.
-        batch_size: Texts per forward pass.
-        buffer_size: Texts sorted together.
-        progress: Called with (texts done, texts in all) on the ranks that give it.
-
-    Raises:
-        DataError: An embedding holds a NaN or infinity.
-        ResumeError: Something else was begun at ``path``.
-        StorageError: The file cannot be written.
-        WorkerError: Another rank died.
-    """
-    if crew.size == 1 and not path.with_name(path.name + ".parts").exists():
-        encode_to_file(
-            encoding, texts, path, dtype=dtype, facts=facts, batch_size=batch_size, buffer_size=buffer_size,
-            progress=progress,
-        )  # fmt: skip
-        return
-    begun = begun_facts(encoding, texts, dtype, facts, batch_size=batch_size, buffer_size=buffer_size)
-    key = hashlib.sha256(json.dumps(begun, sort_keys=True).encode()).hexdigest()[:16]
-    matrix = CrewMatrix(crew, path, dtype, encoding.dim, key)
-    with storing(path), ExitStack() as stack:
-        file = _on_first(crew, lambda: stack.enter_context(Unfinished(path, begun, restart=False)))
-        stack.enter_context(encoding)
-        matrix.fill(file, encoding, texts, batch_size=batch_size, buffer_size=buffer_size, progress=progress)
-        if file is not None:
-            file.finish()
-            matrix.clear()
-
-
-def _has_window(file: Unfinished | None, window_at: int, rows: int) -> bool:
-    return file is not None and file.has_window(window_at, rows)
-
-
-def _on_first(crew: Crew, work: Callable[[], Unfinished]) -> Unfinished | None:
-    """Return what ``work`` opens on the first rank; None on the others, once it is open."""
-    opened: list[Unfinished] = []
-
-    def remember() -> None:
-        opened.append(work())
-
-    crew.share(remember)
-    return opened[0] if crew.is_first else None

@@ -28,7 +28,7 @@ from lit_dpret.distributed.crew import Crew
 from lit_dpret.encoders import Progress, Side, TextEncoder, cut, load_towers
 from lit_dpret.encoders.backbones import resolve_folder
 from lit_dpret.encoders.bulk import in_order
-from lit_dpret.encoders.embedding_cache import content_hash, encode_with_crew
+from lit_dpret.encoders.embedding_cache import content_hash, encode_to_file
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError, StorageError, schema_problem
 from lit_dpret.retrieval.backends import Faiss, search_with
 from lit_dpret.retrieval.rows import STORAGES, FileRows, Storage
@@ -304,8 +304,7 @@ def encode_folder(
 
     try:
         if crew.share(prepare):
-            encode_with_crew(
-                crew,
+            encode_to_file(
                 tower.one_side(side, where),
                 in_order(texts),
                 folder / EMBEDDINGS,
@@ -313,6 +312,7 @@ def encode_folder(
                 facts=begun,
                 batch_size=batch_size,
                 progress=progress,
+                crew=crew,
             )
         crew.share(seal)
     except OSError as error:

@@ -68,7 +68,7 @@ def test_encoding_again_computes_nothing_and_leaves_the_same_bytes(
     encode_folder(encoder, PASSAGES, tmp_path / "index")
     before = read()
     with monkeypatch.context() as patch:
-        patch.setattr(build, "encode_with_crew", lambda *_, **__: pytest.fail("computed again"))
+        patch.setattr(build, "encode_to_file", lambda *_, **__: pytest.fail("computed again"))
         encode_folder(encoder, PASSAGES, tmp_path / "index")
     assert read() == before
     with pytest.raises(ResumeError, match="made with another encoder"):
@@ -82,7 +82,7 @@ def test_encoding_again_computes_nothing_and_leaves_the_same_bytes(
 def test_a_folder_that_was_begun_with_another_encoder_is_not_gone_on_with(
     encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stopped(crew: Any, encoding: Any, *arguments: Any, **settings: Any) -> None:
+    def stopped(encoding: Any, *arguments: Any, **settings: Any) -> None:
         embed, left = encoding.embed, [2]
 
         def counted(ids: Any) -> Any:
@@ -95,7 +95,7 @@ def test_a_folder_that_was_begun_with_another_encoder_is_not_gone_on_with(
         encode_to_file(encoding, *arguments, **settings)
 
     with monkeypatch.context() as patch:
-        patch.setattr(build, "encode_with_crew", stopped)
+        patch.setattr(build, "encode_to_file", stopped)
         with pytest.raises(KeyboardInterrupt):
             encode_folder(encoder, PASSAGES, tmp_path / "index", batch_size=2)
     with pytest.raises(DataError, match=r"has no index.json: it is no index, or one that is not finished"):
