@@ -167,6 +167,16 @@ def check_sharding(strategy: str, world: int) -> None:
 def on_each_device(whole: Bytes, *, strategy: str, world: int) -> Bytes:
     """Return the bytes on each of ``world`` devices, from those of one device that holds everything.
 
+    | strategy | weights | float32 copies, states | sum of clipped gradients | noised gradients |
+    | --- | --- | --- | --- | --- |
+    | ddp | each | each | each | each |
+    | zero1, zero2 | each | divided | each | divided |
+    | zero3 | divided; gathered while a batch is clipped | divided | each | divided |
+    | fsdp | none but the float32 ones; gathered while a step is clipped | divided | each | divided |
+
+    A unit's norm is of its gradient in all layers, so clipping wants all weights at once, and a rank adds up every
+    weight's gradient of its own rows before anything is reduced. No strategy divides those two: they set the peak.
+
     Args:
         whole: On one device.
         strategy: One of `STRATEGIES`.

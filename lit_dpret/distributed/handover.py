@@ -109,7 +109,11 @@ def needs_masters(parameters: Iterable[Tensor]) -> bool:
 
 
 class MasterWeights(torch.optim.Optimizer):
-    """An optimizer of the float32 copies of some parameters.
+    """An optimizer of float32 copies (*masters*) of parameters in half precision.
+
+    A bfloat16 weight has eight bits: an update of less than about 0.4 percent of it is rounded away, and a noised
+    update is mostly such. So masters are updated, and the weights are the masters, rounded, after each step
+    (Micikevicius et al. 2018, 1710.03740, section 3.1). Rounding is post-processing: no claim depends on it.
 
     Guarantees:
         - The update is made in float32 from the gradient that `gradient_slot` was given, never from a rounded one.

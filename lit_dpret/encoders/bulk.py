@@ -171,7 +171,11 @@ _STEP = 16
 
 
 def embed_apart(embed: Callable[[dict[str, Tensor]], Tensor], features: Mapping[str, Tensor], filler: int) -> Tensor:
-    """Embed tokenised texts, without gradient and in no lower precision than the weights have.
+    """Embed tokenised texts so that no other text changes an embedding, to the last bit; without gradient.
+
+    What a row is compared with is decided by scores, and where two are nearly equal the last bit decides. Products of
+    matrices round in another way for another number of rows, another length or another place. So every batch has one
+    number of rows, and a text alone decides how far its batch is padded and where in it it stands.
 
     Guarantees:
         - A row of the result is a function of that row of ``features`` and of the weights, if in ``embed`` a row is

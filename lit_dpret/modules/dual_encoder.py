@@ -77,7 +77,7 @@ class DualEncoder(PairModule):
         passage_prefix: Put before every passage; null for what the encoder's folder says.
         gradient_checkpointing: Recompute activations to save memory.
         grad_cache_rows: Embed so many texts at a time, and once more for the gradient, so that a large batch
-            needs the memory of a small one (`lit_dpret.modules.dual_encoder`); null embeds all together.
+            needs the memory of a small one (`embed_in_chunks`); null embeds all together.
         log_private_loss: Log the training loss although it is an unaccounted release.
 
     Raises:
@@ -410,6 +410,10 @@ def _checked_grad_cache(rows: int | None, privacy: PrivacyMode) -> int | None:
 
 def embed_in_chunks(embed: Callable[[Any], Tensor], features: Any, *, count: int, rows_at_once: int) -> Tensor:
     """Return the embeddings of some rows, of which a backward pass remembers ``rows_at_once`` at a time.
+
+    A contrastive loss needs the embeddings of all rows together, but not what the encoder remembered on the way to
+    them. This is GradCache (Gao et al., 2101.06983). Seen from autograd it is a checkpoint around each chunk, and
+    PyTorch's own keeps the states of random generators and of autocast.
 
     Guarantees:
         - Values and gradients are those of embedding the chunks one after the other in one graph: dropout

@@ -1,4 +1,8 @@
-"""Low-rank adapters in a text encoder or a generator: put in before training, merged into the weights afterwards."""
+"""What of a model is trained: parameters by name, low-rank adapters, or virtual tokens before every passage.
+
+Adapters are merged into the weights after training. Virtual tokens cannot be, but they can be merged into the
+vocabulary: a saved generator is a plain T5 with so many rows of embeddings more.
+"""
 
 from __future__ import annotations
 
@@ -180,7 +184,10 @@ class PromptTuning:
 
 
 class PromptedEmbedding(nn.Module):
-    """Embeddings of words, frozen, and of virtual tokens, trained.
+    """Embeddings of words, frozen, and of virtual tokens, trained (Lester et al. 2021, 2104.08691, section 2).
+
+    The ids of virtual tokens come after all words. Whoever turns texts into ids puts them before every passage, so
+    masks, lengths and whatever else counts tokens need not know of them.
 
     Guarantees:
         - An embedding is a function of its id alone, wherever it stands and whatever stands beside it.

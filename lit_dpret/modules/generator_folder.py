@@ -262,6 +262,8 @@ def weights_hash(folder: str | Path) -> str:
 
 
 PUBLIC_T5 = "public_t5"
+# Loading never guesses. A folder that is not a sequence-to-sequence model, or lacks some of its weights (Hugging Face
+# would fill them with noise and go on), is refused in one line that names it.
 _LOADING_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError, StrictDataclassError)
 
 

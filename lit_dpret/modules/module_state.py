@@ -1,4 +1,9 @@
-"""What the parts of a module keep outside their parameters and buffers, so that passes can begin from the same."""
+"""The state that a module keeps between batches: put back after passes that only examine it, compared around hooks.
+
+A forward pass of private rows is watched while it runs (`StateWatch`). Around it, hooks of the module and of callbacks
+have the batch and its losses at hand. What they write into a weight, a buffer or a tensor of the module reaches later
+steps without noise; what they write into the rows couples these.
+"""
 
 from __future__ import annotations
 

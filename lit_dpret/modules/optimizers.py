@@ -30,6 +30,10 @@ from lit_dpret.privacy.budget import require_choice
 class DPAdamBC(torch.optim.Optimizer):
     r"""DP-AdamBC (Tang, Shpilevskiy and Lécuyer, AAAI 2024, 2312.14334, Algorithm 1).
 
+    Adam divides by the root of an average of squared gradients. Of a noised gradient that average is the squared
+    gradient *plus the variance of the noise*: where noise dominates, DP-Adam is DP-SGD with momentum. The variance is
+    public, so it can be subtracted.
+
     It sees the noised mean gradient :math:`\tilde g = (\sum_i \mathrm{clip}(g_i) + z) / B` with
     :math:`z \sim N(0, \sigma^2 C^2)` and public constants only, so it is post-processing:
 

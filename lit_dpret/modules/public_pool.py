@@ -129,6 +129,9 @@ RowsLoss = Callable[[slice, Tensor], Tensor]
 def row_by_row(loss: RowsLoss, embeddings: Tensor, *, rows_at_once: int) -> Tensor:
     """Return the losses of all rows, differentiable once with respect to ``embeddings``.
 
+    The table of logits, rows x pool, is the largest thing in a step by far. Here each part of it is made, turned into
+    losses and their gradient, and forgotten, so that it is computed once and never kept.
+
     Guarantees:
         - Losses and gradients are those of ``loss`` on all rows at once.
         - Row i of the gradient is the gradient of row i's loss. A ``loss`` that couples rows is

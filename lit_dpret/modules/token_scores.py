@@ -156,7 +156,7 @@ def token_scores(
 def in_batches_by_length(
     lengths: Sequence[int], batch_size: int, progress: Callable[[int, int], None] | None = None
 ) -> Iterator[list[int]]:
-    """Places of all texts, ``batch_size`` at a time, by length from the longest on.
+    """Yield the places of all texts by length, longest first: little padding, and what does not fit fails at once.
 
     Args:
         lengths: Of each text, in any unit.

@@ -1,4 +1,4 @@
-"""Negatives that nobody has to look for: any public passages, and those that were judged."""
+"""Negatives that need no search: any public passages, and those that were judged or labelled."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ _LARGEST = 3.4028234663852886e38  # of float32: beyond it one private record wou
 
 
 def read_labels(path: str | Path) -> list[LabelledNegative]:
-    """Read a file of labels.
+    """Read a file of labels, GPL's: query id, passage id, negative id and margin between tabs, without a header.
 
     Raises:
         DataError: It cannot be read, or a line is malformed; the message names the line.

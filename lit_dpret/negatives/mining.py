@@ -174,6 +174,8 @@ class Mined:
 class ShardStore:
     """The shards of one mining: a folder with a file for each range of queries.
 
+    A ranking of public passages for a private query says what was asked, so the folder is as private as the queries.
+
     Guarantees:
         - A file that has its name is whole: it was written under another one and renamed.
         - Files of any sizes together are one mining, so another ``shard_size`` goes on with them.

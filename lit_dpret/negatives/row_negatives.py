@@ -231,6 +231,10 @@ class RowNegatives:
 def refusal(source: NegativeSource, mode: PrivacyMode | type[PrivacyMode]) -> str | None:
     """Return why a mode cannot take a source; None where it can.
 
+    Where each row's gradient is clipped, no source may couple rows. Where a proof holds for the table of similarities
+    of a batch alone, nothing may be added to it. Where the gradient of a whole batch is clipped, any function of the
+    batch will do. No private mode takes a source that remembers private rows from one step to the next.
+
     Args:
         source: Of negatives.
         mode: The privacy mode, or its class.

@@ -201,6 +201,9 @@ class DrawnImage(Protocol):
 class AugmentedViews:
     """Rows of images to two batches of views: a ``collate_rows`` for modules that compare images.
 
+    Each view takes its random numbers from a key of its own. Pairwise clipping rests on that: a pair's similarity
+    gradient must be a function of its two records, the weights and public data (paper 002, Theorem 4.2).
+
     Guarantees:
         - A row's views depend on (seed, image id, draw) and its own pixels, up to nothing else.
         - The two views of a row, and the views of two draws, come from unrelated random numbers.
