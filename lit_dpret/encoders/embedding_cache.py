@@ -24,6 +24,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -338,8 +339,7 @@ class SharedMatrix:
         """
         for window_at in range(0, len(texts), buffer_size):
             part = texts[window_at : window_at + buffer_size]
-            rows = len(part)
-            there = self.crew.share(lambda at=window_at, rows=rows: file is not None and file.has_window(at, rows))
+            there = self.crew.share(partial(_has_window, file, window_at, len(part)))
             if not there:
                 groups = WindowGroups(Window(encoding, part), window_at, batch_size, self.dtype)
                 self._window(file, groups, progress, len(texts))
@@ -401,3 +401,7 @@ class SharedMatrix:
             for path in self.parts.glob("*.part"):
                 path.unlink(missing_ok=True)
             self.parts.rmdir()
+
+
+def _has_window(file: Unfinished | None, window_at: int, rows: int) -> bool:
+    return file is not None and file.has_window(window_at, rows)
