@@ -49,7 +49,7 @@ ALLOWED: dict[str, set[str]] = {
     # What attacks finished models: no module, callback or accountant knows of it.
     "audit.attacks": {"files", "audit.statistics", "encoders", "modules", "synthesis", "evaluation_mode"},
     "audit.canaries": {"files", "privacy", "audit.statistics", "datamodules", "synthesis", "modules", "encoders"},
-    "audit.testing": {"distributed", "privacy", "modules"},
+    "audit.testing": {"distributed", "privacy", "modules", "audit.statistics"},
     "pytest_plugin": {"audit.testing"},
     # What watches and reports a run.
     "report": {"files", "retrieval", "privacy", "cards", "synthesis"},

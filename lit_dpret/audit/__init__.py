@@ -1,1 +1,5 @@
-"""What attacks prove about a claim: their statistics, canaries, attacks on finished models, and `assert_private`."""
+"""What attacks prove about a claim: their statistics, canaries, attacks on finished models, and `assert_private`.
+
+It is larger than planned because each bound stands beside the published one that it is compared with, and attacks cover
+generators, encoders, releases and federations.
+"""

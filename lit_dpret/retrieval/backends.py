@@ -25,7 +25,7 @@ from lit_dpret.retrieval.products import prepared
 from lit_dpret.retrieval.rescoring import canonical_scores
 from lit_dpret.retrieval.rows import Rows, as_rows
 from lit_dpret.retrieval.search import Similarity, require_positive, search
-from lit_dpret.retrieval.topk import MISSING, TopK, ascending, keyed, places_by_rank, ranked, smallest
+from lit_dpret.retrieval.topk import MISSING, TopK, first_k, keyed, places_by_rank
 
 FAISS_GPU_LIMIT = 2048
 """faiss searches no deeper on a GPU."""
@@ -184,12 +184,7 @@ def search_with(
         if proposed.numel() and int(proposed.max()) >= len(rows):
             raise DataError(f"The index names passage {int(proposed.max())} of {len(rows)}: it is of another corpus.")
         scores = canonical_scores(part, rows, proposed.clamp(min=MISSING), cosine=cosine)
-        keys = keyed(TopK(scores, proposed.clamp(min=MISSING)), rank)
-        if keys.shape[1] < k:
-            filler = keyed(TopK(scores.new_empty(len(keys), k - keys.shape[1]),
-                                torch.full((len(keys), k - keys.shape[1]), MISSING)), rank)  # fmt: skip
-            keys = torch.cat([keys, filler], dim=1)
-        found.append(ranked(ascending(smallest(keys, k)[:, :k].contiguous()), places))
+        found.append(first_k(keyed(TopK(scores, proposed.clamp(min=MISSING)), rank), k, places))
     if not found:
         return TopK(torch.empty(0, k), torch.empty(0, k, dtype=torch.long))
     return TopK(torch.cat([top.scores for top in found]), torch.cat([top.indices for top in found]))

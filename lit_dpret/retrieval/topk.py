@@ -141,10 +141,14 @@ def merged(parts: Sequence[TopK], k: int, *, tie_rank: Tensor) -> TopK:
     """
     if not parts or k < 1 or len({len(part.scores) for part in parts}) != 1:
         raise ConfigurationError(f"{len(parts)} rankings cannot be merged into one of k={k} for the same queries.")
-    keys = torch.cat([keyed(part, tie_rank) for part in parts], dim=1)
+    return first_k(torch.cat([keyed(part, tie_rank) for part in parts], dim=1), k, places_by_rank(tie_rank))
+
+
+def first_k(keys: Tensor, k: int, places: Tensor) -> TopK:
+    """Return the ``k`` smallest of each row of keys as a ranking, filled up with `MISSING`."""
     if keys.shape[1] < k:
         keys = torch.cat([keys, keys.new_full((len(keys), k - keys.shape[1]), EMPTY)], dim=1)
-    return ranked(ascending(smallest(keys, k)[:, :k].contiguous()), places_by_rank(tie_rank))
+    return ranked(ascending(smallest(keys, k)[:, :k].contiguous()), places)
 
 
 def keyed(top: TopK, tie_rank: Tensor) -> Tensor:

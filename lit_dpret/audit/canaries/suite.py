@@ -44,6 +44,16 @@ class Sources(Protocol):
     def evaluation_set(self, split: str = ...) -> tuple[dict[str, str], dict[str, dict[str, int]]]: ...
 
 
+@dataclass(frozen=True)
+class _Material:
+    """The public texts that canaries are made from, and the seed that chooses among them."""
+
+    passages: Mapping[str, str]
+    ids: Sequence[str]
+    words: Sequence[str]
+    seed: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class CanarySuite:
     """Canaries of every combination of kind, side and repetitions.
@@ -172,11 +182,12 @@ class CanarySuite:
                 "canaries.count, or take another source."
             )
         words = _vocabulary(passages, ids, seed) if "echo" in self.kinds else []
+        material = _Material(passages, ids, words, seed)
         order = iter(_coins(seed, "queries").permutation(len(known)))
         canaries: list[Canary] = []
         for kind, side, copies, number in planned:
             for place in order:
-                made = self._canary(kind, side, copies, number, known[place], passages, ids, words, seed)
+                made = self._canary((kind, side, copies), number, known[place], material)
                 check_sentinels(reader, made)
                 if not _another_would_help(reader, made):
                     check_all_fit(reader, [made], shorter=shorter)
@@ -192,23 +203,14 @@ class CanarySuite:
         return CanarySet(tuple(canaries), self.settings(), secrets.token_hex(16))
 
     def _canary(
-        self,
-        kind: Kind,
-        side: Side,
-        copies: int,
-        number: int,
-        known: tuple[str, str],
-        passages: Mapping[str, str],
-        ids: Sequence[str],
-        words: Sequence[str],
-        seed: int,
+        self, combination: tuple[Kind, Side, int], number: int, known: tuple[str, str], material: _Material
     ) -> Canary:
-        """One canary with a known query; its secret and its coin do not depend on which query it is."""
-        query, own = known
+        """Make one canary with a known query; its secret and its coin do not depend on which query it is."""
+        (kind, side, copies), (query, own) = combination, known
         name = f"{kind}-{side}-{copies}-{number}"
-        coins = _coins(seed, name)
-        candidates = self._candidates(kind, coins, words)
-        passage_id, passage = self._passage(kind, side, name, own, passages, ids, coins)
+        coins = _coins(material.seed, name)
+        candidates = self._candidates(kind, coins, material.words)
+        passage_id, passage = self._passage(kind, side, name, own, material, coins)
         short = query.split()[: max(1, self.query_words // 2) if kind == "echo" else None]
         return Canary(
             name=name,
@@ -251,16 +253,10 @@ class CanarySuite:
         return tuple(found)
 
     def _passage(
-        self,
-        kind: Kind,
-        side: Side,
-        name: str,
-        own: str,
-        passages: Mapping[str, str],
-        ids: Sequence[str],
-        coins: np.random.Generator,
+        self, kind: Kind, side: Side, name: str, own: str, material: _Material, coins: np.random.Generator
     ) -> tuple[str, str]:
-        """Id and text of the passage, without the secret."""
+        """Return id and text of the passage, without the secret."""
+        ids, passages = material.ids, material.passages
         if kind == "digits":
             return OWN_ID + name, _number(coins) if side == "query" else ""
         chosen = own

@@ -12,8 +12,8 @@ import math
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import beta
 
+from lit_dpret.audit.statistics.error_rates import rate_at_least, rate_at_most
 from lit_dpret.audit.testing.probe import Probe
 from lit_dpret.audit.testing.sum_checks import LOUD, norm
 from lit_dpret.errors import ConfigurationError, PrivacyViolation
@@ -107,10 +107,7 @@ def _bound(a: Values, b: Values, threshold: float, delta: float, confidence: flo
 
 
 def _epsilon(hits_a: int, hits_b: int, size_a: int, size_b: int, delta: float, confidence: float) -> float:
-    """From event counts on either side; minus infinity where they show nothing."""
-    if hits_a == 0:
-        return -math.inf
+    """Bound epsilon by event counts on either side; minus infinity where they show nothing."""
     alpha = (1 - confidence) / 2
-    least = float(beta.ppf(alpha, hits_a, size_a - hits_a + 1))
-    most = float(beta.isf(alpha, hits_b + 1, size_b - hits_b)) if hits_b < size_b else 1.0
+    least, most = float(rate_at_least(hits_a, size_a, alpha)), float(rate_at_most(hits_b, size_b, alpha))
     return math.log((least - delta) / most) if least > delta else -math.inf
