@@ -2,5 +2,5 @@
 
 `search` stands on `topk`, `products`, `rescoring` and `rows`; `backends` lends other libraries' searches, and `bm25` is
 lexical. `runs` has `evaluate`, by `metrics` and `torch_metric`; `statistics` and `comparison` say how sure a number is.
-The room is larger than planned because search is exact to the last tie, in bfloat16 and from files, which no library is.
+The room is larger than planned because search is exact to the last tie, in bfloat16 and from files, as no library is.
 """
