@@ -106,12 +106,12 @@ class ZeroShot:
         values = {name: read_per_query(parts.run_dir / name, self.metrics) for name in present}
         table = self._table(done, values)
         console = Console()
-        console.print(table.to_console())
+        console.print(table.console())
         for shown, text in table.definitions().items():
             console.print(f"{shown}: {text}", highlight=False)
         if table.missing:
             console.print(f"missing: {', '.join(table.missing)}", highlight=False)
-        for path in table.write(parts.run_dir):
+        for path in table.write(parts.run_dir).values():
             console.print(f"written: {path}", highlight=False, soft_wrap=True)
         return {one.name: one.metrics[self.metrics[0]].mean for one in table.sets if one.metrics}
 

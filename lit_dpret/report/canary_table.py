@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from lit_dpret.cards.page import Banner, Block, Bullets, Code, Grid, Paragraph, Section, to_html, to_markdown
+from lit_dpret.cards.page import Banner, Block, Bullets, Code, Grid, Paragraph, Section
 from lit_dpret.cards.text import show_delta, show_epsilon
-from lit_dpret.files import write_whole
-from lit_dpret.privacy.ledger.chain import today
+from lit_dpret.report.page import Page
 
 SCHEMA = "lit-dpret/canaries-report/1"
 POOLED = "three kinds"
@@ -112,7 +108,6 @@ def write_canary_table(
     contradictions = [f"{row.model}, {_about(row.cell)}: {text}" for row in rows for text in row.cell.contradictions]
     lead: list[Block] = [Banner(text) for text in contradictions]
     sections = [*_tables(rows), *_words(rows, facts, notes, command)]
-    subtitle = f"lit-dpret report, {today()}"
     data = {
         "schema": SCHEMA,
         "command": command,
@@ -120,15 +115,9 @@ def write_canary_table(
         "contradictions": contradictions,
         "rows": [row.to_dict() for row in rows],
     }
-    texts = {
-        f"{name}.html": to_html(title, subtitle, lead, sections),
-        f"{name}.md": to_markdown(title, subtitle, lead, sections),
-        f"{name}.json": json.dumps(data, indent=1, allow_nan=False) + "\n",
-    }
-    values = io.StringIO(newline="")
-    csv.writer(values).writerows(_csv(rows))
-    texts[f"{name}.csv"] = values.getvalue()
-    written = {file: write_whole(folder / file, text, owner_only=True) for file, text in texts.items()}
+    header, *lines = _csv(rows)
+    sheet = {f"{name}.csv": Grid([str(title) for title in header], lines)}
+    written = Page(name=name, title=title, lead=lead, sections=sections, facts=data, tables=sheet).write(folder)
     return written, contradictions
 
 

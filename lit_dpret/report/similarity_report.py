@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.cards.page import Banner, Block, Code, Grid, Paragraph, Section, to_html, to_markdown
-from lit_dpret.files import write_whole
+from lit_dpret.cards.page import Banner, Block, Code, Grid, Paragraph, Section
+from lit_dpret.report.page import Page
 from lit_dpret.report.similarity_figure import can_draw, draw_similarity
 
 Facts = Mapping[str, Any]
@@ -56,12 +55,10 @@ def write_similarity(
     title, subtitle = _head(facts)
     lead: list[Block] = [Banner(facts["not_covered"])] if facts["not_covered"] else []
     sections = [*_bleu(facts), *_mauve(facts), *_diversity(facts), *_overlap(facts), *_closing(facts, command)]
-    texts = {
-        f"{NAME}.json": json.dumps(facts, indent=2, allow_nan=False) + "\n",
-        f"{NAME}.md": to_markdown(title, subtitle, lead, sections),
-        f"{NAME}.html": to_html(title, subtitle, lead, sections),
-    }
-    paths = [write_whole(folder / name, text, owner_only=owner_only) for name, text in texts.items()]
+    page = Page(
+        name=NAME, title=title, subtitle=subtitle, lead=lead, sections=sections, facts=facts, owner_only=owner_only
+    )
+    paths = list(page.write(folder).values())
     if "diversity" in facts and (plot or (plot is None and can_draw())):
         paths.append(draw_similarity(facts["diversity"], folder / f"{NAME}.png", owner_only=owner_only))
     scores = _scores(facts)

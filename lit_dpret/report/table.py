@@ -1,4 +1,4 @@
-"""One comparison table, for a console, a spreadsheet and a program.
+"""One table of results, for a page, a console, a spreadsheet and a program.
 
 Each row is a system, each metric comes with its confidence interval, and the privacy column stands
 in the same row: a number of quality without its price is not a result.
@@ -6,8 +6,6 @@ in the same row: a number of quality without its price is not a result.
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -15,9 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
+from rich.table import Table as ConsoleTable
 from rich.text import Text
 
+from lit_dpret.cards.page import Grid
 from lit_dpret.errors import DataError
 from lit_dpret.files import write_whole
 from lit_dpret.retrieval.statistics import Interval
@@ -58,10 +57,76 @@ def show(interval: Interval | None) -> str:
     return f"{interval.mean:.3f} [{interval.low:.3f}, {interval.high:.3f}]"
 
 
-def console_table(rows: Sequence[RowResult], *, title: str = "") -> Table:
+@dataclass(frozen=True)
+class Table:
+    """Rows whose cells are texts, numbers or intervals.
+
+    Args:
+        header: Titles of the columns.
+        rows: Their cells; None for what was not measured.
+        measured: The columns whose cells are intervals; a spreadsheet has three columns for each of them.
+        numeric: Further columns that are set flush right.
+    """
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[object]]
+    measured: frozenset[int] = frozenset()
+    numeric: frozenset[int] = frozenset()
+
+    def grid(self) -> Grid:
+        """The table of a page, each interval behind its mean."""
+        rows = [[self._shown(column, cell) for column, cell in enumerate(row)] for row in self.rows]
+        return Grid(self.header, rows, self.numeric | self.measured)
+
+    def html(self) -> str:
+        return self.grid().html()
+
+    def markdown(self) -> str:
+        return self.grid().markdown()
+
+    def console(self, *, title: str, caption: str) -> ConsoleTable:
+        """The table for ``rich.print``: intervals below their numbers."""
+        left: Any = "left"
+        table = ConsoleTable(title=title, title_justify=left, caption=caption, caption_justify=left, show_lines=True)
+        for column, name in enumerate(self.header):
+            flush = column in self.numeric | self.measured
+            table.add_column(name, justify="right" if flush else "left", no_wrap=column in self.measured)
+        for row in self.rows:
+            cells = [str(self._shown(column, cell)) for column, cell in enumerate(row)]
+            table.add_row(
+                *(Text(cell.replace(" ", "\n", 1) if i in self.measured else cell) for i, cell in enumerate(cells))
+            )
+        return table
+
+    def csv(self) -> str:
+        """Every number in full; an interval in three columns: name, name low, name high."""
+        ends = {
+            column: ("", " low", " high") if column in self.measured else ("",) for column in range(len(self.header))
+        }
+        header = [f"{name}{end}" for column, name in enumerate(self.header) for end in ends[column]]
+        lines: list[list[object]] = []
+        for row in self.rows:
+            line: list[object] = []
+            for column, cell in enumerate(row):
+                if column not in self.measured:
+                    line.append(cell)
+                elif isinstance(cell, Interval):
+                    line += [None if math.isnan(end) else end for end in (cell.mean, cell.low, cell.high)]
+                else:
+                    line += [None, None, None]
+            lines.append(line)
+        return Grid(header, lines).csv()
+
+    def _shown(self, column: int, cell: object) -> object:
+        if column in self.measured:
+            return show(cell if isinstance(cell, Interval) else None)
+        return "" if cell is None else cell
+
+
+def console_table(rows: Sequence[RowResult], *, title: str = "") -> ConsoleTable:
     """The table for ``rich.print``; it fits 80 columns: intervals and privacy stand below their numbers and names."""
     names = metric_names(rows)
-    table = Table(
+    table = ConsoleTable(
         title=title or None, title_justify="left", caption="mean, and below it the 95 % confidence interval",
         caption_justify="left", show_lines=True,
     )  # fmt: skip
@@ -80,17 +145,9 @@ def console_table(rows: Sequence[RowResult], *, title: str = "") -> Table:
 def write_csv(rows: Sequence[RowResult], path: Path) -> None:
     """One line per system, for the file's owner alone; each metric in three columns: name, name low, name high."""
     names = metric_names(rows)
-    header = ["system", *(column for name in names for column in (name, f"{name} low", f"{name} high"))]
-    file = io.StringIO()
-    writer = csv.writer(file)
-    writer.writerow([*header, "privacy", "note"])
-    for row in rows:
-        numbers: list[object] = []
-        for name in names:
-            interval = row.metrics.get(name)
-            numbers += ["", "", ""] if interval is None else [interval.mean, interval.low, interval.high]
-        writer.writerow([row.system, *numbers, row.privacy, row.note])
-    write_whole(path, file.getvalue(), owner_only=True)
+    lines = [[row.system, *(row.metrics.get(name) for name in names), row.privacy, row.note] for row in rows]
+    table = Table(["system", *names, "privacy", "note"], lines, measured=frozenset(range(1, 1 + len(names))))
+    write_whole(path, table.csv(), owner_only=True)
 
 
 def to_json(rows: Sequence[RowResult]) -> list[dict[str, Any]]:

@@ -8,7 +8,6 @@ reached, and that many trainings on the same queries cost more together than any
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -19,12 +18,11 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from lit_dpret.cards.page import Banner, Block, Bullets, Code, Grid, Paragraph, Section, to_html, to_markdown
+from lit_dpret.cards.page import Banner, Block, Bullets, Code, Grid, Paragraph, Section
 from lit_dpret.errors import DataError
-from lit_dpret.files import write_whole
-from lit_dpret.privacy.ledger.chain import today
 from lit_dpret.report.chart import bar_chart
 from lit_dpret.report.html import Drawing
+from lit_dpret.report.page import Page
 from lit_dpret.report.table import RowResult, console_table, show
 from lit_dpret.retrieval.statistics import (
     Interval,
@@ -243,16 +241,15 @@ class ComparisonReport:
             "references": list(self.references),
             "differences": told,
         }
-        name, page = self.headings.name, (self.headings.title, f"lit-dpret report, {today()}")
-        sections = self._sections(found)
-        texts = {
-            f"{name}.html": to_html(*page, self._lead(), sections),
-            f"{name}.md": to_markdown(*page, self._lead(), sections),
-            f"{name}.json": json.dumps(facts, indent=1, allow_nan=False) + "\n",
-            f"{name}.csv": _row_table(self.rows, self.metrics).csv(),
-            "differences.csv": Grid(list(told[0]) if told else [], [list(each.values()) for each in told]).csv(),
+        name = self.headings.name
+        sheets = {
+            f"{name}.csv": _row_table(self.rows, self.metrics),
+            "differences.csv": Grid(list(told[0]) if told else [], [list(each.values()) for each in told]),
         }
-        return {name: write_whole(folder / name, text, owner_only=True) for name, text in texts.items()}
+        return Page(
+            name=name, title=self.headings.title, lead=self._lead(), sections=self._sections(found), facts=facts,
+            tables=sheets,
+        ).write(folder)  # fmt: skip
 
     def print(self) -> None:
         """Print the table, what differs significantly, and the notes."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from lit_dpret.cards.page import Banner, Block, Bullets, Code, Paragraph, Section, to_html, to_markdown
+from lit_dpret.cards.page import Banner, Block, Bullets, Code, Paragraph, Section, to_markdown
 from lit_dpret.files import write_whole
-from lit_dpret.privacy.ledger.chain import today
+from lit_dpret.report.page import Page
 from lit_dpret.report.study_figure import can_draw
 from reproduction.report.paper_table import PaperTable
 from reproduction.report.paper_table_figure import draw_paper_table
@@ -68,7 +68,7 @@ def write_paper_page(page: PaperPage, folder: Path) -> dict[str, Path]:
         folder: Where to; made if absent. Readable by its owner alone, unless the page is public.
 
     Returns:
-        The files of the page by ending.
+        The files of the page by name.
 
     Raises:
         StorageError: A file cannot be written.
@@ -76,15 +76,11 @@ def write_paper_page(page: PaperPage, folder: Path) -> dict[str, Path]:
     hidden = not page.public
     sections = []
     for table in page.tables:
-        picture = _drawn(table, folder, hidden)
-        section = table.section(picture)
+        section = table.section(_drawn(table, folder, hidden))
         sections.append(section)
-        texts = {
-            "md": to_markdown(table.title, "", [], [Section("Result", section.blocks)]),
-            "json": json.dumps(table.facts(), indent=1, allow_nan=False, ensure_ascii=False) + "\n",
-            "csv": table.csv(),
-        }
-        for ending, text in texts.items():
+        alone = {"md": to_markdown(table.title, "", [], [Section("Result", section.blocks)]), "csv": table.csv()}
+        alone["json"] = json.dumps(table.facts(), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
+        for ending, text in alone.items():
             write_whole(folder / f"{table.name}.{ending}", text, owner_only=hidden)
     lead: list[Block] = [Banner(INTERNAL)] if hidden else []
     lead += [Banner(page.spent, "caution")] if page.spent else []
@@ -93,7 +89,6 @@ def write_paper_page(page: PaperPage, folder: Path) -> dict[str, Path]:
         sections.append(Section("Left out", [Bullets([f"{name}: {why}" for name, why in page.left_out.items()])]))
     hours = sum(page.seconds.values()) / 3600
     sections.append(Section("How to get this again", [Code(page.command), Paragraph(f"{hours:.1f} hours of work.")]))
-    made = f"lit-dpret report, {today()}"
     facts = {
         "title": page.title,
         "public": page.public,
@@ -104,14 +99,8 @@ def write_paper_page(page: PaperPage, folder: Path) -> dict[str, Path]:
         "seconds": {name: round(value, 1) for name, value in page.seconds.items()},
         "tables": [table.facts() for table in page.tables],
     }
-    whole = {
-        "md": to_markdown(page.title, made, lead, sections),
-        "html": to_html(page.title, made, lead, sections),
-        "json": json.dumps(facts, indent=1, allow_nan=False, ensure_ascii=False) + "\n",
-    }
-    return {
-        ending: write_whole(folder / f"{page.name}.{ending}", text, owner_only=hidden) for ending, text in whole.items()
-    }
+    whole = Page(name=page.name, title=page.title, lead=lead, sections=sections, facts=facts, owner_only=hidden)
+    return whole.write(folder)
 
 
 def _drawn(table: Table, folder: Path, hidden: bool) -> Path | None:

@@ -6,17 +6,16 @@ are, and in which sizes they were run, says `reproduction.suite`; what a paper h
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lit_dpret.cards.page import Banner, Block, Bullets, Code, Grid, Paragraph, Section, to_html, to_markdown
+from lit_dpret.cards.page import Banner, Block, Bullets, Code, Grid, Paragraph, Section
 from lit_dpret.errors import DataError
-from lit_dpret.files import write_whole
 from lit_dpret.privacy.ledger.chain import today
+from lit_dpret.report.page import Page
 from lit_dpret.report.picture import Picture
 
 SCHEMA = "lit-dpret/reproduction/1"
@@ -128,8 +127,6 @@ def write_reproduction(
     folder.mkdir(parents=True, exist_ok=True)
     known = {part.name: part for part in parts}
     told = [_tell(item, known, folder, quote=quote) for item in paper.items]
-    made = today()
-    lead: list[Block] = [Banner(paper.promise, "caution")]
     sections = [
         Section("What there is", [_overview(told)]),
         *(Section(one.item.number, _blocks(one)) for one in told),
@@ -140,18 +137,15 @@ def write_reproduction(
         "schema": SCHEMA, "paper": paper.name, "title": paper.title, "promise": paper.promise, "command": command,
         "notes": list(notes), "items": [_facts(one) for one in told], "parts": [_part_facts(part) for part in parts],
     }  # fmt: skip
-    texts = {
-        "md": to_markdown(paper.title, made, lead, sections),
-        "html": to_html(paper.title, made, lead, sections),
-        "json": json.dumps(facts, indent=1, allow_nan=False) + "\n",
-    }
-    files = {f"{paper.name}.{ending}": text for ending, text in texts.items()} | _tables(told)
+    tables = _tables(told)
     for item in paper.items:  # an earlier page may have shown what this one must not
         for stale in {*folder.glob(f"{_slug(item.number)}.csv"), *folder.glob(f"{_slug(item.number)}_[0-9].csv")}:
-            if stale.name not in files:
+            if stale.name not in tables:
                 stale.unlink()
-    for name, text in files.items():
-        write_whole(folder / name, text, owner_only=paper.internal)
+    Page(
+        name=paper.name, title=paper.title, subtitle=today(), lead=[Banner(paper.promise, "caution")],
+        sections=sections, facts=facts, tables=tables, owner_only=paper.internal,
+    ).write(folder)  # fmt: skip
     return {one.item.number: one.state for one in told}
 
 
@@ -176,13 +170,13 @@ def _tell(item: Item, parts: Mapping[str, PartTold], folder: Path, *, quote: boo
     return _Told(item, "left out", [], None, " ".join(reasons))
 
 
-def _tables(told: Sequence[_Told]) -> dict[str, str]:
+def _tables(told: Sequence[_Told]) -> dict[str, Grid]:
     """Files of what stands in tables; a further one of the same item has a number."""
-    tables: dict[str, str] = {}
+    tables: dict[str, Grid] = {}
     for one in told:
         grids = [block for block in one.blocks if isinstance(block, Grid)]
         for place, grid in enumerate(grids, 1):
-            tables[f"{_slug(one.item.number)}{f'_{place}' if place > 1 else ''}.csv"] = grid.csv()
+            tables[f"{_slug(one.item.number)}{f'_{place}' if place > 1 else ''}.csv"] = grid
     return tables
 
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import csv
-import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-from rich.text import Text
+from rich.table import Table as ConsoleTable
 
-from lit_dpret.errors import StorageError
-from lit_dpret.report.table import show
+from lit_dpret.cards.page import Bullets, Paragraph, Section
+from lit_dpret.report.page import Page
+from lit_dpret.report.table import Table
 from lit_dpret.retrieval.metrics import Metric
 from lit_dpret.retrieval.statistics import Interval
 
@@ -80,61 +77,34 @@ class ZeroShotTable:
             "missing": self.missing,
         }
 
-    def rows(self) -> list[tuple[str, dict[str, Interval], str, str]]:
-        """Name, metrics, number of queries and note of every row, the mean last."""
-        listed = [(one.name, one.metrics, f"{one.queries:,}" if one.queries else "", one.note) for one in self.sets]
-        return [*listed, (self.mean_name, self.mean, "", "")]
+    def table(self, *, measured_only: bool = False) -> Table:
+        """The sets, the mean last, without the missing ones if asked for."""
+        listed = [*self.sets, SetResult(name=self.mean_name, metrics=self.mean)]
+        rows = [
+            [one.name, one.queries or None, *(one.metrics.get(metric) for metric in self.metrics), one.note]
+            for one in listed
+            if one.metrics or not measured_only
+        ]
+        places = frozenset(range(2, 2 + len(self.metrics)))
+        return Table(
+            ["data set", "queries", *self.definitions(), "note"], rows, measured=places, numeric=frozenset({1})
+        )
 
-    def to_console(self) -> Table:
-        """The measured sets for ``rich.print``: intervals below their numbers, notes below the names."""
+    def console(self) -> ConsoleTable:
+        """The measured sets for ``rich.print``."""
         caption = "mean over queries, below it the 95 % bootstrap interval"
-        table = Table(title=f"{self.system}\n{self.privacy}", title_justify="left", caption=caption, show_lines=True)
-        table.add_column("data set", min_width=16)
-        table.add_column("queries", justify="right")
-        for metric in map(Metric.parse, self.metrics):
-            table.add_column(metric.shown, justify="right", no_wrap=True)
-        for name, found, queries, note in self.rows():
-            if not found:
-                continue
-            cells = [Text("\n".join(show(found.get(metric)).split(" ", 1))) for metric in self.metrics]
-            table.add_row(Text(f"{name}\n{note}" if note else name), queries, *cells)
-        return table
+        return self.table(measured_only=True).console(title=f"{self.system}\n{self.privacy}", caption=caption)
 
-    def to_markdown(self) -> str:
-        """The same as markdown, with the definitions."""
-        shown = list(self.definitions())
-        lines = [f"# {self.system}", "", self.privacy, "", f"| data set | queries | {' | '.join(shown)} | note |"]
-        lines.append("| :-- | --: |" + " --: |" * len(shown) + " :-- |")
-        for name, found, queries, note in self.rows():
-            cells = " | ".join(show(found.get(metric)) for metric in self.metrics)
-            lines.append(f"| {name} | {queries} | {cells} | {note} |")
-        lines += ["", "Means over queries with 95 % bootstrap intervals.", ""]
-        lines += [f"* {name}: {text}." for name, text in self.definitions().items()]
-        return "\n".join(lines) + "\n"
-
-    def write(self, folder: Path) -> list[Path]:
-        """Write ``zero_shot.json``, ``.md`` and ``.csv``.
+    def write(self, folder: Path) -> dict[str, Path]:
+        """Write ``zero_shot.json``, ``.md``, ``.html`` and ``.csv``.
 
         Raises:
             StorageError: One of them cannot be written.
         """
-        paths = [folder / f"zero_shot.{suffix}" for suffix in ("json", "md", "csv")]
-        try:
-            paths[0].write_text(json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-            paths[1].write_text(self.to_markdown(), encoding="utf-8")
-            with paths[2].open("w", encoding="utf-8", newline="") as file:
-                csv.writer(file).writerows(self._lines())
-        except OSError as error:
-            raise StorageError(f"{error.filename} cannot be written: {error.strerror}.") from error
-        return paths
-
-    def _lines(self) -> list[Sequence[object]]:
-        head = ["data set", "queries", *(f"{m}{end}" for m in self.definitions() for end in ("", " low", " high"))]
-        lines: list[Sequence[object]] = [[*head, "note"]]
-        for name, found, queries, note in self.rows():
-            numbers: list[object] = []
-            for metric in self.metrics:
-                i = found.get(metric)
-                numbers += ["", "", ""] if i is None else [i.mean, i.low, i.high]
-            lines.append([name, queries.replace(",", ""), *numbers, note])
-        return lines
+        meant = [f"{name}: {text}." for name, text in self.definitions().items()]
+        said = Paragraph("Means over queries with 95 % bootstrap intervals.")
+        sections = [Section("By data set", [self.table(), said, Bullets(meant)])]
+        return Page(
+            name="zero_shot", title=self.system, subtitle=self.privacy, sections=sections, facts=self.to_dict(),
+            tables={"zero_shot.csv": self.table()}, owner_only=False,
+        ).write(folder)  # fmt: skip

@@ -59,11 +59,11 @@ def test_the_page_has_every_table_its_picture_what_was_left_out_and_what_was_spe
         spent="Together epsilon = 9.", command="python train.py", seconds={"a": 3600.0},
     )  # fmt: skip
     written = write_paper_page(page, tmp_path / "report")
-    text = written["md"].read_text(encoding="utf-8")
+    text = written["paper.md"].read_text(encoding="utf-8")
     for part in ("Table 9: nothing", "![Table 9: nothing](table_9.png)", "a \\| query", "overlap: no corpus",
                  "Together epsilon = 9.", "    python train.py", "1.0 hours of work"):  # fmt: skip
         assert part in text, part
-    assert "data:image/png;base64," in written["html"].read_text(encoding="utf-8")
+    assert "data:image/png;base64," in written["paper.html"].read_text(encoding="utf-8")
     assert {path.name for path in (tmp_path / "report").iterdir()} == {
         *(f"paper.{ending}" for ending in ("md", "html", "json")),
         *(f"table_9.{ending}" for ending in ("md", "csv", "json", "png")),

@@ -1,0 +1,59 @@
+"""A report as files: the same story as HTML, as Markdown and as data, with a spreadsheet for each table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from lit_dpret.cards.page import Block, Section, to_html, to_markdown
+from lit_dpret.files import write_whole
+from lit_dpret.privacy.ledger.chain import today
+
+
+class Sheet(Protocol):
+    """What can say itself as a spreadsheet."""
+
+    def csv(self) -> str: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """A report before it is written.
+
+    Args:
+        name: Of the files.
+        title: Heading.
+        sections: What stands on it.
+        lead: Blocks above the first section.
+        subtitle: Below the title; None for the date.
+        facts: The content of ``NAME.json``.
+        tables: Spreadsheets beside it, by file name.
+        owner_only: Nobody but their owner may read the files: measures of private data stand in them.
+    """
+
+    name: str
+    title: str
+    sections: Sequence[Section]
+    facts: Mapping[str, Any]
+    lead: Sequence[Block] = ()
+    subtitle: str | None = None
+    tables: Mapping[str, Sheet] = field(default_factory=dict)
+    owner_only: bool = True
+
+    def write(self, folder: Path) -> dict[str, Path]:
+        """Write ``NAME.html``, ``NAME.md``, ``NAME.json`` and the tables; return the paths by file name.
+
+        Raises:
+            StorageError: A file cannot be written.
+        """
+        subtitle = f"lit-dpret report, {today()}" if self.subtitle is None else self.subtitle
+        texts = {
+            f"{self.name}.html": to_html(self.title, subtitle, self.lead, self.sections),
+            f"{self.name}.md": to_markdown(self.title, subtitle, self.lead, self.sections),
+            f"{self.name}.json": json.dumps(self.facts, indent=1, allow_nan=False, ensure_ascii=False) + "\n",
+        }
+        texts |= {name: table.csv() for name, table in self.tables.items()}
+        return {name: write_whole(folder / name, text, owner_only=self.owner_only) for name, text in texts.items()}
