@@ -6,7 +6,6 @@ on with ``resume=true``, and grows by more trainings or other epsilons in the sa
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Callable, Sequence
@@ -30,6 +29,7 @@ from lit_dpret.tasks.audit import Measurement, limits_by_copies
 from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.pipeline_stages import stage_callbacks, train_retriever
 from lit_dpret.tasks.stages import DONE, Stages
+from reproduction.study import settings_fingerprint
 
 NAME = "canaries"
 _HOW_NOT_WHAT = ("hydra.run.dir=", "privacy.secret_file=")  # words of a command that change no number
@@ -100,7 +100,8 @@ class CanaryStudy:
         self._parts = parts
         for eps in self.eps:
             self._privacy(eps)  # refused before anything is trained
-        self._stages = Stages(parts.run_dir, resume=parts.resume, fingerprint=self._fingerprint())
+        fingerprint = settings_fingerprint(self, but=self.growing, seed=parts.seed)
+        self._stages = Stages(parts.run_dir, resume=parts.resume, fingerprint=fingerprint)
         todo = [(eps, number) for number in range(self.trainings) for eps in self.eps]
         with ProgressLine("trainings", every=0.0) as progress:
             for done, (eps, number) in enumerate(todo):
@@ -120,11 +121,6 @@ class CanaryStudy:
             )
         mode.max_grad_norm = self.max_grad_norm
         return mode
-
-    def _fingerprint(self) -> str:
-        settings = {k: str(v) for k, v in sorted(vars(self).items()) if not k.startswith("_") and k not in self.growing}
-        settings |= {"seed": str(self._parts.seed)}
-        return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
     # -- one training --------------------------------------------------------------------------
 

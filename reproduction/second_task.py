@@ -26,9 +26,8 @@ from lit_dpret.modules import EmbeddingTrainer, OptimizerSpec
 from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.stages import Stages
-from reproduction.report.beside_paper import beside_the_paper
 from reproduction.report.paper_002 import TABLE_2, TABLE_4
-from reproduction.report.relative_table import PAPER_METRICS, relative_table
+from reproduction.report.relative_table import PAPER_METRICS, beside_the_paper, relative_table
 from reproduction.report.variant_report import write_variant_report
 from reproduction.report.variant_runs import UNTRAINED, VariantRun
 from reproduction.variant_study import START

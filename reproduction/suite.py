@@ -20,8 +20,22 @@ from lit_dpret.errors import ConfigurationError, LitDpretError, ResumeError
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
 from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.stages import Stages
-from reproduction.report.papers import paper_of
-from reproduction.report.reproduction import PartTold, write_reproduction
+from reproduction.report.paper_002_items import PAPER_002
+from reproduction.report.paper_004_items import PAPER_004
+from reproduction.report.reproduction import Paper, PartTold, write_reproduction
+
+PAPERS = {paper.name: paper for paper in (PAPER_002, PAPER_004)}
+
+
+def paper_of(name: str) -> Paper:
+    """The paper of a name.
+
+    Raises:
+        ConfigurationError: There is none.
+    """
+    if name not in PAPERS:
+        raise ConfigurationError(f"task.paper={name} is not one of {', '.join(PAPERS)}.")
+    return PAPERS[name]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +74,7 @@ class Suite:
         - The page is written again after every part, so that a suite that is stopped leaves one.
 
     Args:
-        paper: Whose tables and figures are shown; see `reproduction.report.papers`.
+        paper: Whose tables and figures are shown; see `reproduction.suite`.
         parts: The runs, by name, in order.
         data: Folders and files that parts read, by name; null for what the user does not have.
         only: Names of the parts to run; null for all. Those that are done already are shown as well.

@@ -9,7 +9,6 @@ charged for the updates.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -34,6 +33,7 @@ from lit_dpret.tasks.stages import Stages
 from reproduction.curve_recorder import CurveRecorder, HeldOutLoss, read_curve
 from reproduction.report.variant_report import PAGE
 from reproduction.report.variant_runs import UNTRAINED, VariantRun
+from reproduction.study import settings_fingerprint
 from reproduction.variant import Variant, shared_settings
 from reproduction.variant_study_report import Finished, write_study
 
@@ -112,7 +112,9 @@ class VariantStudy:
         check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
         self._parts = parts
         self._shared = shared_settings(parts.make_privacy())
-        self._stages = Stages(parts.run_dir, resume=parts.resume, fingerprint=self._fingerprint())
+        shared = json.dumps(self._shared, default=str, sort_keys=True)
+        fingerprint = settings_fingerprint(self, but=("min_free_mb", "note", "report_only"), shared=shared)
+        self._stages = Stages(parts.run_dir, resume=parts.resume, fingerprint=fingerprint)
         self._data: ImagesDataModule = parts.make_datamodule()
         self._data.setup("fit")
         test = self._data.labelled("test")[0]
@@ -145,13 +147,6 @@ class VariantStudy:
         more = [name for name in self.variants if name not in paper]
         wanted = [(seed, name) for group in (paper, more) for seed in self.seeds for name in group]
         return [(seed, name) for seed, name in wanted if seed in self.seeds[: self.variants[name].seeds]]
-
-    def _fingerprint(self) -> str:
-        settings = {k: str(v) for k, v in sorted(vars(self).items()) if not k.startswith("_")}
-        for name in ("min_free_mb", "note", "report_only"):
-            settings.pop(name)
-        settings |= {"shared": json.dumps(self._shared, default=str, sort_keys=True)}
-        return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
     # -- one run -----------------------------------------------------------------------------
 

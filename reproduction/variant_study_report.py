@@ -10,11 +10,11 @@ from typing import Any
 
 from lit_dpret.errors import StorageError
 from reproduction.report import variant_figures as figures
-from reproduction.report.beside_paper import beside_the_paper
 from reproduction.report.paper_002 import TABLE_1, TABLE_3
 from reproduction.report.relative_table import (
     PAPER_METRICS,
     RelativeTable,
+    beside_the_paper,
     caption,
     relative_table,
     to_markdown,

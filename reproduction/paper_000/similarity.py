@@ -14,8 +14,7 @@ from lit_dpret.tasks.parts import Parts
 from reproduction.paper_000.retrieval import named, sizes_note
 from reproduction.paper_000.study import BASELINES, LeftOut, Study, shown
 from reproduction.report.paper_000 import TABLE_6, TABLE_6_FOOTNOTE
-from reproduction.report.paper_table import PaperRow, PaperTable
-from reproduction.report.paper_table_figure import PUBLIC_ONLY
+from reproduction.report.paper_table import PUBLIC_ONLY, PaperRow, PaperTable
 
 COLUMNS = {"bleu": "BLEU", "mauve": "MAUVE"}
 _CAPTION = (

@@ -14,8 +14,7 @@ from lit_dpret.errors import ConfigurationError
 from lit_dpret.tasks.fit import refuse_several_ranks
 from lit_dpret.tasks.parts import Parts, check_run_dir
 from reproduction.paper_000 import canaries, examples, grid, overlap, retrieval, similarity, zero_shot
-from reproduction.paper_000.kept import Kept
-from reproduction.paper_000.study import SHRUNK, Choices, LeftOut, Study
+from reproduction.paper_000.study import SHRUNK, Choices, Kept, LeftOut, Study
 from reproduction.report.paper_000 import SIZES
 from reproduction.report.paper_page import PaperPage, Table, write_paper_page
 from reproduction.spent import spent_under

@@ -14,8 +14,7 @@ from lit_dpret.tasks.parts import Parts
 from reproduction.paper_000.retrieval import PUBLIC_NAMES, named
 from reproduction.paper_000.study import BASELINES, Cell, LeftOut, Study, original_point, shown
 from reproduction.report.paper_000 import MAIN, SETS, TABLE_5, Point
-from reproduction.report.paper_table import PaperRow, PaperTable
-from reproduction.report.paper_table_figure import PUBLIC_ONLY
+from reproduction.report.paper_table import PUBLIC_ONLY, PaperRow, PaperTable
 
 COLUMNS = {"ndcg@10": "nDCG@10", "recall@10": "Recall@10"}
 _CAPTION = (

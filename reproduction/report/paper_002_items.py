@@ -8,9 +8,15 @@ from pathlib import Path
 from lit_dpret.cards.page import Block, Paragraph
 from lit_dpret.report.picture import Picture, copied_picture
 from reproduction.report import variant_figures as figures
-from reproduction.report.beside_paper import beside_the_paper
 from reproduction.report.paper_002 import TABLE_1, TABLE_2, TABLE_3, TABLE_4
-from reproduction.report.relative_table import caption, read_table, relative_table, shares_of_the_gain, table_grid
+from reproduction.report.relative_table import (
+    beside_the_paper,
+    caption,
+    read_table,
+    relative_table,
+    shares_of_the_gain,
+    table_grid,
+)
 from reproduction.report.reproduction import Item, Paper, Show
 from reproduction.report.variant_report import UNTRAINED_RUNS
 from reproduction.report.variant_runs import UNTRAINED, VariantRun, read_runs

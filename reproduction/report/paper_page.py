@@ -12,8 +12,7 @@ from lit_dpret.cards.page import Banner, Block, Bullets, Code, Paragraph, Sectio
 from lit_dpret.files import write_whole
 from lit_dpret.report.page import Page
 from lit_dpret.report.study_figure import can_draw
-from reproduction.report.paper_table import PaperTable
-from reproduction.report.paper_table_figure import draw_paper_table
+from reproduction.report.paper_table import PaperTable, draw_paper_table
 
 INTERNAL = (
     "Internal: these numbers were computed on queries that nobody declared public. No guarantee covers them; keep the "

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from lit_dpret.errors import StorageError
 from reproduction.report import variant_figures as figures
-from reproduction.report.relative_curves import Axis, Band, relative_curves
 from reproduction.report.relative_table import PAPER_METRICS, relative_table, shares_of_the_gain, write_table
+from reproduction.report.variant_figures import Axis, Band, relative_curves
 from reproduction.report.variant_runs import UNTRAINED, VariantRun, write_runs
 
 PAGE = "README.md"

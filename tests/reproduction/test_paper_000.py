@@ -29,7 +29,7 @@ from lit_dpret.synthesis.shrink import shrink_generator
 from lit_dpret.tasks import Pipeline, PretrainingOverlap, Similarity
 from reproduction import CanaryStudy, Paper000, ZeroShot
 from reproduction.paper_000.grid import Grid
-from reproduction.paper_000.kept import Kept
+from reproduction.paper_000.study import Kept
 from reproduction.spent import spent_under
 
 CANARIES = Path(__file__).parents[2] / "docs" / "reproduction" / "canaries"

@@ -20,7 +20,7 @@ from lit_dpret.cards.page import Block, Grid, Paragraph
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.tasks.parts import ComposedRun, Parts, as_typed
 from reproduction import SecondTask, Suite, SuitePart
-from reproduction.report import papers
+from reproduction import suite as papers
 from reproduction.report.paper_002 import METRICS
 from reproduction.report.relative_table import relative_table, write_table
 from reproduction.report.reproduction import Item, Paper

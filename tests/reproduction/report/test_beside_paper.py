@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 from variant_runs import run
 
-from reproduction.report.beside_paper import beside_the_paper
 from reproduction.report.paper_002 import METRICS, TABLE_1, TABLE_2, TABLE_3, TABLE_4
-from reproduction.report.relative_table import PAPER_METRICS, relative_table
+from reproduction.report.relative_table import PAPER_METRICS, beside_the_paper, relative_table
 
 PAIRS = [(TABLE_1["EmbeddingNet"], TABLE_3["EmbeddingNet"]), (TABLE_1["ResNet18"], TABLE_3["ResNet18"]),
          (TABLE_2, TABLE_4)]  # fmt: skip

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from lit_dpret.retrieval.statistics import Interval
-from reproduction.report.paper_orders import Order
+from reproduction.paper_000.retrieval import Order
 from reproduction.report.paper_table import PaperRow
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from lit_dpret.retrieval.statistics import Interval
+from reproduction.paper_000.examples import Example, ExampleTable
 from reproduction.report import paper_000
-from reproduction.report.paper_examples import Example, ExampleTable
 from reproduction.report.paper_page import PaperPage, write_paper_page
 from reproduction.report.paper_table import PaperRow, PaperTable
 

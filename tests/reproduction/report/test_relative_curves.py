@@ -8,7 +8,7 @@ from scipy import stats
 from variant_runs import run
 
 from lit_dpret.errors import ConfigurationError, DataError
-from reproduction.report.relative_curves import lowest_loss, relative_curves, smooth, speed_curves
+from reproduction.report.variant_figures import lowest_loss, relative_curves, smooth, speed_curves
 
 
 def test_the_lowest_loss_of_all_variants_stands_at_one() -> None:
