@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_dpret.cards.page import Grid
-from lit_dpret.report.internal_files import Written, write_report
+from lit_dpret.report.page import Written, write_internal
 
 INTERNAL = "Internal: private questions, word for word. Keep it where they are kept."
 
@@ -46,7 +46,7 @@ def write_cases(facts: Mapping[str, Any], folder: Path) -> Written:
         "",
         case_grid(facts["cases"]).markdown(),
     ]
-    return write_report(facts, lines, folder / name, owner_only=bool(facts["internal"]))
+    return write_internal(facts, lines, folder / name, owner_only=bool(facts["internal"]))
 
 
 def case_grid(cases: Sequence[Mapping[str, Any]]) -> Grid:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_dpret.cards.page import md
-from lit_dpret.report.internal_files import Written, write_report
+from lit_dpret.report.page import Written, write_internal
 
 Facts = Mapping[str, Any]
 
@@ -28,7 +28,7 @@ def write_inversion(facts: Facts, folder: Path) -> Written:
         StorageError: A file cannot be written.
     """
     name = "internal_inversion" if facts["internal"] else "inversion"
-    return write_report(facts, _lines(facts), folder / name, owner_only=bool(facts["internal"]))
+    return write_internal(facts, _lines(facts), folder / name, owner_only=bool(facts["internal"]))
 
 
 def _lines(facts: Facts) -> list[str]:

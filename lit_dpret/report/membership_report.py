@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.report.internal_files import Written, write_report
+from lit_dpret.report.page import Written, write_internal
 
 Facts = Mapping[str, Any]
 NAME = "internal_membership"
@@ -27,7 +27,7 @@ def write_membership(facts: Facts, folder: Path) -> Written:
     Raises:
         StorageError: A file cannot be written.
     """
-    return write_report(facts, _lines(facts), folder / NAME, owner_only=True)
+    return write_internal(facts, _lines(facts), folder / NAME, owner_only=True)
 
 
 def membership_table(attacks: Sequence[Facts], ceilings: Facts | None) -> list[str]:

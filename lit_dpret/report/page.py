@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from lit_dpret.cards.page import Block, Section, to_html, to_markdown
+from lit_dpret.cards.page import Block, Section, esc, md, to_html, to_markdown
+from lit_dpret.errors import DataError
 from lit_dpret.files import write_whole
 from lit_dpret.privacy.ledger.chain import today
 
@@ -57,3 +59,56 @@ class Page:
         }
         texts |= {name: table.csv() for name, table in self.tables.items()}
         return {name: write_whole(folder / name, text, owner_only=self.owner_only) for name, text in texts.items()}
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A PNG: within the page in HTML, beside it in Markdown."""
+
+    path: Path
+    says: str
+
+    def html(self) -> str:
+        data = base64.b64encode(self.path.read_bytes()).decode()
+        return (
+            f'<figure><img src="data:image/png;base64,{data}" alt="{esc(self.says)}" style="max-width:100%"></figure>'
+        )
+
+    def markdown(self) -> str:
+        return f"![{md(self.says)}]({self.path.name})"
+
+
+def copied_picture(source: Path, path: Path, says: str) -> Picture:
+    """The picture of another report, copied to ``path``.
+
+    Raises:
+        DataError: There is none.
+        StorageError: The copy cannot be written.
+    """
+    try:
+        content = source.read_bytes()
+    except OSError as error:
+        raise DataError(f"{source} cannot be read: {error.strerror}.") from error
+    return Picture(write_whole(path, content, owner_only=True), says)
+
+
+@dataclass(frozen=True)
+class Written:
+    """The files of a report, and the lines that are told on the console."""
+
+    files: tuple[Path, ...]
+    lines: tuple[str, ...]
+
+
+def write_internal(facts: Mapping[str, Any], lines: Sequence[str], stem: Path, *, owner_only: bool) -> Written:
+    """Write a short report without a page: ``STEM.json`` for programs and ``STEM.md`` for people.
+
+    Raises:
+        StorageError: A file cannot be written.
+    """
+    texts = {".json": json.dumps(facts, indent=2, allow_nan=False), ".md": "\n".join(lines)}
+    files = tuple(
+        write_whole(stem.with_name(f"{stem.name}{ending}"), f"{text}\n", owner_only=owner_only)
+        for ending, text in texts.items()
+    )
+    return Written(files, (*lines, "", *(f"written: {path}" for path in files)))

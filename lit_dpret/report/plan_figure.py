@@ -1,20 +1,13 @@
-"""The plan as one picture: epsilon step by step, noise over batch, several units, and the ceilings of attacks.
-
-Drawn with matplotlib, which is an extra (``pip install "lit-dpret[plot]"``). Lines are told apart by
-dashes and markers as well as by colour, and the colours are those of Okabe and Ito (2008), which
-people with the common forms of colour blindness can tell apart.
-"""
+"""The plan as one picture: epsilon step by step, noise over batch, several units, and the ceilings of attacks."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.errors import ConfigurationError
+from lit_dpret.report.figures import BLUE, GREY, ORANGE, STYLES, new_figure, save_png, tidy
 
-_BLUE, _ORANGE, _GREEN, _PURPLE, _GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#666666"
 _NAMES = {
     "poisson": "Poisson sampling",
     "truncated_poisson": "truncated Poisson",
@@ -22,12 +15,6 @@ _NAMES = {
     "shuffle": "shuffled, no amplification",
     "full_batch": "all units in every step",
 }
-STYLES = ((_BLUE, "-", "o"), (_ORANGE, "--", "s"), (_GREEN, ":", "^"), (_PURPLE, "-.", "D"))
-
-
-def can_draw() -> bool:
-    """Whether matplotlib is installed."""
-    return importlib.util.find_spec("matplotlib") is not None
 
 
 def draw_plan(facts: Mapping[str, Any], path: Path) -> Path:
@@ -36,17 +23,8 @@ def draw_plan(facts: Mapping[str, Any], path: Path) -> Path:
     Raises:
         ConfigurationError: matplotlib is not installed.
     """
-    if not can_draw():
-        raise ConfigurationError(
-            'task.plot=true draws with matplotlib, which is not installed. Run: pip install "lit-dpret[plot]", or set '
-            "task.plot=null to go without."
-        )
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     budget = facts["plan"]["budget"]
-    figure = Figure(figsize=(12, 9), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(12, 9)
     axes = figure.subplots(2, 2)
     figure.suptitle(
         f"epsilon {facts['epsilon']:.4g} at delta {budget['delta']:.3g}, unit={budget['unit']}, "
@@ -58,11 +36,8 @@ def draw_plan(facts: Mapping[str, Any], path: Path) -> Path:
     _several_units(axes[1, 0], facts)
     _attacks(axes[1, 1], facts)
     for axis in axes.flat:
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(visible=True, color="#dddddd", linewidth=0.6)
-        axis.set_axisbelow(True)
-    figure.savefig(path, dpi=110)
-    return path
+        tidy(axis)
+    return save_png(figure, path, owner_only=False)
 
 
 def _over_steps(axis: Any, facts: Mapping[str, Any]) -> None:
@@ -75,10 +50,10 @@ def _over_steps(axis: Any, facts: Mapping[str, Any]) -> None:
         else:
             # A pass is paid for when it begins.
             axis.plot(steps, values, dashes, color=colour, drawstyle="steps-pre", label=name)
-    axis.axhline(facts["plan"]["budget"]["eps"], color=_GREY, linewidth=1.0)
+    axis.axhline(facts["plan"]["budget"]["eps"], color=GREY, linewidth=1.0)
     axis.annotate(
         "budget", (0.01, facts["plan"]["budget"]["eps"]), xycoords=("axes fraction", "data"),
-        xytext=(0, 3), textcoords="offset points", fontsize=9, color=_GREY,
+        xytext=(0, 3), textcoords="offset points", fontsize=9, color=GREY,
     )  # fmt: skip
     axis.set(xscale="log", yscale="log", xlabel="steps", ylabel="epsilon", title="Epsilon spent, by law and neighbours")
     # Lines rise to the right; the legend stands above them.
@@ -108,10 +83,10 @@ def _over_batch(axis: Any, facts: Mapping[str, Any]) -> None:
             reached = True
             place = batches.index(knee)
             axis.plot([knee], [ratios[place]], "o", markersize=13, markerfacecolor="none", color="black")
-    axis.axvline(facts["expected_batch_size"], color=_GREY, linewidth=1.0)
+    axis.axvline(facts["expected_batch_size"], color=GREY, linewidth=1.0)
     axis.annotate(
         "planned", (facts["expected_batch_size"], 0.02), xycoords=("data", "axes fraction"),
-        xytext=(4, 0), textcoords="offset points", fontsize=9, color=_GREY,
+        xytext=(4, 0), textcoords="offset points", fontsize=9, color=GREY,
     )  # fmt: skip
     if reached:
         axis.plot([], [], "o", markersize=10, markerfacecolor="none", color="black", label="knee")
@@ -164,8 +139,8 @@ def _attacks(axis: Any, facts: Mapping[str, Any]) -> None:
         if float(prior) >= 1e-6
     ]
     places = range(len(bars))
-    axis.barh(places, [bar[1] for bar in bars], color=_BLUE, height=0.62, label="ceiling of any attack")
-    axis.plot([bar[2] for bar in bars], places, "D", color=_ORANGE, markersize=7, label="guessing without the model")
+    axis.barh(places, [bar[1] for bar in bars], color=BLUE, height=0.62, label="ceiling of any attack")
+    axis.plot([bar[2] for bar in bars], places, "D", color=ORANGE, markersize=7, label="guessing without the model")
     axis.set_yticks(places, [bar[0] for bar in bars], fontsize=9)
     for place, bar in zip(places, bars, strict=True):
         axis.annotate(

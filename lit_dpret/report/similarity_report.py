@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from lit_dpret.cards.page import Banner, Block, Code, Grid, Paragraph, Section
+from lit_dpret.report.figures import BLUE, ORANGE, can_draw, new_figure, save_png
 from lit_dpret.report.page import Page
-from lit_dpret.report.similarity_figure import can_draw, draw_similarity
 
 Facts = Mapping[str, Any]
 NAME = "similarity"
@@ -214,3 +214,36 @@ def _closing(facts: Facts, command: str) -> list[Section]:
         rows = list(facts["not_computed"].items())
         sections.append(Section("Not computed", [Grid(("what", "why"), rows)]))
     return [*sections, *([Section("How to get this again", [Code(command)])] if command else [])]
+
+
+_SIDES = (("synthetic", BLUE, True), ("reference", ORANGE, False))
+_TITLES = {"lengths": "words of a query", "question_types": "first word of a query"}
+
+
+def draw_similarity(diversity: Mapping[str, Any], path: Path, *, owner_only: bool) -> Path:
+    """Draw the histograms of lengths and of question types, sides told apart by filling as well as by colour.
+
+    Args:
+        diversity: The block of that name that ``task=similarity`` found.
+        path: Of the PNG.
+        owner_only: Nobody but its owner may read it.
+
+    Raises:
+        ConfigurationError: matplotlib is not installed.
+        StorageError: The file cannot be written.
+    """
+    figure = new_figure(10, 7)
+    for axis, (name, title) in zip(figure.subplots(2, 1), _TITLES.items(), strict=True):
+        labels = list(diversity["synthetic"][name])
+        for offset, (side, colour, filled) in zip((-0.2, 0.2), _SIDES, strict=True):
+            shares = [100 * diversity[side][name][label] for label in labels]
+            places = [place + offset for place in range(len(labels))]
+            axis.bar(
+                places, shares, width=0.4, edgecolor=colour, facecolor=colour if filled else "none",
+                label="synthetic" if side == "synthetic" else "original",
+            )  # fmt: skip
+        axis.set_xticks(range(len(labels)), labels)
+        axis.set(xlabel=title, ylabel="% of queries")
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(frameon=False)
+    return save_png(figure, path, owner_only=owner_only, dpi=120)

@@ -15,8 +15,8 @@ from lit_dpret.cards.page import Banner, Block, Bullets, Code, Grid, Paragraph, 
 from lit_dpret.errors import DataError
 from lit_dpret.files import write_whole
 from lit_dpret.privacy.ledger.chain import today
+from lit_dpret.report.page import Picture
 from lit_dpret.report.paper_004 import COLUMNS
-from lit_dpret.report.picture import Picture
 from lit_dpret.retrieval.statistics import Interval, seed_interval
 
 INTERNAL = (

@@ -6,13 +6,11 @@ dashes as well as by the colours of Okabe and Ito (2008); the paper's numbers ar
 
 from __future__ import annotations
 
-import importlib.util
-import io
 import math
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.files import write_whole
+from lit_dpret.report.figures import new_figure, save_png, tidy
 from lit_dpret.report.study import StudyPage, StudyRow
 from lit_dpret.retrieval.statistics import Interval, seed_interval
 
@@ -23,11 +21,6 @@ _STYLES = (
 )  # fmt: skip
 _GREY = "#777777"
 _ASIDE = 0.008  # of the axis, from one line to the next, so that their intervals can be told apart
-
-
-def can_draw() -> bool:
-    """Whether matplotlib is installed."""
-    return importlib.util.find_spec("matplotlib") is not None
 
 
 def draw_study(page: StudyPage, path: Path) -> Path:
@@ -41,18 +34,12 @@ def draw_study(page: StudyPage, path: Path) -> Path:
     Raises:
         StorageError: The file cannot be written.
     """
-    kept = io.BytesIO()
-    figure_of(page).savefig(kept, dpi=110, format="png")
-    return write_whole(path, kept.getvalue(), owner_only=True)
+    return save_png(figure_of(page), path, owner_only=True)
 
 
 def figure_of(page: StudyPage) -> Any:
     """The picture as a figure of matplotlib."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8.5, 6.0), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(8.5, 6.0)
     axis = figure.subplots()
     axis.set_title(page.title)
     if page.gains:
@@ -61,9 +48,7 @@ def figure_of(page: StudyPage) -> Any:
         _bytes(axis, page)
     else:
         _lines(axis, page)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.grid(visible=True, axis="y", color="#dddddd", linewidth=0.6)
-    axis.set_axisbelow(True)
+    tidy(axis, grid="y")
     return figure
 
 

@@ -17,7 +17,7 @@ from lit_dpret.files import write_whole
 from lit_dpret.privacy.ledger.dataset_file import Charge, EarlierRun, compose_across_runs, composed
 from lit_dpret.privacy.ledger.facts import owed_releases
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, noise_keys, start_of
-from lit_dpret.report.sweep_figure import can_draw, draw_sweep
+from lit_dpret.report.figures import can_draw, draw_sweep
 from lit_dpret.sweeps.folder import SweepFolder
 
 TABLE_CSV, TABLE_MD, FIGURE, REPORT = "sweep.csv", "sweep.md", "sweep.png", "sweep_report.json"

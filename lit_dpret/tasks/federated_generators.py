@@ -32,7 +32,7 @@ from lit_dpret.federated.synthetic import (
 )
 from lit_dpret.modules import QueryGenerator
 from lit_dpret.privacy.modes import NoPrivacy
-from lit_dpret.report.internal_files import write_report
+from lit_dpret.report.page import write_internal
 from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.stages import Stages
 
@@ -201,7 +201,7 @@ class FederatedGenerators:
             f"Next: federated.state={state} with federated.stage2.response=synthetic or federated.train_on=synthetic, "
             f"or lit-dpret silo --state {state}/NAME.",
         ]
-        written = write_report({"silos": found}, lines, parts.run_dir / "internal_generators", owner_only=True)
+        written = write_internal({"silos": found}, lines, parts.run_dir / "internal_generators", owner_only=True)
         sys.stdout.write("\n".join(written.lines) + "\n")
 
 

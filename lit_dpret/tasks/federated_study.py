@@ -26,7 +26,7 @@ from lit_dpret.federated.studies.cells import Cells
 from lit_dpret.federated.studies.point import Point
 from lit_dpret.federated.studies.silos import check_divisible, kept_shares, sizes
 from lit_dpret.federated.systems import System, SystemResult, check_stage2
-from lit_dpret.report.study_figure import can_draw
+from lit_dpret.report.figures import can_draw
 from lit_dpret.tasks.federated_study_report import tell
 from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.stages import Stages

@@ -26,7 +26,8 @@ from lit_dpret.modules.outline import GeneratorOutline
 from lit_dpret.privacy.modes import GaussianMode
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.sampling import steps_per_epoch
-from lit_dpret.report.plan_figure import can_draw, draw_plan
+from lit_dpret.report.figures import can_draw, require_matplotlib
+from lit_dpret.report.plan_figure import draw_plan
 from lit_dpret.tasks.parts import Parts, check_run_dir, require_whole
 
 OVERHEAD = 1.3
@@ -299,8 +300,8 @@ class Plan:
         mode = parts.make_privacy()
         if mode.guarantee != "dp":
             raise ConfigurationError(f"task=plan needs a private mode; privacy={mode.name} promises nothing to plan.")
-        if self.plot and not can_draw():
-            draw_plan({}, parts.run_dir)
+        if self.plot:
+            require_matplotlib()
         check_run_dir(parts.run_dir, min_free_mb=1)
         progress = _Progress()
         data = parts.make_datamodule()

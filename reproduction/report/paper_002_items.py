@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from lit_dpret.cards.page import Block, Paragraph
-from lit_dpret.report.picture import Picture, copied_picture
+from lit_dpret.report.page import Picture, copied_picture
 from reproduction.report import variant_figures as figures
 from reproduction.report.paper_002 import TABLE_1, TABLE_2, TABLE_3, TABLE_4
 from reproduction.report.relative_table import (

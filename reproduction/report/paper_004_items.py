@@ -11,11 +11,11 @@ from typing import Any
 from lit_dpret.cards.page import Block, Bullets, Code, Grid, Paragraph
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.files import write_whole
+from lit_dpret.report.figures import can_draw
 from lit_dpret.report.hard_negatives import case_grid
+from lit_dpret.report.page import Picture, copied_picture
 from lit_dpret.report.paper_004_tables import table_1
-from lit_dpret.report.picture import Picture, copied_picture
 from lit_dpret.report.study import gain_grid, read_study, study_grid
-from lit_dpret.report.study_figure import can_draw
 from reproduction.report.reproduction import Item, Paper, Show
 
 _COUNTS = {"passages": "#56B4E9", "sentences": "#0072B2", "train": "#D55E00", "dev": "#E69F00", "test": "#009E73"}

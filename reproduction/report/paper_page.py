@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 from lit_dpret.cards.page import Banner, Block, Bullets, Code, Paragraph, Section, to_markdown
 from lit_dpret.files import write_whole
+from lit_dpret.report.figures import can_draw
 from lit_dpret.report.page import Page
-from lit_dpret.report.study_figure import can_draw
 from reproduction.report.paper_table import PaperTable, draw_paper_table
 
 INTERNAL = (

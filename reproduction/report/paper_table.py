@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from lit_dpret.cards.page import Block, Bullets, Grid, Paragraph, Section
-from lit_dpret.files import write_whole
-from lit_dpret.report.picture import Picture
+from lit_dpret.report.figures import new_figure, save_png, tidy
+from lit_dpret.report.page import Picture
 from lit_dpret.report.table import show
 from lit_dpret.retrieval.statistics import Interval
 
@@ -169,20 +169,14 @@ def draw_paper_table(table: PaperTable, path: Path, *, owner_only: bool = False)
     Raises:
         StorageError: The file cannot be written.
     """
-    kept = io.BytesIO()
-    figure_of(table).savefig(kept, dpi=110, format="png")
-    return write_whole(path, kept.getvalue(), owner_only=owner_only)
+    return save_png(figure_of(table), path, owner_only=owner_only)
 
 
 def figure_of(table: PaperTable) -> Any:
     """The picture as a figure of matplotlib."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     height = 1.4 + 0.3 * len(table.rows)
     width = 2.9 if len(table.columns) <= 2 else 2.2
-    figure = Figure(figsize=(4.2 + width * len(table.columns), height), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(4.2 + width * len(table.columns), height)
     axes = figure.subplots(1, len(table.columns), sharey=True, squeeze=False)[0]
     for axis, (name, title) in zip(axes, table.columns.items(), strict=True):
         _panel(axis, table, name)
@@ -204,9 +198,7 @@ def _panel(axis: Any, table: PaperTable, name: str) -> None:
             )
         if isinstance(theirs, float | int):
             axis.plot([theirs], [place], zorder=4, **_HOLLOW)  # a ring, so that ours is seen where the two are equal
-    axis.grid(visible=True, axis="x", color="#dddddd", linewidth=0.6)
-    axis.set_axisbelow(True)
-    axis.spines[["top", "right"]].set_visible(False)
+    tidy(axis, grid="x")
     axis.margins(x=0.08)
 
 

@@ -15,8 +15,7 @@ from typing import Any, Literal
 from lit_dpret.cards.page import Banner, Block, Bullets, Code, Grid, Paragraph, Section
 from lit_dpret.errors import DataError
 from lit_dpret.privacy.ledger.chain import today
-from lit_dpret.report.page import Page
-from lit_dpret.report.picture import Picture
+from lit_dpret.report.page import Page, Picture
 
 SCHEMA = "lit-dpret/reproduction/1"
 Show = Callable[[Path, Path], Sequence[Block]]

@@ -9,7 +9,6 @@ tell apart.
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import math
 from collections.abc import Iterable, Sequence
@@ -21,7 +20,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import signal, stats
 
-from lit_dpret.errors import ConfigurationError, DataError, StorageError
+from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.report.figures import new_figure, save_png, tidy
 from reproduction.report.variant_runs import VariantRun, by_variant
 
 Band = Literal["interval", "range"]
@@ -209,7 +209,6 @@ _STYLES = (
     ("#E69F00", (0, (3, 1, 1, 1))), ("#000000", (0, (1, 1))),
 )  # fmt: skip
 _AXES = {"steps": "steps", "examples": "examples seen", "seconds": "seconds"}
-_Layout = Literal["constrained", "compressed"]
 _MOST_NUMBERED = 12  # classes up to which a confusion matrix shows its numbers
 
 
@@ -415,26 +414,10 @@ def _told(windows: dict[str, int | None]) -> str:
 
 
 def _figure(
-    panels: int,
-    *,
-    width: float = 6.4,
-    height: float = 4.2,
-    layout: _Layout = "constrained",
+    panels: int, *, width: float = 6.4, height: float = 4.2, layout: str = "constrained"
 ) -> tuple[Any, list[Any]]:
-    """A figure with panels side by side.
-
-    Raises:
-        ConfigurationError: matplotlib is not installed.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigurationError(
-            'Figures are drawn with matplotlib, which is not installed. Run: pip install "lit-dpret[plot]"'
-        )
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width * panels, height), layout=layout)
-    FigureCanvasAgg(figure)
+    """A figure with panels side by side."""
+    figure = new_figure(width * panels, height, layout=layout)
     return figure, list(figure.subplots(1, panels, squeeze=False)[0])
 
 
@@ -449,9 +432,7 @@ def _draw_curves(panel: Any, curves: Sequence[Curve], *, bands: bool = True, sca
 
 def _dress(panel: Any, *, xlabel: str, ylabel: str, title: str = "") -> None:
     panel.set(xlabel=xlabel, ylabel=ylabel, title=title)
-    panel.spines[["top", "right"]].set_visible(False)
-    panel.grid(visible=True, color="#dddddd", linewidth=0.6)
-    panel.set_axisbelow(True)
+    tidy(panel)
     panel.xaxis.set_major_formatter(_short)
     panel.legend(frameon=False, fontsize=9)
 
@@ -471,7 +452,4 @@ def _short(value: float, _position: int | None = None) -> str:
 
 
 def _save(figure: Any, path: Path) -> None:
-    try:
-        figure.savefig(path, dpi=130, bbox_inches="tight", pad_inches=0.1)
-    except OSError as error:
-        raise StorageError(f"{path} could not be written: {error.strerror}.") from error
+    save_png(figure, path, owner_only=False, dpi=130, bbox_inches="tight", pad_inches=0.1)

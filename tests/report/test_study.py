@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from lit_dpret.errors import DataError
+from lit_dpret.report.figures import can_draw
 from lit_dpret.report.study import ClientGain, StudyPage, StudyRow, read_study, study_grid, with_reach, write_study
-from lit_dpret.report.study_figure import can_draw, draw_study, figure_of
+from lit_dpret.report.study_figure import draw_study, figure_of
 from lit_dpret.retrieval.statistics import Interval
 
 MEASURES = ("sentence/mrr@10", "sentence/success@1", "passage/success@1")

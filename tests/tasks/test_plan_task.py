@@ -15,7 +15,7 @@ from tiny_generator import generator
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy
-from lit_dpret.report import plan_figure
+from lit_dpret.report import figures
 from lit_dpret.tasks import Plan
 from lit_dpret.tasks import plan as plan_task
 from lit_dpret.tasks.parts import Parts
@@ -80,7 +80,7 @@ def test_a_measurement_stands_beside_the_estimate(tmp_path: Path, capsys: pytest
 def test_without_matplotlib_a_picture_is_refused_where_asked_for_and_left_out_where_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (plan_task, plan_figure):
+    for module in (plan_task, figures):
         monkeypatch.setattr(module, "can_draw", lambda: False)
     with pytest.raises(ConfigurationError, match=r"task\.plot=true.*lit-dpret\[plot\]"):
         Plan(units=1000, plot=True).run(parts(tmp_path))

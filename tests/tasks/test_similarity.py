@@ -22,7 +22,7 @@ from lit_dpret.encoders import Contract, TextEncoder
 from lit_dpret.encoders.st_folder import save_sentence_transformer
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.privacy.modes import DPSGD
-from lit_dpret.report.similarity_figure import can_draw
+from lit_dpret.report.figures import can_draw
 from lit_dpret.synthesis.writer import synthesize
 from lit_dpret.tasks import PretrainingOverlap, Similarity
 from lit_dpret.tasks.parts import Parts
