@@ -1,7 +1,9 @@
-"""From the clients' weights to the server's: FedAvg and its relatives, as arithmetic on named tensors.
+"""From the clients' weights to the server's: FedAvg, and rules for silos that may send anything.
 
-McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data" (1602.05629); equations
-5 and 6 of paper 004. Only trainable floating-point tensors travel.
+``mean`` is FedAvg (McMahan et al., 1602.05629; equations 5 and 6 of paper 004): one silo moves it as far as
+``federated.update_norm`` allows. The robust rules are Flower's own functions, for servers that see every update: the
+median and the trimmed mean of each weight (Yin et al., 1803.01498), and Krum, the update that is nearest to its
+neighbours, or the mean of the nearest (Blanchard et al., NeurIPS 2017). Only trainable floating-point tensors travel.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,30 +20,22 @@ from torch import Tensor, nn
 
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.federated.settings import PddAs2, Stage1, Weighting
-from lit_dpret.privacy.budget import require_choice
 
 Weights = dict[str, Tensor]
 
 
 def client_weights(counts: Mapping[str, int], weighting: Weighting, *, n_hat: int | None = None) -> dict[str, float]:
-    """How much each client counts; not normalised.
+    """Return how much each client counts; not normalised.
 
     Args:
         counts: Train queries of each client.
         weighting: ``examples``, |D_i| as in the paper; ``uniform``; or ``capped``, min(|D_i| / n_hat, 1), which
             bounds what a large client can do (McMahan et al., 1710.06963, section 2.1).
-        n_hat: Where ``capped`` stops to grow; a public number.
+        n_hat: Where ``capped`` stops growing; public.
 
     Raises:
-        ConfigurationError: ``n_hat`` is missing or has no meaning.
         DataError: A client has nothing to train on.
     """
-    require_choice("federated.stage1.weighting", weighting, get_args(Weighting))
-    if (weighting == "capped") != (n_hat is not None) or (n_hat is not None and n_hat < 1):
-        raise ConfigurationError(
-            f"federated.stage1.n_hat={n_hat} with federated.stage1.weighting={weighting}: the cap is a positive number "
-            "and goes with weighting=capped alone."
-        )
     empty = next((name for name, count in counts.items() if count < 1), None)
     if empty is not None:
         raise DataError(f"Client {empty!r} has no train query, so it has nothing to contribute. Leave it out.")
@@ -51,7 +45,7 @@ def client_weights(counts: Mapping[str, int], weighting: Weighting, *, n_hat: in
 
 
 def take_weights(module: nn.Module) -> Weights:
-    """A copy of the trainable parameters, float32 on the CPU, each once however many names it has."""
+    """Copy the trainable parameters, float32 on the CPU, each once however many names it has."""
     return {
         name: parameter.detach().to("cpu", torch.float32).clone()
         for name, parameter in module.named_parameters()
@@ -60,11 +54,7 @@ def take_weights(module: nn.Module) -> Weights:
 
 
 def put_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Set the trainable parameters.
-
-    Raises:
-        DataError: A name, a shape or a value is not what the module has room for.
-    """
+    """Set the trainable parameters; refuse names, shapes and values that are not the module's (`check_weights`)."""
     own = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     check_weights("the weights", weights, own)
     with torch.no_grad():
@@ -73,7 +63,7 @@ def put_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 def fingerprint(weights: Mapping[str, Tensor]) -> str:
-    """SHA-256 of names, shapes and values."""
+    """Return the SHA-256 of names, shapes and values."""
     digest = hashlib.sha256()
     for name in sorted(weights):
         digest.update(f"{name}{tuple(weights[name].shape)}".encode())
@@ -129,23 +119,14 @@ def check_norm(whose: str, start: Mapping[str, Tensor], update: Mapping[str, Ten
 
 
 def weighted_mean(updates: Mapping[str, Mapping[str, Tensor]], weights: Mapping[str, float]) -> Weights:
-    """Equation 6: the mean of the clients' tensors, weighted by theirs, summed in float64.
+    """Return the weighted mean of the clients' tensors (equation 6), summed in float64.
 
     Guarantees:
         - Each tensor lies within the least and the greatest value of the clients, up to rounding.
         - The order of the clients changes nothing.
-
-    Raises:
-        DataError: There is no client, one has no weight, or their tensors do not fit together.
     """
-    if not updates:
-        raise DataError("No client answered, so there is nothing to average.")
     names = sorted(updates)
     first = updates[names[0]]
-    for name in names:
-        check_weights(f"client {name!r}", updates[name], first)
-        if not weights.get(name, 0.0) > 0:
-            raise DataError(f"Client {name!r} has no positive weight.")
     total = sum(weights[name] for name in names)
     mean: Weights = {}
     for key, value in first.items():
@@ -157,22 +138,13 @@ def weighted_mean(updates: Mapping[str, Mapping[str, Tensor]], weights: Mapping[
 
 
 def updates_needed(stage: Stage1) -> int:
-    """How many updates the rule needs, so that ``federated.stage1.malicious`` of them do not decide."""
+    """Return how many updates the rule needs, so that ``federated.stage1.malicious`` of them do not decide."""
     wrong = stage.malicious
     return {"mean": 1, "median": 2 * wrong + 1, "trimmed_mean": 2 * wrong + 1}.get(stage.aggregation, 2 * wrong + 3)
 
 
 def check_enough(stage: Stage1, silos: int, what: str) -> None:
-    """Refuse a rule for which there are too few silos, before anything is trained.
-
-    Args:
-        stage: The settings.
-        silos: How many a round may be of.
-        what: Which setting says so.
-
-    Raises:
-        ConfigurationError: There are too few.
-    """
+    """Refuse a rule that needs more silos than the setting ``what`` gives a round, before anything is trained."""
     if silos < (needed := updates_needed(stage)):
         raise ConfigurationError(
             f"federated.stage1.aggregation={stage.aggregation} with federated.stage1.malicious={stage.malicious} needs "
@@ -181,11 +153,7 @@ def check_enough(stage: Stage1, silos: int, what: str) -> None:
 
 
 def check_silos(run: PddAs2, silos: int) -> None:
-    """Refuse what so many silos, all of them, can never meet, before anything is trained.
-
-    Raises:
-        ConfigurationError: There are too few for the rule or for a secure sum, or the package of the latter is missing.
-    """
+    """Refuse settings that so many silos can never meet: too few for the rule or for a secure sum."""
     check_enough(run.stage1, silos, "the number of clients (federated.clients)")
     if run.secure_sum:
         from lit_dpret.federated.secure_sum import Session, threshold_for
@@ -204,7 +172,7 @@ def next_weights(
     faults: list[str],
     least: int = 1,
 ) -> tuple[Weights, list[str]]:
-    """The next global weights, and whose updates they are made of: none, where the last good weights are kept.
+    """Return the next global weights, and whose updates they are made of: nobody's, where the old weights are kept.
 
     Args:
         start: The global weights of the round.
@@ -212,7 +180,7 @@ def next_weights(
         shares: How much each counts under ``aggregation=mean``; the other rules count all alike.
         run: The settings.
         where: The round, for the faults.
-        faults: Told of updates that are left out, by name, and of a result that is not taken.
+        faults: Receives updates that are left out, by name, and a result that is refused.
         least: Fewer good updates than these are not combined.
 
     Raises:
@@ -242,11 +210,7 @@ def next_weights(
 
 
 def good_weights(start: Mapping[str, Tensor], found: Weights, most: float | None) -> Weights:
-    """The result of a round, where it is one.
-
-    Raises:
-        DataError: It is not finite, or further from the weights before than one silo may go.
-    """
+    """Return the result of a round; refuse one that is not finite, or further from ``start`` than one silo may go."""
     try:
         check_weights("the result", found, start)
         check_norm("the result", start, found, most)
@@ -258,7 +222,7 @@ def good_weights(start: Mapping[str, Tensor], found: Weights, most: float | None
 
 
 def _robust(updates: Mapping[str, Mapping[str, Tensor]], stage: Stage1) -> Weights:
-    """Flower's rules."""
+    """Combine updates by one of Flower's rules."""
     from lit_dpret.federated.flower.library import robust_rules
 
     names, keys = sorted(updates), sorted(next(iter(updates.values())))

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.errors import DataError
 from lit_dpret.negatives.base import coins
 
 Noised = Callable[[Tensor, float], Tensor]
@@ -42,9 +42,6 @@ class CentroidPlan:
         count_weight: What a row adds to the count, in units of ``radius``.
         normalise: Scale every row to length ``radius`` instead of cutting longer ones.
         seed: Of the directions that it begins with; public.
-
-    Raises:
-        ConfigurationError: A number is out of range.
     """
 
     count: int
@@ -54,16 +51,6 @@ class CentroidPlan:
     count_weight: float = 1.0
     normalise: bool = True
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("count", "iterations", "rows_per_unit"):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(f"federated.centroids.{name}={getattr(self, name)} must be at least 1.")
-        for name in ("radius", "count_weight"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigurationError(
-                    f"federated.centroids.{name}={getattr(self, name)} must be positive and finite."
-                )
 
     @property
     def sensitivity(self) -> float:

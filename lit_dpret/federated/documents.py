@@ -1,8 +1,8 @@
-"""The two YAML documents of a federation between machines: what a silo's owner decides, and what a run asks for.
+"""The two YAML documents of a federation between machines: a silo owner's decisions, and the request for a run.
 
 They never mix. A silo's document lies beside its data and is read there; nothing in it comes from the server. A run's
-document travels from whoever submits it to the server's app, as one string; of the server's machine it names an
-encoder and no folder to write to.
+document travels from whoever submits it to the server's app, as one string; it names no folder of the server to write
+to.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 
@@ -19,19 +19,17 @@ from lit_dpret.datamodules.silo_folder import read_silo
 from lit_dpret.errors import ConfigurationError, schema_problem
 from lit_dpret.federated.fed_negatives import Site
 from lit_dpret.federated.model import AS2Maker
-from lit_dpret.federated.settings import PddAs2, built, plain, require_number, require_whole
+from lit_dpret.federated.settings import PHASES, PddAs2, Phase, built, plain, require_number, require_whole
 from lit_dpret.federated.silo import SiloClient
 
 SILO_SCHEMA = "lit-dpret/silo-settings/1"
 LEDGERS = "ledgers"
 RUN_SCHEMA = "lit-dpret/federated-run/1"
-Phase = Literal["bm25", "stage1", "stage2"]
-PHASES: tuple[Phase, ...] = ("bm25", "stage1", "stage2")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SiloSettings:
-    """What the owner of a silo decides.
+    """The decisions of a silo's owner.
 
     Args:
         data: The silo's folder (`lit_dpret.datamodules.silo_folder`).
@@ -59,7 +57,7 @@ class SiloSettings:
     ledgers: Path | None = None
 
     def client(self) -> SiloClient:
-        """The silo at work; reads its data, and its ledgers where it has a budget."""
+        """Build the silo; reads its data, and its ledgers where it has a budget."""
         credentials = None
         if self.federated.roster:
             if self.signing_key is None or self.roster_file is None:
@@ -77,7 +75,7 @@ class SiloSettings:
         )  # fmt: skip
 
     def to_yaml(self) -> str:
-        """As `read_silo_settings` reads it."""
+        """Return the YAML that `read_silo_settings` reads."""
         return _yaml({"schema": SILO_SCHEMA, **plain(self)})
 
 
@@ -86,7 +84,7 @@ def read_silo_settings(path: Path, **given: Path | None) -> SiloSettings:
 
     Args:
         path: The YAML file.
-        given: ``data`` and ``state``, where they were said elsewhere.
+        given: ``data`` and ``state``, where they were given on the command line.
 
     Raises:
         ConfigurationError: It cannot be read, is of another schema, or has a setting that is wrong, by its name.
@@ -109,10 +107,10 @@ def read_silo_settings(path: Path, **given: Path | None) -> SiloSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class RunRequest:
-    """A run, as it is sent to the server's app.
+    """The request for a run, as it is sent to the server's app.
 
     Args:
-        name: Of the run. The same name goes on with what is finished, on the server and at the silos.
+        name: Of the run. The same name continues what is finished, on the server and at the silos.
         federated: Its settings.
         model: How the server builds the weights to begin with.
         min_clients: Fewer updates than these end the run.
@@ -134,7 +132,7 @@ class RunRequest:
     sites: Mapping[str, Site] = field(default_factory=dict)
 
     def check(self) -> RunRequest:
-        """Refuse what has no meaning; return the request.
+        """Refuse values that are out of range; return the request.
 
         Raises:
             ConfigurationError: Naming the setting.
@@ -153,12 +151,12 @@ class RunRequest:
         return self
 
     def to_yaml(self) -> str:
-        """As `read_run_request` reads it."""
+        """Return the YAML that `read_run_request` reads."""
         return _yaml({"schema": RUN_SCHEMA, **plain(self)})
 
 
 def read_run_request(text: str) -> RunRequest:
-    """Read what a run asks for.
+    """Read the request for a run.
 
     Raises:
         ConfigurationError: It is no such document, or a setting is wrong, by its name.

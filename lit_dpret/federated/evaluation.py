@@ -16,11 +16,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.errors import DataError
 from lit_dpret.retrieval.bm25 import BM25
 from lit_dpret.retrieval.metrics import Metric, Qrels, Values, gains_of_indices, ideal_gains
 from lit_dpret.retrieval.search import MISSING, TopK, lexicographic_rank, search
@@ -59,8 +58,6 @@ def rank_levels(searcher: Searcher, passage_of: Tensor, *, depth: int = 100) -> 
         passage_of: The place of each sentence's passage, long, ``(sentences,)``.
         depth: How far down.
     """
-    if depth < 1:
-        raise ConfigurationError(f"depth={depth} must be at least 1.")
     total, asked = len(passage_of), min(depth, len(passage_of))
     most = len(torch.unique(passage_of))
     while True:
@@ -162,8 +159,3 @@ class SentenceCollection:
             for name in metrics:
                 found[f"{level}/{Metric.parse(name)}"] = Metric.parse(name)(gains, ideal)
         return found
-
-
-def means(values: Mapping[str, Values]) -> dict[str, float]:
-    """The mean over queries of every measure; NaN where there is none."""
-    return {name: float(np.mean(value)) if len(value) else float("nan") for name, value in values.items()}

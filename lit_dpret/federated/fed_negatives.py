@@ -26,7 +26,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
 
 import torch
 from safetensors.torch import load_file
@@ -36,7 +35,6 @@ from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.federated.settings import Selection
 from lit_dpret.federated.storage import save_tensors
 from lit_dpret.negatives.base import coins
-from lit_dpret.privacy.budget import require_choice
 from lit_dpret.retrieval.rescoring import canonical_scores
 from lit_dpret.retrieval.rows import TensorRows
 from lit_dpret.retrieval.search import MISSING, TopK, merged, search
@@ -64,10 +62,10 @@ def select_clients(
     seed: int = 0,
     refresh: int = 0,
 ) -> list[str]:
-    """The clients to ask, the asker never among them.
+    """Return the clients to ask (``Select`` of equation 7 of paper 004, which leaves open how), never the asker.
 
-    ``random`` draws anew at every refresh. ``region`` takes those of the asker's region first, ``latency`` the
-    nearest first; where these say nothing, coins decide.
+    ``random`` draws again at every refresh. ``region`` takes those of the asker's region first, ``latency`` the
+    nearest first; ties are broken by public coins.
 
     Guarantees:
         - A function of public facts and public coins: nothing that a client holds decides whether it is asked.
@@ -76,19 +74,12 @@ def select_clients(
     Args:
         asker: Who asks.
         sites: Of all clients.
-        how: See above.
+        how: ``all``, ``random``, ``region`` or ``latency``.
         count: How many to ask.
         seed: Of the coins; public.
         refresh: The number of the refresh.
 
-    Raises:
-        ConfigurationError: The asker is unknown, the count not positive, or ``how`` unknown.
     """
-    require_choice("federated.stage2.select", how, get_args(Selection))
-    if asker not in sites:
-        raise ConfigurationError(f"client {asker!r} asks for negatives and is none of {', '.join(sites)}.")
-    if count is not None and count < 1:
-        raise ConfigurationError(f"federated.stage2.select_count={count} must be at least 1, or null for all.")
     others = sorted(set(sites) - {asker})
     if how == "all":
         return others if count is None else others[:count]
@@ -111,7 +102,7 @@ SENT_AS = {"float32": torch.float32, "float16": torch.float16}
 
 @dataclass(frozen=True, repr=False)
 class Block:
-    """What one client answers: every embedding once, and for each request row which of them, best first.
+    """One client's answer: every embedding once, and for each request row which of them, best first.
 
     Neighbouring requests have neighbours in common, so this is several times smaller than a table.
 
@@ -195,7 +186,7 @@ class FedPool:
 
 
 def respond(client: str, request_rows: Tensor, candidates: Tensor, n: int, *, send_as: str = "float16") -> Block:
-    """The ``n`` candidates with the highest dot product for every request row.
+    """Answer every request row with the ``n`` candidates of highest dot product.
 
     Guarantees:
         - Candidates are compared as they are sent, so that the asker, who sees no others, ranks them alike.
@@ -207,31 +198,21 @@ def respond(client: str, request_rows: Tensor, candidates: Tensor, n: int, *, se
         n: For each row.
         send_as: ``float16`` or ``float32``.
 
-    Raises:
-        ConfigurationError: n is not positive, or the type unknown.
     """
     sent = as_sent(candidates, send_as)
-    if n < 1:
-        raise ConfigurationError(f"federated.stage2.n={n} must be at least 1.")
     top = search(request_rows.float(), sent.float(), min(n, len(sent)))
     return _block(client, sent, [row[row != MISSING] for row in top.indices])
 
 
 def respond_uniformly(client: str, candidates: Tensor, n: int, *, seed: int, send_as: str = "float16") -> Block:
-    """``n`` candidates drawn uniformly, for a request that says nothing; the answer to one empty row."""
+    """Answer a request that says nothing with ``n`` candidates, drawn uniformly: one list for one empty row."""
     sent = as_sent(candidates, send_as)
     drawn = coins(seed, "uniform answer", client).permutation(len(sent))[:n]
     return _block(client, sent, [torch.from_numpy(drawn.copy()).long()])
 
 
 def as_sent(embeddings: Tensor, send_as: str) -> Tensor:
-    """Embeddings rounded to the type that is sent.
-
-    Raises:
-        ConfigurationError: The type is unknown, or a value has no place in it.
-    """
-    if send_as not in SENT_AS:
-        raise ConfigurationError(f"federated.stage2.send_as={send_as!r} is not one of {', '.join(SENT_AS)}.")
+    """Round embeddings to the type that is sent; refuse one that cannot hold a value."""
     sent = embeddings.detach().cpu().to(SENT_AS[send_as])
     if not bool(torch.isfinite(sent).all()):
         raise ConfigurationError(f"federated.stage2.send_as={send_as} cannot hold these embeddings. Send float32.")
@@ -239,7 +220,7 @@ def as_sent(embeddings: Tensor, send_as: str) -> Tensor:
 
 
 def merge_lists(blocks: Sequence[Block], query_embeddings: Tensor, n: int) -> FedPool:
-    """``TopK`` of equation 8: the asker's best ``n`` of what all clients returned for each of its queries.
+    """Merge answers into the asker's best ``n`` for each of its queries (``TopK`` of equation 8).
 
     Guarantees:
         - With blocks of at least ``n`` for each row it is the best ``n`` of all their collections together,
@@ -271,14 +252,14 @@ def merge_lists(blocks: Sequence[Block], query_embeddings: Tensor, n: int) -> Fe
 
 
 def pool_of(blocks: Sequence[Block], dim: int) -> FedPool:
-    """All that clients returned, each embedding once, to be searched with the asker's own queries."""
+    """Merge answers into a pool that holds each embedding once and is searched with the asker's own queries."""
     ordered = sorted(blocks, key=lambda block: block.client)
     found = [block.embeddings.float() for block in ordered]
     return FedPool(torch.unique(torch.cat(found), dim=0) if found else torch.empty(0, dim))
 
 
 def kept_pool(pool: FedPool | None, path: Path) -> FedPool:
-    """The pool that was answered, written to ``path``; where nothing was, the one that was written before.
+    """Write the pool that was answered to ``path`` and return it; read it from there between two refreshes.
 
     Raises:
         DataError: There is none: the client was away when the others were asked.

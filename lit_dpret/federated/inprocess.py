@@ -1,16 +1,15 @@
-"""PDD-AS2 from beginning to end with all clients in one process: Algorithm 1 of paper 004, and its second stage.
+"""PDD-AS2 with all clients in one process: Algorithm 1 of paper 004, and its second stage.
 
-No server, no messages: what would be sent is passed on, checked and measured. A transport calls the same methods
-of `lit_dpret.federated.silo.SiloClient` and the same functions in between.
+There is no server and there are no messages: what would be sent is passed on, checked and measured. The other
+transports call the same methods of `lit_dpret.federated.silo.SiloClient` and the same functions in between.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from safetensors.torch import load_file
@@ -20,22 +19,21 @@ from lit_dpret.encoders.embedding_cache import content_hash
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.federated.aggregation import Weights, check_silos, client_weights, next_weights
 from lit_dpret.federated.fed_negatives import Block, FedPool, Site, merge_lists, pool_of, select_clients
-from lit_dpret.federated.settings import PddAs2
+from lit_dpret.federated.settings import PHASES, PddAs2, Phase
 from lit_dpret.federated.silo import SiloClient
 from lit_dpret.federated.storage import Traffic, keep_facts, save_tensors
 from lit_dpret.progress import ProgressLine
 from lit_dpret.retrieval.metrics import Values
 
 PerClient = dict[str, dict[str, Values]]
-Phase = Literal["bm25", "stage1", "stage2"]
 
 
 @dataclass
 class FedResult:
-    """What a run found; values are per query, and as private as the queries.
+    """The results of a run; values are per query, and as private as the queries.
 
     Attributes:
-        systems: For ``bm25``, ``stage1`` and ``stage2`` the measures of each client, so far as asked for.
+        systems: The measures of each client, for each phase that was asked for.
         traffic: Bytes by phase and silo, without envelopes; stage 1 both ways, requests with every copy that the
             server passes on.
         epsilon: Spent of each silo's queries; None where nothing is promised.
@@ -53,7 +51,7 @@ class FedResult:
         return self.traffic.by_phase()
 
     def mean(self, system: str, metric: str) -> float:
-        """Over all queries of all clients together."""
+        """Return the mean over all queries of all clients."""
         return float(np.concatenate([values[metric] for values in self.systems[system].values()]).mean())
 
 
@@ -61,8 +59,8 @@ class InProcessFederation:
     """All clients of one run.
 
     Guarantees:
-        - A round or refresh that is finished is not made again when the run is started once more.
-        - An answer of wrong shape or with values that are not finite is left out and named; the round goes on
+        - A run that is started again does not repeat a finished round or refresh.
+        - An answer of wrong shape or with values that are not finite is left out and reported; the round continues
           with the others.
 
     Args:
@@ -94,13 +92,8 @@ class InProcessFederation:
         self.sites = dict(sites or dict.fromkeys(self.clients, Site()))
         self.result = FedResult(traffic=Traffic(self.folder / "traffic.json"))
 
-    def run(self, *, measure: Sequence[Phase] = ("bm25", "stage1", "stage2"), split: str = "test") -> FedResult:
-        """What is asked for of both stages, measured on each client's own questions.
-
-        Args:
-            measure: Without ``stage2`` in it stage 2 is not run, and ``bm25`` alone trains nothing.
-            split: Of the questions.
-        """
+    def run(self, *, measure: Sequence[Phase] = PHASES, split: str = "test") -> FedResult:
+        """Train and measure the given phases on each client's own questions; ``bm25`` alone trains nothing."""
         if "bm25" in measure:
             self.measure("bm25", None, personal=False, split=split)
         if "stage1" in measure or "stage2" in measure:
@@ -114,7 +107,7 @@ class InProcessFederation:
         return self.result
 
     def train_shared(self) -> Weights:
-        """Stage 1: every client one local epoch, then the mean, round after round; the global weights."""
+        """Run stage 1, in every round one local epoch of every client and then the mean; return the global weights."""
         weights: Mapping[str, Tensor] = self.start
         rounds = self.settings.stage1.warmup_rounds + self.settings.stage1.rounds
         done = sorted(self.folder.glob("global-*.safetensors"))
@@ -140,7 +133,7 @@ class InProcessFederation:
     def aggregate(
         self, weights: Mapping[str, Tensor], updates: Mapping[str, Mapping[str, Tensor]], number: int
     ) -> Weights:
-        """The next global weights, of the clients whose updates are of the model; or the last, where they are none.
+        """Return the next global weights; the last ones where the round is void.
 
         Raises:
             DataError: Too few updates can be used; the message says why each of the others was left out.
@@ -153,7 +146,9 @@ class InProcessFederation:
             if not self.settings.secure_sum:
                 where, faults = f"round {number}", self.result.faults
                 return next_weights(weights, updates, shares, self.settings, where=where, faults=faults)[0]
-            return _secure_mean()(
+            from lit_dpret.federated.secure_mean import secure_mean  # its package is of an extra
+
+            return secure_mean(
                 weights, updates, shares, limit=self.settings.update_limit, name=f"stage 1, round {number}",
                 norm=self.settings.update_norm, threshold=self.settings.sum_threshold, faults=self.result.faults,
             )  # fmt: skip
@@ -164,7 +159,7 @@ class InProcessFederation:
             return dict(weights)
 
     def personalise(self, weights: Mapping[str, Tensor]) -> None:
-        """Stage 2: every client its own query encoder, negatives asked for anew every ``refresh_every`` epochs."""
+        """Run stage 2: every client trains its own query encoder, with new negatives every ``refresh_every`` epochs."""
         stage = self.settings.stage2
         turns = [(number, name) for number in range(stage.epochs) for name in self.clients]
         with ProgressLine("stage 2, epochs of all clients") as progress:
@@ -178,7 +173,7 @@ class InProcessFederation:
             progress(len(turns), len(turns))
 
     def pool(self, asker: str, weights: Mapping[str, Tensor], refresh: int) -> FedPool:
-        """What the selected clients answer to one client's request."""
+        """Collect what the selected clients answer to one client's request."""
         stage = self.settings.stage2
         asked = select_clients(
             asker, self.sites, stage.select, count=stage.select_count, seed=self.settings.seed, refresh=refresh
@@ -201,14 +196,7 @@ class InProcessFederation:
     def measure(
         self, system: str, weights: Mapping[str, Tensor] | None, *, personal: bool, split: str = "test"
     ) -> None:
-        """Every client's measures on its own collection."""
+        """Measure every client on its own collection."""
         self.result.systems[system] = {
             name: client.evaluate(weights, personal=personal, split=split) for name, client in self.clients.items()
         }
-
-
-def _secure_mean() -> Callable[..., Weights]:
-    """The masked mean, whose package is of an extra: who adds up in the open does without."""
-    from lit_dpret.federated.secure_mean import secure_mean
-
-    return secure_mean

@@ -1,4 +1,4 @@
-"""What ``federated=`` says: where the silos are, how they talk, and everything about a run that is public."""
+"""The federation that ``federated=`` describes: where the silos are, how they talk, and all public facts of a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from lit_dpret.datamodules import InsuranceQADataModule
 from lit_dpret.datamodules.silo_folder import Silo, read_silo, silo_folders, write_silos
@@ -17,11 +17,10 @@ from lit_dpret.federated.aggregation import check_silos
 from lit_dpret.federated.data import planted_silos, silos_by_domain
 from lit_dpret.federated.data.planted import Planted
 from lit_dpret.federated.model import AS2Maker
-from lit_dpret.federated.settings import FederatedPrivacy, PddAs2, Stage1, Stage2, TrainOn, require_whole
+from lit_dpret.federated.settings import FederatedPrivacy, PddAs2, Stage1, Stage2, TrainOn, built, require_whole
 from lit_dpret.federated.synthetic import PUBLIC, check_generated
 from lit_dpret.federated.transport import ELSEWHERE, check_transport, silo_state
 
-T = TypeVar("T")
 _HOW = ("secret_file", "more", "note")  # no result depends on these
 INSURANCEQA, PLANTED = "insuranceqa", "planted"
 
@@ -45,25 +44,24 @@ class FederationPlan:
         stage1: Arguments of `Stage1`; null ``in_batch``, ``other_positives`` and ``weighting`` follow from the budget.
         stage2: Arguments of `Stage2`; the same for ``in_batch``, ``request`` and ``response``.
         privacy: Arguments of `FederatedPrivacy`.
-        train_on: See `PddAs2`.
+        train_on: This, and those of the same names below, are described at `PddAs2`.
         state: The state folder that each silo begins with, ``DIR/NAME``: what task=federated_generators left in
             ``RUN/private``. Every seed begins with a copy, so that its ledgers go on from what the generators cost.
         secure_sum: See `PddAs2`.
         update_limit: See `PddAs2`.
         update_norm: See `PddAs2`.
-        sum_threshold: The same.
+        sum_threshold: See `PddAs2`.
         seal: See `PddAs2`.
-        roster: See `PddAs2`; for silos on machines of their own alone.
+        roster: See `PddAs2`; only for silos on machines of their own.
         secret_file: Keys the noise; null for the user's state folder.
-        note: Said on the page of a report, such as what these settings were chosen on.
-        superlink: For ``transport=flower``, where a run is handed to: ``HOST:PORT``, or the name of a connection in
-            the user's own Flower configuration.
-        root_certificates: For the same; of who signed the SuperLink's certificate.
-        insecure: For the same; no TLS.
-        run_name: For the same; the server keeps the run under it.
-        min_clients: For the same; fewer updates than these end the run.
-        timeout: For the same; seconds to wait for the answers of a round.
-        wait: For the same; seconds to wait at the start until so many silos are there.
+        note: Printed in the report, such as what these settings were chosen on.
+        superlink: This and all below are for ``transport=flower``; see `lit_dpret.federated.flower.submit`.
+        root_certificates: See ``superlink``.
+        insecure: See ``superlink``.
+        run_name: See ``superlink``.
+        min_clients: See ``superlink``.
+        timeout: See ``superlink``.
+        wait: See ``superlink``.
 
     Raises:
         ConfigurationError: A setting is unknown or refused.
@@ -104,7 +102,7 @@ class FederationPlan:
         self.transport, self.silos, self.clients = transport, str(silos), clients
         require_whole("federated", self, 1, "clients", null=True)
         self.sample, self.declare_public = dict(sample or {}), declare_public
-        self.planted = _made("federated.planted", Planted, planted)
+        self.planted = built(Planted, planted, "federated.planted")
         self.secret_file, self.note = secret_file, note
         link = {"superlink": superlink, "root_certificates": root_certificates, "insecure": insecure,
                 "run_name": run_name, "min_clients": min_clients, "timeout": timeout, "wait": wait}  # fmt: skip
@@ -118,7 +116,7 @@ class FederationPlan:
                 f"federated.roster=true says whose keys a server passes on, and under federated.transport={transport} "
                 "no silo has a signing key of its own. Set it with federated=flower, or leave it false."
             )
-        self.privacy = _made("federated.privacy", FederatedPrivacy, privacy)
+        self.privacy = built(FederatedPrivacy, privacy, "federated.privacy")
         self.state = None if state is None else Path(state)
         if self.state is not None and self.more:
             raise ConfigurationError(
@@ -126,8 +124,9 @@ class FederationPlan:
                 "silo --state). Leave it out here."
             )
         private = self.privacy.eps is not None and train_on == "queries"
-        given = {"planted": self.planted} if self.silos == PLANTED else {}
-        self.model = _made("federated.model", AS2Maker, {**(model or {}), **given})
+        self.model = built(AS2Maker, model, "federated.model")
+        if self.silos == PLANTED:
+            self.model = replace(self.model, planted=self.planted)
         robust = (stage1 or {}).get("aggregation", "mean") != "mean"
         weighting = "capped" if secure_sum and (stage1 or {}).get("n_hat") else "uniform"
         first = {
@@ -141,8 +140,8 @@ class FederationPlan:
             "response": _response(self.privacy.eps, train_on, declare_public=declare_public),
         }
         self._settings = PddAs2(
-            stage1=_made("federated.stage1", Stage1, _filled(stage1, first)),
-            stage2=_made("federated.stage2", Stage2, _filled(stage2, second)),
+            stage1=built(Stage1, _filled(stage1, first), "federated.stage1"),
+            stage2=built(Stage2, _filled(stage2, second), "federated.stage2"),
             privacy=self.privacy,
             train_on=train_on,
             secure_sum=secure_sum,
@@ -158,13 +157,13 @@ class FederationPlan:
         return replace(self._settings, seed=seed)
 
     def describe(self) -> dict[str, Any]:
-        """Everything that results depend on."""
+        """Return everything that results depend on."""
         return {name: repr(value) for name, value in sorted(vars(self).items()) if name not in _HOW}
 
-    def folders(self, built: Path) -> dict[str, Path]:
-        """The data folder of each client; silos that have to be built are written to ``built``, once.
+    def folders(self, folder: Path) -> dict[str, Path]:
+        """Return the data folder of each client; silos that are built here are written to ``folder``, once.
 
-        Where the silos are other people's, none is known here.
+        The folders of other people's silos are not known here, so there are none.
 
         Raises:
             ConfigurationError: There are fewer than two clients, or a number is out of range.
@@ -175,12 +174,12 @@ class FederationPlan:
         if self.silos not in (INSURANCEQA, PLANTED):
             found = silo_folders(self.silos, knob="federated.silos")
         else:
-            if not built.exists():
-                write_silos(built, self._build(), facts={"source": self.silos}, knob="hydra.run.dir")
-            found = silo_folders(built, knob="hydra.run.dir")
+            if not folder.exists():
+                write_silos(folder, self._build(), facts={"source": self.silos}, knob="hydra.run.dir")
+            found = silo_folders(folder, knob="hydra.run.dir")
             if self.declare_public:
-                for folder in found.values():
-                    _declare(folder)
+                for data in found.values():
+                    _declare(data)
         if min(len(found), self.clients or 2) < 2:
             raise ConfigurationError(
                 f"federated.silos={self.silos} has {len(found)} client with federated.clients={self.clients}, and a "
@@ -198,7 +197,7 @@ class FederationPlan:
         return {name: found[name] for name in largest}
 
     def check_state(self, silos: Mapping[str, Path]) -> None:
-        """Refuse a run whose silos are too few, or need what their generators wrote and do not have or count it.
+        """Refuse a run with too few silos, or whose silos lack synthetic queries that their ledgers have counted.
 
         Args:
             silos: The data folder of each client; none where they are elsewhere, each of which checks its own.
@@ -236,7 +235,7 @@ class FederationPlan:
                 check_generated(data, own, settings)
 
     def begin_states(self, silos: Mapping[str, Path], folder: Path) -> None:
-        """Give each silo under ``folder`` the state that it begins with, unless it has one."""
+        """Copy the state that each silo begins with to ``folder``, unless it has one there."""
         for name in silos if self.state is not None else ():
             state = silo_state(folder, name)
             if not state.exists():
@@ -256,7 +255,7 @@ class FederationPlan:
 
 
 def _response(eps: float | None, train_on: TrainOn, *, declare_public: bool) -> str:
-    """What a null response stands for: the paper's without a budget, and with one what costs least."""
+    """Return what a null response stands for: the paper's without a budget, with one what costs least."""
     if eps is None:
         return "raw"
     if declare_public:
@@ -265,25 +264,13 @@ def _response(eps: float | None, train_on: TrainOn, *, declare_public: bool) -> 
 
 
 def _filled(given: Mapping[str, Any] | None, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The given values, with the defaults for those that are null or missing."""
+    """Return the given values, with the defaults for those that are null or missing."""
     found = dict(given or {})
     return {**found, **{name: value for name, value in defaults.items() if found.get(name) is None}}
 
 
-def _made(where: str, kind: type[T], given: Mapping[str, Any] | None) -> T:
-    known = sorted(kind.__dataclass_fields__)  # type: ignore[attr-defined]
-    if unknown := sorted(set(given or {}) - set(known)):
-        raise ConfigurationError(f"{where}.{unknown[0]} is not a setting. There are: {', '.join(known)}.")
-    try:
-        return kind(**dict(given or {}))
-    except TypeError as error:
-        raise ConfigurationError(f"{where}: {error}.") from error
-    except ConfigurationError as error:  # of what a task has under a name of its own
-        raise ConfigurationError(str(error).replace("task.planted", where)) from error
-
-
 def _insuranceqa() -> Path | None:
-    """Null for the package; where that is missing, the copy in ``$LIT_DPRET_DATA``."""
+    """Return null for the package; where that is missing, the copy in ``$LIT_DPRET_DATA``."""
     copy = Path(os.environ.get("LIT_DPRET_DATA", "")) / "insuranceqa"
     missing = importlib.util.find_spec("insuranceqa_data") is None
     return copy if missing and copy.is_dir() else None

@@ -1,4 +1,4 @@
-"""What a run of PDD-AS2 is asked to do, and what it refuses to do under a privacy budget.
+"""Settings of a PDD-AS2 run, what it refuses under a privacy budget, and how settings are read from plain mappings.
 
 The defaults are the paper's where it states one. With ``privacy.eps`` set the run *fails closed*: whatever would
 release something that no ledger counts is refused by name, before any data is read.
@@ -7,7 +7,7 @@ release something that no ledger counts is refused by name, before any data is r
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -22,6 +22,10 @@ Aggregation = Literal["mean", "median", "trimmed_mean", "krum", "multi_krum"]
 
 
 Selection = Literal["all", "random", "region", "latency"]
+SendAs = Literal["float16", "float32"]
+Phase = Literal["bm25", "stage1", "stage2"]
+"""What can be measured: BM25, the shared model of stage 1, the personal models of stage 2."""
+PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 Request = Literal["exact", "dp_centroid", "none"]
@@ -91,7 +95,7 @@ class Stage1:
     optimizer_state: OptimizerState = "reset"
 
     def check(self) -> None:
-        """Refuse numbers and words without meaning."""
+        """Refuse values that are out of range, or that exclude each other."""
         require_switch("federated.stage1", self, "in_batch")
         require_whole("federated.stage1", self, 0, "warmup_rounds", "rounds", "other_positives")
         require_whole("federated.stage1", self, 1, "batch_size", "bm25_n", "static_n", "top_k", "malicious")
@@ -154,22 +158,22 @@ class Stage2:
     response: Response = "raw"
     centroids: int = 64
     centroid_iterations: int = 3
-    send_as: str = "float16"
+    send_as: SendAs = "float16"
     in_batch: bool = True
     anchor: float = 0.0
     lr: float = 3e-5
 
     def asks(self, epoch: int) -> bool:
-        """Whether other clients are asked for negatives before a local epoch."""
+        """Tell whether other clients are asked for negatives before a local epoch."""
         return self.negatives == "fed" and epoch % self.refresh_every == 0
 
     @property
     def refreshes(self) -> int:
-        """How often other clients are asked."""
+        """How often other clients are asked for negatives."""
         return sum(self.asks(epoch) for epoch in range(self.epochs))
 
     def check(self) -> None:
-        """Refuse numbers and words without meaning."""
+        """Refuse values that are out of range, or that exclude each other."""
         require_switch("federated.stage2", self, "in_batch")
         require_whole("federated.stage2", self, 0, "epochs")
         require_whole("federated.stage2", self, 1, "batch_size", "n", "top_k", "centroids", "centroid_iterations",
@@ -178,9 +182,8 @@ class Stage2:
         require_number("federated.stage2", self, "lr")
         require_number("federated.stage2", self, "anchor", zero=True)
         for name, literal in (("negatives", Stage2Negatives), ("select", Selection), ("request", Request),
-                              ("response", Response)):  # fmt: skip
+                              ("response", Response), ("send_as", SendAs)):  # fmt: skip
             require_choice(f"federated.stage2.{name}", getattr(self, name), get_args(literal))
-        require_choice("federated.stage2.send_as", self.send_as, ("float16", "float32"))
         if self.n > self.top_k:
             raise ConfigurationError(
                 f"federated.stage2.n={self.n} negatives cannot be drawn from the best top_k={self.top_k}. Raise top_k."
@@ -219,7 +222,7 @@ class FederatedPrivacy:
     noise: NoiseName = "gaussian"
 
     def check(self) -> None:
-        """Refuse numbers and words without meaning."""
+        """Refuse values that are out of range, or that exclude each other."""
         require_choice("federated.privacy.unit", self.unit, ("query", "pair"))
         require_choice("federated.privacy.neighbours", self.neighbours, get_args(Neighbours))
         if self.eps is not None and self.neighbours == "add_or_remove":
@@ -232,6 +235,8 @@ class FederatedPrivacy:
         require_number("federated.privacy", self, "eps", "delta", "collection_eps", null=True)
         require_number("federated.privacy", self, "max_grad_norm", "request_share", "collection_delta",
                        "collection_radius")  # fmt: skip
+        if not self.request_share < 1:
+            raise ConfigurationError(f"federated.privacy.request_share={self.request_share} must lie between 0 and 1.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,12 +277,17 @@ class PddAs2:
     seed: int = 0
 
     @property
+    def asks(self) -> bool:
+        """Whether stage 2 asks other clients for negatives at all."""
+        return self.stage2.negatives == "fed" and self.stage2.epochs > 0
+
+    @property
     def generated(self) -> bool:
         """Whether a silo needs the queries that its DP generator wrote (`lit_dpret.federated.synthetic`)."""
-        return self.train_on == "synthetic" or (_asks(self) and self.stage2.response == "synthetic")
+        return self.train_on == "synthetic" or (self.asks and self.stage2.response == "synthetic")
 
     def check(self) -> PddAs2:
-        """Refuse what has no meaning, and under a budget what nobody would count; return the settings.
+        """Refuse values without meaning, and under a budget whatever no ledger would count; return the settings.
 
         Raises:
             ConfigurationError: Naming the setting, why, and what to set instead.
@@ -315,75 +325,65 @@ class PddAs2:
                 "federated.roster=true signs the keys of the secure sum and of sealing, and there is neither. Set "
                 "federated.secure_sum=true or federated.seal=true, or roster=false."
             )
-        fed = self.stage2.negatives == "fed" and self.stage2.epochs > 0
-        if fed and self.stage2.response == "dp_centroid" and self.privacy.collection_eps is None:
+        if self.asks and self.stage2.response == "dp_centroid" and self.privacy.collection_eps is None:
             raise ConfigurationError(
                 "federated.stage2.response=dp_centroid releases centroids of the collection, and nothing says what "
                 "that may cost. Set federated.privacy.collection_eps."
             )
-        if self.train_on == "synthetic" and _asks(self) and self.stage2.request == "dp_centroid":
+        if self.train_on == "synthetic" and self.asks and self.stage2.request == "dp_centroid":
             raise ConfigurationError(
                 "federated.stage2.request=dp_centroid with federated.train_on=synthetic would add noise to what is "
                 "made of released queries alone. Set federated.stage2.request=exact, or none."
             )
         if self.privacy.eps is not None:
-            for applies, refusal in _REFUSALS if self.train_on == "queries" else _REFUSALS_OF_COLLECTIONS:
-                if applies(self):
-                    raise ConfigurationError(f"federated.privacy.eps={self.privacy.eps:g}: {refusal}")
+            for applies, refusal in self._uncounted():
+                if applies:
+                    raise ConfigurationError(f"federated.privacy.eps={self.privacy.eps:g}: federated.{refusal}")
         return self
 
-
-_REFUSALS_OF_COLLECTIONS: tuple[tuple[Callable[[PddAs2], bool], str], ...] = (
-    (
-        lambda run: _asks(run) and run.stage2.response == "raw",
-        "federated.stage2.response=raw sends the embeddings of private sentences, and repeated requests map the "
-        "collection. Set it to public, dp_centroid or synthetic.",
-    ),
-)
-
-
-_REFUSALS: tuple[tuple[Callable[[PddAs2], bool], str], ...] = (
-    (
-        lambda run: run.stage1.in_batch,
-        "federated.stage1.in_batch=true makes each query's loss depend on who else was drawn, and clipping it bounds "
-        "nothing. Set it to false.",
-    ),
-    (
-        lambda run: run.stage2.in_batch,
-        "federated.stage2.in_batch=true makes each query's loss depend on who else was drawn, and clipping it bounds "
-        "nothing. Set it to false.",
-    ),
-    (
-        lambda run: (
-            run.stage1.negatives == "static" and run.stage1.warmup_rounds > 0 and run.stage1.other_positives > 0
-        ),
-        "federated.stage1.other_positives tells a query from other people's answers, which couples them. Set it to 0.",
-    ),
-    (
-        lambda run: _asks(run) and run.stage2.request == "exact",
-        "federated.stage2.request=exact sends the embedding of every query, from which its text can be guessed. Set "
-        "it to dp_centroid or none.",
-    ),
-    *_REFUSALS_OF_COLLECTIONS,
-    (
-        lambda run: run.stage1.weighting == "examples",
-        "federated.stage1.weighting=examples tells the server how many queries each silo has, in clear. Set it to "
-        "uniform, or to capped with federated.secure_sum=true.",
-    ),
-    (
-        lambda run: run.stage1.weighting == "capped" and not run.secure_sum,
-        "federated.stage1.weighting=capped tells the server a function of how many queries each silo has. Set "
-        "federated.secure_sum=true, or weighting=uniform.",
-    ),
-)
-
-
-def _asks(run: PddAs2) -> bool:
-    return run.stage2.negatives == "fed" and run.stage2.epochs > 0
+    def _uncounted(self) -> list[tuple[bool, str]]:
+        """Whatever would leave a silo without being counted by a ledger: whether these settings do it, and why not."""
+        stage1, stage2 = self.stage1, self.stage2
+        raw = (
+            self.asks and stage2.response == "raw",
+            "stage2.response=raw sends the embeddings of private sentences, and repeated requests map the "
+            "collection. Set it to public, dp_centroid or synthetic.",
+        )
+        if self.train_on == "synthetic":  # of the queries, everything was counted when the generator was trained
+            return [raw]
+        coupled = (
+            "in_batch=true makes each query's loss depend on who else was drawn, and clipping it bounds nothing. Set "
+            "it to false."
+        )
+        return [
+            (stage1.in_batch, f"stage1.{coupled}"),
+            (stage2.in_batch, f"stage2.{coupled}"),
+            (
+                stage1.negatives == "static" and stage1.warmup_rounds > 0 and stage1.other_positives > 0,
+                "stage1.other_positives contrasts a query with other people's answers, which couples them. Set it to "
+                "0.",
+            ),
+            (
+                self.asks and stage2.request == "exact",
+                "stage2.request=exact sends the embedding of every query, from which its text can be guessed. Set "
+                "it to dp_centroid or none.",
+            ),
+            raw,
+            (
+                stage1.weighting == "examples",
+                "stage1.weighting=examples tells the server how many queries each silo has, in clear. Set it to "
+                "uniform, or to capped with federated.secure_sum=true.",
+            ),
+            (
+                stage1.weighting == "capped" and not self.secure_sum,
+                "stage1.weighting=capped tells the server a function of how many queries each silo has. Set "
+                "federated.secure_sum=true, or weighting=uniform.",
+            ),
+        ]
 
 
 def require_switch(where: str, settings: object, *names: str) -> None:
-    """Refuse settings, by name, that are neither true nor false; ``where`` comes before each name."""
+    """Refuse settings that are not booleans; ``where`` comes before each name in the message."""
     for name in names:
         value = getattr(settings, name)
         if not isinstance(value, bool):
@@ -391,7 +391,7 @@ def require_switch(where: str, settings: object, *names: str) -> None:
 
 
 def require_whole(where: str, settings: object, least: int, *names: str, null: bool = False) -> None:
-    """Refuse settings that are no whole numbers of at least ``least``, nor null where that may be."""
+    """Refuse settings that are not whole numbers of at least ``least``, nor null where ``null`` allows it."""
     for name in names:
         value = getattr(settings, name)
         wrong = isinstance(value, bool) or not isinstance(value, int) or value < least
@@ -402,7 +402,7 @@ def require_whole(where: str, settings: object, least: int, *names: str, null: b
 
 
 def require_number(where: str, settings: object, *names: str, zero: bool = False, null: bool = False) -> None:
-    """Refuse settings that are no positive, finite numbers, nor 0 or null where those may be."""
+    """Refuse settings that are not positive and finite, nor 0 or null where ``zero`` and ``null`` allow it."""
     for name in names:
         value = getattr(settings, name)
         wrong = isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf")
@@ -417,16 +417,10 @@ T = TypeVar("T")
 
 
 def built(kind: type[T], found: object, where: str) -> T:
-    """An instance of a dataclass of a mapping, and of mappings in it.
+    """Build a dataclass, and the dataclasses in it, from a mapping; null is an empty one.
 
-    Guarantees:
-        - A key that is not known, or is missing and has no default, is refused by its full name, as is a value of
-          another type. Numbers may be written as YAML writes them badly (``3e-5``, which it takes for a word).
-
-    Args:
-        kind: The dataclass; its fields are words, numbers, switches, paths, choices, other dataclasses, or null.
-        found: A mapping; null is an empty one.
-        where: Put before each name in messages.
+    Unknown keys, missing keys and values of another type are refused by their full name, which begins with ``where``.
+    ``3e-5``, which YAML takes for a string, counts as a number.
 
     Raises:
         ConfigurationError: Naming the key.
@@ -450,7 +444,7 @@ def built(kind: type[T], found: object, where: str) -> T:
 
 
 def plain(value: Any) -> Any:
-    """A dataclass, or whatever is in one, as mappings and plain values that YAML and `built` read back."""
+    """Return a dataclass, or a value in one, as mappings and plain values that YAML and `built` read back."""
     if is_dataclass(value) and not isinstance(value, type):
         return {one.name: plain(getattr(value, one.name)) for one in fields(value) if one.init}
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""What a silo may spend of its queries: its ledger, the noise that its plan needs, and the mode of each fit."""
+"""A silo's account in one run: its ledger, the noise that its plan needs, and the privacy mode of each fit."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from pathlib import Path
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lit_dpret.datamodules.silo import SiloDataModule
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.federated.centroids import CentroidPlan, dp_centroids
 from lit_dpret.federated.evaluation import SentenceCollection
 from lit_dpret.federated.settings import PddAs2
-from lit_dpret.federated.silo_ledger import NoisePlan, SiloLedger, silo_budget, split_budget
+from lit_dpret.federated.silo_ledger import NoisePlan, SiloLedger, split_budget
 from lit_dpret.federated.storage import save_json, save_tensors
-from lit_dpret.federated.synthetic import SyntheticSet, read_synthetic
+from lit_dpret.federated.synthetic import SyntheticSet, read_synthetic, units_and_budget
 from lit_dpret.modules.as2 import AS2DualEncoder
 from lit_dpret.negatives.base import coins
 from lit_dpret.privacy.accounting.accountant import calibrate_noise
@@ -57,35 +56,41 @@ class SiloAccount:
         secret_file: str | Path | None,
         ledgers: Path,
     ) -> SiloAccount:
-        """The account of the silo at ``folder``, whose run keeps its files in ``state``.
+        """Open the account of the silo at ``folder``, whose run keeps its files in ``state``.
 
-        Guarantees:
-            - Noise is chosen once, for all that was planned when the state folder was begun.
+        Noise is chosen once, for everything that was planned when the state folder was begun.
 
         Raises:
             ConfigurationError: A batch is larger than the silo.
             LedgerError: The ledger is damaged, or older than the state folder.
         """
-        privacy = settings.privacy
+        privacy, near = settings.privacy, [state]
         if privacy.eps is None:
-            synthetic = read_synthetic(folder, budget=None, ledger=None, near=[state]) if settings.generated else None
+            synthetic = read_synthetic(folder, budget=None, ledger=None, near=near) if settings.generated else None
             return cls(name, settings, None, None, synthetic)
-        units = _units(folder, settings)
-        budget = silo_budget(privacy.eps, privacy.delta, unit=privacy.unit, neighbours=privacy.neighbours, units=units)
+        data, budget = units_and_budget(folder, privacy)
         ledger = SiloLedger(
             ledgers, budget, accountant=privacy.accountant, noise=privacy.noise, secret_file=secret_file
         )
         ledger.require_whole(state)
-        synthetic = read_synthetic(folder, budget=budget, ledger=ledger, near=[state]) if settings.generated else None
+        synthetic = read_synthetic(folder, budget=budget, ledger=ledger, near=near) if settings.generated else None
         if settings.train_on == "synthetic":
             return cls(name, settings, ledger, None, synthetic)
-        fits = _planned_fits(settings, name, units)
-        noise = _kept_noise(state) or _new_noise(settings, fits, budget, ledger)
-        save_json(state / _NOISE, asdict(noise))
+        fits, kept = _planned_fits(settings, name, data.n_units), state / _NOISE
+        if kept.is_file():
+            noise = NoisePlan(**json.loads(kept.read_text(encoding="utf-8")))
+        else:
+            stage = settings.stage2
+            asks = settings.asks and stage.request == "dp_centroid"
+            noise = split_budget(
+                budget, tuple(fits), requests=stage.refreshes * stage.centroid_iterations if asks else 0,
+                request_share=privacy.request_share, spent=tuple(ledger.charged()), accountant=privacy.accountant,
+            )  # fmt: skip
+            save_json(kept, asdict(noise))
         return cls(name, settings, ledger, noise, synthetic)
 
     def mode(self, *turn: object) -> PrivacyMode:
-        """The mode of one fit; without a budget its shuffling follows the public seed, so that runs can be repeated."""
+        """Return the mode of one fit; without a budget its shuffling follows the public seed, so that runs repeat."""
         mode: PrivacyMode
         if self.settings.train_on == "synthetic" or self.ledger is None or self.noise is None:
             mode = SyntheticData() if self.settings.train_on == "synthetic" else NoPrivacy()
@@ -96,14 +101,8 @@ class SiloAccount:
         )
 
 
-def _units(folder: Path, settings: PddAs2) -> int:
-    data = SiloDataModule(folder=folder)
-    data.use_unit("pair" if settings.privacy.unit == "pair" else "query")
-    return data.n_units
-
-
 def _planned_fits(settings: PddAs2, name: str, units: int) -> list[tuple[SamplingLaw, int]]:
-    """By which law each stage draws its batches, and how many of them."""
+    """Return by which law each stage draws its batches, and how many of them."""
     one, two = settings.stage1, settings.stage2
     planned: list[tuple[SamplingLaw, int]] = []
     for batch, epochs in ((one.batch_size, one.warmup_rounds + one.rounds), (two.batch_size, two.epochs)):
@@ -116,27 +115,6 @@ def _planned_fits(settings: PddAs2, name: str, units: int) -> list[tuple[Samplin
             )
         planned.append((Poisson(sample_rate=batch / units), epochs * max(1, round(units / batch))))
     return planned
-
-
-def _kept_noise(state: Path) -> NoisePlan | None:
-    """The plan that this state folder began with."""
-    path = state / _NOISE
-    return NoisePlan(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
-
-
-def _new_noise(
-    settings: PddAs2, fits: list[tuple[SamplingLaw, int]], budget: PrivacyBudget, ledger: SiloLedger
-) -> NoisePlan:
-    two = settings.stage2
-    asks = two.negatives == "fed" and two.epochs > 0 and two.request == "dp_centroid"
-    return split_budget(
-        budget,
-        fits,
-        requests=two.refreshes * two.centroid_iterations if asks else 0,
-        request_share=settings.privacy.request_share,
-        spent=ledger.charged(),
-        accountant=settings.privacy.accountant,
-    )
 
 
 SENTENCES_PER_PASSAGE = 1
@@ -153,10 +131,10 @@ def collection_centroids(
     secret_file: str | Path | None,
     ledgers: Path,
 ) -> Tensor:
-    """Private centroids of a collection, released once for each sentence encoder and then reused for free.
+    """Return private centroids of a collection, released once for each sentence encoder and reused for free.
 
     The unit is a passage, in a ledger of its own in ``ledgers``; one sentence of each counts. ``sentences`` embeds
-    them, none of which has a say in another one's embedding.
+    them so that none influences another one's embedding.
 
     Raises:
         ConfigurationError: There is no budget, or its delta permits publishing one whole passage.

@@ -1,8 +1,8 @@
-"""What one silo has spent, over all rounds, stages and requests, in one file beside its data.
+"""One silo's spending over all rounds, stages and requests, in one file beside its data.
 
-A privacy engine that is made anew in every round forgets what the rounds before it spent. Here every round is a
-private run with a ledger of its own, and all of them are counted in the silo's data-set ledger
-(`lit_dpret.privacy.ledger.dataset_ledger`): it reserves before the first noise is drawn, refuses what would pass the
+A privacy engine that is created again in every round forgets what earlier rounds spent. Here every round is a private
+run with a ledger of its own, and all of them are counted in the silo's data-set ledger
+(`lit_dpret.privacy.ledger.dataset_ledger`): it reserves before the first noise is drawn, refuses what would exceed the
 budget, charges a round that was killed, and composes all releases as one list. The file stays with the silo: the
 server of a federation neither keeps nor sees it.
 
@@ -44,14 +44,14 @@ class SiloLedger:
 
     Guarantees:
         - No noise is drawn before the release is in a ledger on disk, and none that the budget does not cover.
-        - Rounds compose: `epsilon` is that of all releases together, whichever process made them.
+        - Rounds compose: `epsilon` covers all releases together, whichever process made them.
         - A round that was killed stays charged with what it had reserved.
-        - A request or an answer whose own ledger is in ``folder`` and that this file does not know is not forgotten:
-          the file was lost or put back, and nothing more is released (`require_whole`).
+        - Where ``folder`` holds the ledger of a request or answer that this file does not know, the file was lost or
+          replaced by an older copy, and nothing more is released (`require_whole`).
 
     Args:
-        folder: Of the silo's ledgers, made where it is missing; every run on these data has to have the same.
-        budget: What all that is released of the silo may cost together.
+        folder: Of the silo's ledgers, created where it is missing; the same for every run on these data.
+        budget: Of everything that is released of the silo.
         accountant: ``pld`` or ``rdp``.
         noise: ``gaussian`` or ``discrete``, of everything that is released (`lit_dpret.privacy.noise`).
         secret_file: Keys the noise; null for the user's state folder. It may not lie in ``folder``.
@@ -84,11 +84,8 @@ class SiloLedger:
     def require_whole(self, state: Path) -> None:
         """Refuse to go on where rounds in a state folder released something that this file does not know.
 
-        Args:
-            state: Of the silo; rounds have their ledgers in folders of attempts.
-
         Raises:
-            LedgerError: The file was lost, or an older one put back: what it held is spent all the same.
+            LedgerError: The file was lost or replaced by an older copy: what it held is spent all the same.
         """
         self._require_known(sorted(state.glob(f"*/attempt-*/{LEDGER_NAME}")))
 
@@ -105,14 +102,14 @@ class SiloLedger:
             if plan.get("run_id") not in known:
                 raise LedgerError(
                     f"{self.path} does not know of {path}, which released something: it was lost, or is an older copy. "
-                    "Bring the newest one back: without it nobody knows what is spent."
+                    "Restore the newest one: without it nobody knows what is spent."
                 )
 
     def training(self, *, noise_multiplier: float, max_grad_norm: float, **settings: Any) -> DPSGD:
-        """The privacy mode of one round of training, charged to this silo.
+        """Return the privacy mode of one round of training, charged to this silo.
 
         Args:
-            noise_multiplier: From `split_budget`: the noise of one round is that of the whole federation's plan.
+            noise_multiplier: From `split_budget`, which plans it for all rounds together.
             max_grad_norm: L2 bound on one unit's gradient.
             settings: Further arguments of `DPSGD`.
         """
@@ -136,7 +133,7 @@ class SiloLedger:
     def gaussian(
         self, label: str, *, noise_multiplier: float, count: int
     ) -> Iterator[Callable[[Tensor, float], Tensor]]:
-        """A mechanism that adds noise to at most ``count`` tables of known sensitivity, each written down first.
+        """Yield a mechanism that adds noise to at most ``count`` tables of known sensitivity, each recorded first.
 
         Args:
             label: What it is for, as ``fed_request``.
@@ -144,7 +141,7 @@ class SiloLedger:
             count: Releases, reserved together before the first.
 
         Yields:
-            A function of a table and its sensitivity C under one unit emptied, added or removed.
+            A function of a table and its sensitivity C when one unit is emptied, added or removed.
 
         Raises:
             BudgetExceededError: The budget does not cover ``count`` more; nothing was released.
@@ -195,32 +192,32 @@ class SiloLedger:
             self._ledger.settle(run_id, spent=owed_releases(ledger.records), heads=heads(), name=label)
 
     def total(self) -> Total | None:
-        """What is spent and reserved now; None where nothing was ever charged."""
+        """Return what is spent and reserved now; None where nothing was ever charged."""
         return self._ledger.total() if self.path.exists() else None
 
     def epsilon(self) -> float:
-        """Epsilon of everything that was charged, at the budget's delta or a smaller one that the file began with."""
+        """Return the epsilon of everything charged, at the budget's delta or a smaller one that the file began with."""
         total = self.total()
         return 0.0 if total is None else total.epsilon
 
     def charged(self) -> list[Release]:
-        """Everything that was charged, whichever run it was."""
+        """Return everything that was charged, whichever run it was."""
         if not self.path.exists():
             return []
         return self._ledger.charged()
 
     def require_charged(self, records: Sequence[Mapping[str, Any]], what: str) -> list[Release]:
-        """What a private run was charged with here, by the records of its own ledger.
+        """Return what a private run was charged with here, given the records of its own ledger.
 
-        Guarantees, after it returns, that all that the run released is counted in this file.
+        After it returns, everything that the run released is counted in this file.
 
         Args:
             records: Of the run's ledger.
             what: The run, for messages.
 
         Raises:
-            PrivateDataError: The run was never charged to this ledger, or with something else, or began with the
-                model of another private run.
+            PrivateDataError: The run was not charged to this ledger, or with something else, or started from the model
+                of another private run.
             ConfigurationError: The ledger was begun under another budget.
         """
         if self.path.exists():
@@ -250,7 +247,7 @@ class SiloLedger:
         return releases
 
     def by_run(self) -> dict[str, float]:
-        """Epsilon of each run or mechanism by itself, by its name; they compose to less than their sum."""
+        """Return the epsilon of each run or mechanism by itself, by name; they compose to less than their sum."""
         if not self.path.exists():
             return {}
         found = self._ledger.releases()
@@ -274,16 +271,17 @@ class NoisePlan:
     request: float | None
 
 
+@lru_cache(maxsize=64)  # computed once for all silos of one size
 def split_budget(
     budget: PrivacyBudget,
-    training: Sequence[tuple[SamplingLaw, int]],
+    training: tuple[tuple[SamplingLaw, int], ...],
     *,
     requests: int = 0,
     request_share: float = 0.3,
-    spent: Sequence[Release] = (),
+    spent: tuple[Release, ...] = (),
     accountant: AccountantName = "pld",
 ) -> NoisePlan:
-    """The least noise of training that fits beside the requests.
+    """Return the least noise of training that fits beside the requests.
 
     Guarantees:
         - The epsilon of all that is planned, composed, is at most ``budget.eps``.
@@ -292,28 +290,13 @@ def split_budget(
         budget: Of one silo.
         training: The law and the number of steps of each stage, over all rounds.
         requests: Iterations of centroids, over all refreshes.
-        request_share: The part of epsilon that the requests may cost by themselves.
+        request_share: The part of epsilon that the requests may cost by themselves, between 0 and 1.
         spent: Of the same silo's units, before all that is planned.
         accountant: ``pld`` or ``rdp``.
 
     Raises:
-        ConfigurationError: The share is out of range, or no noise meets the budget.
+        ConfigurationError: No noise meets the budget.
     """
-    return _split(budget, tuple(training), requests, request_share, tuple(spent), accountant)
-
-
-@lru_cache(maxsize=64)
-def _split(
-    budget: PrivacyBudget,
-    training: tuple[tuple[SamplingLaw, int], ...],
-    requests: int,
-    request_share: float,
-    spent: tuple[Release, ...],
-    accountant: AccountantName,
-) -> NoisePlan:
-    """`split_budget`, once for all silos of one size."""
-    if not 0 < request_share < 1:
-        raise ConfigurationError(f"federated.privacy.request_share={request_share} must lie between 0 and 1.")
     asked: list[Release] = [*spent]
     request = None
     terms: dict[str, Any] = {"delta": budget.delta, "neighbours": budget.neighbours, "accountant": accountant}
@@ -342,7 +325,7 @@ def _split(
 def silo_budget(
     eps: float, delta: float | None, *, unit: Unit, neighbours: Neighbours, units: int | None
 ) -> PrivacyBudget:
-    """A silo's budget; a null delta is 1/(2n) where the number of units may be known.
+    """Return a silo's budget; a null delta is 1/(2n) where the number of units is public.
 
     Raises:
         ConfigurationError: Delta is null under ``add_or_remove``, or permits publishing one whole unit.
@@ -362,5 +345,5 @@ def silo_budget(
 
 
 def _side(unit: object) -> str:
-    """The records that a unit is about: a pair is a part of a query, and what is released of both adds up."""
+    """Return which records a unit is about: a pair is part of a query, and releases of both add up."""
     return "passage" if unit == "passage" else "query"

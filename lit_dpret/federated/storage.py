@@ -1,4 +1,4 @@
-"""Tensors and facts on disk, whole or not at all, for their owner alone."""
+"""State of silo and server on disk, whole or not at all, readable by its owner only: tensors, facts, traffic, turns."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def save_json(path: Path, content: object) -> None:
 
 
 def keep_once(path: Path, fact: str) -> str:
-    """Keep a fact under a path for good, unless one is kept there already; the one that is kept.
+    """Keep a fact under a path for good, unless one is kept there already; return the one that is kept.
 
     Guarantees:
         - Of several processes at once one keeps its own, and all of them get the same.
-        - It is on the disk before this returns.
+        - The fact is on the disk before this returns.
 
     Raises:
         StorageError: It cannot be written.
@@ -64,10 +64,10 @@ def keep_once(path: Path, fact: str) -> str:
 
 
 def keep_facts(path: Path, name: str, facts: Mapping[str, object]) -> None:
-    """Remember under ``name`` what a state folder was made with; refuse to go on with it with anything else.
+    """Record under ``name`` the settings that a state folder was begun with; refuse to continue it with others.
 
     Raises:
-        ResumeError: It was made with other facts; the message names the first that differs.
+        ResumeError: It was begun with others; the message names the first that differs.
         StorageError: It cannot be written.
     """
     known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
@@ -88,7 +88,7 @@ class Traffic:
     """Bytes of one run, kept beside the server's state.
 
     Guarantees:
-        - What is made again after an interruption is counted once, and what is not made again stays counted.
+        - What is repeated after an interruption is counted once, and what is not repeated stays counted.
 
     Args:
         path: A JSON file; null keeps nothing.
@@ -100,11 +100,11 @@ class Traffic:
         self._events: dict[str, dict[str, int]] = json.loads(path.read_text(encoding="utf-8")) if known and path else {}
 
     def note(self, phase: str, event: str, sent: dict[str, int]) -> None:
-        """Remember what each silo sent, or received of the server, in one event of a phase.
+        """Record what each silo sent, or received from the server, in one event of a phase.
 
         Args:
-            phase: As ``stage 1``, ``requests`` or ``responses``.
-            event: Which one of its kind; the same event once more takes the place of the first.
+            phase: ``stage 1``, ``requests`` or ``responses``.
+            event: Which one of its kind; the same event replaces the first.
             sent: Bytes by silo.
         """
         self._events[f"{phase}/{event}"] = dict(sent)
@@ -112,7 +112,7 @@ class Traffic:
             save_json(self._path, self._events)
 
     def by_silo(self) -> dict[str, Counter[str]]:
-        """For each silo the bytes of each phase."""
+        """Return the bytes of each phase, for each silo."""
         found: dict[str, Counter[str]] = {}
         for event, sent in self._events.items():
             for silo, count in sent.items():
@@ -120,27 +120,24 @@ class Traffic:
         return found
 
     def by_phase(self) -> Counter[str]:
-        """The bytes of each phase, of all silos together."""
+        """Return the bytes of each phase, of all silos together."""
         return sum(self.by_silo().values(), Counter())
 
 
 class Served:
-    """The turns of one silo, in its state folder: a new server, or a new run of Flower's, finds them there.
+    """The turns that one silo has answered, each once, so that no server gets more of them than were planned.
 
-    Args:
-        state: The silo's state folder.
+    Without it a server could ask for rounds 0, 1, 0 with other weights each time, and get an update of the same queries
+    for each. A turn is recorded with the hash of the question before anything is computed. Asked the same again, the
+    silo repeats its answer, or computes it where it was ended before it had one; asked anything else, it refuses. The
+    record is in the state folder, where a new server, or a new run of Flower's, finds it.
     """
 
     def __init__(self, state: Path) -> None:
         self._folder = state / "served"
 
     def round(self, number: int, weights: dict[str, Tensor], answer: Path) -> None:
-        """Begin a round of stage 1, or repeat it.
-
-        Args:
-            number: Of the round.
-            weights: That it begins with.
-            answer: Where its answer is kept.
+        """Begin a round of stage 1 from these weights, or repeat it; ``answer`` is where its answer is kept.
 
         Raises:
             DataError: It was served with other weights; or a later one was, and the answer to this one is gone.
@@ -151,15 +148,11 @@ class Served:
             raise _served(f"a later round than {number}")
 
     def stage2(self, digest: str) -> None:
-        """Take the global weights of stage 2: one set of them, for all requests, answers and measures.
-
-        Raises:
-            DataError: It has taken others.
-        """
+        """Accept the global weights of stage 2, by their hash; refuse other ones than it has accepted before."""
         self._once("weights", digest, "stage 2 with other weights")
 
     def known(self, refresh: int, asked: Sequence[Tensor]) -> list[bool]:
-        """Which requests of others are among those that this refresh began with; all of them where this begins it."""
+        """Tell which requests are among those that this refresh began with; all of them where they begin it."""
         digests = [hashlib.sha256(rows.float().numpy(force=True).tobytes()).hexdigest() for rows in asked]
         kept = json.loads(keep_once(self._folder / f"asked-{refresh:03}", json.dumps(sorted(set(digests)))))
         return [digest in kept for digest in digests]
@@ -172,6 +165,6 @@ class Served:
 def _served(what: str) -> DataError:
     return DataError(
         f"This silo has served {what} already, and serves each turn of a run once. A run whose server has lost its "
-        "folder begins anew with new state folders (state), and with what is left of the budget.",
+        "folder starts over with new state folders (state), and with what is left of the budget.",
         kind="served already",
     )

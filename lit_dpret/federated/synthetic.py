@@ -164,28 +164,21 @@ def check_generator(
     Raises:
         ConfigurationError: A number is out of range, or there is no budget.
     """
-    privacy = settings.privacy
-    if privacy.eps is None:
-        raise ConfigurationError("federated.privacy.eps=null: there is no budget to train a generator under. Set it.")
-    if not 0 < eps <= privacy.eps:
-        raise ConfigurationError(
-            f"{_WHERE}: eps={eps:g} of the generator must be above 0 and at most federated.privacy.eps="
-            f"{privacy.eps:g}, of which it is a part."
-        )
-    if min(epochs, batch_size) < 1:
-        raise ConfigurationError(f"{_WHERE}: epochs={epochs} and batch_size={batch_size} must be at least 1.")
-    data = SiloDataModule(
-        folder=silo, sampling="poisson", expected_batch_size=batch_size, physical_batch_size=batch_size,
+    data, budget = units_and_budget(
+        silo, settings.privacy, sampling="poisson", expected_batch_size=batch_size, physical_batch_size=batch_size,
         seed=settings.seed,
     )  # fmt: skip
-    data.use_unit("pair" if privacy.unit == "pair" else "query")
-    if batch_size > data.n_units:
+    if not 0 < eps <= budget.eps:
         raise ConfigurationError(
-            f"{_WHERE}: batch_size={batch_size} is more than the silo has train queries. Lower it."
+            f"{_WHERE}: eps={eps:g} of the generator must be above 0 and at most federated.privacy.eps="
+            f"{budget.eps:g}, of which it is a part."
         )
-    budget = silo_budget(
-        privacy.eps, privacy.delta, unit=privacy.unit, neighbours=privacy.neighbours, units=data.n_units
-    )
+    if epochs < 1:
+        raise ConfigurationError(f"{_WHERE}: epochs={epochs} must be at least 1.")
+    if not 1 <= batch_size <= data.n_units:
+        raise ConfigurationError(
+            f"{_WHERE}: batch_size={batch_size} must be at least 1 and at most the number of the silo's train queries."
+        )
     return data, budget
 
 
@@ -278,19 +271,31 @@ def check_generated(silo: str | Path, state: str | Path, settings: PddAs2) -> Sy
 
 
 def open_ledger(silo: str | Path, state: str | Path, privacy: FederatedPrivacy) -> SiloLedger:
-    """The ledger of a silo's queries, to be read.
+    """Open the ledger of a silo's queries, to be read."""
+    return SiloLedger(Path(state) / "private", units_and_budget(silo, privacy)[1], accountant=privacy.accountant)
+
+
+def units_and_budget(
+    silo: str | Path, privacy: FederatedPrivacy, **sampling: Any
+) -> tuple[SiloDataModule, PrivacyBudget]:
+    """Return a silo's train queries in units of privacy, and its whole budget.
+
+    Args:
+        silo: The client's folder.
+        privacy: With ``eps``.
+        sampling: Further arguments of `SiloDataModule`.
 
     Raises:
-        ConfigurationError: There is no budget.
+        ConfigurationError: There is no budget, or its delta is out of range.
     """
     if privacy.eps is None:
         raise ConfigurationError("federated.privacy.eps=null: there is no budget, and so no ledger of one. Set it.")
-    data = SiloDataModule(folder=silo)
+    data = SiloDataModule(folder=silo, **sampling)
     data.use_unit("pair" if privacy.unit == "pair" else "query")
     budget = silo_budget(
         privacy.eps, privacy.delta, unit=privacy.unit, neighbours=privacy.neighbours, units=data.n_units
     )
-    return SiloLedger(Path(state) / "private", budget, accountant=privacy.accountant)
+    return data, budget
 
 
 def _require_claim(card: Mapping[str, Any], budget: PrivacyBudget | None, folder: Path) -> None:

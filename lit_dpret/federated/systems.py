@@ -50,11 +50,12 @@ SYSTEMS: tuple[System, ...] = get_args(System)
 
 
 FEDERATED: tuple[System, ...] = ("stage1", "customised", "fed_negative")
+CENTRAL = "central"
 
 
 @dataclass
 class SystemResult:
-    """What one system reached with one seed; values are per query, and as private as the queries.
+    """The results of one system with one seed; values are per query, and as private as the queries.
 
     Attributes:
         values: Of each client and measure, one value for each query.
@@ -75,9 +76,9 @@ class SystemRunner:
     """Runs systems over one set of silos.
 
     Guarantees:
-        - A system that was interrupted goes on from what it finished; stage 1 of a seed is made once.
-        - Under a budget every system has ledgers of its own that go on from those of stage 1, so that what is told
-          of a system is what releasing that system alone would cost.
+        - An interrupted system continues from what is finished; stage 1 of a seed is trained once.
+        - Under a budget every system has ledgers of its own that continue those of stage 1, so that a system's epsilon
+          is what releasing that system alone would cost.
 
     Args:
         plan: The federation.
@@ -93,7 +94,7 @@ class SystemRunner:
         self.plan, self.silos, self.folder, self.split, self.fed = plan, dict(silos), folder, split, fed
 
     def run(self, system: System, seed: int) -> SystemResult:
-        """One system with one seed."""
+        """Run one system with one seed."""
         began = time.process_time()
         settings = self.plan.settings(seed)
         if system == "bm25":
@@ -111,7 +112,7 @@ class SystemRunner:
         return found
 
     def stage1_model(self, seed: int) -> AS2DualEncoder:
-        """The global model of stage 1, where all silos are here; it remembers that it was trained on their queries.
+        """Return the global model of stage 1, where all silos are here, marked as trained on their queries.
 
         Raises:
             ConfigurationError: Stage 1 was not run with this seed.
@@ -129,7 +130,7 @@ class SystemRunner:
         return made
 
     def tidy(self, system: System, seed: int) -> None:
-        """Remove the weights that no other system goes on from; ledgers, and the global model of stage 1, stay."""
+        """Remove the weights that no other system starts from; ledgers, and the global model of stage 1, stay."""
         state = self.folder / f"seed{seed}"
         if system in FEDERATED:
             root = state / (system if (state / system).exists() else "federation") / "silos"
@@ -183,7 +184,7 @@ def _result(found: FedResult, what: str) -> SystemResult:
 
 
 def as_lists(found: PerClient) -> dict[str, dict[str, list[float]]]:
-    """Measures of each client as JSON has them."""
+    """Return the measures of each client as plain lists, for JSON."""
     return {
         name: {metric: [float(value) for value in values] for metric, values in measures.items()}
         for name, measures in found.items()
@@ -191,7 +192,7 @@ def as_lists(found: PerClient) -> dict[str, dict[str, list[float]]]:
 
 
 def check_systems(systems: Sequence[str]) -> list[System]:
-    """The systems in the order of the paper's table.
+    """Return the systems in the order of the paper's table.
 
     Raises:
         ConfigurationError: One is unknown or named twice, or there is none.
@@ -206,11 +207,7 @@ def check_systems(systems: Sequence[str]) -> list[System]:
 
 
 def check_stage2(system: System, run: PddAs2) -> None:
-    """Refuse a system that is the result of stage 2 where stage 2 trains nothing.
-
-    Raises:
-        ConfigurationError: It is.
-    """
+    """Refuse a system that stage 2 trains where stage 2 has no epoch."""
     if system in ("customised", "fed_negative") and not run.stage2.epochs:
         raise ConfigurationError(
             f"federated.stage2.epochs=0 trains no query encoder, and {system} (task.systems) is measured with one. Set "
@@ -219,11 +216,7 @@ def check_stage2(system: System, run: PddAs2) -> None:
 
 
 def check_elsewhere(systems: Sequence[System], seeds: Sequence[int]) -> None:
-    """Refuse what needs the silos' data here, or more of a silo than the one run that its owner agreed to.
-
-    Raises:
-        ConfigurationError: Naming the setting.
-    """
+    """Refuse what needs the silos' data here, or more of a silo than the one run that its owner agreed to."""
     apart = [system for system in systems if system not in ("bm25", *FEDERATED)]
     if apart:
         raise ConfigurationError(
@@ -241,11 +234,8 @@ def check_elsewhere(systems: Sequence[System], seeds: Sequence[int]) -> None:
         )
 
 
-CENTRAL = "central"
-
-
 def alone(settings: PddAs2, negatives: Stage1Negatives = "static") -> PddAs2:
-    """The settings of one that trains alone: stage 1's, on its people's queries, without budget, server and stage 2."""
+    """Return the settings of a silo that trains alone: those of stage 1, without budget, server and stage 2."""
     return replace(
         settings,
         stage1=replace(settings.stage1, negatives=negatives, strategy="fedavg", strength=0.0),
@@ -257,38 +247,57 @@ def alone(settings: PddAs2, negatives: Stage1Negatives = "static") -> PddAs2:
     )
 
 
-_NEGATIVES: Mapping[str, Stage1Negatives] = {"single_random": "random", "single_bm25": "bm25"}
-
-
 def trained_alone(
-    system: str,
-    settings: PddAs2,
-    silos: Mapping[str, Path],
-    make_module: MakeModule,
-    folder: Path,
-    *,
-    split: str,
+    system: System, settings: PddAs2, silos: Mapping[str, Path], make_module: MakeModule, folder: Path, *, split: str
 ) -> PerClient:
-    """What one of the rows reaches that need no federation.
+    """Return what a system reaches that needs no federation, measured on each silo's own collection.
+
+    What trains is a `SiloClient` without a server: the losses, negatives and batches of stage 1, as many epochs as the
+    federation has rounds, and no budget, since nothing leaves the silo.
+
+    Guarantees:
+        - Given a silo's collection, ``pseudo_queries`` depends on no train query. They are made of its sentences, which
+          may be private: what trains on them is no public model.
 
     Args:
-        system: ``zero_shot``, ``pseudo_queries``, ``central`` or a ``single_...``.
+        system: ``zero_shot``, ``single_random``, ``single_bm25``, ``single_star``, ``pseudo_queries`` or ``central``,
+            one model of all silos' data, the paper's upper bound.
         settings: Of the federation.
         silos: The data folder of each client.
         make_module: Builds the model.
-        folder: Of the state.
-        split: On which questions.
+        folder: Of the state, and for the time of the training of a copy of the data.
+        split: On which questions it is measured.
     """
-    train = {"central": central, "zero_shot": untrained, "pseudo_queries": pseudo_clients}.get(system, single_clients)
-    return train(alone(settings, _NEGATIVES.get(system, "static")), silos, make_module, folder, split=split)
+    negatives: dict[str, Stage1Negatives] = {"single_random": "random", "single_bm25": "bm25"}
+    settings = alone(settings, negatives.get(system, "static"))
+    copied = folder / "data"
+    if system == "pseudo_queries" and not copied.exists():
+        write_silos(copied, [pseudo_silo(read_silo(data)) for data in silos.values()], facts={}, knob="hydra.run.dir")
+    if system == "central" and not copied.exists():
+        write_silos(copied, [merged_silo([read_silo(data) for data in silos.values()])], facts={}, knob="hydra.run.dir")
+    if system == "pseudo_queries":
+        silos = {name: copied / CLIENTS / read_silo(data, verify=False).name for name, data in silos.items()}
+
+    shared = start_of(make_module) if system == "zero_shot" else None
+    found: PerClient = {}
+    with ProgressLine(f"{system}: silos without a federation", every=0.0) as progress:
+        if system == "central":
+            progress(0, len(silos), "training on all silos' data")
+            shared = train_alone(
+                SiloClient(copied / CLIENTS / CENTRAL, folder / CENTRAL, settings, make_module), make_module
+            )
+        for done, (name, data) in enumerate(silos.items()):
+            progress(done, len(silos), name)
+            client = SiloClient(data, folder / name, settings, make_module)
+            weights = train_alone(client, make_module) if shared is None else shared
+            found[name] = client.evaluate(weights, personal=False, split=split)
+        progress(len(silos), len(silos))
+    shutil.rmtree(copied, ignore_errors=True)
+    return found
 
 
 def train_alone(client: SiloClient, make_module: MakeModule) -> Weights:
-    """All rounds of stage 1 with one client, its weights carried from each to the next.
-
-    Guarantees:
-        - A round that is finished is not made again.
-    """
+    """Run all rounds of stage 1 with one client, and return its last weights; finished rounds are not repeated."""
     stage = client.settings.stage1
     weights, first = start_of(make_module), 0
     done = sorted(client.state.glob("stage1-*.safetensors"))
@@ -297,79 +306,3 @@ def train_alone(client: SiloClient, make_module: MakeModule) -> Weights:
     for number in range(first, stage.warmup_rounds + stage.rounds):
         weights = client.train_shared(weights, number)
     return weights
-
-
-def untrained(
-    settings: PddAs2, silos: Mapping[str, Path], make_module: MakeModule, folder: Path, *, split: str
-) -> PerClient:
-    """The public weights that everything starts from, measured on each silo's own collection; arguments as below."""
-    weights = start_of(make_module)
-    judges = {name: SiloClient(data, folder / name, settings, make_module) for name, data in silos.items()}
-    return {name: judge.evaluate(weights, personal=False, split=split) for name, judge in judges.items()}
-
-
-def single_clients(
-    settings: PddAs2, silos: Mapping[str, Path], make_module: MakeModule, folder: Path, *, split: str
-) -> PerClient:
-    """Each silo trains alone and is measured on its own collection.
-
-    Args:
-        settings: From `alone`.
-        silos: The data folder of each client.
-        make_module: Builds the model.
-        folder: Of the state.
-        split: On which questions.
-    """
-    found: PerClient = {}
-    with ProgressLine(f"silos that train alone, {settings.stage1.negatives} negatives", every=0.0) as progress:
-        for done, (name, data) in enumerate(silos.items()):
-            progress(done, len(silos), name)
-            client = SiloClient(data, folder / name, settings, make_module)
-            found[name] = client.evaluate(train_alone(client, make_module), personal=False, split=split)
-        progress(len(silos), len(silos))
-    return found
-
-
-def pseudo_clients(
-    settings: PddAs2, silos: Mapping[str, Path], make_module: MakeModule, folder: Path, *, split: str
-) -> PerClient:
-    """Each silo alone, on questions made of its own sentences; arguments as above.
-
-    Guarantees:
-        - Given a silo's collection, no train query has a say in its weights. They are made of its sentences, which may
-          be private: what trains here is no public model.
-    """
-    made = folder / "data"
-    if not made.exists():
-        write_silos(made, [pseudo_silo(read_silo(data)) for data in silos.values()], facts={}, knob="hydra.run.dir")
-    own = {name: made / CLIENTS / read_silo(data, verify=False).name for name, data in silos.items()}
-    found = single_clients(settings, own, make_module, folder, split=split)
-    shutil.rmtree(made)
-    return found
-
-
-def central(
-    settings: PddAs2, silos: Mapping[str, Path], make_module: MakeModule, folder: Path, *, split: str
-) -> PerClient:
-    """One model of all silos' data, measured on each silo's own collection: the paper's upper bound.
-
-    Args:
-        settings: From `alone`.
-        silos: The data folder of each client.
-        make_module: Builds the model.
-        folder: Of the state, and of a copy of all data.
-        split: On which questions.
-    """
-    pooled = folder / "data"
-    if not pooled.exists():
-        write_silos(pooled, [merged_silo([read_silo(data) for data in silos.values()])], facts={}, knob="hydra.run.dir")
-    client = SiloClient(pooled / CLIENTS / CENTRAL, folder / CENTRAL, settings, make_module)
-    total = settings.stage1.warmup_rounds + settings.stage1.rounds
-    with ProgressLine(f"central training, {total} epochs of all silos' data", every=0.0) as progress:
-        progress(0, 1)
-        weights = train_alone(client, make_module)
-        progress(1, 1)
-    judges = {name: SiloClient(data, folder / name, settings, make_module) for name, data in silos.items()}
-    found = {name: judge.evaluate(weights, personal=False, split=split) for name, judge in judges.items()}
-    shutil.rmtree(pooled)
-    return found

@@ -1,8 +1,8 @@
 """The seam between a federation and what carries its messages: one function, and a table of transports by name.
 
-A transport takes what a run is (`PddAs2`), where each silo's data lie, how the model of a round is built, and a
-folder for its state; it gives back a `FedResult`. ``inprocess`` is the default and needs no server. Others register
-themselves by name, as a function or as the place of one that is imported when it is asked for.
+A transport takes the settings of a run (`PddAs2`), each silo's data folder, a maker of the model and a folder for its
+state, and returns a `FedResult`. ``inprocess`` is the default and needs no server. Others are registered by name, as a
+function or as ``package.module:function``, which is imported at its first use.
 """
 
 from __future__ import annotations
@@ -13,21 +13,19 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.federated.inprocess import FedResult, InProcessFederation, Phase
+from lit_dpret.federated.inprocess import FedResult, InProcessFederation
 from lit_dpret.federated.model import start_of
-from lit_dpret.federated.settings import PddAs2
+from lit_dpret.federated.settings import PHASES, PddAs2, Phase
 from lit_dpret.federated.silo import MakeModule, SiloClient
-
-PHASES: tuple[Phase, ...] = ("bm25", "stage1", "stage2")
 
 
 class Transport(Protocol):
     """Carries one run between a server and its silos.
 
     Guarantees that callers rely on:
-        - Called once more with the same arguments it goes on where it was and makes nothing again that is finished.
+        - Called again with the same arguments, it continues where it stopped and repeats nothing that is finished.
         - Stage 1 in ``folder`` is shared by runs whose ``settings.stage2`` differ in ``negatives``.
-        - Only what is in ``measure`` is measured. Without ``stage2`` in it no stage 2 is run.
+        - Only the phases in ``measure`` are measured. Without ``stage2`` among them, stage 2 is not run.
     """
 
     def __call__(
@@ -44,7 +42,7 @@ class Transport(Protocol):
 
 
 def silo_state(folder: Path, name: str) -> Path:
-    """Where a silo keeps its state in the folder of a run on this machine."""
+    """Return where a silo keeps its state in the folder of a run on this machine."""
     return folder / "silos" / name
 
 
@@ -58,7 +56,7 @@ def in_process(
     split: str,
     secret_file: Path | None,
 ) -> FedResult:
-    """All silos in this process, one after another; each has its state under ``folder``."""
+    """Run all silos in this process, one after another; each has its state under ``folder``."""
     clients = [
         SiloClient(data, silo_state(folder, name), settings, make_module, secret_file=secret_file)
         for name, data in silos.items()
@@ -76,29 +74,15 @@ ELSEWHERE = ("flower",)  # the silos are other people's: no data folder is known
 
 
 def register(name: str, transport: Transport | str) -> None:
-    """Make a transport known by ``name``.
-
-    Args:
-        name: As in ``federated.transport=NAME``.
-        transport: The function, or ``package.module:function``, imported when it is asked for.
-    """
+    """Register a transport, or ``package.module:function`` of one, under the name of ``federated.transport``."""
     _TRANSPORTS[name] = transport
 
 
-def transport_names() -> list[str]:
-    """Every name that `run_federation` knows."""
-    return sorted(_TRANSPORTS)
-
-
 def check_transport(name: str) -> Callable[..., FedResult]:
-    """The transport of a name.
-
-    Raises:
-        ConfigurationError: There is none.
-    """
+    """Return the transport that is registered under a name; refuse an unknown name."""
     found = _TRANSPORTS.get(name)
     if found is None:
-        raise ConfigurationError(f"federated.transport={name!r} is not one of {', '.join(transport_names())}.")
+        raise ConfigurationError(f"federated.transport={name!r} is not one of {', '.join(sorted(_TRANSPORTS))}.")
     if isinstance(found, str):
         module, _, function = found.partition(":")
         found = getattr(importlib.import_module(module), function)
@@ -122,14 +106,14 @@ def run_federation(
     Args:
         settings: Of the run; checked here.
         silos: The data folder of each client by name.
-        make_module: Builds the model of a round, always the same one; it can be pickled.
-        folder: Of the state of the run, kept: as private as the silos.
-        transport: Which one; see `transport_names`.
+        make_module: Builds the model of a round, the same one every time; can be pickled.
+        folder: Of the state of the run; as private as the silos.
+        transport: Its registered name.
         measure: ``bm25``, ``stage1`` (the shared model) and ``stage2`` (the personal ones); without ``stage2`` stage 2
             is not run, with ``bm25`` alone nothing is trained.
         split: On which questions.
         secret_file: Keys the noise; null for the user's state folder.
-        more: What this transport alone takes.
+        more: Further arguments of this transport.
 
     Raises:
         ConfigurationError: The settings are refused, the transport is unknown, or there are no silos.

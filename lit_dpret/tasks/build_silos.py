@@ -18,6 +18,7 @@ from lit_dpret.federated.data import planted_silos, silos_by_article, silos_by_d
 from lit_dpret.federated.data.newsqa import read_genres, read_newsqa
 from lit_dpret.federated.data.planted import Planted
 from lit_dpret.federated.data.squad import Question, squad_json
+from lit_dpret.federated.settings import built
 from lit_dpret.tasks.parts import Parts, check_run_dir
 
 Source = Literal["insuranceqa", "medquad", "squad", "newsqa", "planted"]
@@ -71,10 +72,7 @@ class BuildSilos:
         self.merge_world = merge_world
         self.sizes: dict[str, Any] = {"clients": clients, "min_train": min_train, "min_test": min_test}
         self.sample: dict[str, Any] = {"max_train_queries": max_train_queries, "max_passages": max_passages}
-        try:
-            self.planted = Planted(**dict(planted or {}))
-        except TypeError as error:
-            raise ConfigurationError(f"task.planted: {error}.") from error
+        self.planted = built(Planted, planted, "task.planted")
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Build, write and tell; returns how many clients there are."""

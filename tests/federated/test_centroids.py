@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.errors import DataError
 from lit_dpret.federated.centroids import CentroidPlan, dp_centroids, table_of
 
 VALUES = st.floats(-3, 3, allow_nan=False)
@@ -106,9 +106,3 @@ def test_without_noise_clusters_are_found_and_with_it_centroids_are_nearer_than_
     exact = nearness(dp_centroids(rows, plan, lambda table, _: table))
     noisy = nearness(dp_centroids(rows, plan, lambda t, c: t + 2 * c * torch.randn(t.shape, generator=generator)))
     assert exact > 0.98 and noisy > 0.8 > nearness(plan.start(16)) + 0.1
-
-
-@pytest.mark.parametrize("change", [{"count": 0}, {"iterations": 0}, {"radius": 0.0}, {"count_weight": math.inf}])
-def test_numbers_out_of_range_are_refused_by_their_name(change: dict[str, float]) -> None:
-    with pytest.raises(ConfigurationError, match=f"federated.centroids.{next(iter(change))}="):
-        CentroidPlan(**{"count": 2} | change)  # type: ignore[arg-type]

@@ -123,14 +123,6 @@ def test_random_clients_change_with_the_refresh_and_not_otherwise() -> None:
     assert drawn == [tuple(select_clients("a", SITES, "random", count=1, refresh=i)) for i in range(20)]
 
 
-@pytest.mark.parametrize(
-    ("asker", "settings_", "message"), [("z", {}, "'z' asks"), ("a", {"count": 0}, "select_count=0")]
-)
-def test_a_selection_that_has_no_meaning_is_refused(asker: str, settings_: dict[str, int], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        select_clients(asker, SITES, "all", **settings_)
-
-
 # -- as sources of negatives -----------------------------------------------------------------
 
 

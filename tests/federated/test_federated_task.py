@@ -29,7 +29,15 @@ from lit_dpret.federated.model import AS2Maker, start_of
 from lit_dpret.federated.plan import FederationPlan
 from lit_dpret.federated.settings import FederatedPrivacy, Stage1, Stage2
 from lit_dpret.federated.silo import SiloClient
-from lit_dpret.federated.systems import SYSTEMS, SystemResult, SystemRunner, alone, central, check_systems, train_alone
+from lit_dpret.federated.systems import (
+    SYSTEMS,
+    SystemResult,
+    SystemRunner,
+    alone,
+    check_systems,
+    train_alone,
+    trained_alone,
+)
 from lit_dpret.federated.transport import run_federation
 from lit_dpret.federated.trust import trust_table
 from lit_dpret.privacy.ledger.trained import noted_in
@@ -193,7 +201,7 @@ def test_central_training_sees_all_silos_and_is_measured_on_each_ones_own_collec
 
     monkeypatch.setattr("lit_dpret.federated.systems.train_alone", noted)
     settings, make = alone(plan().settings(0)), maker()
-    found = central(settings, silos, make, tmp_path / "central", split="test")
+    found = trained_alone("central", settings, silos, make, tmp_path / "central", split="test")
     own = [SiloClient(folder, tmp_path / name, settings, make) for name, folder in silos.items()]
     assert trained == [sum(client.examples for client in own)]
     for client in own:

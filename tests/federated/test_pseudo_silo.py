@@ -12,7 +12,7 @@ from lit_dpret.datamodules.silo_folder import Silo, SiloQuery, silo_folders, wri
 from lit_dpret.federated.data import planted_silos, pseudo_silo
 from lit_dpret.federated.inprocess import PerClient
 from lit_dpret.federated.settings import PddAs2, Stage1
-from lit_dpret.federated.systems import alone, pseudo_clients, untrained
+from lit_dpret.federated.systems import trained_alone
 
 
 def with_other_questions(silo: Silo) -> Silo:
@@ -57,7 +57,9 @@ def test_what_trains_on_them_learns_something_and_the_same_whoever_asked(tmp_pat
     for name, change in (("ours", lambda silo: silo), ("others", with_other_questions)):
         folders = silo_folders(write_silos(tmp_path / name, map(change, planted_silos(SIZE)), facts={}))
         state = tmp_path / f"{name}-state"
-        found[name] = listed(pseudo_clients(alone(own), folders, maker(), state, split="test"))
-        start[name] = listed(untrained(alone(own), folders, maker(), tmp_path / f"{name}-start", split="test"))
+        found[name] = listed(trained_alone("pseudo_queries", own, folders, maker(), state, split="test"))
+        start[name] = listed(
+            trained_alone("zero_shot", own, folders, maker(), tmp_path / f"{name}-start", split="test")
+        )
         assert not (state / "data").exists(), "the copy of the collection stays"
     assert found["ours"] == found["others"] and start["ours"] == start["others"] != found["ours"]

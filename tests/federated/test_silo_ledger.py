@@ -96,7 +96,7 @@ def test_rounds_of_training_and_requests_are_charged_to_one_budget(tmp_path: Pat
 
 
 def test_the_planned_noise_just_fits_the_budget() -> None:
-    laws = [(Poisson(sample_rate=0.05), 40), (Poisson(sample_rate=0.2), 20)]
+    laws = ((Poisson(sample_rate=0.05), 40), (Poisson(sample_rate=0.2), 20))
     plan = split_budget(BUDGET, laws, requests=6, request_share=0.3, accountant="rdp")
     assert plan.request is not None and cost((plan.request, 6)) <= 0.3 * 4.0
     made = [GaussianRelease(noise_multiplier=plan.training, law=law, count=steps) for law, steps in laws]

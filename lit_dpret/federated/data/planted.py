@@ -54,7 +54,7 @@ class Planted:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        where = "task.planted"
+        where = "planted"
         require_whole(where, self, 1, "clients", "entities", "attributes", "told", "questions", "phrasings")
         require_whole(where, self, 0, "hubs", "duplicates", "seed")
         require_switch(where, self, "common")
@@ -62,19 +62,17 @@ class Planted:
         require_number(where, self, "skew")
         if not self.questions <= self.told <= self.attributes:
             raise ConfigurationError(
-                f"task.planted: questions={self.questions}, told={self.told} and attributes={self.attributes} must not "
+                f"planted: questions={self.questions}, told={self.told} and attributes={self.attributes} must not "
                 "fall in this order: a question is about what a passage tells, and that is one of the attributes."
             )
         if self.common and self.clients * self.told > self.attributes:
             raise ConfigurationError(
-                f"task.planted.common=true divides attributes={self.attributes} of an entity among "
+                f"planted.common=true divides attributes={self.attributes} of an entity among "
                 f"clients={self.clients}, which leaves less than told={self.told} for each. Raise attributes, or lower "
                 "told."
             )
         if not 0 <= self.shared <= 1 or not self.skew >= 1:
-            raise ConfigurationError(
-                f"task.planted.shared={self.shared} must be in [0, 1] and skew={self.skew} at least 1."
-            )
+            raise ConfigurationError(f"planted.shared={self.shared} must be in [0, 1] and skew={self.skew} at least 1.")
 
 
 _FILLERS = tuple(f"filler{i}" for i in range(12))

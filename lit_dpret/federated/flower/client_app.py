@@ -65,7 +65,7 @@ from lit_dpret.federated.flower.payloads import (
 )
 from lit_dpret.federated.keys import SIGNATURE_BYTES
 from lit_dpret.federated.sealing import Kind, Refresh, Sealer
-from lit_dpret.federated.settings import PddAs2
+from lit_dpret.federated.settings import PHASES, PddAs2
 from lit_dpret.federated.silo import SiloClient
 from lit_dpret.federated.silo_sum import SiloSum, SumPlan
 from lit_dpret.federated.storage import Served, save_tensors
@@ -80,7 +80,6 @@ Head = Mapping[str, Any]
 Handler = Callable[[SiloClient, RecordDict, Head], RecordDict]
 
 log = logging.getLogger("lit_dpret.federated")
-SYSTEMS = ("bm25", "stage1", "stage2")
 SPLITS = ("train", "dev", "test")
 _SERVER = "the server"
 
@@ -495,7 +494,7 @@ def _sealer(client: SiloClient) -> Sealer:
 def evaluate(client: SiloClient, content: RecordDict, head: Head, *, share: Choice, spent: Choice) -> RecordDict:
     """Measure on the silo's own collection; keep the values of every query here, and tell their means where agreed."""
     system, split = head.get("system"), head.get("split")
-    if system not in SYSTEMS or split not in SPLITS:
+    if system not in PHASES or split not in SPLITS:
         raise DataError(f"The server asks for measures of {system!r} on {split!r}.", kind="bad message")
     weights = None if system == "bm25" else global_weights(client, content, head)
     kept = measures_file(client.state, system, split)

@@ -34,12 +34,12 @@ from lit_dpret.federated.flower.payloads import (
     weights_record,
 )
 from lit_dpret.federated.flower.relay import Relay
-from lit_dpret.federated.settings import PddAs2
+from lit_dpret.federated.settings import PHASES, PddAs2
 from lit_dpret.federated.storage import keep_facts, save_tensors
 from lit_dpret.files import write_whole
 from lit_dpret.progress import ProgressLine
 
-PHASES = {
+_TRAFFIC = {
     "train.stage1": "stage 1",
     **{f"train.{act}": "stage 1" for act in SUM_ACTS},
     "query.seal_key": "requests",
@@ -151,9 +151,7 @@ class FlowerFederation:
         self.result = FlowerResult()
         self.silos = ConnectedSilos(self.result.faults, timeout=timeout, wait=wait, numbered=settings.roster)
 
-    def run(
-        self, grid: Grid, *, measure: Sequence[str] = ("bm25", "stage1", "stage2"), split: str = "test"
-    ) -> FlowerResult:
+    def run(self, grid: Grid, *, measure: Sequence[str] = PHASES, split: str = "test") -> FlowerResult:
         """Run both stages, and collect the measures that the silos tell.
 
         Args:
@@ -320,17 +318,17 @@ class FlowerFederation:
     def _exchange(self, grid: Grid, kind: str, contents: Mapping[str, RecordDict], where: str) -> dict[str, RecordDict]:
         """Return the answers of the silos that answered well, and count the bytes of all messages."""
         found = self.silos.exchange(grid, kind, contents, where)
-        if kind in PHASES:
+        if kind in _TRAFFIC:
             for name, content in contents.items():
                 size = payload_bytes(content) + (payload_bytes(found[name]) if name in found else 0)
-                self.result.sent_by_silo.setdefault(name, Counter())[PHASES[kind]] += size
+                self.result.sent_by_silo.setdefault(name, Counter())[_TRAFFIC[kind]] += size
         return found
 
 
 def build_server_app(
     federation: FlowerFederation,
     *,
-    measure: Sequence[str] = ("bm25", "stage1", "stage2"),
+    measure: Sequence[str] = PHASES,
     split: str = "test",
     on_result: Callable[[FlowerResult], None] | None = None,
 ) -> ServerApp:

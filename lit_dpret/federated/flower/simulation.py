@@ -20,9 +20,9 @@ from lit_dpret.errors import ConfigurationError, LitDpretError, WorkerError
 from lit_dpret.federated.flower.client_app import build_client_app, measures_file
 from lit_dpret.federated.flower.library import Context, Grid, Message, ServerApp, run_simulation
 from lit_dpret.federated.flower.server_app import FlowerFederation
-from lit_dpret.federated.inprocess import FedResult, Phase
+from lit_dpret.federated.inprocess import FedResult
 from lit_dpret.federated.model import start_of
-from lit_dpret.federated.settings import PddAs2
+from lit_dpret.federated.settings import PddAs2, Phase
 from lit_dpret.federated.silo import MakeModule, SiloClient
 from lit_dpret.federated.storage import Traffic
 from lit_dpret.federated.transport import silo_state

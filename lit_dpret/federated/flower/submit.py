@@ -7,12 +7,11 @@ means of the measures that silos share by their own choice, bytes, and faults. T
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,15 @@ import numpy as np
 import yaml
 
 from lit_dpret.errors import ConfigurationError, DataError, WorkerError
-from lit_dpret.federated.documents import PHASES, SILO_SCHEMA, RunRequest
+from lit_dpret.federated.documents import SILO_SCHEMA, RunRequest
 from lit_dpret.federated.flower import silent_environment
 from lit_dpret.federated.flower.components import REFUSAL, RESULT, RUN_CONFIG
 from lit_dpret.federated.flower.node import check_certificates, flower_program
 from lit_dpret.federated.flower.payloads import digest_of
 from lit_dpret.federated.flower.reach import Reach
-from lit_dpret.federated.inprocess import FedResult, Phase
+from lit_dpret.federated.inprocess import FedResult
 from lit_dpret.federated.model import AS2Maker
-from lit_dpret.federated.settings import PddAs2, plain
+from lit_dpret.federated.settings import PHASES, PddAs2, Phase, built, plain
 from lit_dpret.federated.silo import MakeModule
 from lit_dpret.federated.storage import save_json
 
@@ -140,7 +139,7 @@ def flower(
         DataError: The server ended the run, or no silo shares its measures.
         WorkerError: The SuperLink cannot be reached.
     """
-    where = target(**link)
+    where = built(SuperLinkTarget, link, "federated")
     if not isinstance(make_module, AS2Maker):
         raise ConfigurationError("federated=flower sends how the model is built, and that has to be an AS2Maker.")
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -253,10 +252,3 @@ def _connection(home: Path, link: SuperLinkTarget) -> Path:
     text = f'[superlink]\ndefault = "{_OURS}"\n\n[superlink.{_OURS}]\naddress = {json.dumps(link.superlink)}\n{how}\n'
     (home / "config.toml").write_text(text, encoding="utf-8")
     return home
-
-
-def target(**settings: Any) -> SuperLinkTarget:
-    """A target of plain settings, as a configuration has them."""
-    found = SuperLinkTarget(**settings)
-    given = found.root_certificates
-    return found if given is None else replace(found, root_certificates=Path(os.path.expanduser(given)))

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from lit_dpret.datamodules.silo_folder import MANIFEST
-from lit_dpret.federated.inprocess import FedResult, Phase
+from lit_dpret.federated.inprocess import FedResult
 from lit_dpret.federated.plan import FederationPlan
-from lit_dpret.federated.settings import PddAs2
+from lit_dpret.federated.settings import PddAs2, Phase
 from lit_dpret.federated.storage import save_json
 from lit_dpret.federated.studies.point import Point
 from lit_dpret.federated.studies.silos import changed_silos
