@@ -13,6 +13,7 @@ _MODULES = {
     "CanaryStudy": "canary_study",
     "CompareModes": "compare_modes",
     "CompareNegatives": "compare_negatives",
+    "FederatedStudy": "federated.study",
     "Paper000": "paper_000",
     "SecondTask": "second_task",
     "Suite": "suite",

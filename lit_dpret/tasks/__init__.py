@@ -22,7 +22,6 @@ _MODULES = {
     "Federated": "federated",
     "FederatedAttacks": "federated_attacks",
     "FederatedGenerators": "federated_generators",
-    "FederatedStudy": "federated_study",
     "Filter": "filter",
     "Fit": "fit",
     "FitScored": "fit_scored",

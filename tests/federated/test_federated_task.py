@@ -43,8 +43,9 @@ from lit_dpret.federated.trust import trust_table
 from lit_dpret.privacy.ledger.trained import noted_in
 from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.report import paper_004
-from lit_dpret.tasks import Federated, FederatedStudy
+from lit_dpret.tasks import Federated
 from lit_dpret.tasks.parts import Parts
+from reproduction import FederatedStudy
 
 TINY = {"clients": 2, "entities": 4, "attributes": 4, "told": 3, "questions": 3, "hubs": 1}
 MODEL = {"encoder": "planted", "max_query_length": 8, "max_sentence_length": 12}

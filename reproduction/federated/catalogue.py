@@ -6,19 +6,114 @@ the label says what was run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
 
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.federated.settings import PddAs2
-from lit_dpret.federated.studies.contrast import Contrast, Trend
-from lit_dpret.federated.studies.point import AS_THEY_ARE, Point, SiloChange
 from lit_dpret.federated.systems import System
 from lit_dpret.report.paper_004 import WITHOUT_QUERIES
 
+
+@dataclass(frozen=True, kw_only=True)
+class SiloChange:
+    """How the silos of a point are made of those of the federation.
+
+    Args:
+        share: Of each silo's train queries, drawn by the run's seed; the shares of one seed lie in each other.
+        skew: The last silo keeps ``1 / skew`` of its train queries, those between lie between. Which silo is the last
+            is drawn by the run's seed, so that the size of a silo is not its domain.
+        parts: Silos that each one is divided into: their queries are dealt, and each keeps the whole collection.
+    """
+
+    share: float = 1.0
+    skew: float = 1.0
+    parts: int = 1
+
+    def drawn(self, seed: int) -> dict[str, float]:
+        """What the silos of one seed depend on; the same where nothing is drawn."""
+        facts: dict[str, float] = {"share": self.share, "skew": self.skew, "parts": self.parts}
+        return facts | ({"seed": seed} if self.share < 1 or self.skew > 1 else {})
+
+
+AS_THEY_ARE = SiloChange()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """What is run once for every seed.
+
+    Args:
+        line: What the point has in common with others: its line or colour in the plot.
+        label: In what it differs from them.
+        system: Of the paper's Table 1.
+        at: Where it stands on the plot's axis; null where the axis is a measured one.
+        stage1: Settings of stage 1 that are others than the federation's.
+        stage2: The same of stage 2.
+        silos: The same of the silos.
+    """
+
+    line: str
+    label: str
+    system: System
+    at: float | None = None
+    stage1: Mapping[str, Any] = field(default_factory=dict)
+    stage2: Mapping[str, Any] = field(default_factory=dict)
+    silos: SiloChange = AS_THEY_ARE
+
+    @property
+    def name(self) -> str:
+        """Unique within a study."""
+        return f"{self.line}: {self.label}"
+
+    def settings(self, of: PddAs2) -> PddAs2:
+        """The settings of this point, checked.
+
+        Raises:
+            ConfigurationError: They are refused.
+        """
+        kind = {"customised": "dynamic", "fed_negative": "fed"}.get(self.system)
+        stage2 = {**self.stage2, **({} if kind is None else {"negatives": kind})}
+        return replace(of, stage1=replace(of.stage1, **self.stage1), stage2=replace(of.stage2, **stage2)).check()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contrast:
+    """Two points of a study, compared seed by seed.
+
+    Args:
+        claim: What is reported of them; empty where nothing is.
+        more: The point that the claim has above the other.
+        less: The other.
+    """
+
+    claim: str
+    more: str
+    less: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trend:
+    """A difference between two lines that falls with the number of a client's queries.
+
+    Args:
+        claim: What is reported.
+        of: The line that gains.
+        over: The line that it gains over.
+    """
+
+    claim: str
+    of: str
+    over: str
+
+
 StudyName = Literal["negatives", "data_ratio", "hubness", "gain", "communication", "clients"]
+
+
 STUDIES: tuple[StudyName, ...] = get_args(StudyName)
+
+
 LINES: dict[System, str] = {
     "zero_shot": "no query: untrained encoder",
     "pseudo_queries": "no query: pseudo-queries of the client's own sentences",
@@ -28,6 +123,8 @@ LINES: dict[System, str] = {
     "customised": "+ customised",
     "fed_negative": "+ fed-negative",
 }
+
+
 _COMMUNICATION_EPOCHS = 4
 
 
@@ -89,9 +186,6 @@ def study_of(name: str | None) -> Study:
     if found is None:
         raise ConfigurationError(f"task.study={name} is not a study. There are: {', '.join(STUDIES)}.")
     return found
-
-
-# -- points -------------------------------------------------------------------------------------
 
 
 def _negatives(asked: Asked) -> list[Point]:
@@ -170,9 +264,6 @@ def _clients(asked: Asked) -> list[Point]:
             silos = SiloChange(parts=parts)
             found.append(Point(line=LINES[system], label=f"{count} clients", system=system, at=count, silos=silos))
     return found
-
-
-# -- what would show the paper's findings -------------------------------------------------------
 
 
 def _ends(claim: str) -> Callable[[Sequence[Point]], list[Contrast]]:

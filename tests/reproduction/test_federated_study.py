@@ -18,14 +18,12 @@ from lit_dpret.federated.data import planted_silos
 from lit_dpret.federated.data.planted import Planted
 from lit_dpret.federated.plan import FederationPlan
 from lit_dpret.federated.settings import PddAs2
-from lit_dpret.federated.studies.catalogue import STUDIES, Asked, study_of
-from lit_dpret.federated.studies.cells import Cells
-from lit_dpret.federated.studies.point import Point, SiloChange
-from lit_dpret.federated.studies.silos import changed_silos, divided, kept_shares, sizes, with_share
 from lit_dpret.federated.synthetic import PUBLIC
 from lit_dpret.report.paper_004_studies import paper_numbers
-from lit_dpret.tasks import FederatedStudy
 from lit_dpret.tasks.parts import Parts
+from reproduction import FederatedStudy
+from reproduction.federated.catalogue import STUDIES, Asked, Point, SiloChange, study_of
+from reproduction.federated.cells import Cells, changed_silos, divided, kept_shares, sizes, with_share
 
 SIZE = {"clients": 2, "entities": 6, "attributes": 4, "told": 2, "questions": 2, "hubs": 1}
 STAGE1 = {"warmup_rounds": 0, "rounds": 1, "batch_size": 8, "bm25_n": 2, "static_n": 2, "top_k": 4, "lr": 3e-3}
@@ -338,7 +336,7 @@ def test_under_a_budget_every_cell_goes_on_with_ledgers_of_its_own_and_stays_wit
 ])  # fmt: skip
 def test_whether_small_clients_gain_more_is_judged_by_the_seeds(gains: list[list[float]], verdict: str) -> None:
     from lit_dpret.federated.systems import SystemResult
-    from lit_dpret.tasks.federated_study_report import SHOWN, trend_finding
+    from reproduction.federated.report import SHOWN, trend_finding
 
     trend = study_of("gain").trend
     assert trend is not None

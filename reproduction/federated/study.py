@@ -21,15 +21,13 @@ from lit_dpret.datamodules.silo_folder import read_silo
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.federated.aggregation import check_silos
 from lit_dpret.federated.plan import FederationPlan
-from lit_dpret.federated.studies.catalogue import Asked, Study, study_of
-from lit_dpret.federated.studies.cells import Cells
-from lit_dpret.federated.studies.point import Point
-from lit_dpret.federated.studies.silos import check_divisible, kept_shares, sizes
 from lit_dpret.federated.systems import System, SystemResult, check_stage2
 from lit_dpret.report.figures import can_draw
-from lit_dpret.tasks.federated_study_report import tell
 from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.stages import Stages
+from reproduction.federated.catalogue import Asked, Point, Study, study_of
+from reproduction.federated.cells import Cells, check_divisible, kept_shares, sizes
+from reproduction.federated.report import tell
 
 PRIVATE = "private"
 _SKEW, _EQUAL = 8.0, 2.0
@@ -39,7 +37,7 @@ class FederatedStudy:
     """Run the cells of a study that are not done yet, and tell what it found.
 
     Args:
-        study: Which one; see `lit_dpret.federated.studies.catalogue`.
+        study: Which one; see `reproduction.federated.catalogue`.
         seeds: One run of each point for each of them.
         systems: Which of the study's systems are compared; null for its default.
         values: What varies, where one thing does: shares, k, or numbers of clients; null for the paper's.
