@@ -1,8 +1,8 @@
-r"""Centroids of private embeddings under differential privacy: what is asked, or answered, in place of them.
+r"""Centroids of private embeddings under differential privacy, which are asked or answered with in their place.
 
-Noise on every query's own embedding leaves nothing of it: at epsilon 8 and 768 dimensions the noise is thirty times
-as long as the signal. A centroid of fifty is worth more, because all fifty add to it and noise is added once. The
-centroids are found by Lloyd's iterations whose sums and counts are noised (Blum et al., "Practical Privacy: the SuLQ
+Noise on every query's own embedding drowns it: at epsilon 8 and 768 dimensions the noise is thirty times as long as
+the signal. A centroid of fifty is worth more, because all fifty add to it and noise is added once. The centroids are
+found by Lloyd's iterations whose sums and counts are noised (Blum et al., "Practical Privacy: the SuLQ
 Framework", PODS 2005, section 3.1; Su et al., "Differentially Private K-Means Clustering", CODASPY 2016). One row x,
 assigned to centroid j, adds (x, w) to place j of a table, x scaled down to length ``radius``; a unit of at most r
 rows therefore moves the table by at most
@@ -10,7 +10,7 @@ rows therefore moves the table by at most
     C = r * sqrt(radius^2 + w^2)
 
 when it is emptied, added or removed, and by 2 C when it is replaced. Each iteration releases the table once with
-Gaussian noise of standard deviation ``noise_multiplier * C``; everything else is made of what was released.
+Gaussian noise of standard deviation ``noise_multiplier * C``; everything else is computed from released tables.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from lit_dpret.errors import DataError
 from lit_dpret.negatives.base import coins
 
 Noised = Callable[[Tensor, float], Tensor]
-"""Takes a table and its sensitivity C, writes the release down, and returns the table with noise."""
+"""Takes a table and its sensitivity C, records the release, and returns the table with noise."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CentroidPlan:
-    """How centroids are made; public.
+    """Settings of private centroids; public.
 
     Args:
-        count: Of centroids. One for about fifty rows; where the number of rows is private, a constant.
+        count: Of centroids. About one for fifty rows; a constant where the number of rows is private.
         iterations: Releases.
         radius: The longest that a row counts as; 1 for requests, whose length plays no part in a ranking.
-        rows_per_unit: Of a unit of privacy, the first so many rows count.
+        rows_per_unit: How many rows of a unit of privacy count, the first ones.
         count_weight: What a row adds to the count, in units of ``radius``.
-        normalise: Scale every row to length ``radius`` instead of cutting longer ones.
-        seed: Of the directions that it begins with; public.
+        normalise: Scale every row to length ``radius`` instead of clipping longer ones.
+        seed: Of the initial directions; public.
     """
 
     count: int
@@ -58,7 +58,7 @@ class CentroidPlan:
         return self.rows_per_unit * self.radius * math.sqrt(1 + self.count_weight**2)
 
     def start(self, dim: int) -> Tensor:
-        """Random directions of length ``radius``, the same whatever the data, ``(count, dim)``."""
+        """Draw directions of length ``radius`` that do not depend on the data, ``(count, dim)``."""
         drawn = coins(self.seed, "first centroids", self.count, dim).standard_normal((self.count, dim))
         return self.radius * F.normalize(torch.from_numpy(drawn), dim=-1)
 
@@ -66,15 +66,15 @@ class CentroidPlan:
 def table_of(
     embeddings: Tensor, centroids: Tensor, plan: CentroidPlan, units: Sequence[Hashable] | None = None
 ) -> Tensor:
-    """Sums and weighted counts of the rows by nearest centroid.
+    """Return sums and weighted counts of the rows by nearest centroid.
 
     Guarantees:
         - Emptying, adding or removing the rows of one unit moves it by at most ``plan.sensitivity`` (L2), replacing
           them by at most twice that, whatever the rows are: one that is not finite counts for nothing.
 
     Args:
-        embeddings: Private rows, ``(rows, dim)``, each made of its own text alone (`TextEncoder.encode_apart`).
-        centroids: What was released before, ``(count, dim)``.
+        embeddings: Private rows, ``(rows, dim)``, each a function of its own text only (`TextEncoder.encode_apart`).
+        centroids: Released before, ``(count, dim)``.
         plan: The bounds.
         units: Whose row each is; each row by itself where it is None.
 
@@ -86,7 +86,7 @@ def table_of(
         raise DataError(f"{len(rows)} rows have {len(units)} units.")
     kept = torch.isfinite(rows).all(dim=1) & _first_of_unit(units, len(rows), plan.rows_per_unit)
     bounded = _bounded(rows[kept], plan)
-    # By differences: distances by products of matrices round by the number of rows, and would move other units' rows.
+    # By differences: the rounding of matrix products depends on the number of rows, and would move other units' rows.
     exact = "donot_use_mm_for_euclid_dist"
     nearest = torch.cdist(bounded, centroids.double(), compute_mode=exact).argmin(dim=1)
     table = torch.zeros(len(centroids), rows.shape[1] + 1, dtype=torch.float64)
@@ -97,7 +97,7 @@ def table_of(
 def dp_centroids(
     embeddings: Tensor, plan: CentroidPlan, noised: Noised, *, units: Sequence[Hashable] | None = None
 ) -> Tensor:
-    """Centroids of private rows, ``(count, dim)``, float32: a function of what ``noised`` returned and of nothing else.
+    """Return centroids of private rows, ``(count, dim)``, float32: a function only of what ``noised`` returned.
 
     Args:
         embeddings: Private rows, ``(rows, dim)``; there may be none.
@@ -110,7 +110,7 @@ def dp_centroids(
         table = noised(table_of(embeddings, centroids, plan, units), plan.sensitivity)
         counts = table[:, -1:] / (plan.count_weight * plan.radius)
         moved = table[:, :-1] / counts.clamp(min=1.0)
-        # A place that fewer than one row seem to fill holds noise: it keeps its direction.
+        # A centroid with fewer than one row holds noise: it keeps its direction.
         centroids = torch.where(counts >= 1.0, _shortened(moved, plan.radius), centroids)
     return centroids.float()
 
@@ -126,7 +126,7 @@ def _shortened(rows: Tensor, radius: float) -> Tensor:
 
 
 def _first_of_unit(units: Sequence[Hashable] | None, count: int, most: int) -> Tensor:
-    """Which rows are among the first so many of their unit."""
+    """Mark the first ``most`` rows of every unit."""
     if units is None:
         return torch.ones(count, dtype=torch.bool)
     seen: dict[Hashable, int] = {}

@@ -1,8 +1,8 @@
-"""Who a silo is to the others: its long-term signing key, and the roster of everybody's public ones.
+"""A silo's identity towards the others: its long-term signing key, and the roster of everybody's public keys.
 
-The roster is made by people, over a way that is not the federation's server, and is the same file at every silo. It
-holds names and public keys alone. Whoever is on it has a number, the place of the name in alphabetical order, so that
-all who have the same roster mean the same silo by a number.
+The roster is written by people, distributed over another channel than the federation's server, and the same file at
+every silo. It holds only names and public keys. The number of a silo is the place of its name in alphabetical order, so
+that everybody with the same roster means the same silo by a number.
 """
 
 from __future__ import annotations
@@ -57,20 +57,20 @@ class Credentials:
         return {place: self.roster[name] for place, name in enumerate(sorted(self.roster), start=1)}
 
     def sign(self, content: bytes) -> bytes:
-        """This silo's signature."""
+        """Sign as this silo."""
         return sign(self.identity, content)
 
     def signed_by(self, number: int, signature: bytes, content: bytes) -> bool:
-        """Whether it is the signature of the silo with this number."""
+        """Tell whether it is the signature of the silo with this number."""
         public = self.by_number.get(number)
         return public is not None and is_signed(public, signature, content)
 
 
 def make_identity(path: str | Path) -> str:
-    """Write a new signing key, readable by its owner alone; its public half, for the roster, as hexadecimal digits.
+    """Write a new signing key, readable by its owner only; return its public half in hexadecimal, for the roster.
 
     Raises:
-        ConfigurationError: The file is there already, or cannot be written.
+        ConfigurationError: The file exists already, or cannot be written.
     """
     private, public = new_identity()
     path = Path(path).expanduser()
@@ -84,13 +84,13 @@ def make_identity(path: str | Path) -> str:
 
 
 def write_roster(path: str | Path, keys: Mapping[str, str]) -> None:
-    """Write a roster of public keys, hexadecimal digits by name."""
+    """Write a roster of public keys, in hexadecimal by name."""
     facts = {"schema": SCHEMA, "silos": dict(sorted(keys.items()))}
     Path(path).write_text(json.dumps(facts, indent=1), encoding="utf-8")
 
 
 def load_credentials(name: str, key_file: str | Path, roster_file: str | Path) -> Credentials:
-    """A silo's credentials from its two files.
+    """Load a silo's credentials from its two files.
 
     Raises:
         ConfigurationError: A file cannot be read, the key can be read by others, or they do not go together.

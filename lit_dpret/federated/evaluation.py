@@ -7,8 +7,8 @@ Table 1 has it the other way round for R@20 (central: 0.553 of passages, 0.629 o
 makes impossible.
 
 *Per-relevant* recall, the share of all that is relevant, has no such order: with three answers in one passage and
-one in another, three of four sentences can be found where one of two passages is. The two are never called by one
-name here: ``success@k`` is any-hit, ``recall@k`` per-relevant, as in `lit_dpret.retrieval.metrics`.
+one in another, three of four sentences can be found where one of two passages is. The two
+never share a name here: ``success@k`` is any-hit, ``recall@k`` per-relevant, as in `lit_dpret.retrieval.metrics`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lit_dpret.retrieval.metrics import Metric, Qrels, Values, gains_of_indices,
 from lit_dpret.retrieval.search import MISSING, TopK, lexicographic_rank, search
 
 Searcher = Callable[[int], TopK]
-"""The best so many sentences of every query."""
+"""Returns the best k sentences of every query."""
 
 METRICS = ("mrr@10", "success@1", "success@20", "success@100", "recall@20", "recall@100")
 LEVELS = ("sentence", "passage")
@@ -45,10 +45,9 @@ class Levels:
 
 
 def rank_levels(searcher: Searcher, passage_of: Tensor, *, depth: int = 100) -> Levels:
-    """The first ``depth`` sentences and the first ``depth`` passages of every query.
+    """Return the first ``depth`` sentences and the first ``depth`` passages of every query.
 
-    As many sentences are searched as it takes: twice as many again, until every query has so many passages or
-    has no more sentences.
+    The number of sentences that are searched is doubled until every query has so many passages, or no more sentences.
 
     Guarantees:
         - The passages are those of the full ranking of sentences, in the order of each one's best sentence.
@@ -71,7 +70,7 @@ def rank_levels(searcher: Searcher, passage_of: Tensor, *, depth: int = 100) -> 
 
 
 def collapse(top: TopK, passage_of: Tensor, depth: int) -> TopK:
-    """A ranking of sentences as one of passages, each with the score of its best sentence.
+    """Turn a ranking of sentences into one of passages, each with the score of its best sentence.
 
     Args:
         top: Of sentences, best first.
@@ -79,7 +78,7 @@ def collapse(top: TopK, passage_of: Tensor, depth: int) -> TopK:
         depth: How many passages to keep.
 
     Returns:
-        Exactly ``depth`` columns, filled up with -inf and `MISSING`.
+        Exactly ``depth`` columns, padded with -inf and `MISSING`.
     """
     queries = len(top.indices)
     owner = passage_of[top.indices.clamp(min=0)].masked_fill(top.indices == MISSING, MISSING)
@@ -116,7 +115,7 @@ class SentenceCollection:
         self.tie_rank = lexicographic_rank(self.sentence_ids)
 
     def dense(self, query_embeddings: Tensor, sentence_embeddings: Tensor, *, depth: int = 100) -> Levels:
-        """Ranked by the dot product; embeddings ``(queries, dim)`` and ``(sentences, dim)``."""
+        """Rank by the dot product; embeddings ``(queries, dim)`` and ``(sentences, dim)``."""
         return rank_levels(
             lambda k: search(query_embeddings, sentence_embeddings, k, tie_rank=self.tie_rank),
             self.passage_of,
@@ -124,12 +123,12 @@ class SentenceCollection:
         )
 
     def bm25(self, queries: Sequence[str], *, depth: int = 100) -> Levels:
-        """Ranked by words, the paper's first baseline."""
+        """Rank by BM25, the paper's first baseline."""
         index = BM25(self.texts, self.sentence_ids)
         return rank_levels(lambda k: index.search(queries, k), self.passage_of, depth=depth)
 
     def passage_qrels(self, qrels: Qrels) -> dict[str, dict[str, int]]:
-        """Judgements of passages: one is relevant where one of its sentences is, by the best of their grades."""
+        """Return judgements of passages, each with the best grade of its sentences."""
         found: dict[str, dict[str, int]] = {}
         for query, judged in qrels.items():
             of_query = found.setdefault(query, {})
@@ -142,7 +141,7 @@ class SentenceCollection:
     def measure(
         self, levels: Levels, query_ids: Sequence[str], qrels: Qrels, metrics: Sequence[str] = METRICS
     ) -> dict[str, Values]:
-        """The value of every query, ``(queries,)``, under names like ``sentence/mrr@10``.
+        """Return the value of every query, ``(queries,)``, under names like ``sentence/mrr@10``.
 
         Raises:
             ConfigurationError: A metric is unknown.

@@ -1,17 +1,17 @@
 """Negatives from other clients' collections (paper 004, section 2.2), as functions of what is sent.
 
 Three acts: the asker makes *request rows*, each asked client answers with a *block*, the asker merges the blocks
-into a *pool*. Nothing here sends anything; an engine does.
+into a *pool*. Nothing here sends anything; transports do.
 
-What is asked with decides what a responder learns of the asker's queries:
+The kind of request decides what a responder learns about the asker's queries:
 
 | request | rows | guarantee |
 | --- | --- | --- |
 | ``exact`` | the embedding of every train query, as in the paper | none: embeddings of texts are nearly the texts |
 | ``dp_centroid`` | private centroids of them (`lit_dpret.federated.centroids`) | that of the asker's ledger |
-| ``none`` | nothing; a uniform sample is answered | nothing of the queries leaves the silo |
+| ``none`` | nothing; a uniform sample is answered | nothing about the queries leaves the silo |
 
-What is answered with decides what the asker learns of the responder's collection:
+The kind of response decides what the asker learns about the responder's collection:
 
 | response | rows | guarantee |
 | --- | --- | --- |
@@ -42,7 +42,7 @@ from lit_dpret.retrieval.search import MISSING, TopK, merged, search
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """What is publicly known of a client's place.
+    """The public facts about a client's location.
 
     Args:
         region: A word, as ``eu-west``; null where it is not known.
@@ -137,7 +137,7 @@ class Block:
         return sum(part.numel() * part.element_size() for part in self.parts.values())
 
     def table(self) -> Tensor:
-        """The lists, filled up with `MISSING`: ``(rows, longest)``."""
+        """Return the lists, padded with `MISSING`: ``(rows, longest)``."""
         lengths = self.starts.diff()
         width = max(1, int(lengths.max())) if len(lengths) else 1
         table = torch.full((self.rows, width), MISSING, dtype=torch.long)
@@ -194,7 +194,7 @@ def respond(client: str, request_rows: Tensor, candidates: Tensor, n: int, *, se
     Args:
         client: Who answers.
         request_rows: ``(rows, dim)``.
-        candidates: What may be sent, ``(candidates, dim)``; the kind of response decides which these are.
+        candidates: The embeddings that may be sent, ``(candidates, dim)``.
         n: For each row.
         send_as: ``float16`` or ``float32``.
 

@@ -1,4 +1,4 @@
-"""A few local epochs by an ordinary Trainer, with the accountant that every run of this project has."""
+"""Local epochs by an ordinary Trainer, with the accountant that every run of this project has, and their callbacks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lit_dpret.progress import without_progress
 
 
 class RoundAccountant(PrivacyAccountant):
-    """The accountant of one round, which goes on from the weights of earlier rounds: the silo composes them all."""
+    """The accountant of one round, which continues the weights of earlier rounds: the silo composes them all."""
 
     counted_by_others = True
 
@@ -34,7 +34,7 @@ def fit_epochs(
 ) -> None:  # fmt: skip
     """Train ``module`` on ``data`` for so many epochs, its ledger in ``folder``.
 
-    Nothing is logged, validated or checkpointed: what comes out of a local epoch is the weights, and the ledger.
+    Nothing is logged, validated or checkpointed: a local epoch yields the weights, and the ledger.
 
     Args:
         module: Of this project.
@@ -42,7 +42,7 @@ def fit_epochs(
         folder: New; it holds the round's own ledger.
         epochs: How many.
         callbacks: More of them.
-        progress: Tells of the steps; null where a line above tells how far the work is.
+        progress: Reports the steps; null where an outer progress line does.
     """
     told = [] if progress is None else [progress]
     quiet = logging.getLogger("lightning.pytorch")
@@ -69,13 +69,13 @@ def fit_epochs(
 
 
 class KeepOptimizer(Callback):
-    """Begins with the optimizer's state that an earlier fit ended with, and keeps its own at the end.
+    """Restores the optimizer's state of an earlier fit, and saves its own at the end.
 
-    Under a private mode the state is made of noised gradients alone; it stays on this machine either way.
+    Under a private mode the state is a function of noised gradients only; it stays on this machine either way.
 
     Args:
-        before: Where the earlier state is; nothing where there is none.
-        after: Where this one's goes.
+        before: Path of the earlier state, if there is one.
+        after: Path of the new state.
     """
 
     def __init__(self, before: Path, after: Path) -> None:
@@ -92,9 +92,9 @@ class KeepOptimizer(Callback):
 
 
 def attempt_folder(folder: Path) -> Path:
-    """The first of ``attempt-0``, ``attempt-1`` and so on that does not exist.
+    """Return the first of ``attempt-0``, ``attempt-1`` and so on that does not exist.
 
-    A round that was killed leaves a ledger whose releases stay charged; it is not gone on with but made again.
+    A round that was killed leaves a ledger whose releases stay charged; it is not continued but repeated.
     """
     number = 0
     while (folder / f"attempt-{number}").exists():
@@ -107,7 +107,7 @@ class TowardsAnchor(Callback):
 
     With the weights of the round's start as the anchor it is FedProx (Li et al., 1812.06127, equation 2); with
     the mean of the clients' personal models MR-MTL (Liu et al., "On Privacy and Personalization in Cross-Silo
-    Federated Learning", 2206.07902, section 5). The term is a function of released weights alone. It is added
+    Federated Learning", 2206.07902, section 5). The term is a function of released weights only. It is added
     after clipping and noise, so that it costs no privacy and takes no part of the clipped gradient.
 
     Args:
@@ -115,7 +115,7 @@ class TowardsAnchor(Callback):
         strength: mu of FedProx, lambda of MR-MTL; positive.
     """
 
-    #: What it writes while the optimizer steps: made of released weights alone.
+    #: The gradients, while the optimizer steps: by a function of released weights only.
     public_metrics = ("grad",)
 
     def __init__(self, anchor: Mapping[str, Tensor], strength: float) -> None:

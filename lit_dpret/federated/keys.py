@@ -1,8 +1,8 @@
-"""Keys, signatures and boxes that the secure sum and the sealing between silos are made of.
+"""Keys, signatures, boxes and shared secrets, from which the secure sum and the sealing between silos are built.
 
 X25519 (RFC 7748), HKDF-SHA256 (RFC 5869), ChaCha20-Poly1305 (RFC 8439) and Ed25519 (RFC 8032), all of the package
-cryptography; keys are their 32 raw bytes. Every derived key, signature and box is bound to a `label` that says what
-it is for, so that none of them means anything in another place.
+cryptography; keys are their 32 raw bytes. Every derived key, signature and box is bound to a `label` that states its
+purpose, so that none of them is valid anywhere else.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ _RAW = serialization.Encoding.Raw
 
 
 def label(*parts: str | int | bytes) -> bytes:
-    """The parts one after the other, each with its length before it: different parts never give the same bytes."""
+    """Concatenate the parts, each after its length: different parts never give the same bytes."""
     data = [part if isinstance(part, bytes) else str(part).encode() for part in parts]
     return b"".join(len(part).to_bytes(4, "big") + part for part in data)
 
 
 def new_key() -> bytes:
-    """A private key for `agreed`."""
+    """Draw a private key for `agreed`."""
     return X25519PrivateKey.generate().private_bytes(
         _RAW, serialization.PrivateFormat.Raw, serialization.NoEncryption()
     )
 
 
 def public_of(key: bytes) -> bytes:
-    """The public half of a key for `agreed`."""
+    """Return the public half of a key for `agreed`."""
     return X25519PrivateKey.from_private_bytes(key).public_key().public_bytes(_RAW, serialization.PublicFormat.Raw)
 
 
 def agreed(key: bytes, other: bytes, *, salt: bytes, info: bytes) -> bytes:
-    """32 bytes that the owners of both keys can derive, each with the public half of the other's, and nobody else.
+    """Derive 32 bytes that only the owners of both keys can derive, each with the public half of the other's.
 
     Raises:
-        DataError: The other's key is none, or one with which every result would be the same.
+        DataError: The other's key is not valid, or one with which every result would be the same.
     """
     try:
         secret = X25519PrivateKey.from_private_bytes(key).exchange(X25519PublicKey.from_public_bytes(other))
@@ -67,16 +67,16 @@ def agreed(key: bytes, other: bytes, *, salt: bytes, info: bytes) -> bytes:
 
 
 def seal(key: bytes, content: bytes, about: bytes) -> bytes:
-    """Encrypt and authenticate under a key; ``about`` is authenticated besides, and not sent.
+    """Encrypt and authenticate under a key; ``about`` is authenticated as well, and not sent.
 
-    The nonce is drawn anew: one key may seal 2^32 boxes before two nonces are likely to meet.
+    The nonce is random: one key may seal 2^32 boxes before two nonces are likely to collide.
     """
     nonce = secrets.token_bytes(_NONCE_BYTES)
     return nonce + ChaCha20Poly1305(key).encrypt(nonce, content, about)
 
 
 def unseal(key: bytes, box: bytes, about: bytes) -> bytes | None:
-    """What is in a box; None where it was changed, or sealed under another key or about something else."""
+    """Open a box; None where it was changed, or sealed under another key or about something else."""
     try:
         return ChaCha20Poly1305(key).decrypt(box[:_NONCE_BYTES], box[_NONCE_BYTES:], about)
     except (InvalidTag, ValueError):
@@ -84,31 +84,31 @@ def unseal(key: bytes, box: bytes, about: bytes) -> bytes | None:
 
 
 def key_stream(key: bytes, sizes: Iterable[int]) -> Iterator[bytes]:
-    """The stream of ChaCha20 under a key that serves this alone, in consecutive pieces of these sizes."""
+    """Yield the ChaCha20 stream under a key of this single use, in consecutive pieces of these sizes."""
     encryptor = Cipher(algorithms.ChaCha20(key, bytes(16)), mode=None).encryptor()
     for size in sizes:
         yield encryptor.update(bytes(size))
 
 
 def new_identity() -> tuple[bytes, bytes]:
-    """A long-term signing key and its public half, for a roster."""
+    """Draw a long-term signing key for a roster; return it and its public half."""
     key = Ed25519PrivateKey.generate()
     private = key.private_bytes(_RAW, serialization.PrivateFormat.Raw, serialization.NoEncryption())
     return private, identity_of(private)
 
 
 def identity_of(key: bytes) -> bytes:
-    """The public half of a signing key."""
+    """Return the public half of a signing key."""
     return Ed25519PrivateKey.from_private_bytes(key).public_key().public_bytes(_RAW, serialization.PublicFormat.Raw)
 
 
 def sign(key: bytes, content: bytes) -> bytes:
-    """A signature, 64 bytes."""
+    """Return a signature, 64 bytes."""
     return Ed25519PrivateKey.from_private_bytes(key).sign(content)
 
 
 def is_signed(public: bytes, signature: bytes, content: bytes) -> bool:
-    """Whether the owner of a signing key signed this."""
+    """Tell whether the owner of a signing key signed this."""
     try:
         Ed25519PublicKey.from_public_bytes(public).verify(signature, content)
     except (InvalidSignature, ValueError):
@@ -126,10 +126,9 @@ SHARE_BYTES = 66
 
 
 def split(secret: bytes, *, threshold: int, holders: list[int]) -> dict[int, bytes]:
-    """A share of ``secret`` for every holder.
+    """Share a secret among holders so that any ``threshold`` of them find it and fewer learn nothing.
 
-    Guarantees:
-        - Any ``threshold`` shares give the secret back; fewer are uniformly distributed whatever it is.
+    Shamir, "How to share a secret", 1979. Fewer shares are uniformly distributed, whatever the secret is.
 
     Args:
         secret: 32 bytes.
@@ -150,7 +149,7 @@ def split(secret: bytes, *, threshold: int, holders: list[int]) -> dict[int, byt
 
 
 def join(shares: Mapping[int, bytes], *, threshold: int) -> bytes:
-    """The secret, by Lagrange interpolation at 0.
+    """Recover a secret from shares, by Lagrange interpolation at 0.
 
     Raises:
         DataError: There are fewer shares than ``threshold``, or they are not of one secret.

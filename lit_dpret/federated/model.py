@@ -1,4 +1,4 @@
-"""How the model of every round is built: the same public start each time, from settings that can be sent anywhere."""
+"""The maker of the model of every round: the same public start each time, from settings that can be sent anywhere."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class AS2Maker:
 
     Args:
         encoder: ``minilm`` (public weights of the [quickstart] extra), a model's name on the hub, a folder, or
-            ``planted``: a new transformer of one layer that knows the words of the planted silos alone.
+            ``planted``: a new transformer of one layer that knows only the words of the planted silos.
         layers: Take only the encoder's first so many layers; null for all.
         train_embeddings: False freezes the embedding tables (words, positions, types) at their public values: far fewer
             numbers travel, and none of them is a row for a word. The paper trains them.
@@ -63,7 +63,7 @@ class AS2Maker:
     seed: int = 0
 
     def check(self) -> AS2Maker:
-        """Load the encoder, so that one that cannot be had is refused before anything else; return the maker.
+        """Load the encoder, so that a missing one is refused before anything else; return the maker.
 
         Raises:
             ConfigurationError: There is no such encoder, or a length or number of layers is not one it has.
@@ -76,7 +76,7 @@ class AS2Maker:
         return self
 
     def describe(self) -> str:
-        """The model in words."""
+        """Describe the model in words."""
         layers = "" if self.layers is None else f", its first {self.layers} layers"
         tables = "" if self.train_embeddings else ", embedding tables frozen at their public values"
         return (
@@ -97,7 +97,7 @@ class AS2Maker:
 
 
 def start_of(make: Callable[..., AS2DualEncoder]) -> Weights:
-    """The public weights that stage 1 begins with."""
+    """Return the public weights that stage 1 begins with."""
     return take_weights(make(privacy=NoPrivacy(), optimizer_lr=1e-3, towers="shared", passage_tower="trained"))
 
 
@@ -126,9 +126,7 @@ def _loaded(maker: AS2Maker) -> TextEncoder:
     }
     if maker.encoder == PLANTED:
         if maker.planted is None:
-            raise ConfigurationError(
-                "federated.model.encoder=planted knows the words of federated.silos=planted alone."
-            )
+            raise ConfigurationError("federated.model.encoder=planted knows only the words of federated.silos=planted.")
         encoder = _new(maker.planted, maker.seed, lengths)
     else:
         towers = cut(load_towers(maker.encoder), **lengths)
@@ -150,7 +148,7 @@ def _loaded(maker: AS2Maker) -> TextEncoder:
 
 
 def _embedding_tables(backbone: Any) -> nn.Module:
-    """The tables of words, positions and types; of an encoder that keeps these apart, the table of words."""
+    """Return the tables of words, positions and types, or the table of words where these are not one module."""
     found = getattr(backbone, "embeddings", None) or getattr(backbone, "get_input_embeddings", lambda: None)()
     if not isinstance(found, nn.Module):
         raise UnsupportedModelError(

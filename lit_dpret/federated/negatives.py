@@ -16,15 +16,15 @@ from lit_dpret.negatives.mined import DynamicNegatives
 from lit_dpret.retrieval.search import MISSING, TopK, search
 
 _SAME = 1 - 1e-5  # cosine from which two embeddings are taken for one sentence's; half precision loses 1e-7
-_SPARE = 16  # so many of the pool's best may be a row's own answers before it has fewer than ``depth`` to be told from
+_SPARE = 16  # so many of the pool's best may be a row's own answers before fewer than ``depth`` negatives are left
 
 
 class OtherPositives(PassageSource):
     """The answers of other questions of the client, drawn uniformly: the paper's "gold" negatives.
 
     Called *gold passages* by Karpukhin et al., "Dense Passage Retrieval for Open-Domain Question Answering",
-    section 3.2. **It couples rows**: what one row is told from are other people's records, so every mode that
-    clips rows refuses it.
+    section 3.2. **It couples rows**: the negatives of a row are other people's records, so every mode that clips
+    rows refuses it.
 
     Args:
         per_query: How many a row gets.
@@ -50,19 +50,19 @@ class OtherPositives(PassageSource):
 
 
 class FedNegatives(DynamicNegatives):
-    """Sentences of other clients, known by their embeddings alone, in a space whose sentence side is frozen.
+    """Sentences of other clients, of which only embeddings are known, in a space whose sentence side is frozen.
 
-    With lists (an exact request) a query is told from ``per_query`` of its own list; without, the pool is
+    With lists (an exact request) a query gets ``per_query`` of its own list; without, the pool is
     searched with the query encoder as it is at every step. Either way they are drawn uniformly from the best
     ``depth``: the paper's remedy against query hubness, where the very best are near to every query. Where a pool
     has too few, sentences of the client's own collection stand in.
 
     Guarantees:
-        - What a row is told from is a function of that row, of the pool, of public coins and of weights.
-        - No embedding that is one of the row's own answers' is named.
+        - The negatives of a row are a function of that row, the pool, public coins and weights.
+        - No embedding of one of the row's own answers is a negative.
 
     Args:
-        pool: What other clients returned.
+        pool: Embeddings that other clients returned.
         queries: The query id of each list of the pool, in order; needed where it has lists.
         per_query: How many a row gets.
         depth: Among how many of the best they are drawn.
@@ -97,10 +97,10 @@ class FedNegatives(DynamicNegatives):
         self.index = torch.cat([own, self.pool.embeddings.to(own.dtype)])
 
     def nearest(self, query_embeddings: Tensor, answers: int) -> TopK:
-        """The best of the pool, in places that count on after the client's own sentences.
+        """Return the best of the pool, in places that are numbered after the client's own sentences.
 
-        How deep it is searched does not follow from ``answers``, the most that a row of this batch has: the pool has
-        copies that nobody counted, and a row would be told from others where another row has more answers.
+        The depth of the search does not depend on ``answers``, the most that a row of this batch has: otherwise the
+        negatives of a row would depend on how many answers another row has.
         """
         pool, rows = self.pool.embeddings, len(query_embeddings)
         if self.pool.lists is not None or not len(pool):

@@ -1,14 +1,14 @@
-"""What one silo sends another, sealed so that the server that carries it sees sizes and nothing else.
+"""Letters from silo to silo, sealed so that the server that carries them sees only their sizes.
 
-For every refresh of negatives each silo draws an X25519 key; it is on its disk until the refresh is over, and what was
-recorded of older refreshes cannot be opened with anything that a silo still has. A *letter* is one body for all that
-may read it, encrypted under a key of its own, and for each of them this key in a box that only the two of them can
-make or open (static Diffie-Hellman between their keys of the refresh, HKDF-SHA256, ChaCha20-Poly1305). The box is
-bound to the run, the refresh, the global weights, who sends, who receives, what kind of letter it is, and the hash of
-the body: a letter that was changed, comes from another refresh, or was meant for somebody else does not open.
+For every refresh of negatives each silo draws an X25519 key, which is on its disk until the refresh is over; recordings
+of older refreshes cannot be opened with anything that a silo still has. A *letter* is one body for all its readers,
+encrypted under a key of its own, and for each reader this key in a box that only sender and reader can make or open
+(static Diffie-Hellman between their keys of the refresh, HKDF-SHA256, ChaCha20-Poly1305). The box is bound to the run,
+the refresh, the global weights, sender, reader, kind of letter and the hash of the body: a letter that was changed,
+comes from another refresh, or was meant for another silo does not open.
 
-**Keys are whose they say** where there is a roster: they are signed. Without one a server that puts itself in the
-middle reads everything; that it does not is taken on trust. Sizes stay visible, and tell how many rows a request has.
+With a roster keys are signed by their owners. Without one a server in the middle could read everything, and is trusted
+not to. Sizes stay visible, and tell how many rows a request has.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _HEADER = struct.Struct(">BIII")  # kind, refresh, sender, receiver: said in cle
 
 @dataclass(frozen=True, kw_only=True)
 class Refresh:
-    """Of what a letter is part.
+    """The refresh that a letter is part of.
 
     Args:
         run: Digest of the settings.
@@ -60,7 +60,7 @@ class Sealer:
     """One silo's key of one refresh, and what it seals and opens with it.
 
     Guarantees:
-        - A letter opens for those it was sealed for, and shows all others its size.
+        - A letter opens for those it was sealed for, and shows everybody else only its size.
         - With credentials it neither seals for nor opens from a key that is not signed by the roster.
 
     Args:
@@ -72,7 +72,7 @@ class Sealer:
         self._path, self._credentials = state / "sealing" / "key.json", credentials
 
     def begin(self, refresh: Refresh, number: int) -> bytes:
-        """A new key for a refresh; its public half, and with credentials a signature.
+        """Draw a key for a refresh; return its public half, with credentials followed by a signature.
 
         Raises:
             DataError: The number is not the silo's own on the roster.
@@ -88,7 +88,7 @@ class Sealer:
         return public if one is None else public + one.sign(_key_of(refresh, number, public))
 
     def usable(self, refresh: Refresh, keys: Mapping[int, bytes]) -> tuple[dict[int, bytes], dict[int, str]]:
-        """The keys that letters can be sealed for, and by number what is wrong with each of the others."""
+        """Return the keys that letters can be sealed for, and what is wrong with each of the others, by number."""
         good: dict[int, bytes] = {}
         bad: dict[int, str] = {}
         own = self._own(refresh)[1]
@@ -101,13 +101,13 @@ class Sealer:
         return good, bad
 
     def seal(self, refresh: Refresh, kind: Kind, content: bytes, to: Mapping[int, bytes]) -> Letter:
-        """A letter to the silos with these keys.
+        """Seal a letter to the silos with these keys.
 
         Args:
             refresh: That was begun.
             kind: Of the letter.
             content: In clear.
-            to: The keys that `begin` gave, by the number of who may read it.
+            to: The keys that `begin` gave, by the readers' numbers.
 
         Raises:
             DataError: The refresh is another one, or a key is not signed by the roster.
@@ -122,19 +122,19 @@ class Sealer:
         return Letter(body, boxes)
 
     def open(self, refresh: Refresh, kind: Kind, body: bytes, box: bytes, *, sender: int, public: bytes) -> bytes:
-        """What is in a letter.
+        """Open a letter.
 
         Args:
             refresh: That was begun.
-            kind: That was expected.
+            kind: That is expected.
             body: Of the letter.
-            box: This silo's.
-            sender: Whose it is said to be.
+            box: For this silo.
+            sender: Its alleged sender.
             public: The key that `begin` gave the sender.
 
         Raises:
-            DataError: Naming whose letter is refused and why: it is of another refresh, meant for another silo, from
-                another silo, of another kind, or was changed.
+            DataError: Naming the sender and the reason: it is of another refresh, for another silo, from another silo,
+                of another kind, or was changed.
         """
         own = self._own(refresh)
         if len(box) < _HEADER.size:

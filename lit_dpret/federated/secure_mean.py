@@ -1,7 +1,8 @@
-"""The weighted mean of the clients' updates by a secure sum: what goes under the masks, and what comes out.
+"""The weighted mean of the clients' updates by a secure sum: the vectors that are masked, and the mean of their sum.
 
-A client's weight is at most 1 and goes under the masks with its change, so that the server divides by the sum of the
-weights without knowing one of them.
+Vectors are whole numbers modulo 2^32, in which masks cancel exactly, as floating-point sums would not. A client's
+weight is at most 1 and is masked together with its change, so that the server divides by the sum of the weights without
+knowing any of them.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class FixedPoint:
           against the sum of the values it is off by at most ``error`` in every coordinate.
 
     Args:
-        limit: The largest absolute value of one coordinate; larger ones are cut, which is counted.
-        clients: The most that are summed.
+        limit: The largest absolute value of one coordinate; larger ones are clipped and counted.
+        clients: The largest number of summands.
     """
 
     limit: float
@@ -56,11 +57,7 @@ class FixedPoint:
         return self.clients * 0.5 / self.scale
 
     def encode(self, values: Values) -> tuple[Words, int]:
-        """The values as words, and how many were cut.
-
-        Raises:
-            DataError: A value is not finite.
-        """
+        """Return the values as words, and how many were clipped; refuse values that are not finite."""
         values = np.asarray(values, dtype=np.float64)
         if not np.isfinite(values).all():
             raise DataError("An update holds values that are not finite; it is not sent.", kind="bad update")
@@ -69,20 +66,20 @@ class FixedPoint:
         return (whole & 0xFFFFFFFF).astype(np.uint32), cut
 
     def decode(self, words: Words) -> Values:
-        """The values of a sum."""
+        """Return the values of a sum."""
         return words.astype(np.uint32).view(np.int32).astype(np.float64) / self.scale
 
 
 def vector_of(
     start: Mapping[str, Tensor], update: Mapping[str, Tensor], weight: float, limit: float
 ) -> tuple[Values, int]:
-    """What a client puts under its masks: its change times its weight, and the weight; and how much of it was cut.
+    """Return the vector that a client masks, its change times its weight and the weight; and how many were clipped.
 
     Args:
         start: The global weights of the round.
         update: The client's weights after it.
         weight: In (0, 1].
-        limit: The largest change of one weight; larger ones are cut to it, which is counted.
+        limit: The largest change of one weight; larger ones are clipped to it and counted.
 
     Raises:
         DataError: The update is not of the model, or holds values that are not finite.
@@ -98,7 +95,7 @@ def vector_of(
 def mean_of(
     start: Mapping[str, Tensor], total: Values, fixed: FixedPoint, *, clients: int, limit: float, norm: float | None
 ) -> Weights:
-    """The next global weights of the sum of all clients' vectors.
+    """Return the next global weights, given the sum of all clients' vectors.
 
     Guarantees:
         - No weight moves by more than ``limit`` (before it is rounded to float32), whoever made the sum.
@@ -108,20 +105,20 @@ def mean_of(
     Args:
         start: The global weights of the round.
         total: The sum.
-        fixed: How it was written in words.
+        fixed: The encoding of the vectors.
         clients: How many vectors are in it.
         limit: ``federated.update_limit``.
         norm: ``federated.update_norm``.
 
     Raises:
-        DataError: The sum is of another length, or none that clients make who keep to weights of a step of ``fixed``
-            to 1, to the limit and to the norm: one of them sent something else, and nobody knows which.
+        DataError: The sum has another length, or cannot be one of vectors with weights of at most 1 that keep to the
+            limit and the norm: a client sent something else, and nobody knows which.
     """
     size = sum(value.numel() for value in start.values())
     weight, error = (float(total[-1]) if len(total) == size + 1 else 0.0), fixed.error
     if not 0 < weight <= clients + error or float(np.abs(total[:-1]).max()) > limit * (weight + error) + error:
         raise DataError(
-            "The sum of the updates is none that silos make who keep to federated.update_limit and a weight of at most "
+            "The sum of the updates cannot be one of silos that keep to federated.update_limit and a weight of at most "
             "1: one of them sent something else, and under masks nobody knows which. The round is void.",
             kind="bad sum",
         )
@@ -137,7 +134,7 @@ def mean_of(
 
 
 def words_for(limit: float, clients: int) -> FixedPoint:
-    """How the vectors of so many clients are written as words: the same for all of them and the server."""
+    """Return the encoding of the vectors of so many clients, the same for all of them and the server."""
     return FixedPoint(limit=max(limit, 1.0), clients=clients)
 
 
@@ -152,20 +149,20 @@ def secure_mean(
     threshold: int | None = None,
     faults: list[str] | None = None,
 ) -> Weights:
-    """``start`` plus the weighted mean of the clients' changes, all roles in one process, with keys made for it.
+    """Return ``start`` plus the weighted mean of the clients' changes; all roles run in this process, with new keys.
 
     Args:
         start: The global weights of the round.
         updates: Each client's weights after it.
         weights: In (0, 1].
-        limit: The largest change of one weight; larger ones are cut.
+        limit: The largest change of one weight; larger ones are clipped.
         name: Of the sum; no two may share one.
         norm: ``federated.update_norm``.
         threshold: ``federated.sum_threshold``.
-        faults: Told of clients that are left out.
+        faults: Receives the clients that are left out.
 
     Raises:
-        DataError: Fewer clients than the threshold are left, or the sum is none of honest clients.
+        DataError: Fewer clients than the threshold are left, or the sum cannot be one of honest clients.
     """
     names = sorted(updates)
     numbers = tuple(range(1, len(names) + 1))

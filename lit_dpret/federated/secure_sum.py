@@ -1,33 +1,34 @@
-"""A sum that a server learns without learning any summand, also where some clients go away in the middle.
+"""A sum that a server learns without learning any summand, even if some clients drop out in the middle.
 
 Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine Learning" (CCS 2017), section 4,
-figure 4. Every pair of clients agrees on a mask that one adds and the other subtracts; each adds a mask of its
-own besides; and the keys to both are shared among all, so that after a dropout exactly one of the two can be
-found out about anybody. Five acts, whatever carries the messages:
+figure 4. Every pair of clients agrees on a mask that one adds and the other subtracts; each adds a mask of its own as
+well; and the keys to both are shared among all, so that after a dropout exactly one of the two can be recovered for
+anybody. Five acts, whatever carries the messages:
 
 1. `Client.advertise`: two public keys each.
 2. `Client.share`: for every peer sealed shares of the own mask's seed and of the mask key.
 3. `Client.mask`: the vector under all its masks, from clients whose shares arrived.
-4. `Client.sign`: a signature over who is left, who was lost, and everybody's keys; one in a sum.
+4. `Client.sign`: a signature over who is left, who was lost, and everybody's keys; once in a sum.
 5. `Client.unmask`: with the signatures of ``threshold`` clients over the very lists that this client was given, for
    each client that sent its vector a share of the seed, for each that did not of the key.
 
-What is promised, plainly, to the honest of n clients, t of whom make the threshold:
+What is promised to the honest of n clients, with threshold t:
 
-- **Without a roster**, where the server follows the protocol and only looks (honest but curious): it learns the sum.
-  One that lies about lists or relays keys of its own reads single vectors. Act 4 is left out, for it shows nothing.
-- **With a roster** of long-term signing keys, whatever the server does together with c clients, where c < 2t - n
-  (`Session.colluders`): all that can come out is the sum of all honest clients of one list, t - c of them at least.
+- **Without a roster**: a server that follows the protocol and only looks (honest but curious) learns the sum. One that
+  lies about lists or relays keys of its own reads single vectors. Act 4 is left out, since it would prove nothing.
+- **With a roster** of long-term signing keys, whatever the server does together with c clients, c < 2t - n
+  (`Session.colluders`): it can learn only the sum of all honest clients of one list, at least t - c of them.
   An honest client signs one list, so two lists cannot both have t signatures: that takes 2(t - c) honest clients of
-  n - c. Nor does it help to let a client mask with a few alone. Say that k clients of the list have not signed it:
-  then at most n - t - k are lost, and of the t - 1 others or more that such a client masked with, c collude,
-  n - t - k are lost and k - 1 have not signed. The 2t - n - c that are left have, and nobody takes off their masks.
-- **Not promised**: that the sum is right (a client can put anything under its masks); that there is one (any client
-  or the server can stop it); that sums of several rounds say nothing together; or anything of the sum itself, which
-  is released. It is no differential privacy: noise has to be in the vectors.
+  n - c. Nor does it help to let a client mask with only a few others. Say that k clients of the list have not signed
+  it: then at most n - t - k are lost, and of the t - 1 or more others that such a client masked with, c collude,
+  n - t - k are lost and k - 1 have not signed. The 2t - n - c that are left have signed, and nobody can remove their
+  masks.
+- **Not promised**: that the sum is right (a client can mask anything); that there is one (any client or the server can
+  stop it); that sums of several rounds reveal nothing together; or anything about the sum itself, which is released.
+  It is not differential privacy: noise has to be in the vectors.
 
-Masks are ChaCha20 key streams under keys from X25519 and HKDF-SHA256, added modulo 2^32 (`FixedPoint`). Flower's
-own SecAgg+ folds the secret into 32 bits and seeds a Mersenne twister with it, which a server can try out.
+Masks are ChaCha20 key streams under keys from X25519 and HKDF-SHA256, added modulo 2^32 (`FixedPoint`). Flower's own
+SecAgg+ folds the secret into 32 bits and seeds a Mersenne twister with it, which a server can break by trying all.
 """
 
 from __future__ import annotations
@@ -69,12 +70,12 @@ _PIECE = 2**18  # words of a key stream at a time: a megabyte, however long the 
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """What all clients and the server of one sum agree on beforehand.
+    """The public facts that all clients and the server of one sum agree on beforehand.
 
     Args:
         name: Of this sum; no two may share one, since masks are derived from it.
-        clients: Everybody's number, from 1; with a roster all of it, also those that are not there.
-        threshold: How many must be there at the end; more than half. Null for more than two thirds.
+        clients: Everybody's number, from 1; with a roster all who are on it, connected or not.
+        threshold: How many must remain at the end; more than half. 0 for more than two thirds.
 
     Raises:
         ConfigurationError: There are fewer than three clients, or the threshold is out of range.
@@ -108,10 +109,10 @@ class Session:
 
 
 def threshold_for(least: int | None, clients: int) -> int:
-    """How many of so many clients a sum is of: ``federated.sum_threshold``, and never half of them or fewer.
+    """Return the threshold of a sum that so many clients begin: more than half of them, whatever the setting.
 
     Args:
-        least: The setting; null for more than two thirds.
+        least: ``federated.sum_threshold``; null for more than two thirds.
         clients: That begin the sum.
     """
     return 2 * clients // 3 + 1 if least is None else max(least, clients // 2 + 1)
@@ -119,7 +120,7 @@ def threshold_for(least: int | None, clients: int) -> int:
 
 @dataclass(frozen=True)
 class Keys:
-    """What a client advertises; ``signature`` is empty where there is no roster."""
+    """The keys that a client advertises; ``signature`` is empty where there is no roster."""
 
     client: int
     seal: bytes
@@ -129,7 +130,7 @@ class Keys:
 
 @dataclass(frozen=True)
 class Unmasking:
-    """What a client reveals at the end: a share for each of the others and itself."""
+    """The shares that a client reveals at the end, one for each of the others and itself."""
 
     client: int
     seeds: Mapping[int, bytes] = field(repr=False)
@@ -140,15 +141,15 @@ class Client:
     """One client's side of one sum; used once.
 
     Guarantees:
-        - What it sends before act 5 is uniformly distributed to whoever holds fewer than ``threshold`` views.
+        - Everything it sends before act 5 is uniformly distributed to anybody with fewer than ``threshold`` views.
         - It reveals, for any other client, a share of the seed or of the key, never of both.
-        - With a roster it signs one list, and reveals shares for one that ``threshold`` clients of it have signed.
+        - With a roster it signs one list, and reveals shares only for a list that ``threshold`` of its clients signed.
 
     Args:
         session: The sum.
         number: The client's own.
         identity: Its long-term signing key, 32 bytes; with it ``roster``, the public halves of everybody's by
-            number. Null takes the keys that the server relays on trust.
+            number. Null trusts the keys that the server relays.
         roster: See ``identity``.
     """
 
@@ -175,7 +176,7 @@ class Client:
         self._signed = b""
 
     def advertise(self) -> Keys:
-        """Act 1."""
+        """Act 1: return the public keys."""
         sealing, mask = public_of(self._seal), public_of(self._mask)
         signature = b""
         if self._identity is not None:
@@ -183,11 +184,11 @@ class Client:
         return Keys(self.number, sealing, mask, signature)
 
     def share(self, advertised: Iterable[Keys]) -> dict[int, bytes]:
-        """Act 2: a sealed pair of shares for every peer that advertised.
+        """Act 2: return a sealed pair of shares for every peer that advertised.
 
         Raises:
-            DataError: Fewer than ``threshold`` clients advertised, a number comes twice or is unknown, two clients
-                have one key, or a signature is not that of the roster; or it was asked before.
+            DataError: Fewer than ``threshold`` clients advertised, a number is repeated or unknown, two clients have
+                one key, or a signature is not by the key on the roster; or it was asked before.
         """
         if self._peers:
             raise DataError("This client has shared its secrets in this sum, and does so once.", kind="bad protocol")
@@ -213,11 +214,11 @@ class Client:
         return {peer: self._sealed(peer, seeds[peer] + keys_[peer]) for peer in holders if peer != self.number}
 
     def mask(self, words: Words, sealed: Mapping[int, bytes]) -> Words:
-        """Act 3: the vector under all its masks.
+        """Act 3: return the vector under all its masks.
 
         Args:
             words: The client's vector (`FixedPoint.encode`).
-            sealed: What each peer sealed for this client; peers that are missing are taken for gone.
+            sealed: The shares that each peer sealed for this client; missing peers have dropped out.
 
         Raises:
             DataError: Fewer than ``threshold`` clients shared, or a share does not open.
@@ -240,14 +241,13 @@ class Client:
         return total
 
     def statement(self, active: Iterable[int], dead: Iterable[int]) -> bytes:
-        """What is signed of the lists: they, the sum, its clients and threshold, the roster, and everybody's keys.
+        """Return the statement that is signed: the lists, the sum, its clients and threshold, the roster and all keys.
 
-        The keys stand for the sealed shares too: a client shares once under its keys, and nobody else can seal
-        between two honest ones.
+        The keys represent the sealed shares as well: a client shares once under its keys, and nobody else can seal
+        between two honest clients.
 
         Raises:
-            DataError: The lists are not disjoint, not those of act 3, lack this client, or leave fewer than
-                ``threshold``.
+            DataError: The lists overlap, are not those of act 3, lack this client, or leave fewer than ``threshold``.
         """
         alive, lost = self._checked(active, dead)
         keys = [part for one in sorted(self._peers) for part in (one, self._peers[one].seal, self._peers[one].mask)]
@@ -256,10 +256,10 @@ class Client:
         return _about(self.session, "lists") + hashlib.sha256(label(*parts)).digest()
 
     def sign(self, active: Iterable[int], dead: Iterable[int]) -> bytes:
-        """Act 4, where there is a roster: that these are the lists; of one sum no others.
+        """Act 4, with a roster: sign the lists; a client signs one pair of lists for each sum.
 
         Raises:
-            DataError: Of `statement`; or it has signed other lists.
+            DataError: As for `statement`; or it has signed other lists.
             ConfigurationError: There is no roster.
         """
         if self._identity is None:
@@ -273,15 +273,15 @@ class Client:
     def unmask(
         self, active: Iterable[int], dead: Iterable[int], signatures: Mapping[int, bytes] | None = None
     ) -> Unmasking:
-        """Act 5: a share of the seed of every client whose vector arrived, of the key of every one that was lost.
+        """Act 5: reveal a share of the seed of every client whose vector arrived, and of the key of every other one.
 
         Args:
-            active: Whose vectors arrived.
-            dead: Whose were lost.
+            active: Clients whose vectors arrived.
+            dead: Clients whose vectors were lost.
             signatures: Of act 4, by client; needed where there is a roster.
 
         Raises:
-            DataError: Of `statement`; it has signed other lists, fewer than ``threshold`` of the active clients
+            DataError: As for `statement`; it has signed other lists, fewer than ``threshold`` of the active clients
                 have signed these, or it was asked before.
         """
         if self._done:
@@ -294,7 +294,7 @@ class Client:
             if good < self.session.threshold or self._signed not in (b"", found):
                 raise DataError(
                     f"{good} clients signed the lists that the server names to this one, and {self.session.threshold} "
-                    "are needed: others may have been told others, and nothing is unmasked.",
+                    "are needed: other clients may have been given other lists, and nothing is unmasked.",
                     kind="lists not signed",
                 )
         self._done = True
@@ -320,7 +320,7 @@ class Client:
         return alive, lost
 
     def to_state(self) -> dict[str, Any]:
-        """All that the client knows, its secrets included, as plain words: for its owner's eyes and disk alone."""
+        """Return everything that the client knows as plain values, secrets included: only for its owner's disk."""
         peers = [[one.client, one.seal.hex(), one.mask.hex(), one.signature.hex()] for one in self._peers.values()]
         return {
             "seal": self._seal.hex(), "mask": self._mask.hex(), "seed": self._seed.hex(),
@@ -329,7 +329,7 @@ class Client:
         }  # fmt: skip
 
     def go_on(self, state: Mapping[str, Any]) -> Client:
-        """The client that `to_state` was asked for, in another process; its session is the same."""
+        """Restore what `to_state` returned in another process, for the same session; return the client."""
         self._seal, self._mask, self._seed = (bytes.fromhex(state[name]) for name in ("seal", "mask", "seed"))
         self._peers = {peer: Keys(peer, *map(bytes.fromhex, keys)) for peer, *keys in state["peers"]}
         self._held = {peer: (bytes.fromhex(seed), bytes.fromhex(key)) for peer, seed, key in state["held"]}
@@ -376,7 +376,7 @@ class Client:
 
 
 class Server:
-    """The server's side: relays, adds up, and takes the masks off.
+    """The server's side: relays, adds up, and removes the masks.
 
     Args:
         session: The sum.
@@ -389,7 +389,7 @@ class Server:
         self.masked: dict[int, Words] = {}
 
     def route(self, sealed: Mapping[int, Mapping[int, bytes]]) -> dict[int, dict[int, bytes]]:
-        """Sealed shares by sender as sealed shares by receiver, among those that shared."""
+        """Regroup sealed shares from sender to receiver, among the clients that shared."""
         self.sharers = set(sealed)
         return {
             receiver: {sender: boxes[receiver] for sender, boxes in sealed.items() if sender != receiver}
@@ -403,11 +403,11 @@ class Server:
 
     @property
     def dead(self) -> list[int]:
-        """Clients that shared their secrets, so that others masked against them, and sent no vector."""
+        """Clients that shared their secrets, so that others masked against them, but sent no vector."""
         return sorted(self.sharers - set(self.masked))
 
     def total(self, unmaskings: Iterable[Unmasking]) -> Words:
-        """The sum of the active clients' vectors.
+        """Remove the masks; return the sum of the active clients' vectors.
 
         Raises:
             DataError: Fewer than ``threshold`` clients unmasked, or a share was changed.
@@ -440,7 +440,7 @@ class Server:
 
 
 def add_stream(total: Words, key: bytes, *, subtract: bool = False) -> None:
-    """Add the ChaCha20 key stream under ``key`` to all words, in place; each key serves one sum alone."""
+    """Add the ChaCha20 key stream under ``key`` to all words, in place; each key serves a single sum."""
     starts = range(0, len(total), _PIECE)
     sizes = (4 * (min(start + _PIECE, len(total)) - start) for start in starts)
     for start, piece in zip(starts, key_stream(key, sizes), strict=True):
@@ -450,7 +450,7 @@ def add_stream(total: Words, key: bytes, *, subtract: bool = False) -> None:
 
 
 def pair_key(session: Session, own: bytes, other: bytes, one: int, two: int) -> bytes:
-    """The key of the mask between two clients, the same from either side."""
+    """Derive the key of the mask between two clients, the same from either side."""
     low, high = sorted((one, two))
     return agreed(own, other, salt=_SALT, info=_about(session, "mask", low, high))
 

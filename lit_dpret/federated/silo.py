@@ -1,7 +1,7 @@
-"""One client at work: what it does with the weights and requests that reach it, beside its own data.
+"""One client of a federation, beside its own data: its rounds of training, requests, answers and measures.
 
-Everything a transport has to move is an argument or a return value here; everything else stays in the silo's
-state folder: its ledgers, its personal query encoder, and what each round of training wrote.
+Everything that a transport has to move is an argument or a return value here; everything else stays in the silo's
+state folder: its ledgers, its personal query encoder, and the files of each round of training.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class SiloClient:
     Guarantees:
         - With ``privacy.eps`` set, everything that a method returns and that depends on queries is charged to the
           silo's ledger before it is returned, and nothing is returned that the budget does not cover.
-        - With ``train_on=synthetic`` nothing that is trained or sent is a function of the silo's own queries but
-          through its generator, which the ledger holds already.
+        - With ``train_on=synthetic`` everything that is trained or sent depends on the silo's own queries only through
+          its generator, which the ledger has counted already.
 
     Args:
         data: The client's folder (`lit_dpret.datamodules.silo_folder`).
@@ -67,13 +67,13 @@ class SiloClient:
         settings: Of the run, checked.
         make_module: Builds the model of each round; the encoder is public.
         secret_file: Keys the noise; null for the user's state folder.
-        credentials: The silo's signing key and the roster; needed with ``roster=true``, and used there alone.
-        ledgers: Folder of what was spent; null for one in ``state``. What is spent of a silo's queries composes over
-            all runs that are given the same folder, and over no others.
+        credentials: The silo's signing key and the roster; needed and used only with ``roster=true``.
+        ledgers: Folder of the ledgers; null for one in ``state``. Epsilon composes over all runs with the same folder,
+            and over no others.
 
     Raises:
-        ConfigurationError: Credentials are missing, or somebody else's; or the encoder was trained on private data, and
-            the silo counts what it spends.
+        ConfigurationError: Credentials are missing, or another silo's; or the silo has a budget, and the encoder was
+            trained on private data.
     """
 
     def __init__(
@@ -122,12 +122,12 @@ class SiloClient:
 
     @property
     def examples(self) -> int:
-        """|D_i|, the train queries: for the aggregation weight, and never in clear where people wrote them."""
+        """|D_i|, the number of train queries, for the aggregation weight; private where people wrote them."""
         return len(self.queries)
 
     @cached_property
     def model(self) -> tuple[Weights, int]:
-        """The weights before any training, and the dimensions of an embedding: the shape of whatever may arrive."""
+        """The weights before any training, and the dimensions of an embedding: the shapes that messages must have."""
         module = self._make(
             privacy=NoPrivacy(), optimizer_lr=self.settings.stage1.lr, towers="shared", passage_tower="trained",
             negatives=None,
@@ -137,11 +137,11 @@ class SiloClient:
     # -- stage 1 -------------------------------------------------------------------------------
 
     def train_shared(self, weights: Mapping[str, Tensor], number: int) -> Weights:
-        """One local epoch of stage 1 from the global weights; the weights after it, the same whenever it is asked.
+        """Train one local epoch of stage 1 from the global weights; return the same weights whenever it is asked.
 
         Args:
             weights: Of the server.
-            number: Of the round, counted over the warm-up as well.
+            number: Of the round, counting the warm-up as well.
 
         Raises:
             DataError: The round was served with other weights, or is over (`Served`).
@@ -168,7 +168,7 @@ class SiloClient:
         fit_epochs(module, data, attempt_folder(self.state / f"stage1-{number:03}"), callbacks=callbacks)
         found = take_weights(module)
         save_tensors(found, done)
-        # Of a round whose update is in the global model nobody asks again.
+        # Nobody asks again for a round whose update is in the global model.
         for passed in (self.state / f"stage1-{number - 1:03}.safetensors", self._optimizer_path(number - 1)):
             passed.unlink(missing_ok=True)
         return found
@@ -177,7 +177,7 @@ class SiloClient:
         return self.state / f"optimizer-{number:03}.pt"
 
     def _shared_negatives(self, number: int) -> list[NegativeSource]:
-        """What rows of a round of stage 1 are told from."""
+        """Return the sources of negatives of a round of stage 1."""
         stage, seed = self.settings.stage1, self._turn_seed("stage1", number)
         warm = stage.negatives == "static" and number < stage.warmup_rounds
         sources: list[NegativeSource] = [InBatchNegatives()] if stage.in_batch else []
@@ -192,18 +192,18 @@ class SiloClient:
         return sources
 
     def _turn_seed(self, kind: str, number: int) -> int:
-        """Public coins of one fit: each is a run of its own whose steps count from 0, and all shall draw anew."""
+        """Return the public seed of one fit: every fit counts its steps from 0, and each shall draw differently."""
         return int(coins(self.settings.seed, kind, number).integers(2**31))
 
     # -- stage 2 -------------------------------------------------------------------------------
 
     def request(self, weights: Mapping[str, Tensor], refresh: int) -> Tensor:
-        """The rows that other clients are asked with, ``(rows, dim)``; no row under ``request=none``.
+        """Return the rows that other clients are asked with, ``(rows, dim)``; no row under ``request=none``.
 
         Args:
-            weights: The global weights, the end of stage 1.
-            refresh: The number of the refresh; under a budget each of them is charged. Its rows are made once, with
-                the query encoder of that time, and kept.
+            weights: The global weights after stage 1.
+            refresh: The number of the refresh; under a budget each is charged. Its rows are computed once, with the
+                query encoder of that time, and kept.
         """
         stage = self.settings.stage2
         module = self._personal_module(weights)
@@ -232,7 +232,7 @@ class SiloClient:
         return rows
 
     def serve(self, weights: Mapping[str, Tensor], rows: Tensor, *, refresh: int) -> Block:
-        """The answer to another client's request."""
+        """Answer another client's request."""
         stage = self.settings.stage2
         candidates = self._candidates(weights)
         if not len(rows):
@@ -241,20 +241,20 @@ class SiloClient:
         return respond(self.name, rows, candidates, stage.top_k, send_as=stage.send_as)
 
     def has_personal(self, number: int) -> bool:
-        """Whether an epoch of stage 2 is finished."""
+        """Tell whether an epoch of stage 2 is finished."""
         return self._personal_path(number).is_file()
 
     def personalise(self, weights: Mapping[str, Tensor], pool: FedPool | None, number: int) -> None:
-        """One local epoch of the client's own query encoder, kept in its state folder.
+        """Train one local epoch of the client's own query encoder, which is kept in its state folder.
 
         Args:
-            weights: The global weights, the end of stage 1.
+            weights: The global weights after stage 1.
             pool: Of other clients' sentences; None for the client's own (``negatives=dynamic``), and between two
-                refreshes for what was answered last.
+                refreshes for the last answers.
             number: Of the epoch.
 
         Raises:
-            DataError: Nothing was answered yet.
+            DataError: There are no answers yet.
         """
         if self.has_personal(number):
             return
@@ -285,7 +285,7 @@ class SiloClient:
         split: str = "test",
         metrics: Sequence[str] = METRICS,
     ) -> dict[str, Values]:
-        """Measures of every query of a split, on the client's own collection; private, like the queries.
+        """Measure every query of a split on the client's own collection; the values are as private as the queries.
 
         Args:
             weights: The global weights; None for BM25.
@@ -305,17 +305,17 @@ class SiloClient:
     # -- privacy -------------------------------------------------------------------------------
 
     def epsilon(self) -> float | None:
-        """What was spent of the silo's queries so far; None where nothing is promised."""
+        """Return the epsilon that was spent of the silo's queries; None where nothing is promised."""
         return None if self.ledger is None else self.ledger.epsilon()
 
-    # -- pieces --------------------------------------------------------------------------------
+    # -- data and models -----------------------------------------------------------------------
 
     def _batch(self, size: int) -> int:
-        """A silo with fewer queries than a batch takes all of them; under a budget `SiloAccount` refuses it."""
+        """Return the batch size: all queries of a silo with fewer; under a budget `SiloAccount` refuses such a silo."""
         return size if self.settings.privacy.eps is not None else min(size, self.examples)
 
     def _datamodule(self, batch_size: int) -> PairsDataModule:
-        """What is trained on."""
+        """Return the training data: synthetic queries or the silo's own."""
         if self.synthetic is not None and self.settings.train_on == "synthetic":
             return SyntheticDataModule(
                 folder=self.synthetic.folder, expected_batch_size=batch_size, physical_batch_size=batch_size,
@@ -331,7 +331,7 @@ class SiloClient:
         )
 
     def _fresh(self, weights: Mapping[str, Tensor]) -> AS2DualEncoder:
-        """The global model, both towers."""
+        """Return the global model, both towers."""
         module = self._make(
             privacy=NoPrivacy(), optimizer_lr=self.settings.stage2.lr, towers="separate", passage_tower="frozen",
             negatives=None,
@@ -346,7 +346,7 @@ class SiloClient:
         privacy: PrivacyMode | None = None,
         negatives: list[NegativeSource] | None = None,
     ) -> AS2DualEncoder:
-        """The global model with the client's own query encoder, where it has one."""
+        """Return the global model with the client's own query encoder, where it has one."""
         module = self._make(
             privacy=privacy or NoPrivacy(), optimizer_lr=self.settings.stage2.lr, towers="separate",
             passage_tower="frozen", negatives=negatives,
@@ -362,14 +362,11 @@ class SiloClient:
 
     @property
     def _kind(self) -> str:
-        """What stage 2 keeps its files under: runs with other negatives can share a state folder and its stage 1."""
+        """The prefix of stage 2's files: runs with other negatives can share a state folder and its stage 1."""
         return f"personal-{self.settings.stage2.negatives}"
 
     def _embedded(self, weights: Mapping[str, Tensor], places: Sequence[int] | None = None) -> Tensor:
-        """Sentences of the collection by the global sentence encoder, all or some, and none with others beside them.
-
-        They are made once for each encoder.
-        """
+        """Embed all or some sentences of the collection by the global sentence encoder, once for each encoder."""
         module, texts = self._fresh(weights), self.collection.texts
         key, some = module.tower("passage").fingerprint(), None if places is None else tuple(places)
         found = self._sentences.get(some)
@@ -379,7 +376,7 @@ class SiloClient:
         return found[1]
 
     def _candidates(self, weights: Mapping[str, Tensor]) -> Tensor:
-        """What may be sent to others, by the kind of response."""
+        """Return the embeddings that may be sent to others, by the kind of response."""
         response = self.settings.stage2.response
         if response == "raw":
             return self._embedded(weights)

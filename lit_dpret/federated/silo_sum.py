@@ -1,12 +1,12 @@
-"""A silo's part in the secure sum of one round, on its disk between one message and the next.
+"""A silo's part in the secure sum of one round, kept on its disk between messages.
 
-A deployed silo runs each message in a new process, so its secrets of a round have to be somewhere. They are in one
-folder of its state, readable by its owner alone, from `begin` until the sum is unmasked, a new one begins, or the
-server goes on to something else (`forget`). A deleted file may still lie on the medium: that is the disk's affair.
+A deployed silo runs each message in a new process, so its secrets of a round are in one folder of its state, readable
+by its owner only, from `begin` until the sum is unmasked, a new one begins, or the server goes on to something else
+(`forget`). Deleted files may remain on the medium; that is left to the disk.
 
 **One update is in one sum.** Two sums of the same round over different silos would differ by single updates, and two
-lists of one sum show both secrets of a silo. So a silo agrees to one list in a round, whatever sum it belongs to, and
-has written down to which before it signs or reveals anything.
+lists of one sum would reveal both secrets of a silo. So a silo agrees to one list in a round, whatever sum it belongs
+to, and records that list before it signs or reveals anything.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ log = logging.getLogger("lit_dpret.federated")
 
 @dataclass(frozen=True, kw_only=True)
 class SumPlan:
-    """What the server says of a sum when it begins; part of every key and signature of it.
+    """The facts that the server states when a sum begins; part of all its keys and signatures.
 
     Args:
         run: Digest of the settings.
         round: Of stage 1.
         attempt: Drawn by the server, so that a round that is begun again is another sum.
         weights: Fingerprint of the global weights that all begin with.
-        clients: Everybody's number; with a roster of all who are on it.
+        clients: The numbers of all clients; with a roster of all who are on it.
     """
 
     run: str
@@ -56,10 +56,10 @@ class SumPlan:
     clients: tuple[int, ...]
 
     def session(self, least: int | None) -> Session:
-        """The sum, with the threshold that follows from the settings (``sum_threshold``).
+        """Return the session, with the threshold that follows from ``sum_threshold``.
 
         Raises:
-            DataError: So few silos, or such a threshold, would protect nobody.
+            DataError: With so few silos or such a threshold nobody would be protected.
         """
         name = f"stage 1, round {self.round}, attempt {self.attempt} of run {self.run} from {self.weights}"
         try:
@@ -69,9 +69,9 @@ class SumPlan:
 
 
 def _one_at_a_time(act: Callable[..., Any]) -> Callable[..., Any]:
-    """Let one act on a silo's state folder end before the next one begins, whichever process it runs in.
+    """Serialise acts on a silo's state folder over all processes.
 
-    A server that sends one message several times at once would else have each answered from the same state.
+    Otherwise a server that sends one message several times at once would have each answered from the same state.
     """
 
     @wraps(act)
@@ -89,15 +89,15 @@ def _one_at_a_time(act: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class SiloSum:
-    """One silo's side, act by act.
+    """One silo's side of the secure sum, act by act.
 
     Guarantees:
-        - Secrets are on the disk while the round lives, for the owner of the silo alone, and are deleted before the
+        - Secrets are on the disk during the round, readable by the silo's owner only, and are deleted before the
           answer that ends it is given.
-        - It signs one list of survivors for each round, and unmasks it once, also after a restart; what it refuses
-          changes nothing.
-        - Under ``federated.roster`` it takes part in sums of the whole roster alone, under the numbers that this gives,
-          whatever the server says, and reveals shares for a list that enough of it have signed.
+        - It signs one list of survivors for each round, and unmasks it once, also after a restart; a refusal changes
+          nothing.
+        - Under ``federated.roster`` it takes part only in sums of the whole roster, under the numbers of the roster,
+          whatever the server says, and reveals shares only for a list that enough silos have signed.
 
     Args:
         state: The silo's state folder.
@@ -115,18 +115,18 @@ class SiloSum:
     def begin(
         self, plan: SumPlan, number: int, start: Mapping[str, Tensor], update: Mapping[str, Tensor], *, examples: int
     ) -> Keys:
-        """Act 1: keep the vector of this round, and advertise keys; a sum that was begun before is given up.
+        """Act 1: keep the vector of this round, and advertise keys; an earlier sum is given up.
 
         Args:
             plan: Of the server.
-            number: This silo's, as the server says.
+            number: This silo's, as the server states it.
             start: The global weights.
             update: The silo's weights after the round.
-            examples: Its train queries, for its weight; they go under the masks alone.
+            examples: Its number of train queries, for its weight, which is masked as well.
 
         Raises:
-            DataError: The silo has agreed to a list of this round already, is not who the server says, or its update
-                has no numbers or is longer than ``federated.update_norm`` allows.
+            DataError: The silo has agreed to a list of this round already, has another number, or its update is not
+                finite or longer than ``federated.update_norm`` allows.
         """
         self.forget()
         if self._list_of(plan.round).is_file():
@@ -146,7 +146,7 @@ class SiloSum:
 
     @_one_at_a_time
     def share(self, attempt: str, keys: Iterable[Keys]) -> dict[int, bytes]:
-        """Act 2: sealed shares of the silo's secrets, by receiver."""
+        """Act 2: return sealed shares of the silo's secrets, by receiver."""
         plan, client = self._known(attempt)
         found = client.share(keys)
         self._keep(plan, client)
@@ -154,7 +154,7 @@ class SiloSum:
 
     @_one_at_a_time
     def mask(self, attempt: str, sealed: Mapping[int, bytes]) -> Words:
-        """Act 3: the vector under its masks, once."""
+        """Act 3: return the masked vector, once."""
         plan, client = self._known(attempt)
         if not self._words.is_file():
             raise DataError("This silo has sent its vector in this sum, and does so once.", kind="bad protocol")
@@ -166,10 +166,10 @@ class SiloSum:
 
     @_one_at_a_time
     def sign(self, attempt: str, active: Iterable[int], dead: Iterable[int]) -> bytes:
-        """Act 4, with a roster: a signature over who is left and who was lost.
+        """Act 4, with a roster: sign who is left and who was lost.
 
         Raises:
-            DataError: The silo has agreed to another list of this round, or the lists are none (`Client.statement`).
+            DataError: The silo has agreed to another list of this round, or the lists are refused (`Client.statement`).
         """
         plan, client = self._known(attempt)
         alive, lost = set(active), set(dead)
@@ -182,7 +182,7 @@ class SiloSum:
     def unmask(
         self, attempt: str, active: Iterable[int], dead: Iterable[int], signatures: Mapping[int, bytes] | None = None
     ) -> Unmasking:
-        """Act 5: shares of what takes the masks off the sum; the silo's secrets of this round are gone after it."""
+        """Act 5: reveal the shares that unmask the sum, and delete the silo's secrets of this round."""
         plan, client = self._known(attempt)
         alive, lost = set(active), set(dead)
         statement = client.statement(alive, lost)
@@ -192,7 +192,7 @@ class SiloSum:
         return found
 
     def forget(self) -> None:
-        """Delete what is left of a sum."""
+        """Delete the secrets of a sum."""
         for path in (self._secrets, self._words):
             path.unlink(missing_ok=True)
 
@@ -215,12 +215,12 @@ class SiloSum:
             if plan.attempt == attempt:
                 return plan, self._client(plan, facts["number"]).go_on(facts["client"])
         raise DataError(
-            "This silo has no secrets of the sum that the server names: it was unmasked, or given up.",
+            "This silo has no secrets of the sum that the server names: it was unmasked or given up.",
             kind="no such sum",
         )
 
     def _list_of(self, number: int) -> Path:
-        """Where it is written down to which list of a round the silo has agreed."""
+        """Return the file that records which list of a round the silo has agreed to."""
         return self._agreed / f"round-{number:03}"
 
     def _agree(self, plan: SumPlan, statement: bytes) -> None:

@@ -1,19 +1,18 @@
-"""Queries that a silo's own DP generator wrote, in the place of its people's: made, checked, and paid for once.
+"""Synthetic queries by a silo's own DP generator in place of its people's queries: written, verified, charged once.
 
 A silo trains a query generator on its pairs under its own ledger, and lets it write queries for sentences that it
-declares public. What is made of these costs nothing more, however often (post-processing; Dwork and Roth 2014,
-proposition 2.1), so they serve two ends:
+declares public. Using these costs nothing more, however often (post-processing; Dwork and Roth 2014, proposition 2.1),
+so they serve two ends:
 
-* ``response=synthetic``: other silos are answered with the sentence encoder's embeddings of these queries. A negative
-  is then a *question* where the paper has a sentence: something near to the asker's questions that answers none of
-  them. The generator writes queries from sentences and nothing the other way, so there is no synthetic sentence to
-  send; and the sentences that it read are public, which ``response=public`` sends as they are.
+* ``response=synthetic``: other silos get the sentence encoder's embeddings of these queries. A negative is then a
+  *question* where the paper has a sentence: near to the asker's questions, and no answer to them. There is no synthetic
+  sentence to send, since the generator writes queries only; and ``response=public`` sends the sentences that it read.
 * ``train_on=synthetic``: both stages train on these queries with their public sentences, and the silo's own queries are
-  never looked at again. Then its requests may be exact, for they are made of synthetic queries too.
+  never read again. Then its requests may be exact, since they are embeddings of synthetic queries too.
 
-A card that lies beside a file proves nothing by lying there. Before the first text is used, the whole chain from the
-data set to the generator's run is verified; and under a budget the run must be charged to this very silo's ledger, so
-that generator, rounds and requests are one epsilon. The queries of one silo are one data set for all of them: they add.
+A card beside a file proves nothing by itself. Before the first text is used, the whole chain from the data set to the
+generator's run is verified; and under a budget the run must be charged to this silo's own ledger, so that generator,
+rounds and requests compose to one epsilon.
 """
 
 from __future__ import annotations
@@ -56,8 +55,8 @@ class SyntheticSet:
     Attributes:
         folder: Where they lie.
         texts: The queries, each once.
-        claim: What their card promises, in a line.
-        releases: What they cost this silo's budget, already charged; none where there is no budget.
+        claim: The claim of their card, in a line.
+        releases: Their charges to this silo's ledger; empty where there is no budget.
     """
 
     folder: Path
@@ -70,16 +69,16 @@ class SyntheticSet:
 
 
 def public_sentences(folder: Path) -> dict[str, str]:
-    """Text by id of the sentences that the silo declares public, one id in a line of ``public_sids.txt``.
+    """Return the sentences, by id, that the silo declares public: one id in each line of ``public_sids.txt``.
 
     Raises:
-        DataError: There is no such file, or it names none of the collection.
+        DataError: There is no such file, or it names no sentence of the collection.
     """
     path = folder / PUBLIC
     if not path.is_file():
         raise DataError(
-            f"{path} is missing: it lists the ids of the silo's public sentences, one in a line, and nothing says of "
-            "any other that it may be told. Write it, or choose another federated.stage2.response."
+            f"{path} is missing: it lists the ids of the silo's public sentences, one in a line, and no "
+            "other sentence may be shown. Write it, or choose another federated.stage2.response."
         )
     ids = set(path.read_text(encoding="utf-8").split())
     found = {sid: text for sid, text in SiloDataModule(folder=folder).silo.sentences.items() if sid in ids}
@@ -105,9 +104,9 @@ def train_generator(
 
     Guarantees:
         - No noise is drawn that the silo's budget does not cover beside everything else in its ledger.
-        - The run's card states the generator's epsilon alone; the ledger composes it with the rest.
-        - A generator that is finished is not trained again. One that was killed stays charged, and another is trained
-          only if the budget covers both.
+        - The run's card states only the generator's epsilon; the ledger composes it with the rest.
+        - A finished generator is not trained again. One that was killed stays charged, and another is trained only if
+          the budget covers both.
 
     Args:
         silo: The client's folder.
@@ -127,7 +126,7 @@ def train_generator(
     Raises:
         ConfigurationError: A number is out of range, or no noise gives ``eps``.
         BudgetExceededError: The ledger does not cover it.
-        ResumeError: There is one that was trained with other settings.
+        ResumeError: The state folder has a generator of other settings.
     """
     privacy, root = settings.privacy, Path(state) / GENERATOR
     data, budget = check_generator(silo, settings, eps=eps, epochs=epochs, batch_size=batch_size)
@@ -151,7 +150,7 @@ def train_generator(
 
 
 def finished_generator(state: str | Path) -> Path | None:
-    """The run folder of the generator that was trained in a silo's state folder; None where none is finished."""
+    """Return the run folder of the finished generator in a silo's state folder; None where there is none."""
     runs = sorted((Path(state) / GENERATOR).glob("attempt-*"))
     return next((run for run in runs if (run / MODEL_FOLDER / CARD_NAME).is_file()), None)
 
@@ -159,7 +158,7 @@ def finished_generator(state: str | Path) -> Path | None:
 def check_generator(
     silo: str | Path, settings: PddAs2, *, eps: float, epochs: int, batch_size: int
 ) -> tuple[SiloDataModule, PrivacyBudget]:
-    """Refuse what `train_generator` could not train; what it trains on, and the silo's whole budget.
+    """Refuse what `train_generator` could not train; return what it trains on, and the silo's whole budget.
 
     Raises:
         ConfigurationError: A number is out of range, or there is no budget.
@@ -185,8 +184,8 @@ def check_generator(
 def write_synthetic(silo: str | Path, generator: str | Path, **decoding: Any) -> Path:
     """Let a silo's generator write queries for its public sentences, into the silo's folder.
 
-    A query tells of the sentence that it was written for, and the generator's claim protects queries, no sentences.
-    So it is shown those sentences alone that the silo declares public.
+    A query reveals the sentence that it was written for, and the generator's claim protects queries, not sentences. So
+    the generator sees only sentences that the silo declares public.
 
     Args:
         silo: The client's folder; it holds ``public_sids.txt``.
@@ -210,31 +209,31 @@ def read_synthetic(
     ledger: SiloLedger | None,
     near: Sequence[str | Path] = (),
 ) -> SyntheticSet:
-    """The synthetic queries of a silo, if all that they claim holds.
+    """Read the synthetic queries of a silo, and verify everything that they claim.
 
     Guarantees, after it returns:
         - The files are those that the card describes, the card follows from the generator's ledger by an unbroken
           chain, and no audit contradicts it.
         - No query was written for a sentence of the collection that is not declared public.
-        - With a budget: unit and neighbours are the budget's, and the generator's run is charged to ``ledger``, so that
-          whatever is composed there counts it once.
+        - With a budget: unit and neighbours are those of the budget, and the generator's run is charged to ``ledger``
+          once.
 
     Args:
         silo: The client's folder, with ``synthetic/``.
         budget: Of the silo; None where the federation promises nothing.
         ledger: Of the silo; None without a budget.
-        near: Where to look for the generator's card and ledger besides around the data set.
+        near: Further folders to look for the generator's card and ledger in.
 
     Raises:
-        DataError: There is no such set, or it is not what its card describes.
+        DataError: There is no such set, or it differs from its card.
         PrivateDataError: The card does not cover what would be sent.
     """
     folder = Path(silo) / SYNTHETIC
     path = folder / CARD_NAME
     if not path.is_file():
         raise DataError(
-            f"{_WHERE} are looked for in {folder}, and there is no {CARD_NAME}: without one nothing says what they "
-            "give away. Make them with task=federated_generators, or choose another federated.stage2.response."
+            f"{_WHERE} are looked for in {folder}, and there is no {CARD_NAME}: without one nobody knows what they "
+            "reveal. Make them with task=federated_generators, or choose another federated.stage2.response."
         )
     found = verify_chain(path, parents=[place for place in near if Path(place).exists()])
     if found.failed:
@@ -252,16 +251,9 @@ def read_synthetic(
 
 
 def check_generated(silo: str | Path, state: str | Path, settings: PddAs2) -> SyntheticSet:
-    """What a silo's rounds will read of its generator, verified before anything is started.
+    """Read the synthetic queries of a silo as its rounds will (`read_synthetic`), before anything is started.
 
-    Args:
-        silo: The client's folder.
-        state: Of the client, with the ledger that its rounds are charged to.
-        settings: Of the federation.
-
-    Raises:
-        DataError: As `read_synthetic`.
-        PrivateDataError: The same.
+    ``state`` is the client's state folder, with the ledger that its rounds are charged to.
     """
     privacy = settings.privacy
     if privacy.eps is None:
@@ -323,7 +315,7 @@ def _require_claim(card: Mapping[str, Any], budget: PrivacyBudget | None, folder
 
 
 def _texts(silo: Path, folder: Path) -> list[str]:
-    """The queries, once it is sure that they tell of public sentences alone."""
+    """Return the queries; refuse a set that was written for sentences which are not public."""
     found = folder_parts(str(folder))
     read = read_parts(**found)
     texts = list(dict.fromkeys(text for text in read.queries.values() if text.strip()))
@@ -336,7 +328,7 @@ def _texts(silo: Path, folder: Path) -> list[str]:
     if hidden:
         raise PrivateDataError(
             f"{folder}: {hidden} sentences that queries were written for are not among those that {PUBLIC} declares "
-            "public. A query tells of its sentence, and the generator's claim protects none. Write the set anew."
+            "public. A query reveals its sentence, which the generator's claim does not protect. Write the set again."
         )
     return texts
 
@@ -348,6 +340,6 @@ def _charged(
     lineage.look_near(path)
     found = lineage.ledger(card, path)
     if found is None:
-        raise PrivateDataError(f"{folder}: the ledger of its generator was not found, so nobody can say what it cost.")
+        raise PrivateDataError(f"{folder}: the ledger of its generator was not found, so its cost is unknown.")
     records = PrivacyLedger.read(found).records
     return ledger.require_charged(records, f"The generator of {folder}")

@@ -1,6 +1,6 @@
-"""The rows of the paper's Table 1, each as something that can be run once for every seed.
+"""The rows of the paper's Table 1, each as a system that is run once for every seed.
 
-Stage 1 is run once for a seed; the systems that build on it go on from there. What is compared with a federation is
+Stage 1 is run once for a seed; the systems that build on it continue from there. The baselines without a federation are
 trained with the same losses, for as many epochs as the federation has rounds.
 """
 
@@ -59,7 +59,7 @@ class SystemResult:
 
     Attributes:
         values: Of each client and measure, one value for each query.
-        epsilon: What each silo spent of its queries for this system, stage 1 included; None promises nothing.
+        epsilon: Spent by each silo for this system, stage 1 included; None promises nothing.
         sent: Bytes by silo and phase.
         faults: Clients whose answers were left out, and why.
         cpu_seconds: Of this process.
@@ -195,7 +195,7 @@ def check_systems(systems: Sequence[str]) -> list[System]:
     """Return the systems in the order of the paper's table.
 
     Raises:
-        ConfigurationError: One is unknown or named twice, or there is none.
+        ConfigurationError: A system is unknown or repeated, or the list is empty.
     """
     unknown = sorted(set(systems) - set(SYSTEMS))
     if unknown or not systems or max(Counter(systems).values()) > 1:
@@ -252,7 +252,7 @@ def trained_alone(
 ) -> PerClient:
     """Return what a system reaches that needs no federation, measured on each silo's own collection.
 
-    What trains is a `SiloClient` without a server: the losses, negatives and batches of stage 1, as many epochs as the
+    A `SiloClient` trains without a server: the losses, negatives and batches of stage 1, as many epochs as the
     federation has rounds, and no budget, since nothing leaves the silo.
 
     Guarantees:

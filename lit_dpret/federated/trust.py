@@ -1,4 +1,4 @@
-"""Who sees what in clear: a table that follows from the settings, for the report and for whoever must sign it."""
+"""Who sees what in clear: a table that follows from the settings, for reports and for whoever approves a run."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Sight:
 
     Attributes:
         what: The thing.
-        server: What the server, which relays everything, sees of it.
-        silos: What the other silos see of it.
-        protection: What limits the harm, or that nothing does.
+        server: The part that the server, which relays everything, can read.
+        silos: The part that the other silos can read.
+        protection: The guarantee that limits the harm, or that there is none.
     """
 
     what: str
@@ -28,10 +28,10 @@ _NONE = "none: in clear"
 
 
 def sights(run: PddAs2) -> list[Sight]:
-    """Everything that leaves a silo under these settings; nothing that is not listed does.
+    """Return everything that leaves a silo under these settings; nothing else does.
 
-    Without ``seal``, what a silo sees of another the server has relayed, and seen. Keys are the word of the server
-    unless there is a ``roster``.
+    Without ``seal`` the server can read whatever it relays between silos. Without a ``roster`` the server is trusted to
+    map keys to silos.
     """
     eps = run.privacy.eps
     made = "made of queries that the silo's DP generator wrote: its privacy card"
@@ -88,7 +88,7 @@ def _keys(run: PddAs2) -> str:
 
 
 def _relayed(run: PddAs2, seen: str, limit: str) -> tuple[str, str]:
-    """What the server sees of something between two silos, and what protects it."""
+    """Return what the server sees of something between two silos, and what protects it."""
     if not run.seal:
         return seen, limit
     against = "against the silos: " if limit.startswith(_NONE) else ""
@@ -129,7 +129,7 @@ def _response(run: PddAs2) -> Sight:
 
 
 def trust_table(run: PddAs2) -> str:
-    """`sights` as a Markdown table."""
+    """Return `sights` as a Markdown table."""
     lines = ["| what leaves a silo | the server sees | other silos see | protection |", "| --- | --- | --- | --- |"]
     lines += [f"| {one.what} | {one.server} | {one.silos} | {one.protection} |" for one in sights(run)]
     return "\n".join(lines)

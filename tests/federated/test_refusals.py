@@ -139,10 +139,10 @@ def test_every_setting_that_is_refused_under_a_budget_shows_in_the_table_without
 @pytest.mark.parametrize(
     ("knob", "value"),
     [("clients", "3"), ("entities", "many"), ("questions", 1.5), ("hubs", "0"), ("duplicates", -1), ("seed", True),
-     ("common", "false"), ("shared", "0.5"), ("skew", "abc"), ("skew", float("nan"))],
+     ("common", "false"), ("shared", "half"), ("skew", "abc"), ("skew", float("nan"))],
 )  # fmt: skip
 def test_sizes_of_planted_silos_that_are_no_numbers_are_refused_with_the_setting(knob: str, value: Any) -> None:
-    with pytest.raises(ConfigurationError, match=rf"task\.planted\.{knob}={value!r}"):
+    with pytest.raises(ConfigurationError, match=rf"planted\.{knob}={value!r}"):
         Planted(**{knob: value})
-    with pytest.raises(ConfigurationError, match=rf"federated\.planted\.{knob}={value!r}"):
+    with pytest.raises(ConfigurationError, match=rf"planted\.{knob}={value!r}"):
         FederationPlan(silos="planted", planted={knob: value})

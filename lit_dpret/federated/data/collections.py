@@ -34,7 +34,7 @@ def silos_by_domain(
     max_passages: int | None = None,
     seed: int | None = None,
 ) -> list[Silo]:
-    """One client for each domain of the queries, the largest first.
+    """Make one client for each domain of the queries, the largest first.
 
     A client's passages are those of its domain (`Collection.passage_domains`) and those that answer its
     queries; a passage that answers in two domains is in both. Splits stay as they are.
@@ -76,7 +76,7 @@ def silos_by_domain(
 
 
 def _place(seed: int | None, name: str) -> tuple[str, str]:
-    """Where a record stands in the order of a sample: a function of its id and a public seed alone."""
+    """Return a record's place in the order of a sample: a function only of its id and a public seed."""
     return ("" if seed is None else hashlib.sha256(f"{seed}/{name}".encode()).hexdigest(), name)
 
 
@@ -114,7 +114,7 @@ def _silo(collection: Collection, domain: str, queries: list[SiloQuery], limit: 
 
 
 def silo_of(name: str, passages: Mapping[str, str], queries: list[SiloQuery]) -> Silo:
-    """A silo whose queries are answered by passages, and so by each of their sentences."""
+    """Make a silo whose queries are answered by passages, and so by each of their sentences."""
     sentences: dict[str, str] = {}
     passage_of: dict[str, str] = {}
     of_passage: dict[str, tuple[str, ...]] = {}
@@ -132,7 +132,7 @@ def silo_of(name: str, passages: Mapping[str, str], queries: list[SiloQuery]) ->
 
 
 def safe_name(domain: str) -> str:
-    """A domain as the name of a folder.
+    """Turn a domain into the name of a folder.
 
     Example:
         >>> safe_name("7_SeniorHealth QA"), safe_name("Café/Bar")
@@ -145,7 +145,7 @@ def safe_name(domain: str) -> str:
 
 
 def merged_silo(silos: Sequence[Silo], *, name: str = "central") -> Silo:
-    """The union of the silos; ids carry the client's name, since two clients may use one id."""
+    """Merge silos into one, the upper bound of a federation; ids carry the client's name, since they may collide."""
 
     def of(client: str, found: str) -> str:
         return f"{client}.{found}"
@@ -167,14 +167,13 @@ TRAIN = "train"
 
 
 def pseudo_silo(silo: Silo) -> Silo:
-    """The silo with one pseudo-query a passage for its train queries; dev and test queries stay, to measure with.
+    """Replace a silo's train queries by one pseudo-query for each passage; dev and test queries stay.
 
-    A pseudo-query is answered by the sentence of its passage that has most of its words, which it was made of, and by
-    no other: the sentences beside it say other things.
+    A pseudo-query is answered only by the sentence of its passage that has most of its words, which it was made of.
 
     Guarantees:
-        - Given the sentences, no train query has a say in what is trained on: with others, or other answers to them,
-          the result is the same. Where a collection was chosen by its queries, that choice remains.
+        - Given the sentences, the result does not depend on train queries or their answers. Where a collection was
+          chosen by its queries, that choice remains.
     """
     of_passage: dict[str, dict[str, str]] = {}
     for sid, text in silo.sentences.items():

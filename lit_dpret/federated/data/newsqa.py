@@ -34,7 +34,7 @@ _WORLD = {"asia", "asiapcf", "europe", "africa", "middleeast", "meast", "america
 
 
 def section_of(url: str, *, merge_world: bool = False) -> str | None:
-    """The genre in a story's address; None where there is none.
+    """Return the genre in a story's address; None where there is none.
 
     Two forms are read: ``cnn.com/YYYY/SECTION/...``, and from 2013 on ``cnn.com/YYYY/MM/DD/section/...``.
 
@@ -61,12 +61,12 @@ def section_of(url: str, *, merge_world: bool = False) -> str | None:
 
 
 def story_id(url: str) -> str:
-    """The id of the story at an address: its SHA-1, as the makers of the CNN corpus chose."""
+    """Return the id of the story at an address: its SHA-1, as the makers of the CNN corpus chose."""
     return hashlib.sha1(url.strip().encode("utf-8"), usedforsecurity=False).hexdigest()
 
 
 def read_genres(folder: str | Path, *, merge_world: bool = False) -> dict[str, str]:
-    """Genre by story id, of all ``*.txt`` lists of addresses in a folder.
+    """Read the genre by story id, of all ``*.txt`` lists of addresses in a folder.
 
     Raises:
         DataError: There is no such list, or no address in them has a section.
@@ -93,7 +93,7 @@ def read_genres(folder: str | Path, *, merge_world: bool = False) -> dict[str, s
 def read_newsqa(
     combined: str | Path, genres: Mapping[str, str]
 ) -> tuple[dict[str, tuple[str, str]], list[Question], dict[str, int]]:
-    """Stories and answered questions of ``combined-newsqa-data-v1.json``.
+    """Read stories and answered questions of ``combined-newsqa-data-v1.json``.
 
     Args:
         combined: The file.

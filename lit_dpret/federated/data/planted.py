@@ -20,7 +20,7 @@ from lit_dpret.federated.settings import require_number, require_switch, require
 
 @dataclass(frozen=True, kw_only=True)
 class Planted:
-    """How large the planted silos are.
+    """Sizes of the planted silos.
 
     Args:
         clients: How many.
@@ -30,9 +30,9 @@ class Planted:
         questions: Attributes that are asked about of each entity.
         phrasings: How often each is asked, in other words.
         hubs: Hub sentences of each client.
-        duplicates: Further sentences that tell the same in almost the same words, for each that is told. Test and
-            dev questions are judged for all of them, train questions for the first alone, as real labels are: the
-            others are false negatives that a search of the own collection finds.
+        duplicates: Further sentences that tell the same in almost the same words, for each attribute. Test and dev
+            questions are judged for all of them, train questions only for the first, as real labels are: the others
+            are false negatives that a search of the own collection finds.
         common: The clients tell of the same entities, each of other attributes: what is near to a question is then
             in other collections rather than in its own, as fed-negatives suppose.
         shared: The share of dialect words that mean the same everywhere.
@@ -80,14 +80,14 @@ _VALUES = tuple(f"value{i}" for i in range(16))
 
 
 def planted_words(size: Planted) -> list[str]:
-    """Every word that can occur, in order: a public vocabulary for a word tokenizer."""
+    """Return every word that can occur, in order: a public vocabulary for a word tokenizer."""
     entities = list(dict.fromkeys(_entity(size, c, e) for c in range(size.clients) for e in range(size.entities)))
     kinds = [f"{kind}{i}" for kind in ("attribute", "dialect") for i in range(size.attributes)]
     return [*_FILLERS, *_VALUES, *kinds, *entities]
 
 
 def planted_silos(size: Planted) -> list[Silo]:
-    """The silos, each with train, dev and test questions about every entity's attributes.
+    """Make the silos, each with train, dev and test questions about every entity's attributes.
 
     Guarantees:
         - The same for the same ``size`` on every machine.
@@ -97,7 +97,7 @@ def planted_silos(size: Planted) -> list[Silo]:
 
 
 def meaning(size: Planted, client: int) -> list[int]:
-    """The attribute that each dialect word means at one client."""
+    """Return the attribute that each dialect word means at one client."""
     fixed = round(size.shared * size.attributes)
     # A rotation by the client's number: no two clients of at most `attributes - fixed` agree on any word.
     free = list(range(fixed, size.attributes))
@@ -145,7 +145,7 @@ def _silo(size: Planted, client: int) -> Silo:
 
 
 def _split(size: Planted, client: int, entity: int, number: int) -> str:
-    """Common entities are held out whole, at each client others; else one question of each is held out."""
+    """Hold out whole entities where they are common, other ones at each client; else one question of each."""
     if size.common:
         place = (entity + client) % 8
         return "test" if place in (0, 4) else "dev" if place == 5 else "train"
@@ -157,7 +157,7 @@ def _entity(size: Planted, client: int, entity: int) -> str:
 
 
 def _told(size: Planted, client: int, entity: int) -> list[int]:
-    """The attributes that a client's passage tells; with common entities no two clients tell the same one."""
+    """Draw the attributes that a client's passage tells; with common entities no two clients tell the same one."""
     key, first = (0, client * size.told) if size.common else (client + 1, 0)
     order: list[int] = np.random.default_rng((size.seed, key, entity)).permutation(size.attributes).tolist()
     return order[first : first + size.told]

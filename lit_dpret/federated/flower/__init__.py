@@ -1,8 +1,8 @@
-"""PDD-AS2 as a pair of Flower apps. The apps move weights and embeddings; all that is learned is learned elsewhere.
+"""PDD-AS2 as a pair of Flower apps. The apps move weights and embeddings; learning happens in `SiloClient`.
 
-Flower reports its use to its makers unless told not to, and reads what it is told while it is imported. So the
-first thing that this package does is to say no: import it before ``flwr``. Its commands also ask a server of its makers
-for newer versions, and tell it version, system and process to do so: a variable of its own says no to that.
+Flower and Ray report their use to their makers unless environment variables, which Flower reads while it is imported,
+say otherwise. This package sets them first: import it before ``flwr``. Flower's commands also send version, system and
+process to a server to ask for newer versions; another variable prevents that.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _UPDATE_CHECK = "FLWR_DISABLE_UPDATE_CHECK"
 
 
 def silent_environment() -> dict[str, str]:
-    """This process's environment, in which Flower's commands report nothing to anybody."""
+    """Return this process's environment with all reports of Flower's commands switched off."""
     return {**os.environ, **dict.fromkeys(_REPORTS, "0"), _UPDATE_CHECK: "1"}
 
 
 def _be_silent() -> None:
-    """Switch off reports of use, and say aloud where somebody switched them on."""
+    """Switch off reports of use, and warn where somebody switched them on."""
     os.environ.setdefault(_UPDATE_CHECK, "1")
     for variable, who in _REPORTS.items():
         if os.environ.setdefault(variable, "0") != "0":

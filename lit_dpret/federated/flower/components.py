@@ -1,8 +1,8 @@
-"""The two apps under names that Flower can load: what ``deploy/flower/pyproject.toml`` points to.
+"""The two apps under names that Flower can load; ``deploy/flower/pyproject.toml`` points to them.
 
-What a run asks for reaches the server's app as one YAML string in its run configuration. What a silo does is decided
-by a document beside its data, whose place the node's own operator gave (``--node-config 'silo="FILE"'``): nothing of it
-comes with a message.
+The request for a run reaches the server's app as one YAML string in its run configuration. A silo acts by a document
+beside its data, whose path the node's own operator gave (``--node-config 'silo="FILE"'``): none of it comes with a
+message.
 """
 
 from __future__ import annotations
@@ -30,11 +30,7 @@ _choices: dict[Path, SiloSettings] = {}
 
 
 def silo_settings(context: Context) -> SiloSettings:
-    """What the owner of this node decided.
-
-    Raises:
-        ConfigurationError: The node was started without the place of a document, or the document is wrong.
-    """
+    """Read the document of this node's owner; refuse a node that was started without one."""
     place = context.node_config.get("silo")
     if not isinstance(place, str) or not place:
         raise ConfigurationError(
@@ -44,7 +40,7 @@ def silo_settings(context: Context) -> SiloSettings:
 
 
 def make_silo(context: Context) -> SiloClient:
-    """The silo of this node."""
+    """Build the silo of this node."""
     settings = silo_settings(context)
     client = settings.client()
     _choices[client.state] = settings
@@ -52,7 +48,7 @@ def make_silo(context: Context) -> SiloClient:
 
 
 def server_folder(name: str) -> Path:
-    """Where a server keeps a run: below a folder that its operator chose (``$LIT_DPRET_FEDERATIONS``)."""
+    """Return where a server keeps a run: below a folder of its operator (``$LIT_DPRET_FEDERATIONS``)."""
     chosen = os.environ.get(SERVER_FOLDER)
     return (Path(chosen) if chosen else default_secret_file().parent / "federations") / name
 
@@ -67,7 +63,7 @@ server_app = ServerApp()
 
 @server_app.main()  # type: ignore[untyped-decorator]
 def serve(grid: Grid, context: Context) -> None:
-    """Run what the run configuration asks for; say the result, or the refusal, as one line of the log."""
+    """Run the request in the run configuration; print the result, or the refusal, as one line of the log."""
     try:
         text = context.run_config.get(RUN_CONFIG)
         request = read_run_request(text if isinstance(text, str) else "")

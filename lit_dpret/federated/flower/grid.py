@@ -1,9 +1,8 @@
 """A Flower grid without a server: every node in this process, one after the other, as if they were far away.
 
-The same apps run on it as on a SuperLink. What differs between the two would hide errors, so nothing is shared here:
-each message is turned into bytes and read again, a node's context is stored and read between messages, a node that
-raises answers with an error, and one that is gone is answered for by the server. What would take time (a late answer,
-a silent node) takes none.
+The same apps run on it as on a SuperLink. A difference between the two could hide errors, so nothing is shared here:
+each message is serialised and read again, a node's context is stored and read between messages, a node that raises
+answers with an error, and the server answers for one that is gone. Late answers and silent nodes cost no time.
 """
 
 from __future__ import annotations
@@ -58,13 +57,13 @@ class InProcessGrid(Grid):  # type: ignore[misc]
 
     Guarantees:
         - No object is shared between server and nodes, or between two messages.
-        - A node's state changes by messages that it answered without an exception, and by no others.
-        - Every byte that would be sent is counted, of failed messages too.
+        - A node's state changes only by messages that it answered without an exception.
+        - Every byte that would be sent is counted, including those of failed messages.
 
     Args:
-        client_app: What every node runs.
-        nodes: By number, what a node knows of itself (``node_config``).
-        fate: Decides of each message whether something happens to it; for rehearsals.
+        client_app: The app of every node.
+        nodes: The ``node_config`` of each node, by number.
+        fate: Decides which mishap each message meets; for rehearsals.
         run_id: Of the run.
     """
 
@@ -88,23 +87,23 @@ class InProcessGrid(Grid):  # type: ignore[misc]
         self._late: set[str] = set()
         self._counts: Counter[tuple[str, str]] = Counter()
 
-    # -- what a test or an engine asks for -----------------------------------------------------
+    # -- running and rehearsing ----------------------------------------------------------------
 
     def launch(self, server_app: ServerApp) -> None:
-        """Run the server's app to its end, on this grid."""
+        """Run the server's app to its end on this grid."""
         with acting_as(run_id=self._run_id, node_id=SUPERLINK_NODE_ID):
             server_app(self, self._context(SUPERLINK_NODE_ID, {}))
 
     def leave(self, node_id: int) -> None:
-        """A node goes; what it has stored stays with it."""
+        """Disconnect a node; it keeps what it has stored."""
         self._away.add(node_id)
 
     def come_back(self, node_id: int) -> None:
-        """A node that left is there again."""
+        """Connect a node again that left."""
         self._away.discard(node_id)
 
     def context(self, node_id: int) -> Context:
-        """What a node has stored, as a copy."""
+        """Return a copy of what a node has stored."""
         return copied_context(self._contexts[node_id])
 
     @property
@@ -134,17 +133,17 @@ class InProcessGrid(Grid):  # type: ignore[misc]
         return [self._deliver(message) for message in messages]
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-        """All answers that are there, late ones too."""
+        """Return all answers that have arrived, including late ones."""
         wanted = list(message_ids)
         self._late -= set(wanted)
         return [self._replies.pop(name) for name in wanted if name in self._replies]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
-        """Send all and return the answers; with a waiting time, those alone that come within it."""
+        """Send all and return the answers; with a waiting time, only those that come within it."""
         names = self.push_messages(messages)
         return self.pull_messages(name for name in names if timeout is None or name not in self._late)
 
-    # -- pieces --------------------------------------------------------------------------------
+    # -- delivery ------------------------------------------------------------------------------
 
     def _deliver(self, message: Message) -> str:
         name = uuid.uuid4().hex
@@ -183,7 +182,7 @@ class InProcessGrid(Grid):  # type: ignore[misc]
         return reply
 
     def _unavailable(self, message: Message, code: int) -> Message:
-        """What a SuperLink answers in place of a node: an error that comes from itself."""
+        """Answer as a SuperLink does in place of a node: by an error that comes from itself."""
         reply = Message(Error(code=code, reason="The node does not answer."), reply_to=message)
         reply.metadata.__dict__.update(
             _src_node_id=SUPERLINK_NODE_ID, _dst_node_id=SUPERLINK_NODE_ID, _message_id=uuid.uuid4().hex

@@ -1,7 +1,7 @@
-"""What is used of Flower, all of it imported here: the extra ``federated``, and not needed by anything else.
+"""Everything that is used of Flower (the extra ``federated``); no other file imports it.
 
 ``flwr.app``, ``flwr.clientapp`` and ``flwr.serverapp`` are its public Message API. The rest is internal and may move in
-any release: a grid of our own has to make messages outside of a Flower process, and to copy them as the wire would.
+any release: our own grid creates messages outside of a Flower process, and copies them as the wire would.
 """
 
 from __future__ import annotations
@@ -72,25 +72,25 @@ def acting_as(*, run_id: int, node_id: int, task_id: int = 0) -> Iterator[None]:
 
 
 def copied_message(message: Message) -> tuple[Message, int]:
-    """What the other side gets of a message, sharing nothing with it; and its bytes on the wire."""
+    """Serialise and read a message; return what the other side gets, and its bytes on the wire."""
     wire = message_to_proto(message).SerializeToString()
     return message_from_proto(ProtoMessage.FromString(wire)), len(wire)
 
 
 def copied_context(context: Context) -> Context:
-    """A context as it is after having been stored and read."""
+    """Store and read a context."""
     return context_from_proto(ProtoContext.FromString(context_to_proto(context).SerializeToString()))
 
 
 def task_commands() -> list[str]:
-    """The commands that a SuperNode may be told to start for a message, by the server that sends it."""
+    """Return all commands that a server may have a SuperNode start for a message."""
     from flwr.supercore.constant import TASK_TYPE_TO_COMMAND
 
     return sorted(str(name) for name in TASK_TYPE_TO_COMMAND.values())
 
 
 def is_registered(address: str, key: Path, root_certificates: Path | None) -> bool | None:
-    """Whether a SuperLink takes a silo with this key; None where this Flower does not let us ask, or nobody answers."""
+    """Tell whether a SuperLink accepts a silo with this key; None where that cannot be asked."""
     try:
         import httpx
         from cryptography.hazmat.primitives.asymmetric import ec
@@ -128,11 +128,7 @@ def is_registered(address: str, key: Path, root_certificates: Path | None) -> bo
 
 
 def robust_rules() -> dict[str, Callable[..., Any]]:
-    """Flower's functions that combine the updates of silos of which some may be anything.
-
-    Raises:
-        ConfigurationError: This Flower has them no more, or elsewhere.
-    """
+    """Return Flower's robust rules of aggregation; refuse a Flower that has moved them."""
     try:
         from flwr.server.strategy.aggregate import aggregate_krum, aggregate_median, aggregate_trimmed_avg
     except ImportError as error:
@@ -144,17 +140,17 @@ def robust_rules() -> dict[str, Callable[..., Any]]:
 
 
 def run_one_task(load: Callable[[], ClientApp]) -> None:
-    """Flower's ``flwr-clientapp``, for one message, with an app of ours in place of whatever the server has sent.
+    """Run Flower's ``flwr-clientapp`` for one message, with an app of ours in place of the one that the server sent.
 
     A SuperNode takes the app from the server with the message, unpacks it and imports what it names: any code. Here
-    nothing of it is unpacked, and nothing that it names is imported.
+    nothing of it is unpacked or imported.
 
     Args:
-        load: Gives the app. It is called when Flower has begun to say that the task lives, which has to be within 30
-            seconds of its start: imports that may take as long on a busy machine belong into it.
+        load: Returns the app. It is called after Flower has begun to report that the task is alive, which it must do
+            within 30 seconds of its start: slow imports belong in here.
 
     Raises:
-        ConfigurationError: This flwr loads its apps in another way, so that nothing could be promised.
+        ConfigurationError: This flwr loads its apps in another way, so that nothing could be guaranteed.
     """
     from flwr.supernode.cli.flwr_clientapp import flwr_clientapp
     from flwr.supernode.runtime import run_clientapp as runtime
@@ -176,7 +172,7 @@ def run_one_task(load: Callable[[], ClientApp]) -> None:
 
 
 def run_simulation(server_app: ServerApp, client_app: ClientApp, *, nodes: int, processors: int) -> None:
-    """Run both apps with so many nodes on Ray, one processor for each node at work, and no GPU."""
+    """Run both apps on Ray, one processor for each busy node, and no GPU."""
     from flwr.simulation import run_simulation as simulated
 
     started = {"num_cpus": processors, "log_to_driver": False, "include_dashboard": False}

@@ -1,11 +1,11 @@
-"""A silo beside its data: what is checked before it joins a federation, and how Flower's SuperNode is started for it.
+"""A silo's node: the checks before it joins a federation, and the start of Flower's SuperNode.
 
-Stock Flower takes the client's app from the server, with the message: whoever runs the server runs code of their choice
-beside the data, whatever settings the silo has. Here the node starts tasks by commands of our own, which answer
-with the installed app and refuse every other kind of task.
+Stock Flower takes the client's app from the server, with the message: whoever runs the server could run any code beside
+the data. Here the node starts tasks by commands of our own, which answer with the installed app and refuse every other
+kind of task.
 
-What stays open: the SuperNode and its task talk over the machine's loopback address without a password, so the other
-users of the silo's machine are trusted.
+The SuperNode and its task talk over the machine's loopback address without a password, so the other users of the silo's
+machine are trusted.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ANSWERS = "flwr-clientapp"  # the one command that is answered
 
 @dataclass(frozen=True, kw_only=True)
 class Connection:
-    """How a silo reaches the server.
+    """A silo's connection to the server.
 
     Args:
         superlink: ``HOST:PORT``.
@@ -53,11 +53,7 @@ class Connection:
     port: int | None = None
 
     def check(self) -> Connection:
-        """Refuse what could not connect, or would connect in clear without having been told to.
-
-        Raises:
-            ConfigurationError: Naming the option.
-        """
+        """Refuse options that cannot connect, or would connect in clear unasked; return the connection."""
         if not re.fullmatch(r"(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}", self.superlink):
             raise ConfigurationError(f"--superlink={self.superlink!r} is no HOST:PORT, as server.example.org:8000.")
         if self.insecure:
@@ -78,7 +74,7 @@ class Connection:
         return self
 
     def reach(self) -> None:
-        """Refuse a server that would not take this connection, before Flower tries it for ever.
+        """Refuse a server that would reject this connection, before Flower retries for ever.
 
         Raises:
             ConfigurationError: It speaks no TLS, or only TLS; its certificate is another's; or it knows no such key.
@@ -92,13 +88,13 @@ class Connection:
 
 
 def check_silo(settings: SiloSettings) -> str:
-    """Build the silo as a round would, on a copy of what it keeps; say who sees what, and what is spent.
+    """Build the silo as a round would, on a copy of its state; return who sees what, and how much is spent.
 
     Guarantees:
         - Nothing is written into the silo's state folder and nothing is released.
 
     Raises:
-        LitDpretError: Whatever a round would be refused for: data, ledger, model, budget, another run's state.
+        LitDpretError: For every reason that a round would be refused for: data, ledger, model, budget, other state.
     """
     settings.model.check()
     with tempfile.TemporaryDirectory(prefix="lit-dpret-silo-") as scratch:
@@ -153,9 +149,9 @@ def start_silo(settings: SiloSettings, connection: Connection) -> None:
 
 
 def node_arguments(document: Path, connection: Connection) -> list[str]:
-    """What ``flower-supernode`` is told."""
+    """Return the arguments of ``flower-supernode``."""
     if '"' in str(document):
-        raise ConfigurationError(f"{document}: Flower cannot be told a path with a quotation mark. Choose another one.")
+        raise ConfigurationError(f"{document}: Flower cannot take a path with a quotation mark. Choose another one.")
     found = ["--superlink", connection.superlink, "--node-config", f'silo="{document}"', "--host", "127.0.0.1"]
     found += ["--port", str(connection.port or _free_port())]
     if connection.insecure:
@@ -166,7 +162,7 @@ def node_arguments(document: Path, connection: Connection) -> list[str]:
 
 
 def write_commands(folder: Path) -> Path:
-    """The commands that a SuperNode starts tasks by, all of them: one answers, the others refuse."""
+    """Write all commands that a SuperNode starts tasks by: one answers, the others refuse."""
     from lit_dpret.federated.flower.library import task_commands
 
     shutil.rmtree(folder, ignore_errors=True)
@@ -188,11 +184,7 @@ def write_commands(folder: Path) -> Path:
 
 
 def flower_version() -> str:
-    """Of the Flower that is installed.
-
-    Raises:
-        ConfigurationError: None is.
-    """
+    """Return the version of the installed Flower; refuse a machine without it."""
     try:
         return version("flwr")
     except PackageNotFoundError as error:
@@ -202,11 +194,7 @@ def flower_version() -> str:
 
 
 def flower_program(name: str) -> Path:
-    """One of Flower's commands, beside this Python or on the path.
-
-    Raises:
-        ConfigurationError: It is not there.
-    """
+    """Return the path of one of Flower's commands, beside this Python or on the search path."""
     flower_version()
     beside = Path(sys.executable).parent / name
     found = str(beside) if beside.is_file() else shutil.which(name)
@@ -227,11 +215,7 @@ def _budget_line(client: SiloClient) -> str:
 
 
 def _sum_line(client: SiloClient) -> list[str]:
-    """What the secure sum of this roster withstands.
-
-    Raises:
-        ConfigurationError: The roster is too small for a sum, or for ``federated.sum_threshold``.
-    """
+    """Say what the secure sum of this roster withstands; refuse a roster that is too small for one."""
     if not client.settings.secure_sum or client.credentials is None:
         return []
     from lit_dpret.federated.secure_sum import Session, threshold_for
@@ -267,11 +251,7 @@ def _check_key(path: Path) -> None:
 
 
 def check_certificates(path: Path, option: str) -> None:
-    """Refuse a file that holds no certificate, or only such as are not valid any more.
-
-    Raises:
-        ConfigurationError: Naming ``option``.
-    """
+    """Refuse a file without a certificate that is still valid, by the name of its ``option``."""
     from cryptography import x509
 
     content = _read(path, option)

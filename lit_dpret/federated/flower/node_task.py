@@ -13,7 +13,7 @@ from lit_dpret.federated.flower.library import ClientApp, run_one_task
 
 
 def installed_app() -> ClientApp:
-    """The app of this installation; imports torch, which takes a while."""
+    """Import the app of this installation, torch included, which takes a while."""
     from lit_dpret.federated.flower.components import client_app
 
     return client_app

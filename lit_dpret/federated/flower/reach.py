@@ -1,7 +1,7 @@
-"""Why a SuperLink would not take a connection, found before Flower tries, and said in one line.
+"""The reason why a SuperLink would reject a connection, found before Flower tries, and reported in one line.
 
-Flower says "connection unavailable" to a certificate of another authority, to a server without TLS and to one with it
-alike, or tries again for ever. Whatever may pass by itself (nobody listens yet, the network is away) is left to it.
+Flower says "connection unavailable" for a certificate of another authority, for a missing TLS and for an unexpected one
+alike, or retries for ever. Temporary failures (nobody listens yet, the network is down) are left to Flower.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _EXPIRED = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Reach:
-    """How somebody means to reach a SuperLink; the settings' names are those that a refusal tells to change.
+    """A way to reach a SuperLink, and the names of its settings, for the refusals.
 
     Args:
         address: ``HOST:PORT``.
         root_certificates: Of who signed its certificate; null for those that Flower comes with.
         insecure: No TLS.
-        certificates_option: What sets ``root_certificates``.
-        insecure_option: What sets ``insecure``.
+        certificates_option: Name of the setting of ``root_certificates``.
+        insecure_option: Name of the setting of ``insecure``.
     """
 
     address: str
@@ -37,7 +37,7 @@ class Reach:
     insecure_option: str
 
     def check(self) -> Reach:
-        """Speak TLS with the server, as far as its certificate; say what is wrong with it, where something is.
+        """Begin TLS with the server and check its certificate.
 
         Raises:
             ConfigurationError: The server speaks no TLS, speaks it where none was expected, or has a certificate of
@@ -97,11 +97,7 @@ class Reach:
 
 
 def check_key(address: str, key: Path, root_certificates: Path | None) -> None:
-    """Log in with a silo's key and out again.
-
-    Raises:
-        ConfigurationError: The server knows no silo with this key, or takes one with it for alive.
-    """
+    """Log in with a silo's key and out again; refuse a key that the server does not accept."""
     from lit_dpret.federated.flower.library import is_registered
 
     if is_registered(address, key, root_certificates) is False:

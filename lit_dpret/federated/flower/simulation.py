@@ -41,7 +41,7 @@ def simulation(
     split: str,
     secret_file: Path | None,
 ) -> FedResult:
-    """A run by messages between processes of this machine; a transport (`lit_dpret.federated.transport`).
+    """Run by messages between processes of this machine; a transport (`lit_dpret.federated.transport`).
 
     Silos are asked one after another where there is one processor, and side by side where there are more.
 
@@ -89,7 +89,7 @@ def simulation(
         raise
     except (RuntimeError, SystemExit) as error:
         raise WorkerError(
-            f"Flower's simulation broke ({type(error).__name__}: {str(error)[:200]}). What is finished is kept; start "
+            f"Flower's simulation broke ({type(error).__name__}: {str(error)[:200]}). Finished work is kept; start "
             "again, or take federated=inprocess, which gives the same numbers."
         ) from error
     finally:
@@ -103,21 +103,21 @@ def simulation(
 
 
 class UntilStopped:
-    """A grid whose server does not wait for answers that cannot come any more.
+    """A grid whose server stops waiting for answers once the simulation has ended.
 
-    The server runs in a thread of its own, and a thread that waits keeps a process from ending: interrupted, or with a
-    Ray that broke, there would be no end.
+    The server runs in a thread of its own, and a waiting thread would keep the process from ending after an interrupt
+    or a crash of Ray.
 
     Args:
         grid: Flower's.
-        stopped: Set when nobody is there any more.
+        stopped: Set when the simulation has ended.
     """
 
     def __init__(self, grid: Grid, stopped: threading.Event) -> None:
         self._grid, self._stopped = grid, stopped
 
     def get_node_ids(self) -> list[int]:
-        """Of all nodes."""
+        """Return the ids of all nodes."""
         return list(self._grid.get_node_ids())
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
@@ -141,7 +141,7 @@ class UntilStopped:
 def _found(
     federation: FlowerFederation, states: Mapping[str, Path], measure: Sequence[Phase], split: str, folder: Path
 ) -> FedResult:
-    """What the silos kept for themselves; they are on this machine, and whoever runs this owns them all."""
+    """Collect what the silos kept for themselves; they are on this machine, and one person owns them all."""
     result = FedResult(traffic=Traffic(folder / "traffic.json"), faults=federation.result.faults)
     for name, sent in federation.result.sent_by_silo.items():
         for phase, count in sent.items():

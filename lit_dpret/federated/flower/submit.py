@@ -1,7 +1,7 @@
-"""``federated=flower``: hand a run to a SuperLink, follow its log, and read what its server says at the end.
+"""``federated=flower``: hand a run to a SuperLink, follow its log, and read the server's result at the end.
 
-The silos are elsewhere, started by their owners (``lit-dpret silo``). What comes back is what the server may know: the
-means of the measures that silos share by their own choice, bytes, and faults. The weights stay at the server.
+The silos are elsewhere, started by their owners (``lit-dpret silo``). The result holds what the server may know: the
+means of the measures that silos choose to share, bytes, and faults. The weights stay at the server.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 @dataclass(frozen=True, kw_only=True)
 class SuperLinkTarget:
-    """Where a run is handed to, and how patient its server is.
+    """The SuperLink that a run is handed to, and how patient its server is.
 
     Args:
         superlink: ``HOST:PORT``, or the name of a connection in the user's own Flower configuration (with log-in).
         root_certificates: Of who signed its certificate, for ``HOST:PORT``; null for those of the system.
         insecure: No TLS, for ``HOST:PORT``.
-        run_name: The server keeps the run under it; the same name and settings go on with what is finished.
-        min_clients: As for `RunRequest`.
-        timeout: The same.
-        wait: The same.
+        run_name: The server keeps the run under it; the same name and settings continue what is finished.
+        min_clients: See `RunRequest`.
+        timeout: See `RunRequest`.
+        wait: See `RunRequest`.
     """
 
     superlink: str | None = None
@@ -79,11 +79,7 @@ class SuperLinkTarget:
     wait: float = 600.0
 
     def check(self) -> SuperLinkTarget:
-        """Refuse what could not connect, or would in clear without having been told to.
-
-        Raises:
-            ConfigurationError: Naming the setting.
-        """
+        """Refuse settings that cannot connect, or exclude each other; return the target."""
         if not self.by_address:
             odd = next((name for name in ("root_certificates", "insecure") if getattr(self, name)), None)
             if odd is not None:
@@ -100,11 +96,7 @@ class SuperLinkTarget:
         return self
 
     def reach(self) -> None:
-        """Refuse an address whose server would not take this connection.
-
-        Raises:
-            ConfigurationError: It speaks no TLS, or only TLS, or its certificate is another's.
-        """
+        """Refuse an address whose server would reject this connection (`Reach.check`)."""
         if self.by_address:
             Reach(
                 address=str(self.superlink), root_certificates=self.root_certificates, insecure=self.insecure,
@@ -113,7 +105,7 @@ class SuperLinkTarget:
 
     @property
     def by_address(self) -> bool:
-        """Whether it is an address and not a name."""
+        """Whether ``superlink`` is an address and not a name."""
         return self.superlink is not None and ":" in self.superlink
 
 
@@ -128,11 +120,11 @@ def flower(
     secret_file: Path | None,
     link: Mapping[str, Any],
 ) -> FedResult:
-    """A run on a SuperLink; a transport (`lit_dpret.federated.transport`).
+    """Run on a SuperLink; a transport (`lit_dpret.federated.transport`).
 
     Guarantees:
-        - A run whose result is here already is not handed over again, whatever part of it is asked for.
-        - Interrupted, the run is stopped at the server as well; the same command goes on with what is finished.
+        - A run whose result is here already is not handed over again, whichever part of it is asked for.
+        - An interrupt stops the run at the server as well; the same command continues what is finished.
 
     Raises:
         ConfigurationError: Nothing says where the SuperLink is; a document for the silos' owners was written.
@@ -166,17 +158,17 @@ def flower(
 
 
 def silo_document(settings: PddAs2, model: AS2Maker) -> str:
-    """What a silo's owner reads, completes and agrees to (``lit-dpret silo --settings``)."""
+    """Return the document that a silo's owner completes and agrees to (``lit-dpret silo --settings``)."""
     choices: dict[str, Any] = {"share_measures": False, "share_epsilon": False}
     if settings.roster:
         choices |= {"signing_key": None, "roster_file": None}
     facts = {"schema": SILO_SCHEMA, **choices, "federated": plain(settings), "model": plain(model)}
-    said = "# Decide what the server is told, and start: lit-dpret silo --data DIR --state DIR --settings THIS ...\n"
+    said = "# Decide what the server may know, and start: lit-dpret silo --data DIR --state DIR --settings THIS ...\n"
     return said + str(yaml.safe_dump(facts, sort_keys=False))
 
 
 def result_of(facts: Mapping[str, Any], name: str, measure: Sequence[Phase]) -> FedResult:
-    """What the server said, as a result; of each query nothing is known, so each has the mean of its silo.
+    """Turn the server's facts into a result, in which each query has the mean of its silo.
 
     Raises:
         DataError: No silo shares its measures.
@@ -200,7 +192,7 @@ def result_of(facts: Mapping[str, Any], name: str, measure: Sequence[Phase]) -> 
 
 
 def _run(request: RunRequest, folder: Path, link: SuperLinkTarget) -> dict[str, Any]:
-    """Hand over, follow, and give back what the server said."""
+    """Hand over the run, follow it, and return the server's facts."""
     app, config = folder / "app", folder / "run.toml"
     app.mkdir(exist_ok=True)
     (app / "pyproject.toml").write_text(APP, encoding="utf-8")
@@ -242,7 +234,7 @@ def _run(request: RunRequest, folder: Path, link: SuperLinkTarget) -> dict[str, 
 
 
 def _connection(home: Path, link: SuperLinkTarget) -> Path:
-    """A Flower configuration of this run's own, that knows the one address."""
+    """Write a Flower configuration for this run, with the one address; return its folder."""
     home.mkdir(exist_ok=True, mode=0o700)
     how = "insecure = true"
     if not link.insecure:
