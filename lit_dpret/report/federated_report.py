@@ -7,7 +7,6 @@ guarantee (what each silo spent) and the measures stand side by side and are nev
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ import numpy as np
 from lit_dpret.cards.page import Banner, Block, Bullets, Code, Grid, Paragraph, Section, to_html, to_markdown
 from lit_dpret.files import write_whole
 from lit_dpret.privacy.ledger.chain import today
+from lit_dpret.report.federated_words import ends, megabytes, signed, spent, verdict
 from lit_dpret.report.gain_figure import gain_figure
 from lit_dpret.report.html import Drawing
 from lit_dpret.report.paper_004 import COLUMNS, ORDERS, TABLE_1, WITHOUT_QUERIES, impossible_cells
@@ -25,14 +25,8 @@ from lit_dpret.report.paper_004_tables import table_1
 from lit_dpret.retrieval.statistics import Interval, seed_interval
 
 NAME = "pdd_as2"
-
-
 _SCHEMA = "lit-dpret/federated-report/1"
-
-
 _GAIN = "sentence/success@1"
-
-
 _HOW = (
     "Each cell: ours, the mean over silos and then over seeds with its 95 % t-interval over seeds, and after the slash "
     "the paper's. The paper's data, encoder and sizes are others, so the two are not to be compared as numbers, only "
@@ -40,15 +34,11 @@ _HOW = (
     "among the first k. The paper does not say how it averages; the mean over silos counts each silo alike, and the "
     "mean over all queries stands in a table of its own."
 )
-
-
 _PER_SYSTEM = (
     "Epsilon of a system is of what that system alone would release, stage 1 included: ledgers go on from those of "
     "stage 1. All systems of this page together spend more. What trains alone or centrally has no budget, since it "
     "sends nothing anywhere, or promises nothing."
 )
-
-
 _TRUST = ("what leaves a silo", "the server sees", "other silos see", "protection")
 
 
@@ -405,42 +395,3 @@ def _paired(one: Mapping[int, float], other: Mapping[int, float]) -> list[float]
 
 def _keyed(by_seed: Mapping[int, float]) -> dict[str, float]:
     return {str(seed): value for seed, value in by_seed.items()}
-
-
-def show(interval: Interval) -> str:
-    """``0.261 [0.251, 0.271]``, or the mean alone where there is one run."""
-    if not math.isfinite(interval.low):
-        return f"{interval.mean:.3f}"
-    return f"{interval.mean:.3f} [{interval.low:.3f}, {interval.high:.3f}]"
-
-
-def signed(interval: Interval) -> str:
-    """The same of a difference."""
-    if not math.isfinite(interval.low):
-        return f"{interval.mean:+.3f}"
-    return f"{interval.mean:+.3f} [{interval.low:+.3f}, {interval.high:+.3f}]"
-
-
-def verdict(gain: Interval) -> str:
-    """What a difference over seeds says about an order that was claimed."""
-    if not math.isfinite(gain.low):
-        return "one seed: not known"
-    if gain.low > 0:
-        return "holds"
-    return "the other way round" if gain.high < 0 else "not decided"
-
-
-def megabytes(count: float) -> str:
-    """Bytes as megabytes, with digits where there are few."""
-    return f"{count / 1e6:.3f}" if count < 1e6 else f"{count / 1e6:.1f}"
-
-
-def spent(value: float | None) -> str:
-    """An epsilon, rounded up; none is infinite."""
-    return "infinite" if value is None else f"{math.ceil(value * 1000) / 1000:.3f}"
-
-
-def ends(interval: Interval) -> dict[str, float | None]:
-    """For JSON, which has no NaN."""
-    found = {"mean": interval.mean, "low": interval.low, "high": interval.high}
-    return {name: value if math.isfinite(value) else None for name, value in found.items()}

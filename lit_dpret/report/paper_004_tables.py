@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lit_dpret.cards.page import Grid
-from lit_dpret.report.federated_report import show
+from lit_dpret.report.federated_words import show
 from lit_dpret.report.paper_004 import COLUMNS, TABLE_1
 from lit_dpret.retrieval.statistics import Interval
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from lit_dpret.report.federated_report import FederatedFacts, FederatedRow, show, spent, verdict, write_federated_report
+from lit_dpret.report.federated_report import FederatedFacts, FederatedRow, write_federated_report
+from lit_dpret.report.federated_words import show, spent, verdict
 from lit_dpret.report.gain_figure import gain_figure
 from lit_dpret.report.paper_004 import COLUMNS, TABLE_1, impossible_cells
 from lit_dpret.retrieval.statistics import Interval, seed_interval
