@@ -1,1 +1,6 @@
-"""Federated answer sentence selection: PDD-AS2 and what it lacks in privacy. Nothing here knows a transport."""
+"""Federated answer sentence selection: PDD-AS2, with the privacy that the paper leaves out.
+
+The room is larger than its plan because it holds three protocols, each with its messages, its state on disk and its
+refusals: the secure sum against an active server, letters between silos that the server cannot read, and ledgers that
+outlive rounds, runs and processes.
+"""

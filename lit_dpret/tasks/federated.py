@@ -1,7 +1,7 @@
 """`task=federated`: PDD-AS2 and its baselines over silos, and the paper's Table 1 with ours beside theirs.
 
-Every system of every seed is a stage that is done once: an interrupted run goes on with ``resume=true``, and grows by
-more systems or seeds in the same way.
+Every system of every seed is a stage that is run once: ``resume=true`` continues an interrupted run, and adds systems
+or seeds to a finished one.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ _HOW_NOT_WHAT = ("hydra.run.dir=", "federated.secret_file=")
 
 
 class Federated:
-    """Run the systems that are not done yet, and tell what they reached.
+    """Run the systems that are not finished, and report their results.
 
     Args:
         systems: Rows of the table; see `lit_dpret.federated.systems`.
         seeds: One run of each system that learns for each of them.
-        split: On which questions they are judged: ``test``, or ``dev`` to choose settings on.
-        note: Said at the top of the report, such as what the settings were chosen on.
+        split: On which questions they are measured: ``test``, or ``dev`` to choose settings on.
+        note: Printed at the top of the report, such as what the settings were chosen on.
         save_encoder: Write the global encoder of stage 1, of the first seed, to ``private/encoder`` as a folder that
             other tasks and sentence-transformers load.
-        keep_models: Keep all weights; without it the global model of stage 1 stays, from which systems can be added.
+        keep_models: Keep all weights; otherwise only the global model of stage 1, from which systems can be added.
         min_free_mb: Refuse to start with less free disk.
 
     Raises:
@@ -83,7 +83,7 @@ class Federated:
         self.save_encoder, self.keep_models, self.min_free_mb = save_encoder, keep_models, min_free_mb
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Every system and seed that is not done yet; returns sentence MRR@10 by system, the mean over silos."""
+        """Run every system and seed that is not finished; return sentence MRR@10 by system, the mean over silos."""
         plan: FederationPlan | None = parts.make_federation()
         if plan is None:
             raise ConfigurationError("task=federated needs to know of which federation. Add federated=inprocess.")
@@ -126,7 +126,7 @@ class Federated:
         return result
 
     def _fingerprint(self, plan: FederationPlan) -> str:
-        """What finished runs depend on: systems and seeds can be added."""
+        """Hash the settings that finished runs depend on; systems and seeds can be added."""
         facts = {**plan.describe(), "split": self.split}
         if plan.privacy.eps is not None:  # room for requests is part of every noise
             facts["fed_negative"] = "fed_negative" in self.systems
@@ -173,7 +173,7 @@ def _notes(plan: FederationPlan, seeds: Sequence[int]) -> list[str]:
     if plan.settings(seeds[0]).generated:
         notes.append(
             "Negatives or training queries were written by each silo's own DP generator, which its ledger counts. A "
-            "row goes on with a copy of that ledger: its epsilon is what releasing that row alone would cost."
+            "row continues a copy of that ledger: its epsilon is the cost of releasing that row and no other."
         )
     if plan.privacy.eps is not None and plan.declare_public:
         notes.append("Every sentence was declared public by federated.declare_public=true: a declaration, not a proof.")
@@ -181,7 +181,7 @@ def _notes(plan: FederationPlan, seeds: Sequence[int]) -> list[str]:
 
 
 def _row(system: System, by_seed: Mapping[int, SystemResult]) -> FederatedRow:
-    """All seeds of a system as a row: the largest epsilon, the mean of what was sent."""
+    """Combine all seeds of a system into a row: the largest epsilon, the mean of what was sent."""
     epsilon: dict[str, float | None] = {}
     sent: dict[str, dict[str, float]] = {}
     for result in by_seed.values():

@@ -41,18 +41,18 @@ Attack = Literal["requests", "updates"]
 class FederatedAttacks:
     """A silo that matches requests, and a server that reads word embeddings, on a folder of silos.
 
-    Everything is made by the code that a federation runs: requests by its centroids under its ledger, updates by a
-    silo's first round. The model is the public one that a run begins with.
+    The attacked messages come from the code that a federation runs: requests from its centroids under its ledger,
+    updates from a silo's first round. The model is the public one that a run begins with.
 
     Args:
         silos: The folder of all silos (``task=build_silos``); at least two.
-        whose: Whose the queries are: ``public`` or ``private``. What is written about private ones is internal.
+        whose: ``public`` or ``private`` queries. Reports about private ones are internal.
         attacks: ``requests``, the silo's; ``updates``, the server's, which trains rounds of each silo.
         encoder: ``minilm``, a folder of an encoder or of its run, or a hub name.
-        layers: Its first so many layers alone; null for all.
+        layers: Only its first so many layers; null for all.
         candidates: From which a query is named, with its own; unsent queries of a silo have to be twice as many.
-        request_eps: Of requests by centroids, each alone.
-        update_eps: Of one round of DP-SGD, each alone. The first is attacked under a secure sum as well.
+        request_eps: Epsilons of requests by centroids, each by itself.
+        update_eps: Epsilons of one round of DP-SGD, each by itself. The first is attacked under a secure sum as well.
         delta: Of the requests; null for 1/(2n). Updates take 1/(2n).
         centroids: Rows of a request by centroids.
         centroid_iterations: Releases of one request.
@@ -128,7 +128,7 @@ class FederatedAttacks:
 
         Raises:
             DataError: The silos are malformed.
-            ConfigurationError: There is one silo alone, or one that is too small for what is asked.
+            ConfigurationError: There is only one silo, or one that is too small.
         """
         check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
         folders = silo_folders(self.silos, knob="task.silos")
@@ -155,7 +155,7 @@ class FederatedAttacks:
     def _requests(
         self, parts: Parts, stages: Stages, folders: Mapping[str, Path], make: AS2Maker
     ) -> list[dict[str, Any]]:
-        """The silo's attack on each way to ask."""
+        """Run the silo's attack on each way to ask."""
         module, _ = start_weights(make)
         plan = CentroidPlan(count=self.centroids, iterations=self.centroid_iterations, seed=parts.seed)
         askers: dict[str, Asker] = {}
@@ -178,7 +178,7 @@ class FederatedAttacks:
     def _updates(
         self, parts: Parts, stages: Stages, folders: Mapping[str, Path], make: AS2Maker
     ) -> list[dict[str, Any]]:
-        """The server's attack on each defence."""
+        """Run the server's attack on each defence."""
         module, start = start_weights(make)
         encoder = module.encoder
         table = word_table(module)
@@ -205,7 +205,7 @@ class FederatedAttacks:
         return [stages.run(f"update-{number}", partial(attacked, defence=defence)) for number, defence in listed]
 
     def _maker(self) -> AS2Maker:
-        """The model of a federation that is given these settings."""
+        """Return the maker of the model of a federation with these settings."""
         place = model_folder(self.encoder) if Path(str(self.encoder)).is_dir() else self.encoder
         return AS2Maker(
             encoder=str(place), layers=self.layers, max_query_length=self.max_query_length,

@@ -40,12 +40,12 @@ PRIVATE = "private"
 
 
 class FederatedGenerators:
-    """Train the generators that are not trained yet, let them write, and tell what of each budget is spent.
+    """Train the generators that are not trained yet, let them write, and report the spending of each budget.
 
     Guarantees:
         - Every silo's data, budget and declaration of public sentences are checked before the first is trained.
-        - Started again with ``resume=true``, it makes nothing again that is finished. A generator that was killed stays
-          charged, and is trained anew only if the budget covers both.
+        - ``resume=true`` repeats nothing that is finished. A generator that was killed stays charged, and is trained
+          again only if the budget covers both.
 
     Args:
         eps: What each generator may cost by itself; a part of ``federated.privacy.eps``.
@@ -103,7 +103,7 @@ class FederatedGenerators:
         self.min_free_mb = min_free_mb
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Returns the largest epsilon that a silo has spent; writes ``internal_generators.json``.
+        """Return the largest epsilon that a silo has spent; write ``internal_generators.json``.
 
         Raises:
             ConfigurationError: A setting is refused, or a silo is unknown.
@@ -206,11 +206,7 @@ class FederatedGenerators:
 
 
 def _generator(parts: Parts, privacy: Any) -> QueryGenerator:
-    """The generator of the command line under a mode.
-
-    Raises:
-        ConfigurationError: It is no generator.
-    """
+    """Build the generator of the command line under a mode; refuse another kind of model."""
     made = parts.make_module(privacy=privacy)
     if not isinstance(made, QueryGenerator):
         raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""The silo that looks: requests of every silo, made in each way, matched with texts that it suspects."""
+"""A curious silo: requests of every silo, made in each way, matched with suspected texts."""
 
 from __future__ import annotations
 
@@ -71,10 +71,10 @@ def ways(request_eps: Sequence[float]) -> list[Way]:
 
 
 def asker_of(folder: Path, module: AS2DualEncoder) -> Asker:
-    """What a silo asks with, and what it could have asked with.
+    """Embed the queries that a silo asks with, and others that it could have asked with.
 
     Raises:
-        DataError: It has no dev or test query to tell a train query from.
+        DataError: It has no dev or test query to distinguish train queries from.
     """
     data = SiloDataModule(folder=folder)
     texts = list(data.evaluation_set("train")[0].values())
@@ -83,7 +83,9 @@ def asker_of(folder: Path, module: AS2DualEncoder) -> Asker:
         normalise(query.text): query.text for query in data.silo.queries if normalise(query.text) not in known
     }  # fmt: skip
     if not others:
-        raise DataError(f"{folder} has no query outside of its train split, so there is nothing to tell those from.")
+        raise DataError(
+            f"{folder} has no query outside of its train split, so there is nothing to distinguish those from."
+        )
     return Asker(texts, _array(module.encode_queries(texts)), _array(module.encode_queries(list(others.values()))))
 
 
@@ -98,7 +100,7 @@ def attack_requests(
     confidence: float,
     seed: int,
 ) -> dict[str, Any]:
-    """Every silo's request made in one way, and what another silo makes of it.
+    """Make every silo's request in one way, and attack it as another silo.
 
     Args:
         askers: The silos.
@@ -142,7 +144,7 @@ def attack_requests(
 
 
 def _rows(asker: Asker, way: Way, folder: Path, plan: CentroidPlan, delta: float | None) -> Floats:
-    """What a silo asks with; under a budget the release is charged to a ledger in ``folder``."""
+    """Return the rows that a silo asks with; under a budget they are charged to a ledger in ``folder``."""
     if way.request == "exact":
         return asker.sent
     if way.request == "none":

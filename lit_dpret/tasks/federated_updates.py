@@ -1,4 +1,4 @@
-"""The server that looks: one round of stage 1 of every silo, defended in each way, read row by row of its words."""
+"""A curious server: one round of stage 1 of every silo, defended in each way, attacked by its word embeddings."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Tell = Callable[[int, int], None]
 
 @dataclass(frozen=True, repr=False)
 class SiloTokens:
-    """Which tokens a silo's texts are made of; as private as the texts.
+    """The tokens of a silo's texts; as private as the texts.
 
     Attributes:
         queries: Of its train queries.
@@ -46,7 +46,7 @@ class SiloTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class Defence:
-    """What stands between an update and the server.
+    """A defence of updates against the server.
 
     Args:
         name: For the report.
@@ -64,7 +64,7 @@ class Defence:
 
 
 def defences(update_eps: Sequence[float]) -> list[Defence]:
-    """From the paper's own round to an update without words."""
+    """List the defences, from the paper's own round to an update without words."""
     private = [Defence(name=f"DP-SGD, eps={eps:g}", eps=eps) for eps in update_eps]
     summed = [replace(one, name=f"secure sum of {one.name}", masked=True) for one in private[:1]]
     return [
@@ -78,7 +78,7 @@ def defences(update_eps: Sequence[float]) -> list[Defence]:
 
 
 def round_of(defence: Defence, *, batch_size: int, negatives: int, lr: float, seed: int) -> PddAs2:
-    """One round of the warm-up and nothing else: all that a silo may spend goes into the update that is attacked."""
+    """Return the settings of one round of the warm-up: the whole budget goes into the update that is attacked."""
     stage = Stage1(
         warmup_rounds=1, rounds=0, batch_size=batch_size, bm25_n=negatives, top_k=max(20, negatives), lr=lr,
         in_batch=defence.coupled, other_positives=int(defence.coupled), weighting="uniform",
@@ -90,7 +90,7 @@ def round_of(defence: Defence, *, batch_size: int, negatives: int, lr: float, se
 
 
 def tokens_of(folder: Path, encoder: TextEncoder) -> SiloTokens:
-    """The tokens of a silo's texts as the encoder reads them, special ones left out."""
+    """Return the tokens of a silo's texts as the encoder reads them, without special ones."""
     data = SiloDataModule(folder=folder)
     split = {"train": list[str](), "other": list[str]()}
     for query in data.silo.queries:
@@ -109,9 +109,9 @@ def updates_of(
     defence: Defence, folders: Mapping[str, Path], folder: Path, make: MakeModule, start: Weights, settings: PddAs2,
     tell: Tell,
 ) -> dict[str, Weights]:  # fmt: skip
-    """What the server sees for each silo: its weights after one round, or for all of them those of the mean.
+    """Return the weights that the server sees for each silo after one round: its own, or under masks the mean.
 
-    A round that was made before is read from ``folder`` again, so that masked and clear attacks share it.
+    A finished round is read from ``folder``, so that masked and clear attacks share it.
     """
     state = folder / f"{'coupled' if defence.coupled else 'alone'}-{'plain' if defence.eps is None else defence.eps}"
     found: dict[str, Weights] = {}
@@ -130,10 +130,10 @@ def updates_of(
 
 
 def _state(folder: Path) -> Path:
-    """The state of a round that is finished, or a new one.
+    """Return the state folder of a finished round, or a new one.
 
     A round that was killed stays charged in its own ledger, and no budget allows it twice. Nothing of this study
-    leaves the machine, so it is made again under another.
+    leaves the machine, so the round is repeated under another ledger.
     """
     number = 0
     while (one := folder / f"attempt-{number}").exists() and not (one / "stage1-000.safetensors").is_file():
@@ -142,7 +142,7 @@ def _state(folder: Path) -> Path:
 
 
 def word_table(module: AS2DualEncoder) -> str | None:
-    """The name of the word embeddings in an update; None where no update has them.
+    """Return the name of the word embeddings in an update; None where no update has them.
 
     Raises:
         UnsupportedModelError: The encoder does not say which of its parameters they are.
@@ -168,11 +168,11 @@ def attack_updates(
     *,
     confidence: float,
 ) -> dict[str, Any]:
-    """What the rows of the word embeddings tell of each silo.
+    """Attack each silo by the rows of the word embeddings.
 
     Args:
-        defence: How the updates came about.
-        updates: What the server sees for each silo; None where it has no such rows.
+        defence: Of the updates.
+        updates: The weights that the server sees for each silo; None where they have no such rows.
         start: The word embeddings that the round began with.
         table: Their name.
         tokens: Of each silo's texts.
@@ -212,7 +212,7 @@ def attack_updates(
 
 
 def start_weights(make: MakeModule) -> tuple[AS2DualEncoder, Weights]:
-    """The model that a round begins with, and what of it travels."""
+    """Build the model that a round begins with; return it and the weights that travel."""
     module = make(privacy=NoPrivacy(), optimizer_lr=1e-3)
     return module, take_weights(module)
 
@@ -220,11 +220,11 @@ def start_weights(make: MakeModule) -> tuple[AS2DualEncoder, Weights]:
 def _questions(
     name: str, tokens: Mapping[str, SiloTokens], everyone: Ids, *, masked: bool
 ) -> dict[str, tuple[Ids, Ids]]:
-    """What the rows are asked about one silo: tokens to find, and tokens that must not be named."""
+    """Return by name what is tested about one silo: tokens to find, and tokens that must not be named."""
     own = tokens[name]
     mine = np.union1d(own.queries, own.collection)
     others = np.concatenate([one.queries for other, one in tokens.items() if other != name] or [own.queries[:0]])
-    read = [one for other, one in tokens.items() if masked or other == name]  # whose texts the update is made of
+    read = [one for other, one in tokens.items() if masked or other == name]  # silos whose texts are in the update
     inside = np.unique(np.concatenate([part for one in read for part in (one.queries, one.collection)]))
     absent = np.setdiff1d(everyone, np.union1d(inside, own.held_out))
     collection_alone = np.setdiff1d(own.collection, own.queries)

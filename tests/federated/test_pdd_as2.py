@@ -304,7 +304,9 @@ def test_with_noise_on_a_grid_nothing_floating_is_drawn_for_training_requests_or
         replace(PRIVATE, privacy=replace(PRIVATE.privacy, noise="laplace")).check()  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("response", "message"), [("public", "public_sids.txt"), ("synthetic", "without one nothing")])
+@pytest.mark.parametrize(
+    ("response", "message"), [("public", "public_sids.txt"), ("synthetic", "task=federated_generators")]
+)
 def test_an_answer_that_rests_on_a_declaration_is_refused_without_it(
     response: Any, message: str, tmp_path: Path
 ) -> None:

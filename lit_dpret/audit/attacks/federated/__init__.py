@@ -1,1 +1,1 @@
-"""What those who take part in a federation could learn of a silo's queries from what reaches them."""
+"""Attacks by members of a federation on another silo's queries, from the messages that reach them."""

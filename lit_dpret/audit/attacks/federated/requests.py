@@ -48,16 +48,16 @@ class Rate:
 
     @property
     def value(self) -> float:
-        """The share of trials that were hits."""
+        """The share of hits among the trials."""
         return self.hits / self.trials
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON values."""
+        """Return the fields as JSON values."""
         return {**asdict(self), "value": self.value}
 
 
 def rate(hits: int, trials: int, *, chance: float | None = None, confidence: float = 0.95) -> Rate:
-    """A rate with its interval.
+    """Return a rate with its interval.
 
     >>> found = rate(9, 10, chance=0.1)
     >>> found.value, round(found.low, 3), round(found.high, 3)
@@ -75,9 +75,9 @@ def rate(hits: int, trials: int, *, chance: float | None = None, confidence: flo
 
 
 def pooled(rates: Sequence[Rate]) -> Rate | None:
-    """The trials of several rates as one; None where there is none.
+    """Pool the trials of several rates; None where there is no rate.
 
-    Trials of one silo resemble each other, so the interval is narrower than it would be for silos drawn anew.
+    Trials of one silo resemble each other, so the interval is narrower than for newly drawn silos.
     """
     if not rates:
         return None
@@ -91,10 +91,10 @@ Floats = NDArray[np.float64]
 
 
 def nearness(rows: Floats, suspects: Floats) -> Floats:
-    """The cosine of each suspect with the row that is nearest to it; zeros where there is no row.
+    """Return the cosine of each suspect with its nearest row; zeros where there is no row.
 
     Args:
-        rows: What was asked with, ``(rows, dim)``.
+        rows: Request rows, ``(rows, dim)``.
         suspects: Embeddings of texts by the shared encoder, ``(suspects, dim)``.
 
     Raises:
@@ -108,7 +108,7 @@ def nearness(rows: Floats, suspects: Floats) -> Floats:
 
 
 def traces(rows: Floats, suspects: Floats) -> Floats:
-    """How much more of a suspect is in the mean nearest to it than in the other suspects that are nearest to that mean.
+    """Return how much of each suspect is in its nearest mean, beyond what the other suspects there explain.
 
     A mean of k unit vectors holds 1/k of each of them and, of a text that is not in it, what all such texts have in
     common. The second part is estimated from the suspects themselves.
@@ -137,12 +137,12 @@ def traces(rows: Floats, suspects: Floats) -> Floats:
 
 @dataclass(frozen=True, kw_only=True)
 class Identified:
-    """What a silo's rows tell of which of its queries they were made of.
+    """How well a silo's rows identify the queries that they were computed from.
 
     Attributes:
         rows: How many there were.
         named: By number of guesses, how often a query that was sent is among the so many nearest of its candidates.
-        control: The same of queries that were not sent; more than chance is the domain's doing, not the rows'.
+        control: The same of queries that were not sent; more than chance is due to the domain, not to the rows.
         nearness: The probability that a query that was sent comes nearer to a row than one that was not (AUC).
         traced: The same by `traces`, where rows are means; else None. Where it is there, queries are named by it.
         candidates: Texts to choose from, for each.
@@ -156,7 +156,7 @@ class Identified:
     candidates: int
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON values."""
+        """Return the fields as JSON values."""
         return {
             "rows": self.rows, "candidates": self.candidates, "nearness": self.nearness, "traced": self.traced,
             "named": {str(top): one.to_dict() for top, one in self.named.items()},
@@ -177,16 +177,15 @@ def identify_requests(
 ) -> Identified:
     """Find each query that was sent among others of its silo that were not.
 
-    Half of the unsent queries are what everything is told from; the other half are the control, in the place of the
-    sent ones.
+    Half of the unsent queries are the other candidates; the other half are the control, in place of the sent ones.
 
     Guarantees:
         - A tie with another candidate counts against the attack, so rows that say nothing name nobody.
         - The control differs from the attack in nothing but that its queries are not in the rows.
 
     Args:
-        rows: What the silo asked with, ``(rows, dim)``; there may be none.
-        sent: Embeddings of its queries that the rows were made of, ``(queries, dim)``.
+        rows: Request rows of the silo, ``(rows, dim)``; there may be none.
+        sent: Embeddings of the queries that the rows were computed from, ``(queries, dim)``.
         unsent: Of others of the same silo, none of them equal in text to a sent one.
         means: The rows are means of many embeddings of length 1, as centroids are.
         candidates: The query itself and so many less one others, drawn for each without replacement.
@@ -249,7 +248,7 @@ class OwnTexts:
     equal: float
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON values."""
+        """Return the fields as JSON values."""
         return asdict(self)
 
 
@@ -263,7 +262,7 @@ def own_texts(
     """Guess for each row the own query that is nearest to it; None where there is no row.
 
     Args:
-        rows: What another silo asked with, ``(rows, dim)``.
+        rows: Request rows of another silo, ``(rows, dim)``.
         victims: Its queries' texts, and their embeddings, ``(queries, dim)``.
         own: The curious silo's.
         seed: Of the control.

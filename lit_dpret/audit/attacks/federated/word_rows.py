@@ -4,13 +4,13 @@ The gradient of a row is zero where its token is in no text of the batch, so an 
 texts (Melis et al. 2019, "Exploiting Unintended Feature Leakage in Collaborative Learning", 1805.04049).
 Paper 004 shares such updates every round and leaves the question open.
 
-Tokens of *sentences* move rows as well, those of positives and of negatives. What says something about the queries is
-therefore the difference between tokens of train queries and tokens that stand in the collection alone; and among
-tokens that the collection does not have, which of them the queries do.
+Tokens of *sentences* move rows as well, those of positives and of negatives. Evidence about the queries is therefore
+the difference between tokens of train queries and tokens of the collection only; and among tokens that the collection
+does not have, which of them the queries have.
 
 Weight decay moves every row. With AdamW and a constant learning rate it multiplies all of them by one factor, which
-the server does not need to be told: it is the median over the table of how much of a row is left, since most rows of a
-vocabulary are touched by nothing. What is left after it is subtracted is the evidence.
+the server can estimate: the median over the table of the fraction of a row that is left, since no text touches most
+rows of a vocabulary. The evidence is the rest of the movement.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Floats = NDArray[np.float64]
 Ids = NDArray[np.int64]
 
 _ROUNDING = 1e-6
-"""How far a row moves by the rounding of float32 alone, in units of the median row."""
+"""How far a row moves by rounding to float32, in units of the median row."""
 _DEVIATIONS = 6.0
 _TO_SIGMA = 1.4826
 
@@ -61,7 +61,7 @@ class MovedRows:
 
 
 def moved_rows(before: Floats, after: Floats) -> MovedRows:
-    """What an update did to the rows of a table, decay taken off.
+    """Measure how far an update moved the rows of a table, without weight decay.
 
     It supposes that most rows of the vocabulary are touched by no text, as with any vocabulary that was not made
     from the silo's own texts.
@@ -90,7 +90,7 @@ def moved_rows(before: Floats, after: Floats) -> MovedRows:
 
 @dataclass(frozen=True, kw_only=True)
 class Told:
-    """How well an update tells some tokens from others.
+    """How well an update distinguishes some tokens from others.
 
     Attributes:
         tokens: How many there are to find.
@@ -109,11 +109,11 @@ class Told:
 
     @property
     def prevalence(self) -> float:
-        """See above."""
+        """The share of ``tokens`` among both."""
         return self.tokens / (self.tokens + self.others)
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON values."""
+        """Return the fields as JSON values."""
         return {
             "tokens": self.tokens, "others": self.others, "prevalence": self.prevalence, "auc": self.auc,
             "recall": self.recall.to_dict(), "precision": None if self.precision is None else self.precision.to_dict(),
@@ -123,13 +123,13 @@ class Told:
 def tell_tokens(
     rows: MovedRows, tokens: Ids, others: Ids, *, touched_alone: bool = False, confidence: float = 0.95
 ) -> Told | None:
-    """Tell tokens from others by how far their rows moved; None where there are none of one kind.
+    """Distinguish tokens from others by how far their rows moved; None where one kind is empty.
 
     Args:
-        rows: What the update did.
+        rows: How far the rows moved.
         tokens: Ids to find, without repetition.
         others: Ids that must not be named; none of them among ``tokens``.
-        touched_alone: Ask about rows that stand out alone: whether how far they moved tells more than that they did.
+        touched_alone: Compare only rows that stand out: whether the distance reveals more than the fact.
         confidence: Of the intervals, which take tokens for independent.
 
     Raises:
