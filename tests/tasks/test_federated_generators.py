@@ -227,7 +227,7 @@ def test_a_federation_that_would_not_count_the_generator_is_refused_before_any_r
     [
         ({"eps": 0.0}, r"task\.eps=0"),
         ({"eps": 21.0}, r"at most federated\.privacy\.eps=20"),
-        ({"batch_size": 500}, "Lower it"),
+        ({"batch_size": 500}, "batch_size="),
         ({"epochs": 0}, r"task\.epochs=0"),
         ({"names": ["client0"], "data": "x"}, "Give one"),
     ],
