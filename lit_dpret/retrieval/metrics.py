@@ -91,19 +91,17 @@ class Metric:
         return measures[self.kind](gains, ideal, self.cutoff)
 
 
+# Every measure takes the same three arguments and returns one value per query, shape ``(queries,)``, in [0, 1]:
+#   gains: grades by rank, shape ``(queries, depth)``;
+#   ideal: all positive grades of each query, descending, padded with 0, shape ``(queries, most)``;
+#   k: the last rank that counts.
+
+
 def ndcg(gains: Gains, ideal: Gains, k: int) -> Values:
-    """Normalised discounted cumulative gain over the first ``k`` ranks.
+    """Return the normalised discounted cumulative gain over the first ``k`` ranks; 0 where nothing is relevant.
 
     The gain of a passage is its grade (linear), its discount the binary logarithm of its rank
     plus one, and the norm is the best that the judgements allow: trec_eval's ``ndcg_cut``.
-
-    Args:
-        gains: Grades by rank, shape ``(queries, depth)``.
-        ideal: All positive grades of each query, descending, padded with 0, ``(queries, most)``.
-        k: The last rank that counts.
-
-    Returns:
-        Shape ``(queries,)``, in [0, 1]; 0 where nothing is relevant.
     """
     best = _discounted(ideal, k)
     value: Values = np.divide(_discounted(gains, k), best, out=np.zeros(len(best)), where=best > 0)
@@ -113,34 +111,15 @@ def ndcg(gains: Gains, ideal: Gains, k: int) -> Values:
 def recall(gains: Gains, ideal: Gains, k: int) -> Values:
     """Return the share of a query's relevant passages among the first ``k``: trec_eval's ``recall_k``.
 
-    The denominator is the number of all relevant passages, also when that exceeds ``k``.
-
-    Args:
-        gains: Grades by rank, shape ``(queries, depth)``.
-        ideal: All positive grades of each query, padded with 0, shape ``(queries, most)``.
-        k: The last rank that counts.
-
-    Returns:
-        Shape ``(queries,)``, in [0, 1]; 0 where nothing is relevant.
+    The denominator is the number of all relevant passages, also when that exceeds ``k``; 0 where there is none.
     """
-    relevant = (ideal > 0).sum(axis=1).astype(np.float64)
-    found = (gains[:, :k] > 0).sum(axis=1).astype(np.float64)
-    share: Values = np.divide(found, relevant, out=np.zeros(len(found)), where=relevant > 0)
-    return share
+    return _over_relevant((gains[:, :k] > 0).sum(axis=1).astype(np.float64), ideal)
 
 
 def mrr(gains: Gains, ideal: Gains, k: int) -> Values:
-    """One over the rank of the first relevant passage, 0 when it comes after rank ``k``.
+    """Return one over the rank of the first relevant passage, 0 when it comes after rank ``k``.
 
-    trec_eval's ``recip_rank`` of the run cut at ``k``; trec_eval itself has no cut.
-
-    Args:
-        gains: Grades by rank, shape ``(queries, depth)``.
-        ideal: Not used; here so that every measure is called alike.
-        k: The last rank that counts.
-
-    Returns:
-        Shape ``(queries,)``, in [0, 1].
+    trec_eval's ``recip_rank`` of the run cut at ``k``; trec_eval itself has no cut. ``ideal`` is not used.
     """
     hit = gains[:, :k] > 0
     if not hit.shape[1]:
@@ -149,16 +128,7 @@ def mrr(gains: Gains, ideal: Gains, k: int) -> Values:
 
 
 def success(gains: Gains, ideal: Gains, k: int) -> Values:
-    """1 where any of the first ``k`` passages is relevant, else 0: trec_eval's ``success_k``.
-
-    Args:
-        gains: Grades by rank, shape ``(queries, depth)``.
-        ideal: Not used; here so that every measure is called alike.
-        k: The last rank that counts.
-
-    Returns:
-        Shape ``(queries,)``, 0 or 1.
-    """
+    """Return 1 where any of the first ``k`` passages is relevant, else 0: trec_eval's ``success_k``."""
     return np.where((gains[:, :k] > 0).any(axis=1), 1.0, 0.0)
 
 
@@ -167,38 +137,31 @@ def average_precision(gains: Gains, ideal: Gains, k: int) -> Values:
 
     trec_eval's ``map_cut_k``; a relevant passage that was not found, or after rank ``k``, adds 0. Its
     mean over queries is MAP.
-
-    Args:
-        gains: Grades by rank, shape ``(queries, depth)``.
-        ideal: All positive grades of each query, padded with 0, shape ``(queries, most)``.
-        k: The last rank that counts.
-
-    Returns:
-        Shape ``(queries,)``, in [0, 1]; 0 where nothing is relevant.
     """
     hit = gains[:, :k] > 0
     at_rank = hit.cumsum(axis=1) / np.arange(1, hit.shape[1] + 1)
-    relevant = (ideal > 0).sum(axis=1).astype(np.float64)
-    total = np.where(hit, at_rank, 0.0).sum(axis=1)
-    value: Values = np.divide(total, relevant, out=np.zeros(len(total)), where=relevant > 0)
-    return value
+    return _over_relevant(np.where(hit, at_rank, 0.0).sum(axis=1), ideal)
 
 
 def precision(gains: Gains, ideal: Gains, k: int) -> Values:
     """Return the share of relevant passages among the first ``k``: trec_eval's ``P_k``.
 
     The denominator is ``k``, also where fewer passages were returned.
-
-    Args:
-        gains: Grades by rank, shape ``(queries, depth)``.
-        ideal: Not used; here so that every measure is called alike.
-        k: The last rank that counts.
-
-    Returns:
-        Shape ``(queries,)``, in [0, 1].
     """
     share: Values = (gains[:, :k] > 0).sum(axis=1) / float(k)
     return share
+
+
+def _over_relevant(total: Values, ideal: Gains) -> Values:
+    relevant = (ideal > 0).sum(axis=1).astype(np.float64)
+    share: Values = np.divide(total, relevant, out=np.zeros(len(total)), where=relevant > 0)
+    return share
+
+
+def _discounted(gains: Gains, k: int) -> Values:
+    top = gains[:, :k].astype(np.float64)
+    total: Values = (top / np.log2(np.arange(2, top.shape[1] + 2))).sum(axis=1)
+    return total
 
 
 def ideal_gains(query_ids: Sequence[str], qrels: Qrels) -> Gains:
@@ -264,9 +227,3 @@ def gains_of_ids(ranked: Sequence[Sequence[str]], query_ids: Sequence[str], qrel
         if judged:
             table[row, : len(passages)] = [max(0, int(judged.get(passage, 0))) for passage in passages]
     return table
-
-
-def _discounted(gains: Gains, k: int) -> Values:
-    top = gains[:, :k].astype(np.float64)
-    total: Values = (top / np.log2(np.arange(2, top.shape[1] + 2))).sum(axis=1)
-    return total
