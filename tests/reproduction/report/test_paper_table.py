@@ -9,6 +9,7 @@ import pytest
 
 from lit_dpret.retrieval.statistics import Interval
 from reproduction.paper_000.examples import Example, ExampleTable
+from reproduction.paper_000.retrieval import Order
 from reproduction.report import paper_000
 from reproduction.report.paper_page import PaperPage, write_paper_page
 from reproduction.report.paper_table import PaperRow, PaperTable
@@ -78,3 +79,30 @@ def test_the_papers_tables_agree_where_it_prints_a_row_twice() -> None:
     for numbers in paper_000.TABLE_5.values():
         assert all(len(row) == len(paper_000.SETS) for row in numbers)
     assert "two BLEU values" in paper_000.TABLE_6_FOOTNOTE
+
+
+def row(mean: float, reach: float, **more: object) -> PaperRow:
+    return PaperRow(source="ours", epsilon="3", ours={"ndcg": Interval(mean, mean - reach, mean + reach)}, **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("better", "worse", "said"),
+    [
+        (row(0.6, 0.05), row(0.4, 0.05), "so here, 0.600 against 0.400, and the intervals do not overlap."),
+        (row(0.4, 0.05), row(0.6, 0.05), "the other way round here, 0.400 against 0.600, and the intervals do not"),
+        (row(0.5, 0.1), row(0.55, 0.1), "the other way round here, 0.500 against 0.550, and the intervals overlap"),
+        (row(0.5, 0.1), row(0.5, 0.1), "equal here"),
+    ],
+)
+def test_an_order_is_called_shown_only_where_the_intervals_are_apart(
+    better: PaperRow, worse: PaperRow, said: str
+) -> None:
+    told = Order(better, worse).told("ndcg", "nDCG@10")
+    assert told is not None and said in told and told.startswith("ours at ε = 3 above ours at ε = 3, in nDCG@10")
+
+
+def test_the_papers_numbers_stand_beside_an_order_that_is_the_papers() -> None:
+    better, worse = row(0.6, 0.1, paper={"ndcg": 0.2}), row(0.5, 0.1, paper={"ndcg": 0.1})
+    assert "The paper: 0.2000 against 0.1000." in str(Order(better, worse).told("ndcg", "nDCG@10"))
+    assert "The paper" not in str(Order(better, worse, paper=False).told("ndcg", "nDCG@10"))
+    assert Order(better, PaperRow(source="T5-XL", epsilon="3")).told("ndcg", "nDCG@10") is None
