@@ -16,7 +16,7 @@ from lit_dpret.distributed.strategies import SUMS_ADD_UP, Supported
 from lit_dpret.privacy.accounting.coupling import Bounded, Change
 from lit_dpret.privacy.clipping.base import LEAST_FACTOR, refuse_batch_mixing, room_for_rounding
 from lit_dpret.privacy.modes.base import GradientSums, trainable
-from lit_dpret.privacy.modes.coupled import CoupledMode, bounds_of, check_bounds
+from lit_dpret.privacy.modes.coupled import CoupledMode, check_bounds
 from lit_dpret.privacy.modes.gaussian import GaussianSettings
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
@@ -65,15 +65,11 @@ class BatchClip(CoupledMode):
     def _sensitivity(self, n_max: int, change: Change, loss: Any) -> float:
         return 2.0
 
-    def _bounds(self, unit_sensitivity: float) -> tuple[float, float]:
-        return bounds_of("max_grad_norm", self.max_grad_norm, self.l2_sensitivity, unit_sensitivity)
-
     def _denominator(self, draft: PrivacyPlan, parts: int) -> float:
         return float(parts)
 
     def attach(self, module: nn.Module, plan: PrivacyPlan | None, stream: KeyedStream) -> None:
         super().attach(module, plan, stream)
-        self._refuse_uncoupled(module)
         refuse_batch_mixing(module)
         self._sums = GradientSums(module)
 

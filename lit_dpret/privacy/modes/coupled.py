@@ -12,6 +12,8 @@ from abc import abstractmethod
 from dataclasses import replace
 from typing import Any, ClassVar, Unpack
 
+from torch import nn
+
 from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError
 from lit_dpret.privacy.accounting.coupling import (
     Bounded,
@@ -26,6 +28,7 @@ from lit_dpret.privacy.accounting.releases import FullBatch, Shuffle
 from lit_dpret.privacy.budget import charged
 from lit_dpret.privacy.modes.base import Candidates
 from lit_dpret.privacy.modes.gaussian import GaussianMode, GaussianSettings
+from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.training_data import SamplingRequest
 
@@ -52,6 +55,8 @@ class CoupledMode(GaussianMode):
     """
 
     bounded: ClassVar[Bounded]
+    bound_key: ClassVar[str] = "max_grad_norm"
+    l2_sensitivity: float | None
     candidates: ClassVar[Candidates] = "batch"
     calibrated_to_loss: ClassVar[bool] = True
 
@@ -123,6 +128,10 @@ class CoupledMode(GaussianMode):
             )
         return max(n_max, least)
 
+    def attach(self, module: nn.Module, plan: PrivacyPlan | None, stream: KeyedStream) -> None:
+        super().attach(module, plan, stream)
+        self._refuse_uncoupled(module)
+
     def _read_loss(self, module: Any, expected: float) -> Any:
         """The loss that the sensitivity is of; ``expected`` is the public mean size of a sub-batch."""
         return getattr(module, "loss", None)
@@ -131,9 +140,9 @@ class CoupledMode(GaussianMode):
     def _sensitivity(self, n_max: int, change: Change, loss: Any) -> float:
         """How far one unit moves the sum of a sub-batch (L2), where what is clipped is bounded by 1."""
 
-    @abstractmethod
     def _bounds(self, unit_sensitivity: float) -> tuple[float, float]:
-        """The clipping bound and the sensitivity, one of which the user set."""
+        """Return the clipping bound and the sensitivity, one of which the user set."""
+        return bounds_of(self.bound_key, getattr(self, self.bound_key), self.l2_sensitivity, unit_sensitivity)
 
     def _claim(self, loss: Any) -> LossClaim:
         return "proved"

@@ -39,7 +39,7 @@ from lit_dpret.privacy.clipping.pairs import (
     weighted_backward,
 )
 from lit_dpret.privacy.modes.base import GradientSums, trainable
-from lit_dpret.privacy.modes.coupled import CoupledMode, bounds_of, check_bounds, named
+from lit_dpret.privacy.modes.coupled import CoupledMode, check_bounds, named
 from lit_dpret.privacy.modes.gaussian import GaussianSettings
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
@@ -88,6 +88,7 @@ class LogitDP(CoupledMode):
     name: ClassVar[str] = "logit_dp"
     strategies: ClassVar[Supported] = SUMS_ADD_UP
     bounded: ClassVar[Bounded] = "pair"
+    bound_key: ClassVar[str] = "max_logit_grad_norm"
 
     def __init__(
         self,
@@ -142,9 +143,6 @@ class LogitDP(CoupledMode):
     def _claim(self, loss: Any) -> LossClaim:
         found: LossClaim = loss.claim
         return found
-
-    def _bounds(self, unit_sensitivity: float) -> tuple[float, float]:
-        return bounds_of("max_logit_grad_norm", self.max_logit_grad_norm, self.l2_sensitivity, unit_sensitivity)
 
     # -- the step ----------------------------------------------------------------------------
 

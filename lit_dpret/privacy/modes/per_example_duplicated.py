@@ -21,7 +21,7 @@ from lit_dpret.privacy.batches import rows_in_turn
 from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.clipping import make_engine
 from lit_dpret.privacy.modes.base import Candidates
-from lit_dpret.privacy.modes.coupled import CoupledMode, bounds_of, check_bounds
+from lit_dpret.privacy.modes.coupled import CoupledMode, check_bounds
 from lit_dpret.privacy.modes.gaussian import GaussianSettings
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
@@ -89,12 +89,8 @@ class PerExampleDuplicated(CoupledMode):
     def _sensitivity(self, n_max: int, change: Change, loss: Any) -> float:
         return duplicated_sensitivity(n_max, change)
 
-    def _bounds(self, unit_sensitivity: float) -> tuple[float, float]:
-        return bounds_of("max_grad_norm", self.max_grad_norm, self.l2_sensitivity, unit_sensitivity)
-
     def attach(self, module: nn.Module, plan: PrivacyPlan | None, stream: KeyedStream) -> None:
         super().attach(module, plan, stream)
-        self._refuse_uncoupled(module)
         contrasted: Any = module
         contrasted.row_temperature()
         self._clipper = make_engine(self.engine, module, max_grad_norm=self._plan.max_grad_norm)
