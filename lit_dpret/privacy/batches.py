@@ -26,16 +26,8 @@ from torch import Tensor
 
 from lit_dpret.distributed.xla import is_lazy
 from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.privacy.budget import NAMES
 from lit_dpret.privacy.checksums import checksums
-
-#: What names the unit of a row, by ``privacy.unit``.
-NAMES: Mapping[str, tuple[str, ...]] = {
-    "query": ("query_id",),
-    "pair": ("query_id", "passage_id"),
-    "user": ("user_id",),
-    "image": ("image_id",),
-    "passage": ("passage_id",),
-}
 
 _ROW = ("query_id", "passage_id", "image_id")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
@@ -12,6 +13,15 @@ Unit = Literal["query", "pair", "user", "image", "passage"]
 Neighbours = Literal["zero_out", "add_or_remove", "replace_one"]
 AccountantName = Literal["pld", "rdp", "prv"]
 NoiseName = Literal["gaussian", "discrete"]
+
+#: The fields that name the unit of a row, by ``privacy.unit``.
+NAMES: Mapping[str, tuple[str, ...]] = {
+    "query": ("query_id",),
+    "pair": ("query_id", "passage_id"),
+    "user": ("user_id",),
+    "image": ("image_id",),
+    "passage": ("passage_id",),
+}
 
 ROUNDING_SHARE = 2.0**-16
 """The share of the sensitivity, and so of the noise, that is paid for rounding a sum to the grid of `noise_source`."""

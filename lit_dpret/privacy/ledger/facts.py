@@ -25,8 +25,7 @@ from lit_dpret.privacy.accounting.releases import (
     SamplingLaw,
     Shuffle,
 )
-from lit_dpret.privacy.batches import NAMES
-from lit_dpret.privacy.budget import ROUNDING_SHARE, AccountantName
+from lit_dpret.privacy.budget import NAMES, ROUNDING_SHARE, AccountantName
 from lit_dpret.privacy.ledger.chain import GENESIS
 from lit_dpret.privacy.ledger.dataset_file import noted_total
 from lit_dpret.privacy.ledger.run_ledger import ROUNDING, charged_releases, departed_attempts, noise_keys
