@@ -213,6 +213,20 @@ def test_a_unit_with_a_finite_loss_and_a_broken_gradient_silences_nobody_else(
         assert lib.difference(clipping.take(), lib.clipped_sum(gradients, 0.5)) < 1e-10
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("engine", ["ghost", "vmap", "loop", "opacus"])
+def test_a_unit_with_a_broken_loss_and_a_finite_gradient_is_dropped_and_counted(
+    engine: str, value: float, lib: SimpleNamespace
+) -> None:
+    model = nn.Linear(5, 3).double()
+    data = {"x": torch.randn(4, 2, 5).double(), "constant": torch.tensor([0.0, value, 0.0, 0.0]).double()}
+    case = lib.Case(model, lambda b: model(b["x"]).square().sum((1, 2)) + b["constant"], data)
+    gradients = [gradient for unit, gradient in enumerate(case.unit_gradients()) if unit != 1]
+    clipping = make_engine(engine, model, max_grad_norm=0.5)
+    assert case.run(clipping).non_finite == 1
+    assert lib.difference(clipping.take(), lib.clipped_sum(gradients, 0.5)) < 1e-10
+
+
 @pytest.mark.parametrize("engine", ["ghost", "loop"])
 def test_a_broken_token_in_t5_breaks_its_own_unit_only(engine: str, lib: SimpleNamespace) -> None:
     case = lib.t5(rows=5)
