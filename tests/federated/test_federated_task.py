@@ -149,8 +149,7 @@ def test_under_a_budget_systems_go_on_from_the_ledgers_of_stage_1_and_each_stays
     spent = {name: found["epsilon"] for name, found in data["systems"].items()}
     for silo in ("client0", "client1"):
         assert 0 < spent["stage1"][silo] < spent["customised"][silo] < spent["fed_negative"][silo] <= 20.0
-    markdown = (tmp_path / "run" / "pdd_as2.md").read_text(encoding="utf-8")
-    assert "budget of epsilon = 20 for one query" in markdown and "declaration, not a proof" in markdown
+    assert data["eps"] == 20.0 and "federated.declare_public" in (tmp_path / "run" / "pdd_as2.md").read_text("utf-8")
     assert "weight" not in data["trust"][1][0]  # uniform: how many queries a silo has is told to nobody
 
 

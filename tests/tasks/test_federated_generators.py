@@ -208,7 +208,7 @@ def no_queries(root: Path) -> FederationPlan:
         (state_of_nobody, r"no state of client 'client0'.*task=federated_generators"),
         (other_ledger, r"not charged to silo_ledger\.query\.jsonl.*federated\.state"),
         (state_of_rounds, "was begun by rounds of another run"),
-        (other_budget, r"total_eps=8"),
+        (other_budget, r"federated\.privacy\.eps=8"),
         (no_queries, "task=federated_generators"),
     ],
 )
