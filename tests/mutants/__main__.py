@@ -63,12 +63,19 @@ def run(folder: Path, tests: list[str]) -> int:
     return finished.returncode
 
 
-def main(words: list[str]) -> int:
-    """Report on each mutant; return how many were not killed."""
+def main(words: list[str], *, honest_first: bool = True) -> int:
+    """Report on each mutant; return how many were not killed.
+
+    With ``honest_first`` the tests have to pass on the tree as it is: one that fails anyway kills nothing.
+    """
     alive = 0
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         copy_of_the_tree(folder)
+        tests = list(dict.fromkeys(test for mutant in mutants(words) for test in mutant["tests"]))
+        if honest_first and run(folder, tests):
+            print("A test fails without any mutant.")
+            return 1
         for mutant in mutants(words):
             path = folder / mutant["file"]
             right = path.read_text(encoding="utf-8")
