@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import os
 import re
 import subprocess
@@ -276,6 +277,21 @@ def test_nobody_outside_the_modes_asks_which_mode_it_is() -> None:
                 whose = ast.unparse(node.left)
                 found += [f"{path}:{node.lineno} compares {whose}" for _ in compared & names if "source" not in whose]
     assert not found
+
+
+def test_the_picture_of_the_rooms_is_that_of_the_imports() -> None:
+    spec = importlib.util.spec_from_file_location("draw_architecture", ROOT / "scripts" / "draw_architecture.py")
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert script.PICTURE.read_text(encoding="utf-8") == script.draw(), "python scripts/draw_architecture.py"
+
+
+def test_the_page_on_the_rooms_names_what_exists() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named = re.findall(r"`((?:lit_dpret|callbacks|datamodules|configs|reproduction|scripts|tests)/[\w/.]*)`", page)
+    assert named
+    assert [path for path in named if not (ROOT / path).exists()] == []
 
 
 def test_the_continuous_run_names_tests_that_exist() -> None:
