@@ -33,7 +33,7 @@ TASK_GROUPS = {
     "compare texts": ("similarity", "pretraining_overlap"),
     "attack and verify": ("audit", "membership", "inversion", "verify"),
     "federations": (
-        "build_silos", "federated", "federated_attacks", "federated_generators", "federated_study", "hard_negatives",
+        "build_silos", "federated", "federated_attacks", "federated_generators", "hard_negatives",
     ),
 }  # fmt: skip
 

@@ -30,7 +30,7 @@ NEEDS_WEIGHTS_ONLY = {"load_checkpoint", "load_from_checkpoint", "fit", "validat
 MAY_NOT = {"trust_remote_code": True, "allow_pickle": True, "shell": True, "weights_only": False}
 # Where pickles are read all the same, and why that is no danger.
 KNOWN = {
-    "datamodules/image_files.py": "an unpickler that builds arrays and refuses every other name",
+    "datamodules/image_sources.py": "an unpickler that builds arrays and refuses every other name",
     "lit_dpret/distributed/ranks.py": "an error that this very process pickled a line before",
     "lit_dpret/tasks/export.py": "a class of this package, whose load_from_checkpoint says weights_only=True",
 }
