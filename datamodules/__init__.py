@@ -1,6 +1,6 @@
 """Private queries and public passages, read, checked and grouped into units. Import as ``lit_dpret.datamodules``.
 
-The room is larger than its budget because every reader names file, line and column of each problem without showing a
+The package is long because every reader names file, line and column of each problem without showing a
 text, and because images, federated silos and four public layouts are read here without a library of their own.
 """
 

@@ -1,6 +1,6 @@
 """Lightning modules: one loop, and the families built on it.
 
-The room is above its budget of 3,600 lines because the checks of a fit live here: a module of a user's own is examined
+The package is long because the checks of a fit live here: a module of a user's own is examined
 while it trains, for couplings of rows (`coupling_check`) and for what hooks write between batches (`module_state`).
 """
 

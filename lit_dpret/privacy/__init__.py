@@ -1,5 +1,5 @@
 """The promise: plan, clipping, sampling, noise, accounting, modes, and the ledger that holds every release first.
 
-Larger than its budget of 10k lines: exact norms for tied weights, convolutions and pairs of records, five sampling laws
-under three relations, and a ledger that survives crashes, copies and resumes each need their own proof and refusals.
+The package is long because exact norms for tied weights, convolutions and pairs of records, five sampling laws under
+three relations, and a ledger that survives crashes, copies and resumes each need their own proof and refusals.
 """

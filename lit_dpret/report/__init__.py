@@ -1,5 +1,5 @@
 """What a run says at its end: one `Table`, one `Page`, and figures with one look.
 
-It is above its budget of 1,100 lines because the pages of the federated studies stand here as well, until those studies
+The package is long because the pages of the federated studies stand here as well, until those studies
 move to `reproduction`.
 """

@@ -2,7 +2,7 @@
 
 A class is imported when it is asked for: a command that reads two files starts without what a training needs.
 
-The room is larger than its budget because five attacks, two audits and the trials of a sweep train models of their own,
+The package is long because five attacks, two audits and the trials of a sweep train models of their own,
 and each task documents and checks a dozen settings.
 """
 
