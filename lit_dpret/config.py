@@ -24,7 +24,7 @@ CONFIG_MODULE = "lit_dpret.configs"
 # The choices of the studies, which stand beside the package in a clone and are no part of the wheel.
 STUDIES = Path(__file__).resolve().parent.parent / "reproduction" / "configs"
 
-# How --help and the list of tasks arrange them; a task that stands nowhere here is a study of reproduction/.
+# How --help and the list of tasks arrange them.
 TASK_GROUPS = {
     "plan and check": ("plan", "doctor", "check_data"),
     "train": ("fit", "fit_scored", "pipeline", "sweep"),
@@ -129,11 +129,13 @@ def format_choices(group: str | None) -> str:
 
 
 def tasks_by_kind() -> dict[str, list[str]]:
-    """Return the names of the tasks under the headings of `TASK_GROUPS`; those of the studies come last."""
+    """Return the tasks under the headings of `TASK_GROUPS`; studies, and tasks under no heading, come last."""
     found = {kind: list(tasks) for kind, tasks in TASK_GROUPS.items()}
     grouped = {task for tasks in found.values() for task in tasks}
-    studies = [name for name in names("task") if name not in grouped]
-    return found | ({"studies": studies} if studies else {})
+    others = [name for name in names("task") if name not in grouped]
+    studies = {path.stem for path in STUDIES.glob("task/*.yaml")}
+    more = {"studies": [t for t in others if t in studies], "others": [t for t in others if t not in studies]}
+    return found | {kind: tasks for kind, tasks in more.items() if tasks}
 
 
 def format_help(program: str) -> str:

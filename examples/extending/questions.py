@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 from typing import Any, Unpack
 
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.datamodules.collection import Collection
-from lit_dpret.datamodules.readers import Complain, refuse
 from lit_dpret.datamodules.pairs import PairSettings
+from lit_dpret.datamodules.readers import Complain, RecordFile, refuse
 from lit_dpret.errors import DataError
 
 
@@ -28,22 +27,24 @@ class QuestionsDataModule(PairsDataModule):
         self.file = Path(file)
 
     def columns(self) -> dict[str, tuple[str, ...]]:
-        with self.file.open(encoding="utf-8", newline="") as lines:
-            return {"file": tuple(next(csv.reader(lines), []))}
+        return {"file": RecordFile(self.file, knob="datamodule.file").columns()}
 
     def read_collection(self, complain: Complain = refuse) -> Collection:
-        if missing := {"question", "answer"} - set(self.columns()["file"]):
-            raise DataError(f"datamodule.file={self.file} lacks the column {min(missing)}.", kind="missing column")
+        records = RecordFile(self.file, knob="datamodule.file", complain=complain)
         passages: dict[str, str] = {}
         queries: dict[str, str] = {}
         qrels: dict[str, dict[str, dict[str, int]]] = {}
-        with self.file.open(encoding="utf-8", newline="") as lines:
-            for number, row in enumerate(csv.DictReader(lines), start=2):
-                if not (row["question"].strip() and row["answer"].strip()):
-                    complain(DataError(f"{self.file}, row {number}: question or answer is empty.", kind="empty text"))
-                    continue
-                passage = passages.setdefault(row["answer"], f"a{len(passages)}")
-                queries[f"q{number}"] = row["question"]
-                qrels.setdefault(row.get("split") or "train", {})[f"q{number}"] = {passage: 1}
+        for number, record in records:
+            try:
+                question, answer = (records.text(number, record, name).strip() for name in ("question", "answer"))
+                if not (question and answer):
+                    raise DataError(f"{records.where(number)}: question or answer is empty.", kind="empty text")
+            except DataError as problem:
+                complain(problem)  # `task=check_data` collects all of them, and a fit refuses the first
+                continue
+            passage = passages.setdefault(answer, f"a{len(passages)}")
+            queries[f"q{number}"] = question
+            split = records.text(number, record, "split", optional=True) or "train"
+            qrels.setdefault(split, {})[f"q{number}"] = {passage: 1}
         texts: dict[str, Any] = {identity: text for text, identity in passages.items()}
         return Collection(passages=texts, queries=queries, qrels=qrels, source=str(self.file))

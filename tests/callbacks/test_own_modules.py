@@ -87,9 +87,10 @@ def test_a_card_says_that_a_mode_of_ones_own_is_believed(kind: type[DPSGD], tmp_
 
 class Masked(DPSGD):
     name = "masked"
+    share: Any = 0.5
 
     def facts(self) -> dict[str, Any]:
-        return {"masked_share": 0.5}
+        return {"masked_share": self.share}
 
 
 def test_a_fact_of_a_mode_of_ones_own_stands_on_the_card_and_is_verified(tmp_path: Path) -> None:
@@ -103,6 +104,21 @@ def test_a_fact_of_a_mode_of_ones_own_stands_on_the_card_and_is_verified(tmp_pat
     card["checksum"] = checksum(card)
     write_card(card, tmp_path / "run")
     assert [one.check for one in verify_chain(tmp_path / "run").failed][:1] == ["numbers"]
+
+
+def test_another_fact_of_a_mode_on_resume_is_refused_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(**more: Any) -> None:
+        mode = Masked(eps=3.0, max_grad_norm=1.0, noise_multiplier=CALIBRATED, secret_file=tmp_path / "secret")
+        fit(tmp_path / "run", Regression(privacy=mode), **more)
+
+    monkeypatch.setattr(Masked, "share", (0.5, 0.25))  # the ledger gives a list back
+    run()
+    run(resume=True)
+    monkeypatch.setattr(Masked, "share", 0.25)
+    with pytest.raises(ResumeError, match=r"mode_facts\.masked_share"):
+        run(resume=True)
 
 
 def test_a_datamodule_that_lacks_something_is_told_what(tmp_path: Path) -> None:

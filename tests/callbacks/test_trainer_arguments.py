@@ -82,7 +82,7 @@ VERDICTS: dict[str, list[tuple[Any, str]]] = {
     "use_distributed_sampler": [(True, WORKS), (False, WORKS)],
     "profiler": [(None, WORKS), ("simple", r"trainer\.profiler"), ("advanced", r"trainer\.profiler"),
                  ("pytorch", r"trainer\.profiler")],
-    "detect_anomaly": [(True, WORKS)],
+    "detect_anomaly": [(False, WORKS), (True, r"trainer\.detect_anomaly")],
     "barebones": [(True, "barebones")],  # Lightning refuses it beside a logger, and a run has one
     "plugins": [(lambda: MixedPrecision("bf16-mixed", "cpu"), WORKS),
                 (lambda: MixedPrecision("16-mixed", "cpu", None), r"trainer\.precision|scaler")],

@@ -79,7 +79,7 @@ def sample_tag(stream: KeyedStream, sums: dict[str, Tensor], *, of_each: int = 8
 POSITION_SCHEMA = "lit-dpret/accountant-state/1"
 
 # What the claim of a ledger was made for; a resume that differs in one of them is refused.
-_FIXED = ("mode", "unit", "neighbours", "plan", "law", "planned_steps", "rows_per_unit", "secure_rng")
+_FIXED = ("mode", "unit", "neighbours", "plan", "law", "planned_steps", "rows_per_unit", "secure_rng", "mode_facts")
 # How a sum of single units is cut into forward passes changes no claim; where units see each other, it does.
 _CUT = "physical_batch_size"
 # Said first, because the rest (the cap of the law, say) follows from them.
@@ -238,9 +238,9 @@ class PrivateRun:
                 plan[_CUT] = now["plan"].get(_CUT)
             before = {**before, "plan": plan}
         for key in _FIXED:
-            if before.get(key) != now[key]:
+            if before.get(key) != now.get(key):
                 raise ResumeError(
-                    f"resume=true with another {_difference(key, before.get(key), now[key])}. The ledger's claim "
+                    f"resume=true with another {_difference(key, before.get(key), now.get(key))}. The ledger's claim "
                     "was made for the first. Restore it, or start a new run in another hydra.run.dir."
                 )
         if before["secret_tag"] != now["secret_tag"]:
