@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from golden_runs import FACTS, HERE, IN_PROCESSES, fixed_secret, run_job, server_of
 from rank_runs import Server
 
@@ -22,6 +23,15 @@ def same_secret(own_state_folder: None, tmp_path_factory: pytest.TempPathFactory
     folder.mkdir(exist_ok=True)
     for name, value in fixed_secret(folder).items():
         monkeypatch.setenv(name, value)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Sums of several threads round otherwise, which Adam shows in weights whose gradient is nearly nothing."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
