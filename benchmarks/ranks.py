@@ -29,27 +29,27 @@ OUT = Path(__file__).resolve().parent / "results" / "ranks_cpu.json"
 
 
 def synthesize(folder: Path, passages: dict[str, str], out: Path) -> float:
-    from lit_dpret.distributed.crew import crew_here
+    from lit_dpret.distributed.job import job_here
     from lit_dpret.synthesis.writer import synthesize as write
 
     begun: list[float] = []
-    with crew_here() as crew:
+    with job_here() as job:
         write(
             folder / "generator", passages, out, passages_are_public=True, group_size=16, min_new_tokens=16,
-            max_new_tokens=16, crew=crew, progress=lambda done, total: begun.append(time.monotonic()),
+            max_new_tokens=16, job=job, progress=lambda done, total: begun.append(time.monotonic()),
         )  # fmt: skip
     return begun[-1] - begun[0]
 
 
 def encode(folder: Path, passages: dict[str, str], out: Path) -> float:
-    from lit_dpret.distributed.crew import crew_here
+    from lit_dpret.distributed.job import job_here
     from lit_dpret.tasks.index_folder import encode_folder
 
     begun: list[float] = []
-    with crew_here() as crew:
+    with job_here() as job:
         start = time.monotonic()
         encode_folder(
-            "minilm", passages, out, batch_size=2, crew=crew,  # 16 batches are one piece of work
+            "minilm", passages, out, batch_size=2, job=job,  # 16 batches are one piece of work
             progress=lambda done, total: begun.append(time.monotonic()),
         )  # fmt: skip
     return begun[-1] - start

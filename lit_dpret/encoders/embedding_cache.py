@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_dpret.distributed.crew import Crew
+from lit_dpret.distributed.job import Job
 from lit_dpret.encoders.bulk import BUFFER, Encoding, Progress, Window
 from lit_dpret.errors import DataError, ResumeError, StorageError
 from lit_dpret.files import write_whole
@@ -63,7 +63,7 @@ def encode_to_file(
     buffer_size: int = BUFFER,
     restart: bool = False,
     progress: Progress | None = None,
-    crew: Crew | None = None,
+    job: Job | None = None,
 ) -> None:
     """Write the embeddings of ``texts`` to ``path``, row after row; go on where an earlier call was stopped.
 
@@ -82,7 +82,7 @@ def encode_to_file(
         buffer_size: Texts sorted together.
         restart: Begin again where something else was begun here, instead of refusing.
         progress: Called with (texts done, texts in all), on the ranks that give it.
-        crew: The ranks that share the work; each calls this with the same arguments, and all see the folder of
+        job: The ranks that share the work; each calls this with the same arguments, and all see the folder of
             ``path``. None for this process alone.
 
     Raises:
@@ -91,14 +91,14 @@ def encode_to_file(
         StorageError: The file cannot be written.
         WorkerError: Another rank died.
     """
-    crew = Crew() if crew is None else crew
+    job = Job() if job is None else job
     begun = begun_facts(encoding, texts, dtype, facts, batch_size=batch_size, buffer_size=buffer_size)
     key = hashlib.sha256(json.dumps(begun, sort_keys=True).encode()).hexdigest()[:16]
-    matrix = SharedMatrix(crew, path, dtype, encoding.dim, key)
+    matrix = SharedMatrix(job, path, dtype, encoding.dim, key)
     with storing(path), ExitStack() as stack:
         opened: list[Unfinished] = []  # on the first rank alone
-        crew.share(lambda: opened.append(stack.enter_context(Unfinished(path, begun, restart=restart))))
-        file = opened[0] if crew.is_first else None
+        job.share(lambda: opened.append(stack.enter_context(Unfinished(path, begun, restart=restart))))
+        file = opened[0] if job.is_first else None
         stack.enter_context(encoding)
         matrix.fill(file, encoding, texts, batch_size=batch_size, buffer_size=buffer_size, progress=progress)
         if file is not None:
@@ -302,14 +302,14 @@ class SharedMatrix:
     """A matrix that several ranks fill.
 
     Args:
-        crew: The ranks.
+        job: The ranks.
         path: Of the matrix.
         dtype: Of a number in it.
         dim: The width of an embedding.
         key: Tells this matrix from another one that was begun here.
     """
 
-    crew: Crew
+    job: Job
     path: Path
     dtype: torch.dtype
     dim: int
@@ -339,7 +339,7 @@ class SharedMatrix:
         """
         for window_at in range(0, len(texts), buffer_size):
             part = texts[window_at : window_at + buffer_size]
-            there = self.crew.share(partial(_has_window, file, window_at, len(part)))
+            there = self.job.share(partial(_has_window, file, window_at, len(part)))
             if not there:
                 groups = WindowGroups(Window(encoding, part), window_at, batch_size, self.dtype)
                 self._window(file, groups, progress, len(texts))
@@ -349,11 +349,11 @@ class SharedMatrix:
                 progress(window_at + len(part), len(texts))
 
     def _window(self, file: Unfinished | None, groups: WindowGroups, progress: Progress | None, total: int) -> None:
-        missing: list[int] = self.crew.share(lambda: [] if file is None else self._missing(file, groups))
+        missing: list[int] = self.job.share(lambda: [] if file is None else self._missing(file, groups))
         made: list[str] = []
 
         def work() -> None:
-            for start in self.crew.deal(f"{self.path.name}-{groups.window_at}", missing):
+            for start in self.job.deal(f"{self.path.name}-{groups.window_at}", missing):
                 rows, found = groups.rows(start), groups.embed(start)
                 if file is not None:
                     file.write_group(groups.window_at, start, rows, found)
@@ -362,8 +362,8 @@ class SharedMatrix:
                 if progress is not None:
                     progress(min(total, groups.window_at + groups.end(start)), total)
 
-        self.crew.together(work)
-        told = self.crew.gather(made)
+        self.job.together(work)
+        told = self.job.gather(made)
         if file is not None:
             self._take_in(file, groups, (name for names in told for name in names))
 

@@ -26,7 +26,7 @@ import torch
 from lit_dpret.cards.amendments import with_notes
 from lit_dpret.cards.card import CARD_NAME, inherit_card, read_card, write_card
 from lit_dpret.cards.facts import environment_facts, version_of
-from lit_dpret.distributed.crew import Crew
+from lit_dpret.distributed.job import Job
 from lit_dpret.errors import ConfigurationError, DataError, StorageError
 from lit_dpret.modules.generator_folder import load_generator, weights_hash
 from lit_dpret.privacy.ledger.facts import Assumption
@@ -69,7 +69,7 @@ def synthesize(
     license: str = "other",
     tuning: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
-    crew: Crew | None = None,
+    job: Job | None = None,
 ) -> Path:
     """Write queries for public passages with a generator, as a data set in BEIR's layout.
 
@@ -105,7 +105,7 @@ def synthesize(
         license: Licence of the set for the data card, as the Hugging Face hub writes it.
         tuning: On which data the settings above were chosen, as in ``build_card``.
         progress: Called with (passages done, passages in all).
-        crew: The ranks that share the work, each calling this with the same arguments and a folder that all of
+        job: The ranks that share the work, each calling this with the same arguments and a folder that all of
             them see; the first one merges and writes the card, and the others return when they have nothing to do.
 
     Returns:
@@ -120,7 +120,7 @@ def synthesize(
         UnsupportedModelError: ``generator_folder`` is no generator.
         WorkerError: A worker or another rank died.
     """
-    crew = crew or Crew()
+    job = job or Job()
     source, folder = Path(generator_folder), Path(out)
     if passages_are_public is not True:
         raise ConfigurationError(_why_public(source, passages_are_public))
@@ -141,7 +141,7 @@ def synthesize(
         raise ConfigurationError(
             f"precision={precision!r} is not one of {', '.join(PRECISIONS)}: T5 overflows in float16."
         )
-    place = crew.place(_device(device))
+    place = job.place(_device(device))
     check_passages(passages)
     if not (source / CARD_NAME).is_file():
         raise DataError(
@@ -179,9 +179,9 @@ def synthesize(
     )  # fmt: skip
     groups = canonical_groups(generator.codec, texts, group_size)
     fits = partial(check_disk, folder, texts, draws=queries_per_passage, max_new_tokens=decoding.max_new_tokens)
-    with opened(folder, configuration, len(groups), crew=crew, check=fits) as store:
+    with opened(folder, configuration, len(groups), job=job, check=fits) as store:
         # The longest passages first: what does not fit into memory shows at once, not after hours.
-        mine = crew.deal("groups", [*reversed(store.missing)])
+        mine = job.deal("groups", [*reversed(store.missing)])
         drawing = draw_groups(
             ((index, {name: texts[name] for name in groups[index]}) for index in mine),
             settings,
@@ -190,8 +190,8 @@ def synthesize(
             generator=None if workers else generator,
         )
         del generator  # with workers, each has its own
-        crew.together(lambda: _keep(drawing, store, [len(group) for group in groups], progress, crew))
-        made = crew.gather(store.made if isinstance(store, RankShards) else {})
+        job.together(lambda: _keep(drawing, store, [len(group) for group in groups], progress, job))
+        made = job.gather(store.made if isinstance(store, RankShards) else {})
         if isinstance(store, RankShards):
             return folder
         for shards in made:
@@ -206,7 +206,7 @@ def _keep(
     store: ShardStore | RankShards,
     sizes: Sequence[int],
     progress: Callable[[int, int], None] | None,
-    crew: Crew,
+    job: Job,
 ) -> None:
     """Write each group when it is there."""
     total = sum(sizes)
@@ -218,7 +218,7 @@ def _keep(
     with closing(drawing):
         for index, records in drawing:
             store.add(index, records)
-            done = before + crew.add("passages", sizes[index]) if crew.size > 1 else done + sizes[index]
+            done = before + job.add("passages", sizes[index]) if job.size > 1 else done + sizes[index]
             if progress is not None:
                 progress(done, total)
 
@@ -325,7 +325,7 @@ def _device(name: str) -> torch.device:
 
 @contextmanager
 def opened(
-    folder: Path, configuration: Mapping[str, Any], count: int, *, crew: Crew, check: Callable[[], None]
+    folder: Path, configuration: Mapping[str, Any], count: int, *, job: Job, check: Callable[[], None]
 ) -> Iterator[ShardStore | RankShards]:
     """Yield the shards, as this rank may write them; the first rank looks what is missing, and all learn it.
 
@@ -333,14 +333,14 @@ def opened(
         folder: The output folder, which all ranks see.
         configuration: Everything that the content depends on.
         count: How many shards make the whole.
-        crew: The ranks.
+        job: The ranks.
         check: Asked by the first rank before anything is written there.
 
     Raises:
         ResumeError: The folder was begun with another configuration.
         StorageError: It cannot be written, or is in use by another job.
     """
-    if crew.is_first:
+    if job.is_first:
         with ExitStack() as stack:
 
             def prepare() -> ShardStore:
@@ -349,11 +349,11 @@ def opened(
                 return ShardStore(folder, configuration, count)
 
             found: list[ShardStore] = []
-            crew.share(lambda: found.append(prepare()) or found[0].missing)  # type: ignore[func-returns-value]
+            job.share(lambda: found.append(prepare()) or found[0].missing)  # type: ignore[func-returns-value]
             yield found[0]
     else:
-        missing: list[int] = crew.share(list)
-        yield RankShards(folder, {"shards": count, **configuration}, crew.ranks.rank, missing)
+        missing: list[int] = job.share(list)
+        yield RankShards(folder, {"shards": count, **configuration}, job.ranks.rank, missing)
 
 
 def check_disk(folder: Path, texts: Mapping[str, str], *, draws: int, max_new_tokens: int) -> None:

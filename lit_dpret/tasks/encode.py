@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from lit_dpret.callbacks import ProgressLine
-from lit_dpret.distributed.crew import Crew, crew_here
+from lit_dpret.distributed.job import Job, job_here
 from lit_dpret.encoders import Side
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.retrieval.rows import Storage
@@ -56,14 +56,14 @@ class Encode:
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Write ``run_dir/embeddings``, on however many ranks."""
-        with crew_here() as crew:
-            return self._run(parts, crew)
+        with job_here() as job:
+            return self._run(parts, job)
 
-    def _run(self, parts: Parts, crew: Crew) -> dict[str, float]:
-        crew.require_same("hydra.run.dir", str(parts.run_dir))
-        crew.share(lambda: check_run_dir(parts.run_dir, min_free_mb=50))
+    def _run(self, parts: Parts, job: Job) -> dict[str, float]:
+        job.require_same("hydra.run.dir", str(parts.run_dir))
+        job.share(lambda: check_run_dir(parts.run_dir, min_free_mb=50))
         data = parts.make_datamodule()
-        crew.share(data.prepare_data)
+        job.share(data.prepare_data)
         data.setup("test")
         if self.side == "query" and self.queries == "public":
             refuse_training_data(data, Path(self.encoder), knob="task.queries")
@@ -80,10 +80,10 @@ class Encode:
                 batch_size=self.batch_size,
                 max_length=self.max_length,
                 device=self.device,
-                progress=progress if crew.is_first else None,
-                crew=crew,
+                progress=progress if job.is_first else None,
+                job=job,
             )
-        if crew.is_first:
+        if job.is_first:
             sys.stdout.write(f"embeddings: {made.folder} ({made.manifest.count} x {made.manifest.dim})\n{told(made)}\n")
         return {"texts": float(made.manifest.count)}
 

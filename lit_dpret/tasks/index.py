@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from lit_dpret.distributed.crew import crew_here
+from lit_dpret.distributed.job import job_here
 from lit_dpret.tasks.encode import told
 from lit_dpret.tasks.index_folder import index_folder
 from lit_dpret.tasks.parts import Parts, check_run_dir
@@ -30,8 +30,8 @@ class Index:
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Write ``run_dir/index``; of several ranks, the first one does."""
-        with crew_here() as crew:
-            return crew.share(lambda: self._run(parts))
+        with job_here() as job:
+            return job.share(lambda: self._run(parts))
 
     def _run(self, parts: Parts) -> dict[str, float]:
         check_run_dir(parts.run_dir, min_free_mb=50)

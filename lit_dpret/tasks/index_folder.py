@@ -24,7 +24,7 @@ from torch import Tensor
 from lit_dpret.cards.card import CARD_NAME, card_sha256, inherit_card, subject_of, write_card
 from lit_dpret.cards.facts import environment_facts
 from lit_dpret.cards.file import file_sha256
-from lit_dpret.distributed.crew import Crew
+from lit_dpret.distributed.job import Job
 from lit_dpret.encoders import Progress, Side, TextEncoder, cut, load_towers
 from lit_dpret.encoders.backbones import resolve_folder
 from lit_dpret.encoders.bulk import in_order
@@ -222,7 +222,7 @@ def encode_folder(
     max_length: int | None = None,
     device: str | None = None,
     progress: Progress | None = None,
-    crew: Crew | None = None,
+    job: Job | None = None,
 ) -> IndexFolder:
     """Embed texts into a folder that can be searched; go on where an earlier call was stopped.
 
@@ -245,7 +245,7 @@ def encode_folder(
         max_length: Tokens of a text that are read; None for what the encoder's folder says.
         device: Where to compute.
         progress: Called with (texts done, texts in all).
-        crew: The ranks that share the work, each calling this with the same arguments and a folder that all of them
+        job: The ranks that share the work, each calling this with the same arguments and a folder that all of them
             see; the first one writes the folder, and the others wait for it.
 
     Raises:
@@ -255,7 +255,7 @@ def encode_folder(
         StorageError: ``out`` cannot be written.
         WorkerError: Another rank died.
     """
-    crew = crew or Crew()
+    job = job or Job()
     folder, private = Path(out), _is_private(side, queries)
     if storage not in STORAGES:
         raise ConfigurationError(f"storage={storage!r} is not one of {', '.join(STORAGES)}.")
@@ -281,7 +281,7 @@ def encode_folder(
     )
     key = content_hash(["texts", storage], {}, (part for pair in texts.items() for part in pair))
     begun = {"encoder": tower.fingerprint(), "side": side, "texts": key}
-    where = None if device is None else str(crew.place(torch.device(device)))
+    where = None if device is None else str(job.place(torch.device(device)))
 
     def prepare() -> bool:
         """Prepare the folder; return whether there is anything to compute."""
@@ -303,7 +303,7 @@ def encode_folder(
         _seal(folder, manifest, names, None if private else parent, what, begun, environment=made_on)
 
     try:
-        if crew.share(prepare):
+        if job.share(prepare):
             encode_to_file(
                 tower.one_side(side, where),
                 in_order(texts),
@@ -312,9 +312,9 @@ def encode_folder(
                 facts=begun,
                 batch_size=batch_size,
                 progress=progress,
-                crew=crew,
+                job=job,
             )
-        crew.share(seal)
+        job.share(seal)
     except OSError as error:
         raise _storage(folder, error) from error
     return IndexFolder(folder)

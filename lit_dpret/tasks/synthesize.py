@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.tuning import TuningData
-from lit_dpret.distributed.crew import Crew, crew_here
+from lit_dpret.distributed.job import Job, job_here
 from lit_dpret.privacy.budget import require_choice
 from lit_dpret.synthesis.writer import synthesize
 from lit_dpret.tasks.parts import Parts, check_run_dir, require_whole
@@ -88,14 +88,14 @@ class Synthesize:
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Write ``run_dir/synthetic``; an interrupted run goes on where it stopped, on however many ranks."""
-        with crew_here() as crew:
-            return self._run(parts, crew)
+        with job_here() as job:
+            return self._run(parts, job)
 
-    def _run(self, parts: Parts, crew: Crew) -> dict[str, float]:
-        crew.require_same("hydra.run.dir", str(parts.run_dir))
-        crew.share(lambda: check_run_dir(parts.run_dir, min_free_mb=50))
+    def _run(self, parts: Parts, job: Job) -> dict[str, float]:
+        job.require_same("hydra.run.dir", str(parts.run_dir))
+        job.share(lambda: check_run_dir(parts.run_dir, min_free_mb=50))
         data = parts.make_datamodule()
-        crew.share(data.prepare_data)
+        job.share(data.prepare_data)
         data.setup("predict")
         passages = public_sample(data.public_passages(), self.max_passages)
         with ProgressLine("generating queries") as progress:
@@ -106,11 +106,11 @@ class Synthesize:
                 passages_are_public=self.passages_are_public,
                 queries_per_passage=self.queries_per_passage,
                 seed=parts.seed,
-                progress=progress if crew.is_first else None,
-                crew=crew,
+                progress=progress if job.is_first else None,
+                job=job,
                 **self.settings,
             )
-        if crew.is_first:
+        if job.is_first:
             sys.stdout.write(f"synthetic queries: {folder}\nprivacy card: {folder / 'privacy_card.json'}\n")
         return {"passages": float(len(passages))}
 

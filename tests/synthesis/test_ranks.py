@@ -6,11 +6,11 @@ import json
 import shutil
 from pathlib import Path
 
-import crews
+import job_ranks
 import pytest
 from tiny_generator import PASSAGES, SETTINGS, content
 
-from lit_dpret.distributed.crew import Crew, crew_here
+from lit_dpret.distributed.job import Job, job_here
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.synthesis.shards import RankShards, ShardStore
 from lit_dpret.synthesis.writer import synthesize
@@ -25,7 +25,7 @@ def folder(source: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_two_ranks_write_the_files_of_one_process(whole: Path, folder: Path) -> None:
-    statuses, said = crews.run("synthesize", folder, 2)
+    statuses, said = job_ranks.run("synthesize", folder, 2)
     assert statuses == [0, 0], said
     assert content(folder / "set") == content(whole)
     assert (folder / "set" / "privacy_card.json").is_file()
@@ -34,20 +34,20 @@ def test_two_ranks_write_the_files_of_one_process(whole: Path, folder: Path) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("again", [1, 2, 3])
 def test_after_kill_9_of_a_rank_another_number_of_ranks_goes_on(whole: Path, folder: Path, again: int) -> None:
-    statuses, said = crews.run("synthesize", folder, 2, kill=(1, 1))
+    statuses, said = job_ranks.run("synthesize", folder, 2, kill=(1, 1))
     assert statuses[1] == -9 and statuses[0] == 2, said
     assert "WorkerError" in said and "Another process of this job ended" in said
     assert not (folder / "set" / "privacy_card.json").exists()
     kept = len(list((folder / "set" / "shards").glob("[0-9]*")))
     assert kept >= 3, "the living rank went on with what was left"
-    statuses, said = crews.run("synthesize", folder, again)
+    statuses, said = job_ranks.run("synthesize", folder, again)
     assert statuses == [0] * again, said
     assert content(folder / "set") == content(whole)
 
 
 @pytest.mark.slow
 def test_kill_9_of_the_first_rank_ends_the_others_in_words(whole: Path, folder: Path) -> None:
-    statuses, said = crews.run("synthesize", folder, 2, kill=(0, 1))
+    statuses, said = job_ranks.run("synthesize", folder, 2, kill=(0, 1))
     assert statuses == [-9, 2], said
     assert "rank 1: WorkerError" in said
     synthesize(folder / "g", PASSAGES, folder / "set", **SETTINGS)
@@ -56,14 +56,14 @@ def test_kill_9_of_the_first_rank_ends_the_others_in_words(whole: Path, folder: 
 
 @pytest.mark.slow
 def test_what_one_rank_cannot_do_is_said_by_all_in_the_same_words(folder: Path) -> None:
-    statuses, said = crews.run("refuse", folder, 2)
+    statuses, said = job_ranks.run("refuse", folder, 2)
     assert statuses == [2, 2]
     assert said.count("StorageError: the disk of rank 1 is full") == 2, said
 
 
 @pytest.mark.slow
 def test_ranks_that_were_called_differently_are_refused(tmp_path: Path) -> None:
-    statuses, said = crews.run("differ", tmp_path, 2)
+    statuses, said = job_ranks.run("differ", tmp_path, 2)
     assert statuses == [2, 2] and said.count("differ in hydra.run.dir: runs/0, runs/1") == 2, said
 
 
@@ -73,8 +73,8 @@ def test_alone_nobody_is_asked(tmp_path: Path) -> None:
         {"WORLD_SIZE": "1", "RANK": "0"},
         {"SLURM_NTASKS": "4"},
     ):  # the last: a shell of an allocation
-        with crew_here(environment) as crew:
-            assert crew == Crew() and crew.is_first and list(crew.deal("x", [3, 1])) == [3, 1]
+        with job_here(environment) as job:
+            assert job == Job() and job.is_first and list(job.deal("x", [3, 1])) == [3, 1]
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_alone_nobody_is_asked(tmp_path: Path) -> None:
     ],
 )
 def test_an_environment_that_is_incomplete_is_refused(environment: dict[str, str], said: str) -> None:
-    with pytest.raises(ConfigurationError, match=said), crew_here(environment):
+    with pytest.raises(ConfigurationError, match=said), job_here(environment):
         pass
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import crews
+import job_ranks
 import pytest
 from tiny_models import tiny_bert, tiny_tokenizer
 
@@ -42,7 +42,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.slow
 def test_two_ranks_write_the_embeddings_of_one_process(whole: dict[str, bytes], folder: Path) -> None:
-    statuses, said = crews.run("encode", folder, 2)
+    statuses, said = job_ranks.run("encode", folder, 2)
     assert statuses == [0, 0], said
     assert content(folder / "set") == whole
     IndexFolder(folder / "set", verify=True)
@@ -53,10 +53,10 @@ def test_two_ranks_write_the_embeddings_of_one_process(whole: dict[str, bytes], 
 def test_after_kill_9_of_a_rank_another_number_of_ranks_goes_on(
     whole: dict[str, bytes], folder: Path, again: int
 ) -> None:
-    statuses, said = crews.run("encode", folder, 2, kill=(1, 1))
+    statuses, said = job_ranks.run("encode", folder, 2, kill=(1, 1))
     assert statuses == [2, -9] and "Another process of this job ended" in said, said
     assert not (folder / "set" / "index.json").exists()
-    statuses, said = crews.run("encode", folder, again)
+    statuses, said = job_ranks.run("encode", folder, again)
     assert statuses == [0] * again, said
     assert content(folder / "set") == whole
 
@@ -65,11 +65,11 @@ def test_after_kill_9_of_a_rank_another_number_of_ranks_goes_on(
 def test_kill_9_of_the_first_rank_leaves_what_the_other_made_to_the_next_job(
     whole: dict[str, bytes], folder: Path
 ) -> None:
-    statuses, said = crews.run("encode", folder, 2, kill=(0, 2))
+    statuses, said = job_ranks.run("encode", folder, 2, kill=(0, 2))
     assert statuses == [-9, 2] and "WorkerError" in said, said
     left = len(list((folder / "set" / "embeddings.bin.parts").glob("*.part")))
     assert left >= 2, "parts of the rank that lived"
-    statuses, said = crews.run("encode", folder, 2)
+    statuses, said = job_ranks.run("encode", folder, 2)
     assert statuses == [0, 0], said
     assert content(folder / "set") == whole
 

@@ -1,6 +1,6 @@
 """Work that several processes share, each told by the environment which one it is; started by the tests as a program.
 
-    python crews.py JOB FOLDER WORLD [KILL_RANK AFTER]
+    python job_ranks.py JOB FOLDER WORLD [KILL_RANK AFTER]
 
 Everything is imported once, and each rank is a fork of that. A rank that is to be killed is killed when so many pieces
 are on the disk. The exit status of each rank is the last line on stdout. Nothing outlives the program.
@@ -43,7 +43,7 @@ def synthesize(folder: Path) -> None:
     """The data set of the tiny generator in ``folder/g``, in ``folder/set``."""
     from tiny_generator import PASSAGES, SETTINGS
 
-    from lit_dpret.distributed.crew import crew_here
+    from lit_dpret.distributed.job import job_here
     from lit_dpret.synthesis import groups, writer
 
     slow = groups.GroupDrawer.records
@@ -53,14 +53,14 @@ def synthesize(folder: Path) -> None:
         return slow(self, group)
 
     groups.GroupDrawer.records = records  # type: ignore[method-assign]
-    with crew_here() as crew:
-        writer.synthesize(folder / "g", PASSAGES, folder / "set", crew=crew, **SETTINGS)
-        print("made", getattr(crew.ranks, "rank", 0), file=sys.stderr)
+    with job_here() as job:
+        writer.synthesize(folder / "g", PASSAGES, folder / "set", job=job, **SETTINGS)
+        print("made", getattr(job.ranks, "rank", 0), file=sys.stderr)
 
 
 def encode(folder: Path) -> None:
     """Embeddings of texts by the encoder in ``folder/encoder``, in ``folder/set``."""
-    from lit_dpret.distributed.crew import crew_here
+    from lit_dpret.distributed.job import job_here
     from lit_dpret.encoders import embedding_cache
     from lit_dpret.tasks.index_folder import encode_folder
 
@@ -73,15 +73,15 @@ def encode(folder: Path) -> None:
 
     embedding_cache.WindowGroups.embed = embed  # type: ignore[method-assign]
     texts = json.loads((folder / "texts.json").read_text(encoding="utf-8"))
-    with crew_here() as crew:
-        encode_folder(folder / "encoder", texts, folder / "set", batch_size=8, crew=crew)
+    with job_here() as job:
+        encode_folder(folder / "encoder", texts, folder / "set", batch_size=8, job=job)
 
 
 def refuse(folder: Path) -> None:
     """Rank 1 alone cannot do its part."""
     from tiny_generator import PASSAGES, SETTINGS
 
-    from lit_dpret.distributed.crew import crew_here
+    from lit_dpret.distributed.job import job_here
     from lit_dpret.errors import StorageError
     from lit_dpret.synthesis import shards, writer
 
@@ -89,16 +89,16 @@ def refuse(folder: Path) -> None:
         raise StorageError("the disk of rank 1 is full")
 
     shards.RankShards.add = full  # type: ignore[method-assign]
-    with crew_here() as crew:
-        writer.synthesize(folder / "g", PASSAGES, folder / "set", crew=crew, **SETTINGS)
+    with job_here() as job:
+        writer.synthesize(folder / "g", PASSAGES, folder / "set", job=job, **SETTINGS)
 
 
 def differ(folder: Path) -> None:
     """Each rank believes in another run folder."""
-    from lit_dpret.distributed.crew import crew_here
+    from lit_dpret.distributed.job import job_here
 
-    with crew_here() as crew:
-        crew.require_same("hydra.run.dir", f"runs/{crew.ranks.rank}")
+    with job_here() as job:
+        job.require_same("hydra.run.dir", f"runs/{job.ranks.rank}")
 
 
 JOBS: dict[str, Callable[[Path], None]] = {job.__name__: job for job in (synthesize, encode, refuse, differ)}

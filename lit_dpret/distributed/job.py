@@ -37,7 +37,7 @@ _SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "S
 
 
 @dataclass(frozen=True)
-class Crew:
+class Job:
     """The ranks of one job, seen from one of them.
 
     Guarantees:
@@ -97,7 +97,7 @@ class Crew:
     def add(self, name: str, amount: int) -> int:
         """Add to a number that all ranks see, and read it."""
         if self.store is None:
-            raise ConfigurationError("A crew of one has nobody to count with.")
+            raise ConfigurationError("A job of one has nobody to count with.")
         try:
             return int(self.store.add(name, amount))
         except RuntimeError as error:
@@ -135,8 +135,8 @@ def _in_these_words() -> Iterator[None]:
 
 
 @contextmanager
-def crew_here(environment: Mapping[str, str] | None = None) -> Iterator[Crew]:
-    """The crew that this process was started in; of one where it was started alone.
+def job_here(environment: Mapping[str, str] | None = None) -> Iterator[Job]:
+    """The job that this process was started in; of one where it was started alone.
 
     Args:
         environment: Where to look; null for that of the process.
@@ -148,7 +148,7 @@ def crew_here(environment: Mapping[str, str] | None = None) -> Iterator[Crew]:
     given = dict(os.environ if environment is None else environment)
     world = _number(given, "WORLD_SIZE")
     if world is None or world == 1:
-        yield Crew()
+        yield Job()
         return
     if dist.is_initialized():
         raise ConfigurationError("The processes of this job are connected already; start this task on its own.")
@@ -168,8 +168,8 @@ def crew_here(environment: Mapping[str, str] | None = None) -> Iterator[Crew]:
             f"{given['MASTER_ADDR']}:{given['MASTER_PORT']}. Start all of them, or none. ({error})"
         ) from error
     try:
-        yield Crew(
-            Ranks(rank, world), torch.distributed.distributed_c10d.PrefixStore("lit-dpret/crew", store), local or 0
+        yield Job(
+            Ranks(rank, world), torch.distributed.distributed_c10d.PrefixStore("lit-dpret/job", store), local or 0
         )
     finally:
         dist.destroy_process_group()
