@@ -63,8 +63,8 @@ def measure(way: str, shape: str, steps: int, units: int) -> dict[str, Any]:
     from torch.distributed.device_mesh import init_device_mesh
 
     from lit_dpret.distributed import fsdp
-    from lit_dpret.distributed.placement import like, place_of
     from lit_dpret.distributed.ranks import Ranks
+    from lit_dpret.distributed.shards import like, place_of
     from lit_dpret.modules import OptimizerSpec
     from lit_dpret.privacy.clipping import make_engine
     from lit_dpret.privacy.noise import KeyedStream

@@ -20,8 +20,8 @@ import torch
 
 from lit_dpret.callbacks.planning import PlannedRun
 from lit_dpret.callbacks.strategies import strategy_name
-from lit_dpret.distributed.placement import place_of
 from lit_dpret.distributed.ranks import Ranks
+from lit_dpret.distributed.shards import place_of
 from lit_dpret.errors import ConfigurationError, DeviceMemoryError
 from lit_dpret.memory import give_back_memory, is_out_of_memory
 from lit_dpret.privacy.accounting.coupling import largest_batch

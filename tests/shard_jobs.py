@@ -132,7 +132,7 @@ def pieces(folder: Path, rank: int, world: int) -> dict[str, Any]:
     from torch.distributed.device_mesh import init_device_mesh
 
     from lit_dpret.distributed import fsdp
-    from lit_dpret.distributed.placement import place_of
+    from lit_dpret.distributed.shards import place_of
     from lit_dpret.errors import UnsupportedModelError
     from lit_dpret.modules import OptimizerSpec
     from lit_dpret.privacy import noise

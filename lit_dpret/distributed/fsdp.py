@@ -30,8 +30,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from lit_dpret.distributed.handover import GradHandover, Handover, refuse_zero_state
-from lit_dpret.distributed.placement import like
 from lit_dpret.distributed.ranks import Ranks, noticing_death
+from lit_dpret.distributed.shards import like
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 
 #: Elements that one reduction hands in: 100 MB in float32.

@@ -1,9 +1,9 @@
-"""Processes that share out a list of work: groups of passages to draw queries for, or of texts to embed.
+"""A job of several ranks that share out a list of work: passages to draw queries for, or texts to embed.
 
-Training needs every rank at every step. Here the ranks need each other only to agree on what there is to do, and
-to say when it is done: in between, each takes the next item off one common list whenever it is free. So a slow
-rank delays no other, and a rank that dies takes with it the one item that it was at. What an item is must not depend
-on the rank that takes it; then neither do the files.
+Training needs every rank at every step. Here the ranks need each other only to agree on what there is to do, and to say
+when it is done; in between each takes the next item from a common list whenever it is free. So a slow rank delays no
+other, and a rank that dies loses only its current item. An item must not depend on the rank that takes it; then neither
+do the files.
 
 The ranks are those of ``torchrun`` (``RANK``, ``WORLD_SIZE``) or of SLURM (``SLURM_PROCID``, ``SLURM_NTASKS``).
 """
@@ -97,14 +97,14 @@ class Job:
     def add(self, name: str, amount: int) -> int:
         """Add to a number that all ranks see, and read it."""
         if self.store is None:
-            raise ConfigurationError("A job of one has nobody to count with.")
+            raise ConfigurationError("A job of one rank has nobody to count with.")
         try:
             return int(self.store.add(name, amount))
         except RuntimeError as error:
             raise WorkerError(f"The process that keeps the list of this job's work is gone{_GONE}") from error
 
     def place(self, device: torch.device) -> torch.device:
-        """The device of this rank: with several of a kind on its machine, the ranks take turns."""
+        """Return the device of this rank: with several of a kind on its machine, the ranks take turns."""
         if self.size > 1 and device.type == "cuda" and device.index is None:
             return torch.device("cuda", self.local_rank % torch.cuda.device_count())
         return device
@@ -136,7 +136,7 @@ def _in_these_words() -> Iterator[None]:
 
 @contextmanager
 def job_here(environment: Mapping[str, str] | None = None) -> Iterator[Job]:
-    """The job that this process was started in; of one where it was started alone.
+    """Yield the job that this process was started in; one of a single rank where it was started alone.
 
     Args:
         environment: Where to look; null for that of the process.
@@ -176,7 +176,7 @@ def job_here(environment: Mapping[str, str] | None = None) -> Iterator[Job]:
 
 
 def _number(environment: Mapping[str, str], name: str) -> int | None:
-    """A number of torchrun's, or SLURM's word for it where this is a step of several tasks."""
+    """Read a number that torchrun sets, or SLURM under another name where this is a step of several tasks."""
     text = environment.get(name)
     if text is None and environment.get("SLURM_STEP_ID") is not None:  # set by srun, not in a shell of the allocation
         text = environment.get(_SLURM[name])

@@ -3,6 +3,10 @@
 ZeRO and its kin split the flat parameters into shards and give each rank some of them, with the optimizer's state and
 the master weights. Of a clipped sum a rank then needs its own shards alone. They are added up in float32 or wider,
 once, and every coordinate gets to exactly one rank: the rank that adds its noise.
+
+FSDP2 shards each parameter by itself (``DTensor``, along the first axis). Noise belongs to coordinates, not to ranks,
+so the code that adds it asks `place_of` which coordinates of the whole parameter this process holds. A plain tensor is
+whole.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -124,7 +129,7 @@ class Shards:
         return whole
 
     def take(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The own shards of whole tensors, flat, by name."""
+        """Return the own shards of whole tensors, flat, by name."""
         return {
             name: whole[name].reshape(-1)[shard.start : shard.start + shard.count] for name, shard in self.own.items()
         }
@@ -157,3 +162,44 @@ def _between(shards: Sequence[Shard], first: int, last: int) -> Iterator[tuple[i
         low, high = max(begin, first), min(end, last)
         if low < high:
             yield low - first, shard.name, slice(shard.start + low - begin, shard.start + high - begin)
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Tell whether this process may hold only a part of a tensor."""
+    return hasattr(tensor, "device_mesh")
+
+
+def place_of(tensor: Tensor) -> tuple[Tensor, int]:
+    """Return the part of a tensor that this process holds, and its flat offset in the whole one.
+
+    Example:
+        >>> import torch
+        >>> local, start = place_of(torch.ones(3))
+        >>> local.shape, start
+        (torch.Size([3]), 0)
+
+    Raises:
+        UnsupportedModelError: It is sharded in another way than along its first axis over one row of ranks.
+    """
+    if not is_sharded(tensor):
+        return tensor, 0
+    cut: Any = tensor
+    [placement] = cut.placements if len(cut.placements) == 1 else [None]
+    if placement is None or not placement.is_shard(0):
+        raise UnsupportedModelError(f"A tensor is sharded as {cut.placements}, and noise has no place in it.")
+    rows = -(-cut.shape[0] // cut.device_mesh.size())
+    first = min(rows * cut.device_mesh.get_local_rank(), cut.shape[0])
+    local: Tensor = cut.to_local()
+    return local, first * (cut.numel() // max(cut.shape[0], 1))
+
+
+def like(whole: Tensor, local: Tensor) -> Tensor:
+    """Return ``local`` as this process's part of a tensor that is sharded as ``whole`` is."""
+    if not is_sharded(whole):
+        return local
+    from torch.distributed.tensor import DTensor  # not for runs on one process
+
+    cut: Any = whole
+    return DTensor.from_local(
+        local, cut.device_mesh, cut.placements, run_check=False, shape=cut.shape, stride=cut.stride()
+    )

@@ -44,7 +44,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lit_dpret.distributed.placement import place_of
+from lit_dpret.distributed.shards import place_of
 from lit_dpret.distributed.xla import fetch, is_lazy
 from lit_dpret.privacy import clip_fraction
 from lit_dpret.privacy.modes import Update

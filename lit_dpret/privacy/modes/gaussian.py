@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypedDict, get_args
 import torch
 from torch import Tensor, nn
 
-from lit_dpret.distributed.placement import like, place_of
+from lit_dpret.distributed.shards import like, place_of
 from lit_dpret.distributed.xla import cut
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy import clip_fraction
