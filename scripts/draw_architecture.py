@@ -14,6 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PICTURE = ROOT / "docs" / "assets" / "architecture.svg"
+STATISTICS = "audit.statistics"
 TOP = ("callbacks", "datamodules", "reproduction")  # folders at the top of the repository
 WIDTH, BOX, HEIGHT, FLOOR = 1180, 168, 76, 132
 _CELL = 190
@@ -23,7 +24,8 @@ def rooms() -> dict[str, Path]:
     """The folder of each room, by its name."""
     inside = {path.name: path for path in sorted((ROOT / "lit_dpret").iterdir()) if path.is_dir()}
     found = {name: path for name, path in inside.items() if (path / "__init__.py").exists() and not path.is_symlink()}
-    return found | {name: ROOT / name for name in TOP}
+    # The statistics of an audit stand on the ground floor, below the attacks that use them: a room of their own.
+    return found | {name: ROOT / name for name in TOP} | {STATISTICS: ROOT / "lit_dpret" / "audit" / "statistics"}
 
 
 def first_sentence(folder: Path) -> str:
@@ -38,10 +40,12 @@ def imports(found: Mapping[str, Path]) -> dict[str, set[str]]:
     for name, folder in found.items():
         seen: set[str] = set()
         for path in folder.rglob("*.py"):
+            if name == "audit" and path.is_relative_to(found[STATISTICS]):
+                continue
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.ImportFrom):
-                    parts = (node.module or "").split(".")
-                    seen.add(parts[1] if parts[0] == "lit_dpret" and len(parts) > 1 else parts[0])
+                    parts = (node.module or "").removeprefix("lit_dpret.").split(".")
+                    seen.add(STATISTICS if parts[:2] == STATISTICS.split(".") else parts[0])
         edges[name] = seen & set(found) - {name}
     return edges
 

@@ -33,7 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "audit": set(),
     "audit.statistics": {"privacy"},
     # What a ledger lets one say.
-    "cards": {"files", "privacy"},
+    "cards": {"files", "privacy", "audit.statistics"},
     # What is trained, on what, and what comes out.
     "encoders": {"files", "distributed", "evaluation_mode"},
     "negatives": {"files", "progress", "privacy", "retrieval", "encoders"},

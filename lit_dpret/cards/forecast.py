@@ -16,10 +16,10 @@ from typing import Any, get_args
 import numpy as np
 from scipy import stats
 
+from lit_dpret.audit.statistics.audit_power import audit_power
 from lit_dpret.cards.knee import knee_table
 from lit_dpret.errors import ConfigurationError, UnsupportedAccountingError
 from lit_dpret.privacy.accounting.accountant import calibrate_noise, truncation_delta
-from lit_dpret.privacy.accounting.audit_power import audit_power
 from lit_dpret.privacy.accounting.ceilings import attack_ceilings
 from lit_dpret.privacy.accounting.composition import (
     SUPPORTED,

@@ -16,11 +16,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lit_dpret.audit.statistics.audit_power import one_run_p_value
 from lit_dpret.audit.statistics.evidence import Evidence, check_confidence, check_delta
 from lit_dpret.audit.statistics.one_run import ASSUMPTION, METHOD, guess_extremes, one_run_counts
 from lit_dpret.audit.statistics.scores import CanaryScores
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.privacy.accounting.audit_power import one_run_p_value
 
 #: Shares of the canaries that are guessed, half of them in and half of them out. For a perfect attack, for one whose
 #: scores overlap, and for one that knows only a few. Of 80 percent a fair coin's luck hardly ever makes one wrong.

@@ -1,6 +1,6 @@
 """How much an audit of a given size could ever prove, so that one that cannot fail is not run, or not believed.
 
-Every number is the bound of an attack that makes no mistake. `lit_dpret.privacy.accounting.audit_power` has the same
+Every number is the bound of an attack that makes no mistake. `lit_dpret.audit.statistics.audit_power` has the same
 for a one-run audit of a claim, as ``task=plan`` prints it.
 """
 
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lit_dpret.audit.statistics.audit_power import one_run_p_value
 from lit_dpret.audit.statistics.error_rates import clopper_pearson_counts
 from lit_dpret.audit.statistics.evidence import Terms, check_count
 from lit_dpret.audit.statistics.one_run import one_run_counts
 from lit_dpret.audit.statistics.rank_epsilon import top_rank_bound, top_rank_one_training
 from lit_dpret.audit.statistics.scores import Counts
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.privacy.accounting.audit_power import one_run_p_value
 
 MOST_CANARIES = 1_000_000
 

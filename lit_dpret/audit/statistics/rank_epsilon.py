@@ -23,6 +23,7 @@ from scipy.optimize import minimize_scalar
 from scipy.special import ndtr, ndtri
 from scipy.stats import binom
 
+from lit_dpret.audit.statistics.audit_power import largest_contradicted
 from lit_dpret.audit.statistics.curves import least_epsilon, least_where
 from lit_dpret.audit.statistics.error_rates import rate_at_least
 from lit_dpret.audit.statistics.evidence import (
@@ -35,7 +36,6 @@ from lit_dpret.audit.statistics.evidence import (
 )
 from lit_dpret.audit.statistics.exposure import mean_rank
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.privacy.accounting.audit_power import largest_contradicted
 
 RANDOM = "each secret was drawn uniformly from its candidates, and ranked among them all with ties against it"
 TAKEN_OUT = "a unit is taken out (zero_out or add_or_remove)"

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from lit_dpret.audit.statistics.audit_power import audit_power, one_run_epsilon
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.privacy.accounting.audit_power import audit_power, one_run_epsilon
 
 
 @pytest.mark.parametrize(
