@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lit_dpret.audit.statistics.audit_power import one_run_p_value
 from lit_dpret.audit.statistics.evidence import Evidence, check_confidence, check_delta
 from lit_dpret.audit.statistics.one_run import ASSUMPTION, METHOD, guess_extremes, one_run_counts
+from lit_dpret.audit.statistics.right_guesses import one_run_p_value
 from lit_dpret.audit.statistics.scores import CanaryScores
 from lit_dpret.errors import ConfigurationError
 

@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.special import betainc, betaincinv, ndtri
 
-from lit_dpret.audit.statistics.audit_power import largest_contradicted
 from lit_dpret.audit.statistics.curves import gaussian_epsilon, least_epsilon
 from lit_dpret.audit.statistics.evidence import Evidence, Terms, check_confidence, check_delta
+from lit_dpret.audit.statistics.right_guesses import largest_contradicted
 from lit_dpret.audit.statistics.scores import CanaryScores, Counts
 from lit_dpret.audit.statistics.thresholds import Bonferroni, Explicit, Split, Strategy, audit
 from lit_dpret.errors import ConfigurationError

@@ -2,7 +2,7 @@
 
 Steinke, Nasr and Jagielski 2023, "Privacy Auditing with One (1) Training Run", arXiv 2305.08846. Under
 (eps, delta)-DP the number of right guesses is hardly ever above a Binomial with q = e^eps / (1 + e^eps), whatever the
-canaries do to each other in that one training. The count's p-value is in `lit_dpret.audit.statistics.audit_power`,
+canaries do to each other in that one training. The count's p-value is in `lit_dpret.audit.statistics.right_guesses`,
 which the plan of a run uses as well; here are scores, thresholds and copies.
 
 `one_run_fdp_audit` tests a whole trade-off curve: Mahloujifar, Melis and Chaudhuri 2024, "Auditing f-Differential
@@ -17,10 +17,10 @@ from __future__ import annotations
 import numpy as np
 from scipy.special import ndtr, ndtri
 
-from lit_dpret.audit.statistics.audit_power import largest_contradicted, one_run_p_value, unplanned_p_value
 from lit_dpret.audit.statistics.curves import gaussian_mu
 from lit_dpret.audit.statistics.error_rates import CURVE, HULL
 from lit_dpret.audit.statistics.evidence import Evidence, Terms, check_count, check_hits
+from lit_dpret.audit.statistics.right_guesses import largest_contradicted, one_run_p_value, unplanned_p_value
 from lit_dpret.audit.statistics.scores import CanaryScores, Counts
 from lit_dpret.audit.statistics.thresholds import Bonferroni, Explicit, MultiSplit, Split, Strategy, audit
 from lit_dpret.errors import ConfigurationError
@@ -77,7 +77,7 @@ def one_run_counts(
     """Return the same bound from counts: ``correct`` of ``guesses`` guesses about ``canaries`` canaries.
 
     ``planned`` says that the number of guesses was fixed beforehand. Where what was released decides about it, say
-    false: the bound then holds for every number (`lit_dpret.audit.statistics.audit_power.unplanned_p_value`). It
+    false: the bound then holds for every number (`lit_dpret.audit.statistics.right_guesses.unplanned_p_value`). It
     serves rare real queries as well as canaries: hold a random half of them out before training, and guess of those
     that the release repeats that they were trained on.
 

@@ -1,21 +1,26 @@
 """How much an audit of a given size could ever prove, so that one that cannot fail is not run, or not believed.
 
-Every number is the bound of an attack that makes no mistake. `lit_dpret.audit.statistics.audit_power` has the same
-for a one-run audit of a claim, as ``task=plan`` prints it.
+With few canaries even guesses that are all right contradict little: an audit that could not have failed proves nothing,
+and that can be known beforehand.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
-from lit_dpret.audit.statistics.audit_power import one_run_p_value
+from scipy import stats
+
 from lit_dpret.audit.statistics.error_rates import clopper_pearson_counts
 from lit_dpret.audit.statistics.evidence import Terms, check_count
 from lit_dpret.audit.statistics.one_run import one_run_counts
 from lit_dpret.audit.statistics.rank_epsilon import top_rank_bound, top_rank_one_training
+from lit_dpret.audit.statistics.right_guesses import CONFIDENCE, one_run_epsilon, one_run_p_value
 from lit_dpret.audit.statistics.scores import Counts
 from lit_dpret.errors import ConfigurationError
 
+CANARIES = (100, 1000, 10_000)
 MOST_CANARIES = 1_000_000
 
 
@@ -96,3 +101,35 @@ def canaries_needed(eps: float, *, delta: float, copies: int = 1, confidence: fl
         middle = (low + high) // 2
         low, high = (low, middle) if enough(middle) else (middle, high)
     return high
+
+
+def audit_power(
+    eps: float, delta: float, *, canaries: tuple[int, ...] = CANARIES, confidence: float = CONFIDENCE
+) -> list[dict[str, Any]]:
+    """For each number of canaries, what an audit could certify of an (eps, delta) claim that is exactly spent.
+
+    Returns:
+        ``canaries``; ``at_best``, the bound when every guess is right, above which no audit of this size
+        contradicts anything; ``as_claimed``, the bound that at least half of all audits reach where every
+        guess is as good as the claim allows, right with probability ``accuracy``. Real attacks guess
+        worse, so both are ceilings and no prediction.
+    """
+    accuracy = delta + (1 - delta) / (1 + math.exp(-eps)) if eps < 700 else 1.0
+    rows = []
+    for count in canaries:
+        # Of a binomial count, at least half lies at or above the median.
+        median = int(stats.binom.median(count, accuracy))
+        both = [
+            one_run_epsilon(canaries=count, guesses=count, correct=right, delta=delta, confidence=confidence)
+            for right in (count, median)
+        ]
+        rows.append(
+            {
+                "canaries": count,
+                "confidence": confidence,
+                "accuracy": accuracy,
+                "at_best": both[0],
+                "as_claimed": both[1],
+            }
+        )
+    return rows

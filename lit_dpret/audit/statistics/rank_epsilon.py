@@ -23,7 +23,6 @@ from scipy.optimize import minimize_scalar
 from scipy.special import ndtr, ndtri
 from scipy.stats import binom
 
-from lit_dpret.audit.statistics.audit_power import largest_contradicted
 from lit_dpret.audit.statistics.curves import least_epsilon, least_where
 from lit_dpret.audit.statistics.error_rates import rate_at_least
 from lit_dpret.audit.statistics.evidence import (
@@ -35,6 +34,7 @@ from lit_dpret.audit.statistics.evidence import (
     check_probability,
 )
 from lit_dpret.audit.statistics.exposure import mean_rank
+from lit_dpret.audit.statistics.right_guesses import largest_contradicted
 from lit_dpret.errors import ConfigurationError
 
 RANDOM = "each secret was drawn uniformly from its candidates, and ranked among them all with ties against it"

@@ -11,7 +11,6 @@ import pytest
 from canary_samples import PUBLISHED, quantiles
 from scipy.stats import binom, norm
 
-from lit_dpret.audit.statistics.audit_power import one_run_p_value, unplanned_p_value
 from lit_dpret.audit.statistics.curves import gaussian_epsilon, gaussian_mu, group_delta
 from lit_dpret.audit.statistics.error_rates import clopper_pearson_audit, clopper_pearson_counts
 from lit_dpret.audit.statistics.one_run import (
@@ -22,6 +21,7 @@ from lit_dpret.audit.statistics.one_run import (
     one_run_fdp_counts,
     refutes_mu,
 )
+from lit_dpret.audit.statistics.right_guesses import one_run_p_value, unplanned_p_value
 from lit_dpret.audit.statistics.scores import CanaryScores
 from lit_dpret.audit.statistics.thresholds import Bonferroni, Explicit, Strategy
 from lit_dpret.errors import ConfigurationError
@@ -32,7 +32,7 @@ HULL = Bonferroni(over="hull")
 @pytest.mark.parametrize(
     ("canaries", "guesses", "correct", "delta", "expected"),
     [
-        # The table of the p-value itself is in tests/audit/statistics/test_audit_power.py.
+        # The table of the p-value itself is in tests/audit/statistics/test_right_guesses.py.
         (10, 10, 10, 0.0, 1.051873),
         (1000, 100, 90, 1e-5, 1.626143),
         (1000, 100, 50, 0.0, 0.0),

@@ -10,9 +10,8 @@ import pkgutil
 import pytest
 
 import lit_dpret.audit.statistics
-from lit_dpret.audit.statistics.audit_power import audit_power
 from lit_dpret.audit.statistics.one_run import one_run_counts
-from lit_dpret.audit.statistics.power import canaries_needed, most_certifiable
+from lit_dpret.audit.statistics.power import audit_power, canaries_needed, most_certifiable
 from lit_dpret.errors import ConfigurationError
 
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from lit_dpret.audit.statistics.audit_power import audit_power, one_run_epsilon
+from lit_dpret.audit.statistics.power import audit_power
+from lit_dpret.audit.statistics.right_guesses import one_run_epsilon
 from lit_dpret.errors import ConfigurationError
 
 

@@ -1,24 +1,21 @@
-"""How much epsilon an audit could show, computed before it is run.
+"""The epsilon that right guesses about canaries contradict: the bound of a one-run audit, and its p-value.
 
 A one-run audit (Steinke, Nasr and Jagielski 2023, "Privacy Auditing with One (1) Training Run", arXiv
 2305.08846) flips a coin for each of m canaries, trains once, and guesses the coins. Under
 (epsilon, delta)-DP a guess is right with probability at most e^eps / (1 + e^eps), but for delta, so many
-right guesses contradict a small epsilon. With few canaries even guesses that are all right contradict
-little: an audit that could not have failed proves nothing, and that can be known beforehand.
+right guesses contradict a small epsilon.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from scipy import stats
 
 from lit_dpret.errors import ConfigurationError
 
-CANARIES = (100, 1000, 10_000)
 CONFIDENCE = 0.95
 #: No audit tells epsilons beyond this one apart.
 LARGEST = 1e6
@@ -118,35 +115,3 @@ def unplanned_p_value(eps: float, *, canaries: int, guesses: int, correct: int, 
     short = np.arange(1, min(correct, math.ceil(1 / slope)) + 1)
     within = np.maximum(0.0, 1 - slope * short) @ stats.binom.pmf(correct - short, guesses, rate)
     return min(1.0, float(stats.binom.sf(correct - 1, guesses, rate)) + float(within) + slope * extra / 2)
-
-
-def audit_power(
-    eps: float, delta: float, *, canaries: tuple[int, ...] = CANARIES, confidence: float = CONFIDENCE
-) -> list[dict[str, Any]]:
-    """For each number of canaries, what an audit could certify of an (eps, delta) claim that is exactly spent.
-
-    Returns:
-        ``canaries``; ``at_best``, the bound when every guess is right, above which no audit of this size
-        contradicts anything; ``as_claimed``, the bound that at least half of all audits reach where every
-        guess is as good as the claim allows, right with probability ``accuracy``. Real attacks guess
-        worse, so both are ceilings and no prediction.
-    """
-    accuracy = delta + (1 - delta) / (1 + math.exp(-eps)) if eps < 700 else 1.0
-    rows = []
-    for count in canaries:
-        # Of a binomial count, at least half lies at or above the median.
-        median = int(stats.binom.median(count, accuracy))
-        both = [
-            one_run_epsilon(canaries=count, guesses=count, correct=right, delta=delta, confidence=confidence)
-            for right in (count, median)
-        ]
-        rows.append(
-            {
-                "canaries": count,
-                "confidence": confidence,
-                "accuracy": accuracy,
-                "at_best": both[0],
-                "as_claimed": both[1],
-            }
-        )
-    return rows
