@@ -36,7 +36,7 @@ from lit_dpret.callbacks import PrivacyAccountant
 from lit_dpret.modules.coupling_check import CouplingCheck
 from lit_dpret.modules.module_state import HookWatch
 from lit_dpret.modules.private_module import PrivateModule
-from lit_dpret.privacy.modes.state_watch import StateWatch
+from lit_dpret.privacy.state_watch import StateWatch
 from lit_dpret.privacy.ledger.noise_check import NoiseCheck
 
 spent = {}

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.errors import ConfigurationError, ResumeError
-from lit_dpret.privacy.checksums import checksums
 from lit_dpret.privacy.sampling import PrivateBatchSampler
+from lit_dpret.privacy.state_watch import checksums
 
 
 class BetweenSteps:

@@ -8,7 +8,6 @@ that ledger, never from the configuration.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -266,8 +265,7 @@ class PrivacyAccountant(Callback):
                 ],
                 "dataset_ledger": None if self._dataset is None else self._dataset.begin(),
                 "planted": planted,
-                # As the ledger gives them back, so that a resume compares like with like.
-                **({"mode_facts": json.loads(json.dumps(dict(facts)))} if (facts := mode.facts()) else {}),
+                **({"mode_facts": facts} if (facts := mode.recorded_facts()) else {}),
             },
             data_fingerprint=data.data_fingerprint,
             unplanted_fingerprint=partial(data.data_fingerprint, planted=False) if planted else None,

@@ -45,7 +45,7 @@ from lit_dpret.cards.file import check_dataset_card
 from lit_dpret.cards.start import Start
 from lit_dpret.errors import ConfigurationError, LitDpretError
 from lit_dpret.privacy.ledger.gate import uncounted
-from lit_dpret.privacy.training_data import not_offered
+from lit_dpret.privacy.sampling import not_offered
 
 Check: TypeAlias = Callable[["Candidate"], None]
 
@@ -136,7 +136,7 @@ def _states_a_law(run: Candidate) -> None:
         raise ConfigurationError(
             f"The accountant reads from the DataModule how batches are drawn and who is in them, and {what}. Pass "
             "datamodule= to trainer.fit: a PairsDataModule, or a class with all that "
-            "lit_dpret.privacy.training_data.TrainingData lists.",
+            "lit_dpret.privacy.sampling.TrainingData lists.",
             trap="T1",
         )
 

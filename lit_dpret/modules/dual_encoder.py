@@ -33,7 +33,7 @@ from lit_dpret.privacy.batches import UnitBatch, copied_rows, map_rows, rows_in_
 from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.ledger.trained import note_folder
 from lit_dpret.privacy.modes import PrivacyMode
-from lit_dpret.privacy.training_data import Row
+from lit_dpret.privacy.sampling import Row
 
 TowerChoice = Literal["shared", "separate"]
 PassageTower = Literal["trained", "frozen"]

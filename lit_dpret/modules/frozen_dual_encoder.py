@@ -31,7 +31,7 @@ from lit_dpret.privacy.batches import UnitBatch, copied_rows
 from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.ledger.trained import note_folder
 from lit_dpret.privacy.modes import PrivacyMode
-from lit_dpret.privacy.training_data import Row
+from lit_dpret.privacy.sampling import Row
 
 Head = Literal["query", "both", "shared"]
 Negatives = Literal["auto", "pool", "batch"]

@@ -24,8 +24,8 @@ from lit_dpret.distributed.handover import gradient_slot
 from lit_dpret.distributed.xla import is_lazy
 from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.privacy.batches import UnitBatch, digests_of
-from lit_dpret.privacy.checksums import checksums
 from lit_dpret.privacy.modes import PrivacyMode
+from lit_dpret.privacy.state_watch import checksums
 
 #: Tensors that a module keeps outside its parameters and buffers are copied up to this many bytes.
 COPIED = 1 << 26

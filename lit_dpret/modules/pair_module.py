@@ -26,7 +26,7 @@ from lit_dpret.negatives import RowNegatives
 from lit_dpret.privacy.batches import UnitBatch, take_rows
 from lit_dpret.privacy.clipping.pairs import PairBatch
 from lit_dpret.privacy.modes import PrivacyMode
-from lit_dpret.privacy.training_data import Row
+from lit_dpret.privacy.sampling import Row
 
 
 class PairModule(PrivateModule):

@@ -40,7 +40,7 @@ from lit_dpret.modules.physical_batches import PhysicalBatches, memory_advice
 from lit_dpret.privacy.batches import UnitBatch, map_rows, rows_in_turn
 from lit_dpret.privacy.ledger.gate import Guard, public_names, unaccounted, uncounted
 from lit_dpret.privacy.modes import PrivacyMode, StepCounts
-from lit_dpret.privacy.training_data import Row
+from lit_dpret.privacy.sampling import Row
 
 if TYPE_CHECKING:
     from lit_dpret.distributed.fsdp import Shards

@@ -51,7 +51,7 @@ from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.ledger.facts import RANDOM_WEIGHTS
 from lit_dpret.privacy.ledger.trained import note_folder
 from lit_dpret.privacy.modes import PrivacyMode
-from lit_dpret.privacy.training_data import Row
+from lit_dpret.privacy.sampling import Row
 
 LossNormalisation = Literal["mean", "sum"]
 IGNORED = -100

@@ -27,7 +27,7 @@ from torch import Tensor
 from lit_dpret.distributed.xla import is_lazy
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.privacy.budget import NAMES
-from lit_dpret.privacy.checksums import checksums
+from lit_dpret.privacy.state_watch import checksums
 
 _ROW = ("query_id", "passage_id", "image_id")
 

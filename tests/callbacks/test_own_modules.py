@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -119,6 +120,17 @@ def test_another_fact_of_a_mode_on_resume_is_refused_by_its_name(
     monkeypatch.setattr(Masked, "share", 0.25)
     with pytest.raises(ResumeError, match=r"mode_facts\.masked_share"):
         run(resume=True)
+
+
+@pytest.mark.parametrize("value", [{1, 2}, math.nan, torch.ones(2), {(1, 2): 3}])
+def test_a_fact_of_a_mode_that_is_no_json_value_is_refused_by_its_name(
+    value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Masked, "share", value)
+    mode = Masked(eps=3.0, max_grad_norm=1.0, noise_multiplier=CALIBRATED, secret_file=tmp_path / "secret")
+    with pytest.raises(ConfigurationError, match=r"mode_facts\.masked_share"):
+        fit(tmp_path / "run", Regression(privacy=mode))
+    assert not (tmp_path / "run" / "privacy_ledger.jsonl").exists()
 
 
 def test_a_datamodule_that_lacks_something_is_told_what(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from lit_dpret.datamodules.sampled import UnitItems
 from lit_dpret.datamodules.unit_dataset import GroupedUnitDataset
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.privacy.batches import PADDING, Draw, UnitCollator
-from lit_dpret.privacy.training_data import UnitDataset
+from lit_dpret.privacy.sampling import UnitDataset
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.privacy.modes import DPSGD
-from lit_dpret.privacy.modes.state_watch import SMALL, StateWatch
 from lit_dpret.privacy.noise import KeyedStream
+from lit_dpret.privacy.state_watch import SMALL, StateWatch
 
 ROWS = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 ENGINES = ["ghost", "vmap", "loop"]

@@ -8,6 +8,7 @@ done to it). Training without privacy is a mode too, never a flag.
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,11 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from lit_dpret.distributed.strategies import ONE_DEVICE, Supported
+from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.budget import Neighbours, PrivacyBudget, Unit
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
-from lit_dpret.privacy.training_data import SamplingRequest
+from lit_dpret.privacy.sampling import SamplingRequest
 
 Guarantee = Literal["dp", "inherited", "none"]
 Candidates = Literal["rows", "batch", "copies", "pool"]
@@ -122,6 +124,25 @@ class PrivacyMode(ABC):
         They are recorded with the plan, before the first step, and stand on the card as ``mechanism.mode_facts``.
         """
         return {}
+
+    def recorded_facts(self) -> dict[str, Any]:
+        """Return `facts` as a ledger gives them back, so that a resume compares like with like.
+
+        Raises:
+            ConfigurationError: A fact is no JSON value, or its name no text.
+        """
+        recorded = {}
+        for name, value in self.facts().items():
+            try:
+                if not isinstance(name, str):
+                    raise TypeError("its name is no text")
+                recorded[name] = json.loads(json.dumps(value, allow_nan=False))
+            except (TypeError, ValueError) as error:
+                raise ConfigurationError(
+                    f"privacy={self.name}: mode_facts.{name} is no JSON value ({error}), so the ledger cannot hold it. "
+                    f"Return numbers, texts, lists and dictionaries from {type(self).__name__}.facts()."
+                ) from error
+        return recorded
 
     def ledger_of_dataset(self, budget: PrivacyBudget, *, run_dir: Path | None = None) -> DatasetLedger | None:
         """Return the ledger that adds up all runs on the data set; None where none is asked for."""

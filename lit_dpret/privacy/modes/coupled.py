@@ -30,7 +30,7 @@ from lit_dpret.privacy.modes.base import Candidates
 from lit_dpret.privacy.modes.gaussian import GaussianMode, GaussianSettings
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
-from lit_dpret.privacy.training_data import SamplingRequest
+from lit_dpret.privacy.sampling import SamplingRequest
 
 
 class CoupledMode(GaussianMode):

@@ -22,7 +22,7 @@ from lit_dpret.privacy.clipping import ClipGroups, ClipStats, make_engine
 from lit_dpret.privacy.modes.gaussian import GaussianMode, GaussianSettings
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
-from lit_dpret.privacy.training_data import SamplingRequest
+from lit_dpret.privacy.sampling import SamplingRequest
 
 Engine = Literal["ghost", "vmap", "opacus", "loop"]
 Clip = Literal["abadi", "automatic"]

@@ -24,10 +24,10 @@ from lit_dpret.privacy.accounting.groups import check_max_units
 from lit_dpret.privacy.budget import AccountantName, Neighbours, NoiseName, PrivacyBudget, Unit, require_choice
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.modes.base import Guarantee, PrivacyMode, StepCounts, Update, trainable
-from lit_dpret.privacy.modes.state_watch import StateWatch
 from lit_dpret.privacy.noise import KeyedStream, noise_source
 from lit_dpret.privacy.plan import PrivacyPlan
-from lit_dpret.privacy.training_data import SamplingRequest
+from lit_dpret.privacy.sampling import SamplingRequest
+from lit_dpret.privacy.state_watch import StateWatch
 
 
 class GaussianSettings(TypedDict, total=False):
