@@ -1,5 +1,4 @@
 """What a run says at its end: one `Table`, one `Page`, and figures with one look.
 
-The package is long because the pages of the federated studies stand here as well, until those studies
-move to `reproduction`.
+It is above its budget of 1,100 lines because the report of every task stands here, beside the three of its name.
 """

@@ -11,11 +11,11 @@ import numpy as np
 from lit_dpret.federated.plan import FederationPlan
 from lit_dpret.federated.systems import SystemResult
 from lit_dpret.report.paper_004 import COLUMNS, WITHOUT_QUERIES
-from lit_dpret.report.paper_004_studies import paper_numbers
-from lit_dpret.report.study import ClientGain, StudyPage, StudyRow, with_reach, write_study
-from lit_dpret.report.study_figure import SHOWN, draw_study
 from lit_dpret.retrieval.statistics import seed_interval
 from reproduction.federated.catalogue import Contrast, Point, Study, Trend
+from reproduction.federated.paper_numbers import paper_numbers
+from reproduction.federated.study_figure import SHOWN, draw_study
+from reproduction.federated.study_page import ClientGain, StudyPage, StudyRow, with_reach, write_study
 
 Found = Mapping[str, Mapping[int, SystemResult]]
 """By the name of a point, then by seed."""

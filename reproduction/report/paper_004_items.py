@@ -15,7 +15,7 @@ from lit_dpret.report.figures import can_draw
 from lit_dpret.report.hard_negatives import case_grid
 from lit_dpret.report.page import Picture, copied_picture
 from lit_dpret.report.paper_004_tables import table_1
-from lit_dpret.report.study import gain_grid, read_study, study_grid
+from reproduction.federated.study_page import gain_grid, read_study, study_grid
 from reproduction.report.reproduction import Item, Paper, Show
 
 _COUNTS = {"passages": "#56B4E9", "sentences": "#0072B2", "train": "#D55E00", "dev": "#E69F00", "test": "#009E73"}

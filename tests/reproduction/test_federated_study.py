@@ -19,11 +19,11 @@ from lit_dpret.federated.data.planted import Planted
 from lit_dpret.federated.plan import FederationPlan
 from lit_dpret.federated.settings import PddAs2
 from lit_dpret.federated.synthetic import PUBLIC
-from lit_dpret.report.paper_004_studies import paper_numbers
 from lit_dpret.tasks.parts import Parts
 from reproduction import FederatedStudy
 from reproduction.federated.catalogue import STUDIES, Asked, Point, SiloChange, study_of
 from reproduction.federated.cells import Cells, changed_silos, divided, kept_shares, sizes, with_share
+from reproduction.federated.paper_numbers import paper_numbers
 
 SIZE = {"clients": 2, "entities": 6, "attributes": 4, "told": 2, "questions": 2, "hubs": 1}
 STAGE1 = {"warmup_rounds": 0, "rounds": 1, "batch_size": 8, "bm25_n": 2, "static_n": 2, "top_k": 4, "lr": 3e-3}

@@ -11,9 +11,17 @@ import pytest
 
 from lit_dpret.errors import DataError
 from lit_dpret.report.figures import can_draw
-from lit_dpret.report.study import ClientGain, StudyPage, StudyRow, read_study, study_grid, with_reach, write_study
-from lit_dpret.report.study_figure import draw_study, figure_of
 from lit_dpret.retrieval.statistics import Interval
+from reproduction.federated.study_figure import draw_study, figure_of
+from reproduction.federated.study_page import (
+    ClientGain,
+    StudyPage,
+    StudyRow,
+    read_study,
+    study_grid,
+    with_reach,
+    write_study,
+)
 
 MEASURES = ("sentence/mrr@10", "sentence/success@1", "passage/success@1")
 PNG = b"\x89PNG\r\n\x1a\n"

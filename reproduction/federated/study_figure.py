@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from lit_dpret.report.figures import new_figure, save_png, tidy
-from lit_dpret.report.study import StudyPage, StudyRow
 from lit_dpret.retrieval.statistics import Interval, seed_interval
+from reproduction.federated.study_page import StudyPage, StudyRow
 
 SHOWN = "sentence/success@1"
 _STYLES = (
