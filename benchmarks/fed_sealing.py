@@ -79,7 +79,7 @@ def sent(request: Any, *, seal: bool, sizes: argparse.Namespace) -> dict[str, in
 
         nodes = {10 + i: {"client": f"silo{i:02}"} for i in range(sizes.silos)}
         grid = InProcessGrid(build_client_app(make), nodes)
-        server = FlowerFederation(settings, {"w": torch.zeros(1)}, Path(folder) / "server", dim=sizes.dim, wait=0.0)
+        server = FlowerFederation(settings, {"w": torch.zeros(1)}, Path(folder) / "server", dim=sizes.dim)
         server.measure = lambda *_, **__: None  # type: ignore[method-assign]
         grid.launch(build_server_app(server))
         if server.result.faults:

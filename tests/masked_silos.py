@@ -13,11 +13,13 @@ from tiny_silos import SMALL
 
 from lit_dpret.federated.aggregation import Weights
 from lit_dpret.federated.credentials import Credentials
+from lit_dpret.federated.documents import Patience
+from lit_dpret.federated.federation import FedResult
 from lit_dpret.federated.flower.client_app import build_client_app
 from lit_dpret.federated.flower.grid import Fate, InProcessGrid
 from lit_dpret.federated.flower.library import SUPERLINK_NODE_ID, Context, Message, RecordDict, acting_as
 from lit_dpret.federated.flower.payloads import digest_of, envelope
-from lit_dpret.federated.flower.server_app import FlowerFederation, FlowerResult, build_server_app
+from lit_dpret.federated.flower.server_app import FlowerFederation, build_server_app
 from lit_dpret.federated.keys import identity_of, new_identity
 from lit_dpret.federated.settings import PddAs2
 
@@ -86,7 +88,8 @@ class Masked:
         self.root, self.settings, self._silo, self._keys = root, settings, silo, dict(keys or {})
         nodes = {number: {"client": name} for number, name in enumerate(names, start=10)}
         self.grid = WritesDown(build_client_app(self.client), nodes, fate=fate)
-        self.server = FlowerFederation(settings, START, root / "server", dim=16, wait=0.0, **server)
+        self.server = FlowerFederation(settings, START, root / "server", dim=16,
+                                       patience=Patience(**{"min_clients": 1, "wait": 0.0, **server}))  # fmt: skip
 
     def client(self, context: Context) -> Any:
         name = str(context.node_config["client"])
@@ -103,7 +106,7 @@ class Masked:
         self.grid._handled = anew  # type: ignore[method-assign]
         return self
 
-    def launch(self) -> FlowerResult:
+    def launch(self) -> FedResult:
         self.grid.launch(build_server_app(self.server))
         return self.server.result
 

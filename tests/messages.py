@@ -10,10 +10,12 @@ from tiny_silos import SIZE, SMALL, maker
 
 from lit_dpret.datamodules.silo_folder import silo_folders, write_silos
 from lit_dpret.federated.data import planted_silos
+from lit_dpret.federated.documents import Patience
+from lit_dpret.federated.federation import FedResult
 from lit_dpret.federated.flower.client_app import build_client_app
 from lit_dpret.federated.flower.grid import Fate, InProcessGrid
 from lit_dpret.federated.flower.library import Context
-from lit_dpret.federated.flower.server_app import FlowerFederation, FlowerResult, build_server_app
+from lit_dpret.federated.flower.server_app import FlowerFederation, build_server_app
 from lit_dpret.federated.settings import PddAs2
 from lit_dpret.federated.silo import SiloClient
 
@@ -44,7 +46,8 @@ class Run:
             fate=fate,
         )
         start = self.client(self.grid.context(10)).model[0]
-        self.server = FlowerFederation(settings, start, root / "flower" / "server", dim=DIM, wait=0.0, **server)
+        self.server = FlowerFederation(settings, start, root / "flower" / "server", dim=DIM,
+                                       patience=Patience(**{"min_clients": 1, "wait": 0.0, **server}))  # fmt: skip
 
     def client(self, context: Context) -> SiloClient:
         name = str(context.node_config["client"])
@@ -53,7 +56,7 @@ class Run:
         )
         return found
 
-    def launch(self) -> FlowerResult:
+    def launch(self) -> FedResult:
         self.grid.launch(build_server_app(self.server))
         return self.server.result
 

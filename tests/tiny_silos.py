@@ -5,7 +5,7 @@ Imported by path through ``conftest.py``; not a test.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,11 @@ from lit_dpret.encoders import Contract, TextEncoder
 from lit_dpret.federated.aggregation import take_weights
 from lit_dpret.federated.data import planted_silos, planted_words
 from lit_dpret.federated.data.planted import Planted
+from lit_dpret.federated.federation import FedResult
 from lit_dpret.federated.inprocess import InProcessFederation
 from lit_dpret.federated.settings import FederatedPrivacy, PddAs2, Stage1, Stage2
 from lit_dpret.federated.silo import SiloClient
+from lit_dpret.federated.transport import FederationRun, run_federation
 from lit_dpret.modules import AS2DualEncoder, OptimizerSpec
 from lit_dpret.privacy.modes import NoPrivacy
 
@@ -80,6 +82,11 @@ def federation(
     ]
     start = take_weights(make(privacy=NoPrivacy(), optimizer_lr=1e-3))
     return InProcessFederation(clients, settings, start, tmp_path / state / "server")
+
+
+def ran(settings: PddAs2, silos: Mapping[str, Path], make: Any, folder: Path, **more: Any) -> FedResult:
+    """The result of one run over these silos."""
+    return run_federation(FederationRun(settings=settings, silos=silos, make_module=make, folder=folder, **more))
 
 
 def declare_public(tmp_path: Path, count: int = 12) -> None:

@@ -106,16 +106,56 @@ def read_silo_settings(path: Path, **given: Path | None) -> SiloSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunRequest:
+class Patience:
+    """How many silos a server needs, and how long it waits for them.
+
+    Args:
+        min_clients: Fewer updates than these end the run.
+        timeout: Seconds to wait for the answers of a round; null waits as long as Flower keeps messages.
+        wait: Seconds to wait at the start until ``min_clients`` silos are there.
+    """
+
+    min_clients: int = 2
+    timeout: float | None = None
+    wait: float = 600.0
+
+    def check_patience(self) -> None:
+        """Refuse values that are out of range."""
+        require_whole("federated", self, 1, "min_clients")
+        require_number("federated", self, "timeout", null=True)
+        require_number("federated", self, "wait", zero=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuperLinkTarget(Patience):
+    """The SuperLink that a run is handed to, and how patient its server is.
+
+    Args:
+        superlink: ``HOST:PORT``, or the name of a connection in the user's own Flower configuration (with log-in).
+        root_certificates: Of who signed its certificate, for ``HOST:PORT``; null for those of the system.
+        insecure: No TLS, for ``HOST:PORT``.
+        run_name: The server keeps the run under it; the same name and settings continue what is finished.
+    """
+
+    superlink: str | None = None
+    root_certificates: Path | None = None
+    insecure: bool = False
+    run_name: str = "pdd_as2"
+
+    @property
+    def by_address(self) -> bool:
+        """Whether ``superlink`` is an address and not a name."""
+        return self.superlink is not None and ":" in self.superlink
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRequest(Patience):
     """The request for a run, as it is sent to the server's app.
 
     Args:
         name: Of the run. The same name continues what is finished, on the server and at the silos.
         federated: Its settings.
         model: How the server builds the weights to begin with.
-        min_clients: Fewer updates than these end the run.
-        timeout: Seconds to wait for the answers of a round; null waits as long as Flower keeps messages.
-        wait: Seconds to wait at the start until ``min_clients`` silos are there.
         measure: What is measured; without ``stage2`` no stage 2 is run.
         split: On which questions.
         sites: Where silos are, by name.
@@ -124,9 +164,6 @@ class RunRequest:
     name: str
     federated: PddAs2 = field(default_factory=PddAs2)
     model: AS2Maker = field(default_factory=AS2Maker)
-    min_clients: int = 1
-    timeout: float | None = None
-    wait: float = 600.0
     measure: tuple[Phase, ...] = PHASES
     split: str = "test"
     sites: Mapping[str, Site] = field(default_factory=dict)
@@ -144,9 +181,7 @@ class RunRequest:
             )
         if self.split not in ("train", "dev", "test"):
             raise ConfigurationError(f"split={self.split!r} is not one of train, dev, test.")
-        require_whole("federated", self, 1, "min_clients")
-        require_number("federated", self, "timeout", null=True)
-        require_number("federated", self, "wait", zero=True)
+        self.check_patience()
         self.federated.check()
         return self
 

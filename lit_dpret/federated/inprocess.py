@@ -1,4 +1,4 @@
-"""PDD-AS2 with all clients in one process: Algorithm 1 of paper 004, and its second stage.
+"""PDD-AS2 with all clients in one process: the default transport.
 
 There is no server and there are no messages: what would be sent is passed on, checked and measured. The other
 transports call the same methods of `lit_dpret.federated.silo.SiloClient` and the same functions in between.
@@ -6,62 +6,31 @@ transports call the same methods of `lit_dpret.federated.silo.SiloClient` and th
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
-from safetensors.torch import load_file
 from torch import Tensor
 
-from lit_dpret.encoders.embedding_cache import content_hash
 from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.federated.aggregation import Weights, check_silos, client_weights, next_weights
+from lit_dpret.federated.aggregation import Weights, check_silos, client_weights
 from lit_dpret.federated.fed_negatives import Block, FedPool, Site, merge_lists, pool_of, select_clients
+from lit_dpret.federated.federation import Federation, FedResult
+from lit_dpret.federated.model import start_of
 from lit_dpret.federated.settings import PHASES, PddAs2, Phase
 from lit_dpret.federated.silo import SiloClient
-from lit_dpret.federated.storage import Traffic, keep_facts, save_tensors
+from lit_dpret.federated.transport import FederationRun
 from lit_dpret.progress import ProgressLine
-from lit_dpret.retrieval.metrics import Values
-
-PerClient = dict[str, dict[str, Values]]
 
 
-@dataclass
-class FedResult:
-    """The results of a run; values are per query, and as private as the queries.
-
-    Attributes:
-        systems: The measures of each client, for each phase that was asked for.
-        traffic: Bytes by phase and silo, without envelopes; stage 1 both ways, requests with every copy that the
-            server passes on.
-        epsilon: Spent of each silo's queries; None where nothing is promised.
-        faults: Clients whose answers were left out, and why.
-    """
-
-    systems: dict[str, PerClient] = field(default_factory=dict)
-    traffic: Traffic = field(default_factory=Traffic)
-    epsilon: dict[str, float | None] = field(default_factory=dict)
-    faults: list[str] = field(default_factory=list)
-
-    @property
-    def sent(self) -> Counter[str]:
-        """Bytes by phase, of all silos together."""
-        return self.traffic.by_phase()
-
-    def mean(self, system: str, metric: str) -> float:
-        """Return the mean over all queries of all clients."""
-        return float(np.concatenate([values[metric] for values in self.systems[system].values()]).mean())
+def in_process(run: FederationRun) -> FedResult:
+    """Run all silos in this process, one after another; a transport (`lit_dpret.federated.transport`)."""
+    clients = [run.client(name) for name in run.silos]
+    federation = InProcessFederation(clients, run.settings, start_of(run.make_module), run.folder / "server")
+    return federation.run(measure=run.measure, split=run.split)
 
 
-class InProcessFederation:
-    """All clients of one run.
-
-    Guarantees:
-        - A run that is started again does not repeat a finished round or refresh.
-        - An answer of wrong shape or with values that are not finite is left out and reported; the round continues
-          with the others.
+class InProcessFederation(Federation):
+    """All clients of one run; the guarantees are those of `Federation`.
 
     Args:
         clients: With different names.
@@ -83,93 +52,53 @@ class InProcessFederation:
         self.clients = {client.name: client for client in clients}
         if len(self.clients) != len(clients) or not clients:
             raise ConfigurationError("A federation needs at least one client, and clients of different names.")
-        self.settings, self.folder = settings.check(), Path(folder)
-        check_silos(settings, len(clients))
-        self.start = dict(start)
-        began = {name: content_hash({}, {name: value}, ()) for name, value in self.start.items()}
-        facts = {"clients": sorted(self.clients), "secure_sum": settings.secure_sum, "seed": settings.seed}
-        keep_facts(self.folder / "run.json", "server", {**facts, **asdict(settings.stage1), "start": began})
+        check_silos(settings.check(), len(clients))
+        super().__init__(settings, start, folder, clients=sorted(self.clients))
+        self.steps_of_round = len(clients)
         self.sites = dict(sites or dict.fromkeys(self.clients, Site()))
-        self.result = FedResult(traffic=Traffic(self.folder / "traffic.json"))
 
     def run(self, *, measure: Sequence[Phase] = PHASES, split: str = "test") -> FedResult:
-        """Train and measure the given phases on each client's own questions; ``bm25`` alone trains nothing."""
-        if "bm25" in measure:
-            self.measure("bm25", None, personal=False, split=split)
-        if "stage1" in measure or "stage2" in measure:
-            weights = self.train_shared()
-            if "stage1" in measure:
-                self.measure("stage1", weights, personal=False, split=split)
-            if "stage2" in measure and self.settings.stage2.epochs:
-                self.personalise(weights)
-                self.measure("stage2", weights, personal=True, split=split)
+        super().run(measure=measure, split=split)
         self.result.epsilon = {name: client.epsilon() for name, client in self.clients.items()}
         return self.result
 
-    def train_shared(self) -> Weights:
-        """Run stage 1, in every round one local epoch of every client and then the mean; return the global weights."""
-        weights: Mapping[str, Tensor] = self.start
-        rounds = self.settings.stage1.warmup_rounds + self.settings.stage1.rounds
-        done = sorted(self.folder.glob("global-*.safetensors"))
-        first = 0
-        if done:
-            weights, first = load_file(done[-1]), int(done[-1].stem.partition("-")[2]) + 1
-        total = rounds * len(self.clients)
-        with ProgressLine("stage 1, rounds of all clients") as progress:
-            for number in range(first, rounds):
-                updates: dict[str, Weights] = {}
-                for place, (name, one) in enumerate(self.clients.items()):
-                    progress(number * len(self.clients) + place, total)
-                    updates[name] = one.train_shared(weights, number)
-                size = sum(value.numel() * value.element_size() for value in weights.values())
-                self.result.traffic.note("stage 1", f"{number:03}", dict.fromkeys(updates, 2 * size))
-                weights = self.aggregate(weights, updates, number)
-                save_tensors(weights, self.folder / f"global-{number:03}.safetensors")
-                (self.folder / f"global-{number - 1:03}.safetensors").unlink(missing_ok=True)
-            if first < rounds:
-                progress(total, total)
+    def round(self, weights: Weights, number: int, progress: Callable[[int], None]) -> Weights:
+        updates: dict[str, Weights] = {}
+        for place, (name, client) in enumerate(self.clients.items()):
+            progress(place)
+            updates[name] = client.train_shared(weights, number)
+        size = sum(value.numel() * value.element_size() for value in weights.values())
+        self.result.traffic.note("stage 1", f"{number:03}", dict.fromkeys(updates, 2 * size))
+        return self.aggregate(weights, updates, number)
+
+    def aggregate(self, weights: Weights, updates: Mapping[str, Weights], number: int) -> Weights:
+        """Return the mean of the updates, by a secure sum where the settings ask for one."""
+        examples = {name: self.clients[name].examples for name in updates}
+        if not self.settings.secure_sum:
+            return self.combine(weights, updates, examples, number, least=1)
+        from lit_dpret.federated.secure_mean import secure_mean  # its package is of an extra
+
+        stage, where = self.settings.stage1, f"stage 1, round {number}"
+        shares = client_weights(examples, stage.weighting, n_hat=stage.n_hat)
+        with self.giving_reasons(where):
+            try:
+                return secure_mean(weights, updates, shares, self.settings, name=where, faults=self.result.faults)
+            except DataError as error:
+                if error.kind != "bad sum":
+                    raise
+                self.result.faults.append(f"{where}: {error}")
         return dict(weights)
 
-    def aggregate(
-        self, weights: Mapping[str, Tensor], updates: Mapping[str, Mapping[str, Tensor]], number: int
-    ) -> Weights:
-        """Return the next global weights; the last ones where the round is void.
-
-        Raises:
-            DataError: Too few updates can be used; the message says why each of the others was left out.
-        """
-        stage, told = self.settings.stage1, len(self.result.faults)
-        shares = client_weights(
-            {name: self.clients[name].examples for name in updates}, stage.weighting, n_hat=stage.n_hat
-        )
-        try:
-            if not self.settings.secure_sum:
-                where, faults = f"round {number}", self.result.faults
-                return next_weights(weights, updates, shares, self.settings, where=where, faults=faults)[0]
-            from lit_dpret.federated.secure_mean import secure_mean  # its package is of an extra
-
-            return secure_mean(
-                weights, updates, shares, limit=self.settings.update_limit, name=f"stage 1, round {number}",
-                norm=self.settings.update_norm, threshold=self.settings.sum_threshold, faults=self.result.faults,
-            )  # fmt: skip
-        except DataError as error:
-            if error.kind != "bad sum":
-                raise DataError(" ".join([str(error), *self.result.faults[told:]]), kind=error.kind) from error
-            self.result.faults.append(f"round {number}: {error}")
-            return dict(weights)
-
-    def personalise(self, weights: Mapping[str, Tensor]) -> None:
-        """Run stage 2: every client trains its own query encoder, with new negatives every ``refresh_every`` epochs."""
+    def personalise(self, weights: Weights) -> None:
         stage = self.settings.stage2
         turns = [(number, name) for number in range(stage.epochs) for name in self.clients]
-        with ProgressLine("stage 2, epochs of all clients") as progress:
+        with ProgressLine("stage 2, epochs of all silos") as progress:
             for done, (number, name) in enumerate(turns):
                 client = self.clients[name]
                 if not client.has_personal(number):
                     progress(done, len(turns))
-                    client.personalise(
-                        weights, self.pool(name, weights, number) if stage.asks(number) else None, number
-                    )
+                    pool = self.pool(name, weights, number) if stage.asks(number) else None
+                    client.personalise(weights, pool, number)
             progress(len(turns), len(turns))
 
     def pool(self, asker: str, weights: Mapping[str, Tensor], refresh: int) -> FedPool:
@@ -193,10 +122,8 @@ class InProcessFederation:
         self.result.traffic.note("responses", event, answered)
         return merge_lists(blocks, rows, stage.top_k) if stage.request == "exact" else pool_of(blocks, rows.shape[1])
 
-    def measure(
-        self, system: str, weights: Mapping[str, Tensor] | None, *, personal: bool, split: str = "test"
-    ) -> None:
-        """Measure every client on its own collection."""
+    def measure(self, system: Phase, weights: Weights | None, *, split: str = "test") -> None:
         self.result.systems[system] = {
-            name: client.evaluate(weights, personal=personal, split=split) for name, client in self.clients.items()
+            name: client.evaluate(weights, personal=system == "stage2", split=split)
+            for name, client in self.clients.items()
         }

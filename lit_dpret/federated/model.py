@@ -96,9 +96,18 @@ class AS2Maker:
         )
 
 
+def start_and_dim(make: Callable[..., AS2DualEncoder]) -> tuple[Weights, int]:
+    """Return the public weights that stage 1 begins with, and the dimensions of an embedding.
+
+    They are the shapes that messages must have.
+    """
+    module = make(privacy=NoPrivacy(), optimizer_lr=1e-3, towers="shared", passage_tower="trained")
+    return take_weights(module), module.encoder.dim
+
+
 def start_of(make: Callable[..., AS2DualEncoder]) -> Weights:
     """Return the public weights that stage 1 begins with."""
-    return take_weights(make(privacy=NoPrivacy(), optimizer_lr=1e-3, towers="shared", passage_tower="trained"))
+    return start_and_dim(make)[0]
 
 
 def refuse_private_start(make: Callable[..., AS2DualEncoder]) -> None:

@@ -6,7 +6,7 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +16,23 @@ from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.federated.aggregation import check_silos
 from lit_dpret.federated.data import planted_silos, silos_by_domain
 from lit_dpret.federated.data.planted import Planted
+from lit_dpret.federated.documents import SuperLinkTarget
 from lit_dpret.federated.model import AS2Maker
-from lit_dpret.federated.settings import FederatedPrivacy, PddAs2, Stage1, Stage2, TrainOn, built, require_whole
+from lit_dpret.federated.settings import FederatedPrivacy, PddAs2, Safeguards, Stage1, Stage2, built, require_whole
 from lit_dpret.federated.synthetic import PUBLIC, check_generated
-from lit_dpret.federated.transport import ELSEWHERE, check_transport, silo_state
+from lit_dpret.federated.transport import ELSEWHERE, FederationRun, check_transport, silo_state
 
-_HOW = ("secret_file", "more", "note")  # no result depends on these
+_HOW = ("secret_file", "note", "stage1", "stage2")  # no result depends on these, but by `FederationPlan.run`
 INSURANCEQA, PLANTED = "insuranceqa", "planted"
 
 
-class FederationPlan:
+@dataclass(frozen=True, kw_only=True)
+class FederationPlan(Safeguards, SuperLinkTarget):
     """A federation as the command line describes it.
 
     Where a setting is null its value follows from whether there is a budget: without ``privacy.eps`` it is the
     paper's, with it what the budget allows. A value that is given and that a budget refuses is refused by name.
+    The settings of `SuperLinkTarget` are for ``transport=flower``.
 
     Args:
         transport: What carries the messages; see `lit_dpret.federated.transport`.
@@ -38,127 +41,118 @@ class FederationPlan:
         clients: How many of the largest clients, by train queries; null for all of a folder.
         sample: ``max_train_queries``, ``max_test_queries`` (of each other split) and ``max_passages`` of a client, and
             the public ``seed`` of the draw, for ``insuranceqa``.
-        planted: Sizes of the planted silos (`lit_dpret.federated.data.planted.Planted`).
+        planted: Sizes of the planted silos; arguments of `Planted`.
         declare_public: Declare every sentence public, for silos that are built here: what ``response=public`` rests on.
         model: Arguments of `AS2Maker`.
         stage1: Arguments of `Stage1`; null ``in_batch``, ``other_positives`` and ``weighting`` follow from the budget.
         stage2: Arguments of `Stage2`; the same for ``in_batch``, ``request`` and ``response``.
         privacy: Arguments of `FederatedPrivacy`.
-        train_on: This, and those of the same names below, are described at `PddAs2`.
         state: The state folder that each silo begins with, ``DIR/NAME``: what task=federated_generators left in
             ``RUN/private``. Every seed begins with a copy, so that its ledgers go on from what the generators cost.
-        secure_sum: See `PddAs2`.
-        update_limit: See `PddAs2`.
-        update_norm: See `PddAs2`.
-        sum_threshold: See `PddAs2`.
-        seal: See `PddAs2`.
-        roster: See `PddAs2`; only for silos on machines of their own.
         secret_file: Keys the noise; null for the user's state folder.
         note: Printed in the report, such as what these settings were chosen on.
-        superlink: This and all below are for ``transport=flower``; see `lit_dpret.federated.flower.submit`.
-        root_certificates: See ``superlink``.
-        insecure: See ``superlink``.
-        run_name: See ``superlink``.
-        min_clients: See ``superlink``.
-        timeout: See ``superlink``.
-        wait: See ``superlink``.
 
     Raises:
         ConfigurationError: A setting is unknown or refused.
     """
 
-    def __init__(
-        self,
-        *,
-        transport: str = "inprocess",
-        silos: str = INSURANCEQA,
-        clients: int | None = 10,
-        sample: Mapping[str, Any] | None = None,
-        planted: Mapping[str, Any] | None = None,
-        declare_public: bool = False,
-        model: Mapping[str, Any] | None = None,
-        stage1: Mapping[str, Any] | None = None,
-        stage2: Mapping[str, Any] | None = None,
-        privacy: Mapping[str, Any] | None = None,
-        train_on: TrainOn = "queries",
-        state: str | Path | None = None,
-        secure_sum: bool = False,
-        update_limit: float = 1.0,
-        update_norm: float | None = 1.0,
-        sum_threshold: int | None = None,
-        seal: bool = False,
-        roster: bool = False,
-        secret_file: str | None = None,
-        note: str = "",
-        superlink: str | None = None,
-        root_certificates: str | None = None,
-        insecure: bool = False,
-        run_name: str = "pdd_as2",
-        min_clients: int = 2,
-        timeout: float | None = None,
-        wait: float = 600.0,
-    ) -> None:
-        check_transport(transport)
-        self.transport, self.silos, self.clients = transport, str(silos), clients
+    transport: str = "inprocess"
+    silos: str = INSURANCEQA
+    clients: int | None = 10
+    sample: Mapping[str, Any] = field(default_factory=dict)
+    planted: Planted = field(default_factory=Planted)
+    declare_public: bool = False
+    model: AS2Maker = field(default_factory=AS2Maker)
+    stage1: Mapping[str, Any] = field(default_factory=dict)
+    stage2: Mapping[str, Any] = field(default_factory=dict)
+    privacy: FederatedPrivacy = field(default_factory=FederatedPrivacy)
+    state: Path | None = None
+    secret_file: str | None = None
+    note: str = ""
+    run: PddAs2 = field(init=False, repr=False)
+    link: SuperLinkTarget = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_transport(self.transport)
         require_whole("federated", self, 1, "clients", null=True)
-        self.sample, self.declare_public = dict(sample or {}), declare_public
-        self.planted = built(Planted, planted, "federated.planted")
-        self.secret_file, self.note = secret_file, note
-        link = {"superlink": superlink, "root_certificates": root_certificates, "insecure": insecure,
-                "run_name": run_name, "min_clients": min_clients, "timeout": timeout, "wait": wait}  # fmt: skip
-        self.more: dict[str, Any] = {"link": link} if transport in ELSEWHERE else {}
-        if superlink is not None and not self.more:
-            raise ConfigurationError(
-                f"federated.superlink={superlink} is for federated=flower, and federated.transport is {transport}."
-            )
-        if roster and not self.more:
-            raise ConfigurationError(
-                f"federated.roster=true says whose keys a server passes on, and under federated.transport={transport} "
-                "no silo has a signing key of its own. Set it with federated=flower, or leave it false."
-            )
-        self.privacy = built(FederatedPrivacy, privacy, "federated.privacy")
-        self.state = None if state is None else Path(state)
-        if self.state is not None and self.more:
-            raise ConfigurationError(
-                f"federated.state={state}: with federated=flower each silo has its state beside its data (lit-dpret "
-                "silo --state). Leave it out here."
-            )
-        private = self.privacy.eps is not None and train_on == "queries"
-        self.model = built(AS2Maker, model, "federated.model")
+        self._refuse_elsewhere()
+        # The command line gives mappings; from here on they are what they describe.
+        self._set("sample", dict(self.sample or {}))
+        for name, kind in (("planted", Planted), ("privacy", FederatedPrivacy), ("model", AS2Maker)):
+            given = getattr(self, name)
+            self._set(name, given if isinstance(given, kind) else built(kind, given, f"federated.{name}"))
+        self._set("state", None if self.state is None else Path(self.state))
         if self.silos == PLANTED:
-            self.model = replace(self.model, planted=self.planted)
-        robust = (stage1 or {}).get("aggregation", "mean") != "mean"
-        weighting = "capped" if secure_sum and (stage1 or {}).get("n_hat") else "uniform"
-        first = {
-            "in_batch": not private,
-            "other_positives": 0 if private else 1,
-            "weighting": weighting if private or secure_sum or robust else "examples",
-        }
-        second = {
+            self._set("model", replace(self.model, planted=self.planted))
+        safeguards = {one.name: getattr(self, one.name) for one in fields(Safeguards)}
+        first, second = self._defaults()
+        run = PddAs2(
+            stage1=built(Stage1, _filled(self.stage1, first), "federated.stage1"),
+            stage2=built(Stage2, _filled(self.stage2, second), "federated.stage2"),
+            privacy=self.privacy,
+            **safeguards,
+        )
+        self._set("run", run.check())
+        link = {one.name: getattr(self, one.name) for one in fields(SuperLinkTarget)}
+        self._set("link", built(SuperLinkTarget, link, "federated"))
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    def _refuse_elsewhere(self) -> None:
+        """Refuse settings of silos on other machines for silos that are here, and the reverse."""
+        elsewhere = self.transport in ELSEWHERE
+        if self.superlink is not None and not elsewhere:
+            raise ConfigurationError(
+                f"federated.superlink={self.superlink} is for federated=flower, and federated.transport is "
+                f"{self.transport}."
+            )
+        if self.roster and not elsewhere:
+            raise ConfigurationError(
+                f"federated.roster=true says whose keys a server passes on, and under federated.transport="
+                f"{self.transport} no silo has a signing key of its own. Set it with federated=flower, or leave it "
+                "false."
+            )
+        if self.state is not None and elsewhere:
+            raise ConfigurationError(
+                f"federated.state={self.state}: with federated=flower each silo has its state beside its data "
+                "(lit-dpret silo --state). Leave it out here."
+            )
+
+    def _defaults(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return what null settings of both stages stand for."""
+        private = self.privacy.eps is not None and self.train_on == "queries"
+        given = self.stage1 or {}
+        weighting = "examples"
+        if private or self.secure_sum or given.get("aggregation", "mean") != "mean":
+            weighting = "capped" if self.secure_sum and given.get("n_hat") else "uniform"
+        first = {"in_batch": not private, "other_positives": 0 if private else 1, "weighting": weighting}
+        response = "raw"
+        if self.privacy.eps is not None:  # what costs least
+            response = "synthetic" if self.train_on == "synthetic" else "dp_centroid"
+            response = "public" if self.declare_public else response
+        return first, {
             "in_batch": not private,
             "request": "dp_centroid" if private else "exact",
-            "response": _response(self.privacy.eps, train_on, declare_public=declare_public),
+            "response": response,
         }
-        self._settings = PddAs2(
-            stage1=built(Stage1, _filled(stage1, first), "federated.stage1"),
-            stage2=built(Stage2, _filled(stage2, second), "federated.stage2"),
-            privacy=self.privacy,
-            train_on=train_on,
-            secure_sum=secure_sum,
-            update_limit=update_limit,
-            update_norm=update_norm,
-            sum_threshold=sum_threshold,
-            seal=seal,
-            roster=roster,
-        ).check()
 
     def settings(self, seed: int) -> PddAs2:
-        """The settings of one seed."""
-        return replace(self._settings, seed=seed)
+        """Return the settings of one seed."""
+        return replace(self.run, seed=seed)
+
+    def federation(self, settings: PddAs2, silos: Mapping[str, Path], folder: Path) -> FederationRun:
+        """Return one run of this federation, with its own settings and silos, and its state in ``folder``."""
+        return FederationRun(
+            settings=settings, silos=silos, make_module=self.model, folder=folder, transport=self.transport,
+            secret_file=self.secret_file, link=self.link,
+        )  # fmt: skip
 
     def describe(self) -> dict[str, Any]:
         """Return everything that results depend on."""
-        return {name: repr(value) for name, value in sorted(vars(self).items()) if name not in _HOW}
+        link = {one.name for one in fields(SuperLinkTarget)} | (set() if self.transport in ELSEWHERE else {"link"})
+        names = {one.name for one in fields(self)} - link - set(_HOW)
+        return {name: repr(getattr(self, name)) for name in sorted(names)}
 
     def folders(self, folder: Path) -> dict[str, Path]:
         """Return the data folder of each client; silos that are built here are written to ``folder``, once.
@@ -252,15 +246,6 @@ class FederationPlan:
             return silos_by_domain(data.collection, clients=self.clients, **self.sample)
         except TypeError as error:
             raise ConfigurationError(f"federated.sample: {error}.") from error
-
-
-def _response(eps: float | None, train_on: TrainOn, *, declare_public: bool) -> str:
-    """Return what a null response stands for: the paper's without a budget, with one what costs least."""
-    if eps is None:
-        return "raw"
-    if declare_public:
-        return "public"
-    return "synthetic" if train_on == "synthetic" else "dp_centroid"
 
 
 def _filled(given: Mapping[str, Any] | None, defaults: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.federated.aggregation import Weights, check_norm, check_weights, good_weights
 from lit_dpret.federated.keys import new_identity
 from lit_dpret.federated.secure_sum import Client, Server, Session, Words, threshold_for
+from lit_dpret.federated.settings import PddAs2
 
 Values = NDArray[np.float64]
 
@@ -142,12 +143,10 @@ def secure_mean(
     start: Mapping[str, Tensor],
     updates: Mapping[str, Mapping[str, Tensor]],
     weights: Mapping[str, float],
+    run: PddAs2,
     *,
-    limit: float,
     name: str,
-    norm: float | None = None,
-    threshold: int | None = None,
-    faults: list[str] | None = None,
+    faults: list[str],
 ) -> Weights:
     """Return ``start`` plus the weighted mean of the clients' changes; all roles run in this process, with new keys.
 
@@ -155,10 +154,8 @@ def secure_mean(
         start: The global weights of the round.
         updates: Each client's weights after it.
         weights: In (0, 1].
-        limit: The largest change of one weight; larger ones are clipped.
+        run: Its ``update_limit``, ``update_norm`` and ``sum_threshold`` count here.
         name: Of the sum; no two may share one.
-        norm: ``federated.update_norm``.
-        threshold: ``federated.sum_threshold``.
         faults: Receives the clients that are left out.
 
     Raises:
@@ -166,7 +163,8 @@ def secure_mean(
     """
     names = sorted(updates)
     numbers = tuple(range(1, len(names) + 1))
-    session = Session(name=name, clients=numbers, threshold=threshold_for(threshold, len(names)))
+    limit, norm = run.update_limit, run.update_norm
+    session = Session(name=name, clients=numbers, threshold=threshold_for(run.sum_threshold, len(names)))
     fixed = words_for(limit, len(names))
     pairs = {number: new_identity() for number in session.clients}
     roster = {number: public for number, (_, public) in pairs.items()}
@@ -181,8 +179,7 @@ def secure_mean(
             check_norm(f"client {who!r}", start, updates[who], norm)
             vector, _ = vector_of(start, updates[who], weights[who], limit)
         except DataError as error:
-            if faults is not None:
-                faults.append(str(error))
+            faults.append(f"{name}: {error}")
             continue
         server.masked[number] = client.mask(fixed.encode(vector)[0], routed[number])
     lists = (server.active, server.dead)

@@ -240,13 +240,10 @@ class FederatedPrivacy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PddAs2:
-    """Everything about a run that is public.
+class Safeguards:
+    """What the server and the other silos get to see of a silo, and what a silo can do to the others.
 
     Args:
-        stage1: See `Stage1`.
-        stage2: See `Stage2`.
-        privacy: See `FederatedPrivacy`.
         train_on: ``queries``, those of the silo's people; or ``synthetic``, those that its DP generator wrote
             (`lit_dpret.federated.synthetic`), with which rounds and requests cost nothing more.
         secure_sum: Add the clients' updates up under masks (`lit_dpret.federated.secure_sum`).
@@ -261,12 +258,8 @@ class PddAs2:
         roster: Every client has a long-term signing key and the list of everybody's, takes no key that is not
             signed by one of them, and unmasks no sum whose clients have not signed who is left; without it the server
             is trusted to follow the protocol.
-        seed: Public.
     """
 
-    stage1: Stage1 = field(default_factory=Stage1)
-    stage2: Stage2 = field(default_factory=Stage2)
-    privacy: FederatedPrivacy = field(default_factory=FederatedPrivacy)
     train_on: TrainOn = "queries"
     secure_sum: bool = False
     update_limit: float = 1.0
@@ -274,6 +267,22 @@ class PddAs2:
     sum_threshold: int | None = None
     seal: bool = False
     roster: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class PddAs2(Safeguards):
+    """Everything about a run that is public.
+
+    Args:
+        stage1: See `Stage1`.
+        stage2: See `Stage2`.
+        privacy: See `FederatedPrivacy`.
+        seed: Public.
+    """
+
+    stage1: Stage1 = field(default_factory=Stage1)
+    stage2: Stage2 = field(default_factory=Stage2)
+    privacy: FederatedPrivacy = field(default_factory=FederatedPrivacy)
     seed: int = 0
 
     @property

@@ -25,7 +25,7 @@ from lit_dpret.federated.centroids import CentroidPlan, dp_centroids
 from lit_dpret.federated.evaluation import METRICS, SentenceCollection
 from lit_dpret.federated.fed_negatives import Block, FedPool, kept_pool, respond, respond_uniformly
 from lit_dpret.federated.fitting import KeepOptimizer, TowardsAnchor, attempt_folder, fit_epochs
-from lit_dpret.federated.model import refuse_private_start
+from lit_dpret.federated.model import refuse_private_start, start_and_dim
 from lit_dpret.federated.negatives import FedNegatives, OtherPositives
 from lit_dpret.federated.settings import PddAs2
 from lit_dpret.federated.silo_account import SiloAccount, collection_centroids
@@ -127,12 +127,8 @@ class SiloClient:
 
     @cached_property
     def model(self) -> tuple[Weights, int]:
-        """The weights before any training, and the dimensions of an embedding: the shapes that messages must have."""
-        module = self._make(
-            privacy=NoPrivacy(), optimizer_lr=self.settings.stage1.lr, towers="shared", passage_tower="trained",
-            negatives=None,
-        )  # fmt: skip
-        return take_weights(module), module.encoder.dim
+        """The weights before any training, and the dimensions of an embedding (`start_and_dim`)."""
+        return start_and_dim(self._make)
 
     # -- stage 1 -------------------------------------------------------------------------------
 

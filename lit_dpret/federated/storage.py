@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from safetensors.torch import save
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from lit_dpret.errors import DataError, ResumeError, StorageError
@@ -26,6 +26,12 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
         StorageError: It cannot be written.
     """
     write_whole(path, save({name: value.detach().contiguous() for name, value in tensors.items()}), owner_only=True)
+
+
+def newest_round(folder: Path, kind: str) -> tuple[dict[str, Tensor], int] | None:
+    """Return the weights of the last finished round, ``KIND-NUMBER.safetensors``, and the number of the next one."""
+    done = sorted(folder.glob(f"{kind}-*.safetensors"))
+    return (load_file(done[-1]), int(done[-1].stem.rpartition("-")[2]) + 1) if done else None
 
 
 def save_json(path: Path, content: object) -> None:

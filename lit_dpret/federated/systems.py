@@ -21,12 +21,13 @@ from lit_dpret.datamodules.silo_folder import CLIENTS, read_silo, write_silos
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.federated.aggregation import Weights
 from lit_dpret.federated.data import merged_silo, pseudo_silo
-from lit_dpret.federated.inprocess import FedResult, PerClient
+from lit_dpret.federated.federation import FedResult, PerClient
 from lit_dpret.federated.model import start_of
 from lit_dpret.federated.plan import FederationPlan
 from lit_dpret.federated.settings import FederatedPrivacy, PddAs2, Stage1Negatives
 from lit_dpret.federated.silo import MakeModule, SiloClient
-from lit_dpret.federated.transport import run_federation
+from lit_dpret.federated.storage import newest_round
+from lit_dpret.federated.transport import ELSEWHERE, run_federation
 from lit_dpret.modules.as2 import AS2DualEncoder
 from lit_dpret.privacy.ledger.trained import TrainedIn, mark
 from lit_dpret.privacy.modes import NoPrivacy
@@ -100,7 +101,8 @@ class SystemRunner:
         if system == "bm25":
             kind: Literal["fed", "dynamic"] = "fed" if self.fed else "dynamic"
             settings = replace(settings, stage2=replace(settings.stage2, negatives=kind))
-            folder = self._shared(settings) if self.plan.more else self.folder / "bm25"  # elsewhere it is all one run
+            elsewhere = self.plan.transport in ELSEWHERE  # where it is all one run
+            folder = self._shared(settings) if elsewhere else self.folder / "bm25"
             found = self._federation(settings, folder, "bm25")
         elif system in FEDERATED:
             found = self._federated(system, settings)
@@ -168,11 +170,8 @@ class SystemRunner:
         # Under a budget a generator that a system does not use is not in its ledgers.
         if settings.generated or settings.privacy.eps is None:
             self.plan.begin_states(self.silos, folder)
-        found = run_federation(
-            settings, self.silos, self.plan.model, folder, transport=self.plan.transport, measure=[what],
-            split=self.split, secret_file=self.plan.secret_file, **self.plan.more,
-        )  # fmt: skip
-        return _result(found, what)
+        run = self.plan.federation(settings, self.silos, folder)
+        return _result(run_federation(replace(run, measure=[what], split=self.split)), what)
 
 
 def _result(found: FedResult, what: str) -> SystemResult:
@@ -299,10 +298,7 @@ def trained_alone(
 def train_alone(client: SiloClient, make_module: MakeModule) -> Weights:
     """Run all rounds of stage 1 with one client, and return its last weights; finished rounds are not repeated."""
     stage = client.settings.stage1
-    weights, first = start_of(make_module), 0
-    done = sorted(client.state.glob("stage1-*.safetensors"))
-    if done:
-        weights, first = load_file(done[-1]), int(done[-1].stem.partition("-")[2]) + 1
+    weights, first = newest_round(client.state, "stage1") or (start_of(make_module), 0)
     for number in range(first, stage.warmup_rounds + stage.rounds):
         weights = client.train_shared(weights, number)
     return weights

@@ -21,7 +21,7 @@ from typing import Any
 from lit_dpret.datamodules.records import SPLITS
 from lit_dpret.datamodules.silo_folder import MANIFEST, Silo, SiloQuery, read_silo, silo_folders, write_silos
 from lit_dpret.errors import DataError
-from lit_dpret.federated.inprocess import FedResult
+from lit_dpret.federated.federation import FedResult
 from lit_dpret.federated.plan import FederationPlan
 from lit_dpret.federated.settings import PddAs2, Phase
 from lit_dpret.federated.storage import save_json
@@ -209,10 +209,8 @@ class Cells:
             draft.rename(state)
 
     def _federation(self, settings: PddAs2, silos: Mapping[str, Path], folder: Path, what: Phase) -> FedResult:
-        return run_federation(
-            settings, silos, self.plan.model, folder, transport=self.plan.transport, measure=[what], split=self.split,
-            secret_file=self.plan.secret_file,
-        )  # fmt: skip
+        run = self.plan.federation(settings, silos, folder)
+        return run_federation(replace(run, measure=[what], split=self.split))
 
     def silos(self, point: Point, seed: int) -> dict[str, Path]:
         """The data folder of each client of a cell."""

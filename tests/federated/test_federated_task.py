@@ -16,7 +16,7 @@ import torch
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
-from tiny_silos import tokenizer
+from tiny_silos import ran, tokenizer
 
 from lit_dpret.cli import run
 from lit_dpret.datamodules.silo_folder import silo_folders, write_silos
@@ -38,7 +38,6 @@ from lit_dpret.federated.systems import (
     train_alone,
     trained_alone,
 )
-from lit_dpret.federated.transport import run_federation
 from lit_dpret.federated.trust import trust_table
 from lit_dpret.privacy.ledger.trained import noted_in
 from lit_dpret.privacy.modes import NoPrivacy
@@ -349,7 +348,7 @@ def test_what_so_many_silos_can_never_meet_is_refused_before_a_baseline_is_train
             task.run(parts(tmp_path / type(task).__name__, made))
     with pytest.raises(ConfigurationError):
         folders = made.folders(tmp_path / "built")
-        run_federation(made.settings(0), folders, made.model, tmp_path / "state")
+        ran(made.settings(0), folders, made.model, tmp_path / "state")
     assert not trained
 
 

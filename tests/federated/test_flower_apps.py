@@ -17,6 +17,7 @@ from messages import DIM, Run, only_stage1
 
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.federated.aggregation import fingerprint
+from lit_dpret.federated.documents import Patience
 from lit_dpret.federated.flower.library import SUPERLINK_NODE_ID, Message, acting_as
 from lit_dpret.federated.flower.payloads import weights_record
 from lit_dpret.federated.flower.server_app import FlowerFederation
@@ -156,7 +157,7 @@ def test_under_a_budget_no_count_and_no_measure_leaves_a_silo_and_its_ledger_is_
     spent_by = {name: run.client(run.grid.context(node)).epsilon() for node, name in enumerate(run.folders, start=10)}
     assert result.epsilon == (spent_by if hidden else {})  # a silo tells it by its own choice
     assert not result.faults and set(run.server.silos.examples.values()) == {1}
-    assert not any(result.measures.values()) and not result.queries
+    assert not any(result.systems.values())
     assert (tmp_path / "flower" / "client0" / "measures-stage2-test.safetensors").is_file()  # the silo knows
     client = run.client(run.grid.context(10))
     spent = client.epsilon()
@@ -165,14 +166,14 @@ def test_under_a_budget_no_count_and_no_measure_leaves_a_silo_and_its_ledger_is_
     assert client.ledger is not None
     kept = client.ledger.path.read_bytes()
     client.ledger.path.write_bytes(kept[: len(kept) // 2])
-    run.server = FlowerFederation(settings, run.server.start, tmp_path / "other", dim=DIM, min_clients=3)
+    run.server = FlowerFederation(settings, run.server.start, tmp_path / "other", dim=DIM)
     with pytest.raises(DataError, match=r"node 10 did not introduce itself: failed: LedgerError"):
         run.launch()
 
 
 def test_a_silo_with_other_settings_refuses_and_the_server_hears_why(tmp_path: Path) -> None:
     run = Run(tmp_path, only_stage1())
-    run.server = FlowerFederation(replace(only_stage1(), seed=1), run.server.start, tmp_path / "s", dim=DIM, wait=0.0)
+    run.server = FlowerFederation(replace(only_stage1(), seed=1), run.server.start, tmp_path / "s", dim=DIM)
     with pytest.raises(DataError, match=r"node 10 did not introduce itself: failed: DataError \(other settings\)"):
         run.launch()
 
@@ -196,9 +197,6 @@ def test_a_server_gets_no_round_and_no_request_that_the_silos_settings_do_not_pl
 
 
 def test_what_the_apps_do_not_do_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    for settings, more, message in (
-        (SMALL, {"min_clients": 0}, "min_clients=0"),
-        (SMALL, {"timeout": 0.0}, "timeout=0"),
-    ):
-        with pytest.raises(ConfigurationError, match=message):
-            FlowerFederation(settings, {}, tmp_path, dim=DIM, **more)  # type: ignore[arg-type]
+    for knob, value in (("min_clients", 0), ("timeout", 0.0), ("wait", -1.0)):
+        with pytest.raises(ConfigurationError, match=f"{knob}={value}"):
+            FlowerFederation(SMALL, {}, tmp_path, dim=DIM, patience=Patience(**{knob: value}))

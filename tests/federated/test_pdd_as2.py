@@ -101,15 +101,16 @@ def test_the_secure_mean_is_the_weighted_mean_and_names_who_is_left_out() -> Non
         for i in range(4)
     }
     weights = {"c0": 1.0, "c1": 0.25, "c2": 0.5, "c3": 1.0}
-    found = secure_mean(start, updates, weights, limit=1.0, name="a")
+    unbounded = PddAs2(update_norm=None)
+    found = secure_mean(start, updates, weights, unbounded, name="a", faults=[])
     for key, value in weighted_mean(updates, weights).items():
         torch.testing.assert_close(found[key], value, rtol=0, atol=1e-6)
     updates["c2"]["w"][0, 0] = float("nan")
     faults: list[str] = []
-    found = secure_mean(start, updates, weights, limit=1.0, name="b", faults=faults)
+    found = secure_mean(start, updates, weights, unbounded, name="b", faults=faults)
     rest = {name: update for name, update in updates.items() if name != "c2"}
     torch.testing.assert_close(found["w"], weighted_mean(rest, weights)["w"], rtol=0, atol=1e-6)
-    assert faults == ["client 'c2': 'w' holds values that are not finite."]
+    assert faults == ["b: client 'c2': 'w' holds values that are not finite."]
 
 
 # -- whole runs ------------------------------------------------------------------------------

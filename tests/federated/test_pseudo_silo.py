@@ -10,7 +10,7 @@ from tiny_silos import SIZE, maker
 
 from lit_dpret.datamodules.silo_folder import Silo, SiloQuery, silo_folders, write_silos
 from lit_dpret.federated.data import planted_silos, pseudo_silo
-from lit_dpret.federated.inprocess import PerClient
+from lit_dpret.federated.federation import PerClient
 from lit_dpret.federated.settings import PddAs2, Stage1
 from lit_dpret.federated.systems import trained_alone
 

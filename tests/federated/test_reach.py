@@ -16,9 +16,10 @@ pytest.importorskip("flwr", reason="needs the extra federated (flwr)")
 from superlink import SuperLink, free_port, make_authority, make_node_key
 
 from lit_dpret.errors import ConfigurationError
+from lit_dpret.federated.documents import SuperLinkTarget
 from lit_dpret.federated.flower.node import Connection
 from lit_dpret.federated.flower.reach import Reach, check_key
-from lit_dpret.federated.flower.submit import SuperLinkTarget
+from lit_dpret.federated.flower.submit import reach_link
 
 
 @contextmanager
@@ -82,12 +83,12 @@ def test_each_way_in_which_tls_can_be_wrong_has_its_own_line(tmp_path: Path) -> 
 def test_a_submitted_run_names_its_own_settings(tmp_path: Path) -> None:
     ours, other = make_authority(tmp_path / "ours"), make_authority(tmp_path / "other")
     with listening(ours) as address:
-        SuperLinkTarget(superlink=address, root_certificates=ours["ca"]).reach()
+        reach_link(SuperLinkTarget(superlink=address, root_certificates=ours["ca"]))
         with pytest.raises(ConfigurationError, match=r"federated\.root_certificates"):
-            SuperLinkTarget(superlink=address, root_certificates=other["ca"]).reach()
+            reach_link(SuperLinkTarget(superlink=address, root_certificates=other["ca"]))
         with pytest.raises(ConfigurationError, match=r"federated\.insecure"):
-            SuperLinkTarget(superlink=address, insecure=True).reach()
-        SuperLinkTarget(superlink="a-name").reach()
+            reach_link(SuperLinkTarget(superlink=address, insecure=True))
+        reach_link(SuperLinkTarget(superlink="a-name"))
 
 
 @pytest.mark.slow

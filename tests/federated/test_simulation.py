@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_silos import SIZE, SMALL
+from tiny_silos import SIZE, SMALL, ran
 
 pytest.importorskip("flwr", reason="needs the extra federated (flwr)")
 
@@ -21,7 +21,6 @@ from lit_dpret.errors import ConfigurationError, WorkerError
 from lit_dpret.federated.data import planted_silos
 from lit_dpret.federated.flower.simulation import UntilStopped
 from lit_dpret.federated.model import AS2Maker
-from lit_dpret.federated.transport import run_federation
 
 MAKE = AS2Maker(encoder="planted", planted=SIZE, max_query_length=8, max_sentence_length=12)
 
@@ -30,8 +29,8 @@ MAKE = AS2Maker(encoder="planted", planted=SIZE, max_query_length=8, max_sentenc
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray (flwr[simulation])")
 def test_a_simulation_gives_what_one_process_gives(tmp_path: Path) -> None:
     silos = silo_folders(write_silos(tmp_path / "silos", planted_silos(SIZE), facts={}))
-    expected = run_federation(SMALL, silos, MAKE, tmp_path / "here")
-    found = run_federation(SMALL, silos, MAKE, tmp_path / "there", transport="simulation")
+    expected = ran(SMALL, silos, MAKE, tmp_path / "here")
+    found = ran(SMALL, silos, MAKE, tmp_path / "there", transport="simulation")
     assert not found.faults and found.epsilon == dict.fromkeys(silos)
     for system, clients in expected.systems.items():
         assert set(found.systems[system]) == set(clients)
@@ -42,7 +41,7 @@ def test_a_simulation_gives_what_one_process_gives(tmp_path: Path) -> None:
     for name, value in load_file(tmp_path / "there" / "server" / "global-001.safetensors").items():
         torch.testing.assert_close(shared[name], value, rtol=0, atol=1e-6)
     assert expected.sent["stage 1"] < found.sent["stage 1"] < 1.05 * expected.sent["stage 1"]  # arrays have headers
-    again = run_federation(SMALL, silos, MAKE, tmp_path / "there", transport="simulation", measure=["bm25"])
+    again = ran(SMALL, silos, MAKE, tmp_path / "there", transport="simulation", measure=["bm25"])
     assert set(again.systems) == {"bm25"} and again.sent == found.sent
 
 
@@ -66,4 +65,4 @@ def test_without_ray_one_sentence_says_what_to_install(tmp_path: Path, monkeypat
     with pytest.raises(
         ConfigurationError, match=r"cannot be imported .*'flwr\[simulation\].*or take federated=inprocess"
     ):
-        run_federation(SMALL, {"a": tmp_path}, MAKE, tmp_path / "state", transport="simulation")
+        ran(SMALL, {"a": tmp_path}, MAKE, tmp_path / "state", transport="simulation")

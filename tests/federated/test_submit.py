@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_module
-from tiny_silos import SIZE, SMALL
+from tiny_silos import SIZE, SMALL, ran
 
 pytest.importorskip("flwr", reason="needs the extra federated (flwr)")
 
@@ -23,12 +23,18 @@ from superlink import STUB, make_authority
 
 from lit_dpret import cli
 from lit_dpret.errors import ConfigurationError, DataError, WorkerError
-from lit_dpret.federated.documents import RunRequest, SiloSettings, read_run_request, read_silo_settings
+from lit_dpret.federated.documents import (
+    RunRequest,
+    SiloSettings,
+    SuperLinkTarget,
+    read_run_request,
+    read_silo_settings,
+)
 from lit_dpret.federated.fed_negatives import Site
 from lit_dpret.federated.flower import submit
 from lit_dpret.federated.flower.components import REFUSAL, RESULT
 from lit_dpret.federated.model import AS2Maker
-from lit_dpret.federated.transport import run_federation
+from lit_dpret.federated.settings import built
 
 MAKE = AS2Maker(encoder="planted", planted=SIZE, max_query_length=8, max_sentence_length=12)
 METRICS = ("mrr@10", "success@1", "success@20", "success@100", "recall@20", "recall@100")
@@ -72,7 +78,7 @@ class Calls(list[Any]):
 
 def run(folder: Path, *, link: dict[str, Any] | None = None, **more: Any) -> Any:
     chosen = {"superlink": "server:8000", "insecure": True, **(link or {})}
-    return run_federation(SMALL, {}, MAKE, folder, transport="flower", link=chosen, **more)
+    return ran(SMALL, {}, MAKE, folder, transport="flower", link=built(SuperLinkTarget, chosen, "federated"), **more)
 
 
 def test_one_run_is_handed_over_once_whatever_part_of_it_is_asked_for(flower: Any, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_silos import PRIVATE, SIZE, SMALL
+from tiny_silos import PRIVATE, SIZE, SMALL, ran
 
 pytest.importorskip("flwr", reason="needs the extra federated (flwr)")
 
@@ -26,7 +26,6 @@ from lit_dpret.federated.documents import RunRequest, SiloSettings
 from lit_dpret.federated.flower import components
 from lit_dpret.federated.flower.components import RESULT
 from lit_dpret.federated.model import AS2Maker
-from lit_dpret.federated.transport import run_federation
 
 MAKE = AS2Maker(encoder="planted", planted=SIZE, max_query_length=8, max_sentence_length=12)
 COMPONENTS = components.__name__
@@ -69,7 +68,7 @@ def test_through_a_superlink_the_weights_and_measures_are_those_of_one_process(
     superlink: SuperLink, tmp_path: Path
 ) -> None:
     silos = silos_of(tmp_path / "silos", 2)
-    expected = run_federation(SHORT, silos, MAKE, tmp_path / "here")
+    expected = ran(SHORT, silos, MAKE, tmp_path / "here")
     began = time.monotonic()
     for name, data in silos.items():
         document = settings_file(tmp_path / "there", name, data, federated=SHORT, model=MAKE, share_measures=True)

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_silos import SIZE, SMALL
+from tiny_silos import SIZE, SMALL, ran
 
 from lit_dpret.datamodules.silo_folder import silo_folders, write_silos
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.federated import transport
 from lit_dpret.federated.data import planted_silos
-from lit_dpret.federated.inprocess import FedResult
+from lit_dpret.federated.federation import FedResult
 from lit_dpret.federated.model import AS2Maker, start_of
-from lit_dpret.federated.transport import run_federation
+from lit_dpret.federated.transport import FederationRun
 from lit_dpret.privacy.modes import NoPrivacy
 
 MAKE = AS2Maker(encoder="planted", planted=SIZE, max_query_length=8, max_sentence_length=12)
@@ -32,36 +32,37 @@ def silos(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_both_kinds_of_stage_2_go_on_from_one_stage_1_and_only_what_is_asked_for_is_measured(
     silos: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = run_federation(SMALL, silos, MAKE, tmp_path, measure=["stage1"])
+    first = ran(SMALL, silos, MAKE, tmp_path, measure=["stage1"])
     assert set(first.systems) == {"stage1"} and set(first.sent) == {"stage 1"}
     monkeypatch.setattr(
         "lit_dpret.federated.silo.SiloClient.train_shared", lambda *_, **__: pytest.fail("stage 1 made again")
     )
-    fed = run_federation(SMALL, silos, MAKE, tmp_path, measure=["stage2"])
+    fed = ran(SMALL, silos, MAKE, tmp_path, measure=["stage2"])
     own = replace(SMALL, stage2=replace(SMALL.stage2, negatives="dynamic"))
-    dynamic = run_federation(own, silos, MAKE, tmp_path, measure=["stage2"])
+    dynamic = ran(own, silos, MAKE, tmp_path, measure=["stage2"])
     assert set(fed.systems) == set(dynamic.systems) == {"stage2"}
     assert fed.sent["stage 1"] == first.sent["stage 1"] and fed.sent["requests"] > 0
-    again = run_federation(SMALL, silos, MAKE, tmp_path, measure=["stage2"])
+    again = ran(SMALL, silos, MAKE, tmp_path, measure=["stage2"])
     assert again.traffic.by_silo() == fed.traffic.by_silo()  # an interruption counts nothing twice and loses nothing
 
 
 def test_another_transport_registers_by_name_and_gets_what_the_default_gets(
     silos: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[Any] = []
+    seen: list[FederationRun] = []
 
-    def carry(*arguments: Any, **settings: Any) -> FedResult:
-        seen.append((arguments, settings))
+    def carry(run: FederationRun) -> FedResult:
+        seen.append(run)
         return FedResult()
 
     monkeypatch.setattr(transport, "_TRANSPORTS", {})
     transport.register("pigeons", carry)
-    run_federation(SMALL, silos, MAKE, tmp_path, transport="pigeons", split="dev")
-    ((settings, given, make, folder), named) = seen[0]
-    assert settings == SMALL and given == silos and make is MAKE and folder == tmp_path and named["split"] == "dev"
+    ran(SMALL, silos, MAKE, tmp_path, transport="pigeons", split="dev")
+    (run,) = seen
+    assert run.settings == SMALL and run.silos == silos and run.make_module is MAKE
+    assert run.folder == tmp_path and run.split == "dev"
     with pytest.raises(ConfigurationError, match=r"federated\.transport='boats' is not one of pigeons"):
-        run_federation(SMALL, silos, MAKE, tmp_path, transport="boats")
+        ran(SMALL, silos, MAKE, tmp_path, transport="boats")
 
 
 def test_a_maker_that_was_sent_elsewhere_builds_the_same_start() -> None:

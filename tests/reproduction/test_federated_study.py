@@ -211,7 +211,7 @@ def test_points_that_differ_in_stage_2_alone_share_stage_1_and_no_cell_is_run_tw
 
 
 def test_a_cell_has_the_result_that_the_same_settings_have_in_a_folder_of_their_own(tmp_path: Path) -> None:
-    from lit_dpret.federated.transport import run_federation
+    from tiny_silos import ran
 
     federation = plan()
     folders = federation.folders(tmp_path / "data")
@@ -219,7 +219,7 @@ def test_a_cell_has_the_result_that_the_same_settings_have_in_a_folder_of_their_
     found = Cells(federation, folders, tmp_path / "cells", split="test").result(point, 0)
     run = federation.settings(0)
     run = replace(run, stage2=replace(run.stage2, n=3))
-    alone = run_federation(run, folders, federation.model, tmp_path / "alone", measure=["stage2"])
+    alone = ran(run, folders, federation.model, tmp_path / "alone", measure=["stage2"])
     for name, measures in alone.systems["stage2"].items():
         assert found.values[name] == {metric: list(values) for metric, values in measures.items()}
     assert found.sent == {name: dict(sent) for name, sent in alone.traffic.by_silo().items()}

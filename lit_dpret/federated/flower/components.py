@@ -14,12 +14,12 @@ from pathlib import Path
 
 from lit_dpret.errors import ConfigurationError, LitDpretError
 from lit_dpret.federated.documents import SiloSettings, read_run_request, read_silo_settings
+from lit_dpret.federated.federation import FedResult
 from lit_dpret.federated.flower.client_app import build_client_app
 from lit_dpret.federated.flower.library import Context, Grid, ServerApp
-from lit_dpret.federated.flower.server_app import FlowerFederation, FlowerResult, build_server_app
-from lit_dpret.federated.model import start_of
+from lit_dpret.federated.flower.server_app import FlowerFederation, build_server_app, server_facts
+from lit_dpret.federated.model import start_and_dim
 from lit_dpret.federated.silo import SiloClient
-from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.privacy.noise import default_secret_file
 
 RUN_CONFIG = "lit-config"
@@ -67,20 +67,9 @@ def serve(grid: Grid, context: Context) -> None:
     try:
         text = context.run_config.get(RUN_CONFIG)
         request = read_run_request(text if isinstance(text, str) else "")
-        start = start_of(request.model)
-        module = request.model(
-            privacy=NoPrivacy(), optimizer_lr=1e-3, towers="shared", passage_tower="trained", negatives=None
-        )
-        federation = FlowerFederation(
-            request.federated,
-            start,
-            server_folder(request.name),
-            dim=module.encoder.dim,
-            min_clients=request.min_clients,
-            timeout=request.timeout,
-            wait=request.wait,
-            sites=request.sites,
-        )
+        start, dim = start_and_dim(request.model)
+        folder = server_folder(request.name)
+        federation = FlowerFederation(request.federated, start, folder, dim=dim, patience=request, sites=request.sites)
         app = build_server_app(federation, measure=request.measure, split=request.split, on_result=_say)
         app(grid, context)
     except LitDpretError as error:
@@ -88,5 +77,5 @@ def serve(grid: Grid, context: Context) -> None:
         raise
 
 
-def _say(result: FlowerResult) -> None:
-    print(RESULT + json.dumps(result.facts()), file=sys.stderr, flush=True)
+def _say(result: FedResult) -> None:
+    print(RESULT + json.dumps(server_facts(result)), file=sys.stderr, flush=True)

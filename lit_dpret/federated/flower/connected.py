@@ -6,7 +6,8 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 
-from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.errors import DataError
+from lit_dpret.federated.documents import Patience
 from lit_dpret.federated.flower.library import Grid, Message, RecordDict
 from lit_dpret.federated.flower.payloads import head_of
 
@@ -24,22 +25,12 @@ class ConnectedSilos:
 
     Args:
         faults: Receives everything that goes wrong.
-        timeout: Seconds to wait for the answers of a round; null waits as long as Flower keeps messages.
-        wait: Seconds to wait until enough silos are there.
+        patience: How long it waits; checked.
         numbered: Leave out silos without a number on a roster of keys.
-
-    Raises:
-        ConfigurationError: A number is out of range.
     """
 
-    def __init__(
-        self, faults: list[str], *, timeout: float | None = None, wait: float = 60.0, numbered: bool = False
-    ) -> None:
-        if not wait >= 0 or (timeout is not None and not timeout > 0):
-            raise ConfigurationError(
-                f"federated.wait={wait} must not be negative, and federated.timeout={timeout} positive or null."
-            )
-        self.faults, self.timeout, self.wait = faults, timeout, wait
+    def __init__(self, faults: list[str], patience: Patience, *, numbered: bool = False) -> None:
+        self.faults, self.timeout, self.wait = faults, patience.timeout, patience.wait
         self.examples: dict[str, int] = {}
         self._numbered = numbered
         self._numbers: dict[str, int] = {}

@@ -11,36 +11,24 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable
 
 from safetensors.torch import load_file
 
 from lit_dpret.errors import ConfigurationError, LitDpretError, WorkerError
+from lit_dpret.federated.documents import Patience
+from lit_dpret.federated.federation import FedResult
 from lit_dpret.federated.flower.client_app import build_client_app, measures_file
 from lit_dpret.federated.flower.library import Context, Grid, Message, ServerApp, run_simulation
 from lit_dpret.federated.flower.server_app import FlowerFederation
-from lit_dpret.federated.inprocess import FedResult
-from lit_dpret.federated.model import start_of
-from lit_dpret.federated.settings import PddAs2, Phase
-from lit_dpret.federated.silo import MakeModule, SiloClient
-from lit_dpret.federated.storage import Traffic
-from lit_dpret.federated.transport import silo_state
-from lit_dpret.privacy.modes import NoPrivacy
+from lit_dpret.federated.model import start_and_dim
+from lit_dpret.federated.silo import SiloClient
+from lit_dpret.federated.transport import FederationRun
 
 _POLL = 0.1  # seconds
 
 
-def simulation(
-    settings: PddAs2,
-    silos: Mapping[str, Path],
-    make_module: MakeModule,
-    folder: Path,
-    *,
-    measure: Sequence[Phase],
-    split: str,
-    secret_file: Path | None,
-) -> FedResult:
+def simulation(run: FederationRun) -> FedResult:
     """Run by messages between processes of this machine; a transport (`lit_dpret.federated.transport`).
 
     Silos are asked one after another where there is one processor, and side by side where there are more.
@@ -56,29 +44,25 @@ def simulation(
             f"federated=simulation runs on Ray, which cannot be imported ({error}). Run: pip install "
             "'flwr[simulation]>=1.41,<1.43', or take federated=inprocess, which gives the same numbers."
         ) from error
-    names = list(silos)
-    states = {name: silo_state(folder, name) for name in names}
+    names = list(run.silos)
 
     def make_silo(context: Context) -> SiloClient:
-        name = names[int(context.node_config["partition-id"])]
-        return SiloClient(silos[name], states[name], settings, make_module, secret_file=secret_file)
+        return run.client(names[int(context.node_config["partition-id"])])
 
     for name in names:
-        SiloClient(silos[name], states[name], settings, make_module, secret_file=secret_file)  # refused here, not there
-        for phase in measure:
-            measures_file(states[name], phase, split).unlink(missing_ok=True)
-    module = make_module(
-        privacy=NoPrivacy(), optimizer_lr=1e-3, towers="shared", passage_tower="trained", negatives=None
-    )
+        run.client(name)  # what a round would refuse is refused here, and not in a worker process
+        for phase in run.measure:
+            measures_file(run.state(name), phase, run.split).unlink(missing_ok=True)
+    start, dim = start_and_dim(run.make_module)
     federation = FlowerFederation(
-        settings, start_of(make_module), folder / "server", dim=module.encoder.dim, min_clients=len(names)
+        run.settings, start, run.folder / "server", dim=dim, patience=Patience(min_clients=len(names), wait=60.0)
     )
     stopped = threading.Event()
     app = ServerApp()
 
     @app.main()  # type: ignore[untyped-decorator]
     def serve(grid: Grid, _: Context) -> None:
-        federation.run(UntilStopped(grid, stopped), measure=measure, split=split)
+        federation.serve(UntilStopped(grid, stopped), measure=run.measure, split=run.split)
 
     quiet = logging.getLogger("flwr")
     level = quiet.level
@@ -95,11 +79,16 @@ def simulation(
     finally:
         stopped.set()
         quiet.setLevel(level)
-    result = _found(federation, states, measure, split, folder)
-    for name in names:
-        client = SiloClient(silos[name], states[name], settings, make_module, secret_file=secret_file)
-        result.epsilon[name] = client.epsilon()
-    return result
+    # The server knows no measures. The silos are on this machine, and one person owns them all.
+    found = federation.result
+    for phase in run.measure:
+        found.systems[phase] = {
+            name: {metric.replace(".", "/", 1): value.numpy() for metric, value in load_file(path).items()}
+            for name in names
+            if (path := measures_file(run.state(name), phase, run.split)).is_file()
+        }
+    found.epsilon = {name: run.client(name).epsilon() for name in names}
+    return found
 
 
 class UntilStopped:
@@ -136,20 +125,3 @@ class UntilStopped:
                 missing.discard(reply.metadata.reply_to_message_id)
                 replies.append(reply)
         return replies
-
-
-def _found(
-    federation: FlowerFederation, states: Mapping[str, Path], measure: Sequence[Phase], split: str, folder: Path
-) -> FedResult:
-    """Collect what the silos kept for themselves; they are on this machine, and one person owns them all."""
-    result = FedResult(traffic=Traffic(folder / "traffic.json"), faults=federation.result.faults)
-    for name, sent in federation.result.sent_by_silo.items():
-        for phase, count in sent.items():
-            result.traffic.note(phase, name, {name: count})
-    for phase in measure:
-        result.systems[phase] = {
-            name: {metric.replace(".", "/", 1): value.numpy() for metric, value in load_file(path).items()}
-            for name, state in states.items()
-            if (path := measures_file(state, phase, split)).is_file()
-        }
-    return result

@@ -11,7 +11,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +18,17 @@ import numpy as np
 import yaml
 
 from lit_dpret.errors import ConfigurationError, DataError, WorkerError
-from lit_dpret.federated.documents import SILO_SCHEMA, RunRequest
+from lit_dpret.federated.documents import SILO_SCHEMA, RunRequest, SuperLinkTarget
+from lit_dpret.federated.federation import FedResult
 from lit_dpret.federated.flower import silent_environment
 from lit_dpret.federated.flower.components import REFUSAL, RESULT, RUN_CONFIG
 from lit_dpret.federated.flower.node import check_certificates, flower_program
 from lit_dpret.federated.flower.payloads import digest_of
 from lit_dpret.federated.flower.reach import Reach
-from lit_dpret.federated.inprocess import FedResult
 from lit_dpret.federated.model import AS2Maker
-from lit_dpret.federated.settings import PHASES, PddAs2, Phase, built, plain
-from lit_dpret.federated.silo import MakeModule
+from lit_dpret.federated.settings import PHASES, PddAs2, Phase, plain
 from lit_dpret.federated.storage import save_json
+from lit_dpret.federated.transport import FederationRun
 
 APP = """\
 # A Flower app without code: both components are those of the installed package.
@@ -56,70 +55,33 @@ _OURS = "lit-dpret"
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
-@dataclass(frozen=True, kw_only=True)
-class SuperLinkTarget:
-    """The SuperLink that a run is handed to, and how patient its server is.
-
-    Args:
-        superlink: ``HOST:PORT``, or the name of a connection in the user's own Flower configuration (with log-in).
-        root_certificates: Of who signed its certificate, for ``HOST:PORT``; null for those of the system.
-        insecure: No TLS, for ``HOST:PORT``.
-        run_name: The server keeps the run under it; the same name and settings continue what is finished.
-        min_clients: See `RunRequest`.
-        timeout: See `RunRequest`.
-        wait: See `RunRequest`.
-    """
-
-    superlink: str | None = None
-    root_certificates: Path | None = None
-    insecure: bool = False
-    run_name: str = "pdd_as2"
-    min_clients: int = 2
-    timeout: float | None = None
-    wait: float = 600.0
-
-    def check(self) -> SuperLinkTarget:
-        """Refuse settings that cannot connect, or exclude each other; return the target."""
-        if not self.by_address:
-            odd = next((name for name in ("root_certificates", "insecure") if getattr(self, name)), None)
-            if odd is not None:
-                raise ConfigurationError(
-                    f"federated.{odd} goes with federated.superlink=HOST:PORT; {self.superlink!r} is a name, and the "
-                    "Flower configuration says how it is reached."
-                )
-        elif self.insecure and self.root_certificates is not None:
+def check_link(link: SuperLinkTarget) -> None:
+    """Refuse settings that cannot connect, or exclude each other."""
+    if not link.by_address:
+        odd = next((name for name in ("root_certificates", "insecure") if getattr(link, name)), None)
+        if odd is not None:
             raise ConfigurationError(
-                "federated.insecure=true goes without TLS, and federated.root_certificates needs it. Leave one out."
+                f"federated.{odd} goes with federated.superlink=HOST:PORT; {link.superlink!r} is a name, and the "
+                "Flower configuration says how it is reached."
             )
-        if self.root_certificates is not None:
-            check_certificates(self.root_certificates, "federated.root_certificates")
-        return self
-
-    def reach(self) -> None:
-        """Refuse an address whose server would reject this connection (`Reach.check`)."""
-        if self.by_address:
-            Reach(
-                address=str(self.superlink), root_certificates=self.root_certificates, insecure=self.insecure,
-                certificates_option="federated.root_certificates", insecure_option="federated.insecure=true",
-            ).check()  # fmt: skip
-
-    @property
-    def by_address(self) -> bool:
-        """Whether ``superlink`` is an address and not a name."""
-        return self.superlink is not None and ":" in self.superlink
+    elif link.insecure and link.root_certificates is not None:
+        raise ConfigurationError(
+            "federated.insecure=true goes without TLS, and federated.root_certificates needs it. Leave one out."
+        )
+    if link.root_certificates is not None:
+        check_certificates(link.root_certificates, "federated.root_certificates")
 
 
-def flower(
-    settings: PddAs2,
-    silos: Mapping[str, Path],
-    make_module: MakeModule,
-    folder: Path,
-    *,
-    measure: Sequence[Phase],
-    split: str,
-    secret_file: Path | None,
-    link: Mapping[str, Any],
-) -> FedResult:
+def reach_link(link: SuperLinkTarget) -> None:
+    """Refuse an address whose server would reject this connection (`Reach.check`)."""
+    if link.by_address:
+        Reach(
+            address=str(link.superlink), root_certificates=link.root_certificates, insecure=link.insecure,
+            certificates_option="federated.root_certificates", insecure_option="federated.insecure=true",
+        ).check()  # fmt: skip
+
+
+def flower(run: FederationRun) -> FedResult:
     """Run on a SuperLink; a transport (`lit_dpret.federated.transport`).
 
     Guarantees:
@@ -131,30 +93,30 @@ def flower(
         DataError: The server ended the run, or no silo shares its measures.
         WorkerError: The SuperLink cannot be reached.
     """
-    where = built(SuperLinkTarget, link, "federated")
-    if not isinstance(make_module, AS2Maker):
+    settings, link, folder, model = run.settings, run.link, run.folder, run.make_module
+    if not isinstance(model, AS2Maker):
         raise ConfigurationError("federated=flower sends how the model is built, and that has to be an AS2Maker.")
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     document = folder / "silo.yaml"
-    if where.superlink is None:
-        document.write_text(silo_document(settings, make_module), encoding="utf-8")
+    if link.superlink is None:
+        document.write_text(silo_document(settings, model), encoding="utf-8")
         raise ConfigurationError(
             f"federated.superlink is null, and a run has to be handed to somebody. {document} is what the silos' "
             "owners have to agree to: give it to them, and set federated.superlink=HOST:PORT."
         )
-    where.check()
-    digest = digest_of(settings)
+    check_link(link)
+    # Whichever part is asked for, one run has all phases: its silos and their budgets are of that run.
     phases = tuple(phase for phase in PHASES if phase != "stage2" or settings.stage2.epochs)
     request = RunRequest(
-        name=f"{where.run_name}-{digest[:8]}", federated=settings, model=make_module, min_clients=where.min_clients,
-        timeout=where.timeout, wait=where.wait, measure=phases, split=split,
+        name=f"{link.run_name}-{digest_of(settings)[:8]}", federated=settings, model=model,
+        min_clients=link.min_clients, timeout=link.timeout, wait=link.wait, measure=phases, split=run.split,
     ).check()  # fmt: skip
-    kept = folder / f"{request.name}-{split}.json"
+    kept = folder / f"{request.name}-{run.split}.json"
     if not kept.is_file():
-        where.reach()
-        document.write_text(silo_document(settings, make_module), encoding="utf-8")
-        save_json(kept, _run(request, folder, where))
-    return result_of(json.loads(kept.read_text(encoding="utf-8")), request.name, measure)
+        reach_link(link)
+        document.write_text(silo_document(settings, model), encoding="utf-8")
+        save_json(kept, _run(request, folder, link))
+    return result_of(json.loads(kept.read_text(encoding="utf-8")), request.name, run.measure)
 
 
 def silo_document(settings: PddAs2, model: AS2Maker) -> str:
@@ -222,8 +184,8 @@ def _run(request: RunRequest, folder: Path, link: SuperLinkTarget) -> dict[str, 
             flwr.terminate()
     for line in lines:
         if RESULT in line:
-            told: dict[str, Any] = json.loads(line.partition(RESULT)[2])
-            return told
+            facts: dict[str, Any] = json.loads(line.partition(RESULT)[2])
+            return facts
         if REFUSAL in line:
             raise DataError(f"The server of {request.name} says: {json.loads(line.partition(REFUSAL)[2])}")
     last = next((line for line in reversed(lines) if line.strip()), "nothing")

@@ -1,0 +1,183 @@
+"""A run of PDD-AS2 as its server sees it (Algorithm 1 of paper 004, and its second stage), and what it gives back.
+
+Which phases are run, how the rounds of stage 1 follow each other, and how their updates are combined is the same for
+every transport. How silos are asked is not: `lit_dpret.federated.inprocess` calls them, and
+`lit_dpret.federated.flower.server_app` sends messages.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from lit_dpret.errors import DataError
+from lit_dpret.federated.aggregation import Weights, client_weights, fingerprint, next_weights
+from lit_dpret.federated.settings import PHASES, PddAs2, Phase
+from lit_dpret.federated.storage import Traffic, keep_facts, newest_round, save_tensors
+from lit_dpret.progress import ProgressLine
+from lit_dpret.retrieval.metrics import Values
+
+PerClient = dict[str, dict[str, Values]]
+"""The measures of each client, one value for each query."""
+
+
+@dataclass
+class FedResult:
+    """The results of a run; values are per query, and as private as the queries.
+
+    Attributes:
+        systems: The measures of each client, for each phase that was asked for. A server knows only the means of the
+            silos that share theirs, and gives each query its silo's mean.
+        weights: The global weights; empty where they are elsewhere, or nothing was trained.
+        traffic: Bytes by phase and silo, without envelopes, both ways.
+        epsilon: Spent of each silo's queries, of those that tell; None where nothing is promised.
+        rounds: Whose updates each round of stage 1 is made of, of the rounds that this process ran without masks, or
+            as the server of a secure sum.
+        faults: Silos that were left out, when, and why.
+    """
+
+    systems: dict[str, PerClient] = field(default_factory=dict)
+    weights: Weights = field(default_factory=dict)
+    traffic: Traffic = field(default_factory=Traffic)
+    epsilon: dict[str, float | None] = field(default_factory=dict)
+    rounds: dict[int, list[str]] = field(default_factory=dict)
+    faults: list[str] = field(default_factory=list)
+
+    @property
+    def sent(self) -> Counter[str]:
+        """Bytes by phase, of all silos together."""
+        return self.traffic.by_phase()
+
+    def mean(self, system: str, metric: str) -> float:
+        """Return the mean over all queries of all clients whose measures are known.
+
+        Raises:
+            DataError: None is.
+        """
+        found = self.systems.get(system)
+        if not found:
+            raise DataError(f"No silo shares its measures of {system}; each has them in its own state folder.")
+        return float(np.concatenate([values[metric] for values in found.values()]).mean())
+
+
+class Federation(ABC):
+    """A run of PDD-AS2, whatever carries the messages.
+
+    Guarantees:
+        - A run that is started again does not repeat a finished round or refresh.
+        - An answer of wrong shape or with values that are not finite is left out and reported; the round continues
+          with the others.
+
+    Args:
+        settings: Of the run; every silo has the same.
+        start: The weights to begin with; public.
+        folder: Of the server's state.
+        facts: Further public facts that a state folder is begun with.
+
+    Raises:
+        ResumeError: The folder is that of another run.
+    """
+
+    #: How many steps of progress a round of stage 1 has.
+    steps_of_round = 1
+
+    def __init__(self, settings: PddAs2, start: Mapping[str, Tensor], folder: str | Path, **facts: object) -> None:
+        self.settings, self.start, self.folder = settings.check(), dict(start), Path(folder)
+        terms = {"seed": settings.seed, **asdict(settings.privacy)}
+        began = {"start": fingerprint(self.start), "secure_sum": settings.secure_sum, **facts}
+        keep_facts(self.folder / "run.json", "server", {**terms, **asdict(settings.stage1), **began})
+        if settings.stage2.epochs:
+            kind = f"personal-{settings.stage2.negatives}"
+            keep_facts(self.folder / "run.json", kind, {**terms, **asdict(settings.stage2)})
+        self.result = FedResult(traffic=Traffic(self.folder / "traffic.json"))
+
+    def run(self, *, measure: Sequence[Phase] = PHASES, split: str = "test") -> FedResult:
+        """Train what is needed, and measure the given phases on each silo's own questions.
+
+        Without ``stage2`` in ``measure`` stage 2 is not run, and ``bm25`` alone trains nothing.
+        """
+        if "bm25" in measure:
+            self.measure("bm25", None, split=split)
+        if "stage1" in measure or "stage2" in measure:
+            weights = self.train_shared()
+            if "stage1" in measure:
+                self.measure("stage1", weights, split=split)
+            if "stage2" in measure and self.settings.stage2.epochs:
+                self.personalise(weights)
+                self.measure("stage2", weights, split=split)
+        return self.result
+
+    def train_shared(self) -> Weights:
+        """Run stage 1, in every round one local epoch of every silo and then the mean; return the global weights."""
+        weights, first = newest_round(self.folder, "global") or (self.start, 0)
+        rounds = self.settings.stage1.warmup_rounds + self.settings.stage1.rounds
+        steps = self.steps_of_round
+        with ProgressLine("stage 1, rounds of all silos") as progress:
+            for number in range(first, rounds):
+                begun = number * steps
+                weights = self.round(weights, number, lambda part, begun=begun: progress(begun + part, rounds * steps))  # type: ignore[misc]
+                save_tensors(weights, self.folder / f"global-{number:03}.safetensors")
+                # A later start goes on from the newest weights, and from no others.
+                (self.folder / f"global-{number - 1:03}.safetensors").unlink(missing_ok=True)
+                progress(begun + steps, rounds * steps)
+        self.result.weights = dict(weights)
+        return self.result.weights
+
+    @abstractmethod
+    def round(self, weights: Weights, number: int, progress: Callable[[int], None]) -> Weights:
+        """Return the next global weights; the last ones where the round is void.
+
+        Args:
+            weights: The global weights of the round.
+            number: Of the round, counting the warm-up as well.
+            progress: Takes the finished steps of this round.
+
+        Raises:
+            DataError: Too few updates can be used; the message says why each of the others was left out.
+        """
+
+    @abstractmethod
+    def personalise(self, weights: Weights) -> None:
+        """Run stage 2: every silo trains its own query encoder, with new negatives every ``refresh_every`` epochs."""
+
+    @abstractmethod
+    def measure(self, system: Phase, weights: Weights | None, *, split: str) -> None:
+        """Put the measures of every silo on its own collection into the result; ``weights`` is None for BM25."""
+
+    def combine(
+        self, weights: Weights, updates: Mapping[str, Weights], examples: Mapping[str, int], number: int, *, least: int
+    ) -> Weights:
+        """Return the next global weights, made of updates that are known in clear.
+
+        Args:
+            weights: The global weights of the round.
+            updates: Each silo's weights after it.
+            examples: How many train queries each silo says it has.
+            number: Of the round.
+            least: Fewer good updates than these are not combined.
+        """
+        stage, where = self.settings.stage1, f"stage 1, round {number}"
+        shares = client_weights({name: examples[name] for name in updates}, stage.weighting, n_hat=stage.n_hat)
+        with self.giving_reasons(where):
+            found, self.result.rounds[number] = next_weights(
+                weights, updates, shares, self.settings, where=where, faults=self.result.faults, least=least
+            )
+        return found
+
+    @contextmanager
+    def giving_reasons(self, where: str) -> Iterator[None]:
+        """Add to an error of a round why each silo was left out of it."""
+        try:
+            yield
+        except DataError as error:
+            faults = " ".join(fault for fault in self.result.faults if fault.startswith(where))
+            raise DataError(
+                f"{where}: {error} {faults} Start again when they are back: what is finished is kept.", kind=error.kind
+            ) from error
