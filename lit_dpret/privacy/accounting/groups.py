@@ -24,7 +24,6 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from dp_accounting.pld import pld_pmf
 from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType, MixtureGaussianPrivacyLoss
 from scipy import special, stats
@@ -42,7 +41,7 @@ from lit_dpret.privacy.accounting.composition import (
     parts_of,
     plain,
 )
-from lit_dpret.privacy.accounting.pld import compose_times, read_deltas, read_epsilon
+from lit_dpret.privacy.accounting.pld import compose_times, connect_dots, deltas_at, read_deltas, read_epsilon
 from lit_dpret.privacy.accounting.releases import (
     FixedSize,
     FullBatch,
@@ -213,6 +212,13 @@ class _MixtureLoss(MixtureGaussianPrivacyLoss):  # type: ignore[misc]
     a share of the order of h squared, so the 1e-7 of Newton's method here are far below rounding.
     """
 
+    def get_delta_for_epsilon(self, epsilon: Any) -> Any:
+        if np.ndim(epsilon) == 0:
+            return super().get_delta_for_epsilon(epsilon)
+        deltas = deltas_at(self, self.inverse_privacy_losses, np.asarray(epsilon, dtype=float), self._sampling_prob)
+        # Rounding may make them rise, which the library corrects one by one.
+        return np.maximum.accumulate(deltas[::-1])[::-1]
+
     def inverse_privacy_losses(self, privacy_losses: np.ndarray, precision: float = 1e-7) -> np.ndarray:
         """The points at which the privacy loss has the given values, in the same order."""
         reach = 40 * self._standard_deviation + 2 * self._max_sens
@@ -250,8 +256,7 @@ def _mixture_pld(part: Part, units: int, width: float) -> PrivacyLossDistributio
         loss = _MixtureLoss(part.noise_multiplier, counts, chances, adjacency_type=adjacency)
         bounds = loss.connect_dots_bounds()
         low, high = math.floor(bounds.epsilon_lower / width), math.ceil(bounds.epsilon_upper / width)
-        deltas = loss.get_delta_for_epsilon(np.arange(low, high + 1) * width)
-        return pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(width, low, high, deltas)
+        return connect_dots(width, low, loss.get_delta_for_epsilon(np.arange(low, high + 1) * width))
 
     return PrivacyLossDistribution(one_way(AdjacencyType.REMOVE), one_way(AdjacencyType.ADD))
 

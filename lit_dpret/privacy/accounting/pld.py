@@ -8,8 +8,8 @@ library's own. Tests hold every number against the library's.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -32,19 +32,7 @@ class GaussianLoss(GaussianPrivacyLoss):  # type: ignore[misc]
     def get_delta_for_epsilon(self, epsilon: Any) -> Any:
         if np.ndim(epsilon) == 0:
             return super().get_delta_for_epsilon(epsilon)
-        losses = np.asarray(epsilon, dtype=float)
-        rate, kind = self.sampling_prob, self.adjacency_type
-        inside = np.full(losses.shape, True)
-        deltas = np.zeros(losses.shape)
-        if rate < 1 and kind == AdjacencyType.ADD:
-            inside = losses < -math.log1p(-rate)
-        elif rate < 1 and kind == AdjacencyType.REMOVE:
-            inside = losses > math.log1p(-rate)
-            deltas[~inside] = -np.expm1(losses[~inside])
-        chosen = losses[inside]
-        points = self._points(chosen)
-        deltas[inside] = self.mu_upper_cdf(points) - np.exp(chosen + self.mu_lower_log_cdf(points))
-        return np.clip(deltas, 0, 1)
+        return deltas_at(self, self._points, np.asarray(epsilon, dtype=float), self.sampling_prob)
 
     def _points(self, losses: np.ndarray) -> np.ndarray:
         """Where the privacy loss has these values: the library's formulas for each adjacency."""
@@ -78,6 +66,21 @@ def _unsampled(losses: np.ndarray, rate: float) -> np.ndarray:
         return np.asarray(scaled + np.log1p(-np.exp(np.log(1 / rate - 1) - scaled)))
 
 
+def deltas_at(loss: Any, points: Callable[[np.ndarray], np.ndarray], epsilons: np.ndarray, rate: float) -> np.ndarray:
+    """The library's ``get_delta_for_epsilon`` of a sampled loss; ``points`` finds where the loss has given values."""
+    inside = np.full(epsilons.shape, True)
+    deltas = np.zeros(epsilons.shape)
+    if rate < 1 and loss.adjacency_type == AdjacencyType.ADD:
+        inside = epsilons < -math.log1p(-rate)
+    elif rate < 1 and loss.adjacency_type == AdjacencyType.REMOVE:
+        inside = epsilons > math.log1p(-rate)
+        deltas[~inside] = -np.expm1(epsilons[~inside])
+    chosen = epsilons[inside]
+    found = points(chosen)
+    deltas[inside] = loss.mu_upper_cdf(found) - np.exp(chosen + loss.mu_lower_log_cdf(found))
+    return np.clip(deltas, 0, 1)
+
+
 def gaussian_pld(noise: float, rate: float, relation: NeighboringRelation, width: float) -> PrivacyLossDistribution:
     """The library's ``from_gaussian_mechanism``: one release whose batch held each unit with probability ``rate``."""
     one_way = partial(_pmf, noise, rate, width)
@@ -104,10 +107,26 @@ def _pmf(noise: float, rate: float, width: float, kind: AdjacencyType) -> Any:
     loss = GaussianLoss(noise, sampling_prob=rate, adjacency_type=kind)
     bounds = loss.connect_dots_bounds()
     low, high = math.floor(bounds.epsilon_lower / width), math.ceil(bounds.epsilon_upper / width)
-    deltas = loss.get_delta_for_epsilon(np.arange(low, high + 1) * width)
-    return pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(width, low, high, deltas)
+    return connect_dots(width, low, loss.get_delta_for_epsilon(np.arange(low, high + 1) * width))
 
 
+def connect_dots(width: float, low: int, deltas: np.ndarray) -> Any:
+    """The library's ``create_pmf_pessimistic_connect_dots_fixed_gap``: losses from ``low`` on, ``width`` apart.
+
+    Deltas that rise are the library's to refuse: to lower them would understate the loss.
+    """
+    if len(deltas) <= _SPARSE or np.any(np.diff(deltas) > _ROUNDING):  # few are kept and composed in another way
+        return pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(width, low, low + len(deltas) - 1, deltas)
+    deltas = np.minimum.accumulate(deltas)
+    steps = np.diff(deltas)
+    probs = np.empty_like(deltas)
+    probs[0] = 1 - deltas[0] + steps[0] / math.expm1(width)
+    probs[1:-1] = (steps[1:] - steps[:-1] * math.exp(width)) / math.expm1(width)
+    probs[-1] = steps[-1] / math.expm1(-width)
+    return DensePLDPmf(width, low, np.maximum(0.0, probs), deltas[-1], True)
+
+
+_SPARSE, _ROUNDING = 1000, 1e-12
 _TAIL = 1e-15
 _ORDERS = 20
 
@@ -161,28 +180,28 @@ def read_deltas(distribution: Any, epsilons: Sequence[float]) -> np.ndarray:
     return np.asarray(np.max([_deltas(*mass, wanted) for mass in _masses(distribution)], axis=0))
 
 
-def _masses(distribution: Any) -> list[tuple[float, np.ndarray, np.ndarray]]:
-    """For each direction: the mass at infinity, the losses from the largest down, and their probabilities."""
+@lru_cache(maxsize=2)  # a card reads one distribution at many deltas
+def _masses(distribution: Any) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """For each direction the losses from the largest down, and the mass above them under either distribution.
+
+    The masses are those of the 0, 1, 2, ... largest losses, infinity included.
+    """
     both = (distribution._pmf_remove, distribution._pmf_add)
     found = []
     for pmf in both[:1] if distribution._symmetric else both:
         dense = pmf.to_dense_pmf()
-        losses = (np.arange(dense.size) + dense._lower_loss) * dense._discretization
-        found.append((float(dense._infinity_mass), losses[::-1], np.asarray(dense._probs)[::-1]))
+        losses = ((np.arange(dense.size) + dense._lower_loss) * dense._discretization)[::-1]
+        probs = np.asarray(dense._probs)[::-1]
+        with np.errstate(over="ignore"):
+            other = np.exp(-losses) * probs
+        upper = np.cumsum(np.append(float(dense._infinity_mass), probs))
+        found.append((losses, upper, np.cumsum(np.append(0.0, other))))
     return found
 
 
-def _above(infinite: float, losses: np.ndarray, probs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The mass of the 0, 1, 2, ... largest losses, infinity included, under either distribution."""
-    with np.errstate(over="ignore"):
-        other = np.exp(-losses) * probs
-    return np.cumsum(np.append(infinite, probs)), np.cumsum(np.append(0.0, other))
-
-
-def _epsilon(infinite: float, losses: np.ndarray, probs: np.ndarray, delta: float) -> float:
-    if infinite > delta:
+def _epsilon(losses: np.ndarray, upper: np.ndarray, lower: np.ndarray, delta: float) -> float:
+    if upper[0] > delta:
         return math.inf
-    upper, lower = _above(infinite, losses, probs)
     with np.errstate(all="ignore"):
         crossing = np.log((upper - delta) / lower)
     stops = np.flatnonzero((upper[:-1] > delta) & (lower[:-1] > 0) & (crossing[:-1] >= losses))
@@ -194,8 +213,7 @@ def _epsilon(infinite: float, losses: np.ndarray, probs: np.ndarray, delta: floa
     return 0.0 if upper[stop] <= lower[stop] + delta else float(crossing[stop])
 
 
-def _deltas(infinite: float, losses: np.ndarray, probs: np.ndarray, epsilons: np.ndarray) -> np.ndarray:
-    upper, lower = _above(infinite, losses, probs)
+def _deltas(losses: np.ndarray, upper: np.ndarray, lower: np.ndarray, epsilons: np.ndarray) -> np.ndarray:
     larger = np.searchsorted(-losses, -epsilons, side="left")
     with np.errstate(over="ignore", invalid="ignore"):
         weighed = np.where(lower[larger] > 0, np.exp(epsilons) * lower[larger], 0.0)
