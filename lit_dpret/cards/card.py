@@ -22,6 +22,7 @@ from typing import Any
 from lit_dpret.cards.amendments import planted_by
 from lit_dpret.cards.check import verify_card
 from lit_dpret.cards.claim import claim_facts, group_facts, tuning_gaps, uncovered, without_numbers
+from lit_dpret.cards.decided import accounting_facts, ceilings_of, ledger_facts, mechanism_facts
 from lit_dpret.cards.facts import (
     environment_facts,
     package_versions,
@@ -49,16 +50,7 @@ from lit_dpret.cards.tuning import search_cost, tuning_facts, with_earlier_tunin
 from lit_dpret.errors import ConfigurationError, DataError, LedgerError
 from lit_dpret.privacy.ledger.chain import today
 from lit_dpret.privacy.ledger.dataset_ledger import sweep_of
-from lit_dpret.privacy.ledger.facts import (
-    Assumption,
-    accounting_facts,
-    ceilings_of,
-    derived_assumptions,
-    judge,
-    ledger_facts,
-    mechanism_facts,
-    plan_of,
-)
+from lit_dpret.privacy.ledger.facts import Assumption, derived_assumptions, judge, plan_of
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, charged_releases, claimed_releases, start_of
 from lit_dpret.privacy.plan import PrivacyPlan
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from lit_dpret.cards.amendments import planted_by
 from lit_dpret.cards.claim import claim_facts, group_facts, user_level_epsilon
+from lit_dpret.cards.decided import accounting_facts, ceilings_of, ledger_facts, mechanism_facts
 from lit_dpret.cards.facts import randomness_facts, registered, start_accounting, start_assumptions, start_text
 from lit_dpret.cards.file import file_sha256, malformed
 from lit_dpret.cards.tuning import (
@@ -30,18 +31,7 @@ from lit_dpret.cards.tuning import (
 )
 from lit_dpret.errors import DataError, LedgerError, LitDpretError
 from lit_dpret.privacy.ledger.dataset_ledger import sweep_limit, sweep_of
-from lit_dpret.privacy.ledger.facts import (
-    Assumption,
-    Verdict,
-    accounting_facts,
-    ceilings_of,
-    derived_assumptions,
-    judge,
-    leaks,
-    ledger_facts,
-    mechanism_facts,
-    plan_of,
-)
+from lit_dpret.privacy.ledger.facts import Assumption, Verdict, derived_assumptions, judge, leaks, plan_of
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases, claimed_releases, noise_keys, start_of
 from lit_dpret.privacy.plan import PrivacyPlan
 

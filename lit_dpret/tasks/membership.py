@@ -21,13 +21,14 @@ from lit_dpret.audit.statistics.evidence import check_confidence
 from lit_dpret.audit.statistics.scores import CanaryScores
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.check import verdict_of
+from lit_dpret.cards.decided import ceilings_of
 from lit_dpret.cards.file import CARD_NAME, read_card
 from lit_dpret.cards.start import model_folder
 from lit_dpret.cards.text import privacy_line
 from lit_dpret.encoders import load_towers
 from lit_dpret.errors import ConfigurationError, DataError, PrivacyViolation
 from lit_dpret.modules.generator_folder import is_generator
-from lit_dpret.privacy.ledger.facts import ceilings_of, plan_of
+from lit_dpret.privacy.ledger.facts import plan_of
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, claimed_releases
 from lit_dpret.report.membership_report import write_membership
 from lit_dpret.synthesis.filters.released import load_released

@@ -1,0 +1,203 @@
+"""What a ledger decides of a card: what ran, what it costs by every way of counting, where the chain ended.
+
+Whoever makes a card and whoever checks one compute these facts from the records by the same functions. Nothing here
+reads a configuration.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from importlib import metadata
+from typing import Any
+
+from lit_dpret.errors import UnsupportedAccountingError
+from lit_dpret.privacy import clip_fraction
+from lit_dpret.privacy.accounting import composition as accounting
+from lit_dpret.privacy.accounting.ceilings import attack_ceilings
+from lit_dpret.privacy.accounting.composition import FINE
+from lit_dpret.privacy.accounting.releases import GaussianRelease, NonPrivateRelease, Release
+from lit_dpret.privacy.budget import AccountantName
+from lit_dpret.privacy.ledger.chain import GENESIS
+from lit_dpret.privacy.ledger.dataset_file import noted_total
+from lit_dpret.privacy.ledger.facts import Verdict, epsilon_by, every_unit_in_every_step, plan_of
+from lit_dpret.privacy.ledger.run_ledger import noise_keys
+from lit_dpret.privacy.plan import PrivacyPlan
+
+Record = Mapping[str, Any]
+
+# Distinct releases beyond this number are composed, but not priced one by one.
+PRICED_ALONE = 6
+
+
+def mechanism_facts(records: Sequence[Record], plan: PrivacyPlan | None, releases: Sequence[Release]) -> dict[str, Any]:
+    """Return what the steps did, from their own records; a range where they differ."""
+    stated = [record for record in records if record.get("kind") == "release"]
+    last = plan_of(records)[1]
+    keys = noise_keys(records)
+    gaussian = [release for release in releases if isinstance(release, GaussianRelease)]
+    laws = list(dict.fromkeys(release.law for release in gaussian))
+    facts: dict[str, Any] = {
+        "kind": "gaussian_sum" if plan is not None else "no_noise",
+        "mode": last.get("mode") or (plan.mode if plan is not None else "none"),
+        "law": [law.to_dict() for law in laws],
+        "law_text": "; ".join(law.describe() for law in laws) or None,
+        "sample_rate": span(getattr(law, "sample_rate", None) for law in laws),
+        "expected_batch_size": span(law.expected_batch_size for law in laws),
+        "noise_multiplier": span(release.noise_multiplier for release in gaussian),
+        "noise_std": span(record.get("noise_std") for record in stated) if plan is not None else None,
+        "sensitivity": span(record.get("sensitivity") for record in stated),
+        "denominator": span(record.get("denominator") for record in stated),
+        "steps_planned": last.get("planned_steps") or (plan.steps if plan is not None else None),
+        "steps_done": len(keys),
+        "steps_unconfirmed": len(set(keys) - {(record["attempt"], record["step"]) for record in stated}),
+        "steps_replayed": sum(record.get("kind") == "replay" for record in records),
+        "attempts": len({attempt for attempt, _ in keys}),
+        "rows_per_unit": last.get("rows_per_unit"),
+        **({"mode_facts": dict(last["mode_facts"])} if last.get("mode_facts") else {}),
+    }
+    if plan is not None:
+        facts |= {
+            "max_grad_norm": plan.max_grad_norm,
+            "clip": plan.clip,
+            "clip_groups": plan.clip_groups,
+            "engine": plan.engine,
+            "physical_batch_size": plan.physical_batch_size,
+            "empty_batches": "add noise, take their step and are counted",
+            "n_public": plan.n_public,
+            "noise": plan.noise,
+        }
+        if plan.clip_fraction_budget:
+            facts["clip_fraction"] = {
+                "budget": plan.clip_fraction_budget,
+                "standard_deviation": span(
+                    clip_fraction.deviation(
+                        release.noise_multiplier, share=plan.clip_fraction_budget, denominator=plan.denominator
+                    )
+                    for release in gaussian
+                ),
+            }
+        if plan.coupling is not None:
+            facts["coupling"] = asdict(plan.coupling) | {
+                "text": plan.coupling.describe(plan.max_grad_norm),
+                "sensitivity_per_bound": plan.sensitivity / plan.max_grad_norm,
+            }
+    return facts
+
+
+def accounting_facts(
+    records: Sequence[Record], releases: Sequence[Release], plan: PrivacyPlan, verdict: Verdict
+) -> dict[str, Any]:
+    """The accountant, its other answers to the same releases, the price of each part, and of all runs together."""
+    delta, neighbours = plan.budget.delta, plan.budget.neighbours
+    skipped: dict[str, str] = {}
+
+    def answer(name: str, compute: Callable[[], float]) -> float | None:
+        if verdict.guarantee != "dp":
+            skipped[name] = "not computed: no guarantee"
+            return None
+        try:
+            value = compute()
+        except UnsupportedAccountingError:
+            skipped[name] = "not proved: no accountant judges this"
+            return None
+        if math.isfinite(value):
+            return value
+        skipped[name] = "infinite"
+        return None
+
+    def alone(release: Release) -> float | None:
+        if len(releases) == 1 and verdict.basis == "as_charged":
+            return verdict.epsilon
+        if len(releases) > PRICED_ALONE or isinstance(release, NonPrivateRelease):
+            return None
+        return answer("epsilon_alone", lambda: epsilon_by(plan.accountant, [release], plan))
+
+    facts: dict[str, Any] = {
+        "accountant": plan.accountant,
+        "library": "opacus" if plan.accountant == "prv" else "dp-accounting",
+        "version": metadata.version("opacus" if plan.accountant == "prv" else "dp-accounting"),
+        "basis": verdict.basis,
+        **_rounding("pld" if verdict.basis == "no_amplification" else plan.accountant),
+        "composition": [
+            {"release": r.to_dict(), "text": describe_release(r), "count": r.count, "epsilon_alone": alone(r)}
+            for r in releases
+        ],
+        "epsilon_if_no_amplification": answer(
+            "epsilon_if_no_amplification",
+            lambda: accounting.epsilon_without_amplification(releases, delta=delta, neighbours=neighbours),
+        ),
+        "epsilon_rdp": answer("epsilon_rdp", lambda: epsilon_by("rdp", releases, plan)),
+        "epsilon_replace_one": answer("epsilon_replace_one", lambda: _replace_one_epsilon(releases, plan)),
+        "epsilon_underreported_by_gdp": answer(
+            "epsilon_underreported_by_gdp",
+            lambda: accounting.underreported_epsilon(releases, delta=delta, neighbours=neighbours),
+        ),
+    }
+    return {**facts, "dataset_total": noted_total(records), "not_computed": skipped}
+
+
+def _replace_one_epsilon(releases: Sequence[Release], plan: PrivacyPlan) -> float:
+    laws = {release.law for release in releases if isinstance(release, GaussianRelease)}
+    if not all(plan.holds_under(law, "replace_one") for law in laws):
+        raise UnsupportedAccountingError(
+            "The loss couples units, and a replacement moves the sum further than planned."
+        )
+    delta, accountant = plan.budget.delta, plan.accountant
+    return accounting.epsilon(releases, delta=delta, neighbours="replace_one", accountant=accountant)
+
+
+def _rounding(accountant: AccountantName) -> dict[str, Any]:
+    """How exact the number is: in each case it is an upper bound."""
+    errors = {
+        "pld": f"privacy losses are rounded up to multiples of {FINE:g}: never below the exact value",
+        "rdp": "the least bound over the orders of Renyi divergence: never below the exact value",
+        "prv": "the upper end of Opacus' interval",
+    }
+    return {"discretisation": FINE if accountant == "pld" else None, "error_bound": errors[accountant]}
+
+
+def ceilings_of(
+    releases: Sequence[Release], plan: PrivacyPlan | None, verdict: Verdict, **settings: Any
+) -> dict[str, Any] | None:
+    """Return the ceilings of attacks on one unit, from the accountant's curve; None without a guarantee.
+
+    ``settings`` go to `attack_ceilings`.
+    """
+    if plan is None or verdict.guarantee != "dp":
+        return None
+    sampled = verdict.basis == "as_charged"
+    accountant: AccountantName = "rdp" if sampled and plan.accountant == "rdp" else "pld"
+    charged = releases if sampled else every_unit_in_every_step(releases)
+    try:
+        return attack_ceilings(
+            charged, delta=plan.budget.delta, neighbours=plan.budget.neighbours, accountant=accountant, **settings
+        )
+    except UnsupportedAccountingError:
+        return None
+
+
+def ledger_facts(records: Sequence[Record], releases: Sequence[Release], name: str) -> dict[str, Any]:
+    """Where the chain ended when the card was made; ``verify_card`` holds a ledger against it."""
+    return {
+        "name": name,
+        "head": str(records[-1]["hash"]) if records else GENESIS,
+        "records": len(records),
+        "releases": [release.to_dict() for release in releases],
+    }
+
+
+def describe_release(release: Release) -> str:
+    """One release in a phrase."""
+    if isinstance(release, NonPrivateRelease):
+        return f"{release.label}: without protection"
+    return f"{release.label}: Gaussian noise of multiplier {release.noise_multiplier:.6g}, {release.law.describe()}"
+
+
+def span(values: Iterable[float | None]) -> float | dict[str, float] | None:
+    """The one value that all have, else the least and the greatest; None where there is none."""
+    known = sorted({value for value in values if value is not None})
+    if not known:
+        return None
+    return known[0] if len(known) == 1 else {"min": known[0], "max": known[-1]}
