@@ -197,25 +197,12 @@ class Ablate(HeadStudy):
         def work(folder: Path, resume: bool) -> dict[str, Any]:
             first = self._parts.run_dir / f"generator-{name}-seed{self._parts.seed}"
             known = read_card(first)["mechanism"]["noise_multiplier"] if self._stages.is_done(first.name) else None
-            facts = train_generator(
-                recipe,
-                folder,
-                parts=self._parts,
-                eps=self.eps,
-                delta=self.claimed_delta(),
-                seed=seed,
-                resume=resume,
-                noise_multiplier=known,
-                tuning={"tuning_data": self.tuning_data, "tuning_note": self.tuning_note},
-            )
-            return facts | {"settings": recipe.describe()}
+            return train_generator(
+                recipe, folder, parts=self._parts, eps=self.eps, delta=self.claimed_delta(), seed=seed, resume=resume,
+                noise_multiplier=known, tuning={"tuning_data": self.tuning_data, "tuning_note": self.tuning_note},
+            )  # fmt: skip
 
-        if self._stages.run(stage, work)["settings"] != recipe.describe():
-            raise ResumeError(
-                f"resume=true, but {stage} was trained with other settings of task.generators.{name}. Restore them, "
-                f"or move {self._parts.run_dir / stage} and what was made with it elsewhere; what its ledger is "
-                "charged with stays spent."
-            )
+        self.once(stage, recipe.describe(), work, knob=f"task.generators.{name}")
         return self._parts.run_dir / stage
 
     def _chosen(self, recipe: Recipe, made: Path) -> SyntheticDataModule:

@@ -18,7 +18,6 @@ import lightning as L
 from lit_dpret.audit.canaries import CanarySuite
 from lit_dpret.audit.canaries.findings import Cell, Outcome, cells_of
 from lit_dpret.audit.canaries.planting import plant_in_run
-from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.card import read_card
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import ConfigurationError, PrivacyViolation
@@ -26,16 +25,16 @@ from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
 from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.report.canary_table import CanaryRow, write_canary_table
 from lit_dpret.tasks.audit import Measurement, limits_by_copies
-from lit_dpret.tasks.parts import Parts, check_run_dir
+from lit_dpret.tasks.parts import Parts
 from lit_dpret.tasks.pipeline_stages import stage_callbacks, train_retriever
-from lit_dpret.tasks.stages import DONE, Stages
-from reproduction.study import settings_fingerprint
+from lit_dpret.tasks.stages import DONE
+from reproduction.study import Study
 
 NAME = "canaries"
 _HOW_NOT_WHAT = ("hydra.run.dir=", "privacy.secret_file=")  # words of a command that change no number
 
 
-class CanaryStudy:
+class CanaryStudy(Study):
     """Repeated trainings with planted secrets.
 
     Args:
@@ -55,8 +54,7 @@ class CanaryStudy:
         ConfigurationError: A setting is out of range.
     """
 
-    #: Settings that finished trainings do not depend on, so that a study can grow by them.
-    growing = frozenset({"eps", "trainings", "keep_models", "min_free_mb"})
+    growing = Study.growing | {"eps", "trainings", "keep_models"}
 
     def __init__(
         self,
@@ -96,18 +94,12 @@ class CanaryStudy:
         Raises:
             PrivacyViolation: Something was measured above its ceiling, after the report was written.
         """
-        check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
         self._parts = parts
         for eps in self.eps:
             self._privacy(eps)  # refused before anything is trained
-        fingerprint = settings_fingerprint(self, but=self.growing, seed=parts.seed)
-        self._stages = Stages(parts.run_dir, resume=parts.resume, fingerprint=fingerprint)
+        self.begin(parts, seed=parts.seed)
         todo = [(eps, number) for number in range(self.trainings) for eps in self.eps]
-        with ProgressLine("trainings", every=0.0) as progress:
-            for done, (eps, number) in enumerate(todo):
-                progress(done, len(todo), _stage(eps, number))
-                self._stages.run(_stage(eps, number), self._work(eps, number))
-            progress(len(todo), len(todo))
+        self.in_turn(todo, lambda one: _stage(*one), self._train, label="trainings")
         return self._tell()
 
     def _privacy(self, eps: float | None) -> Any:
@@ -124,38 +116,35 @@ class CanaryStudy:
 
     # -- one training --------------------------------------------------------------------------
 
-    def _work(self, eps: float | None, number: int) -> Callable[[Path, bool], dict[str, Any]]:
-        def work(folder: Path, resume: bool) -> dict[str, Any]:
-            seed = self._parts.seed + number
-            L.seed_everything(seed, verbose=False)
-            model = self.make_generator(privacy=self._privacy(eps))
-            data: PairsDataModule = self._parts.make_datamodule(expected_batch_size=None, sample_rate=None)
-            if eps is None:
-                data.sampling = "shuffle"
-            data.setup("fit")
-            suite = self.canaries
-            if suite.seed is not None:
-                suite = replace(suite, seed=suite.seed + number)
-            planted = plant_in_run(data, suite, folder, resume=resume, reader=model)
-            label = _stage(eps, number)
-            tuning: dict[str, Any] = {"tuning_note": self.tuning_note, "tuning_data": self.tuning_data}
-            train_retriever(
-                model,
-                data,
-                folder,
-                parts=self._parts,
-                steps=self.steps,
-                batch=self.batch,
-                callbacks=stage_callbacks(folder, resume=resume, label=label, save_every=self.steps, **tuning),
-                resume=resume,
-            )
-            found = self.measure.of(folder / "model", planted.canaries, seed=seed)
-            if not self.keep_models:
-                shutil.rmtree(folder / "model", ignore_errors=True)
-                shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-            return {"canaries": found, "units": data.n_units}
+    def _train(self, one: tuple[float | None, int]) -> str:
+        self._stages.run(_stage(*one), lambda folder, resume: self._trained(*one, folder, resume))
+        return ""
 
-        return work
+    def _trained(self, eps: float | None, number: int, folder: Path, resume: bool) -> dict[str, Any]:
+        seed = self._parts.seed + number
+        L.seed_everything(seed, verbose=False)
+        model = self.make_generator(privacy=self._privacy(eps))
+        data: PairsDataModule = self._parts.make_datamodule(expected_batch_size=None, sample_rate=None)
+        if eps is None:
+            data.sampling = "shuffle"
+        data.setup("fit")
+        suite = self.canaries
+        if suite.seed is not None:
+            suite = replace(suite, seed=suite.seed + number)
+        planted = plant_in_run(data, suite, folder, resume=resume, reader=model)
+        callbacks = stage_callbacks(
+            folder, resume=resume, label=_stage(eps, number), save_every=self.steps, tuning_note=self.tuning_note,
+            tuning_data=self.tuning_data,
+        )  # fmt: skip
+        train_retriever(
+            model, data, folder, parts=self._parts, steps=self.steps, batch=self.batch, callbacks=callbacks,
+            resume=resume,
+        )  # fmt: skip
+        found = self.measure.of(folder / "model", planted.canaries, seed=seed)
+        if not self.keep_models:
+            shutil.rmtree(folder / "model", ignore_errors=True)
+            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        return {"canaries": found, "units": data.n_units}
 
     # -- the table -----------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from lit_dpret.negatives import InBatchNegatives, NegativeSource, PassageSource,
 from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
 from lit_dpret.retrieval.runs import EvaluationResult
 from reproduction.report.comparison import Headings
-from reproduction.study import Cell, Study
+from reproduction.study import Cell, RetrievalStudy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class NegativesVariant:
         return found or None
 
 
-class CompareNegatives(Study):
+class CompareNegatives(RetrievalStudy):
     """Train one dual encoder with every variant's negatives, evaluate and compare.
 
     A variant with a source that the run's privacy mode refuses is left out, and the report says why.
@@ -72,7 +72,7 @@ class CompareNegatives(Study):
     Args:
         steps: Logical steps of every run.
         batch: Units of a step on average.
-        **study: The arguments of `Study`; the variants are `NegativesVariant`.
+        **study: The arguments of `RetrievalStudy`; the variants are `NegativesVariant`.
 
     Raises:
         ConfigurationError: A setting is out of range, or ``only`` names no variant.

@@ -26,7 +26,7 @@ from lit_dpret.retrieval.runs import EvaluationResult
 from lit_dpret.synthesis.filters import ReleasedQueries
 from lit_dpret.tasks.pipeline_stages import check_round_trip
 from lit_dpret.tasks.ranking import score_embeddings
-from reproduction.study import Cell, Study
+from reproduction.study import Cell, RetrievalStudy
 
 EMBEDDINGS = "embeddings"
 
@@ -126,12 +126,12 @@ class HeadVariant:
         }
 
 
-class HeadStudy(Study):
+class HeadStudy(RetrievalStudy):
     """Train heads over the same embeddings, evaluate and compare.
 
     Args:
         delta: Of every claim; null for 1 / (2 n), n the public number of queries.
-        **study: The arguments of `Study`.
+        **study: The arguments of `RetrievalStudy`.
     """
 
     private_folder = EMBEDDINGS

@@ -7,7 +7,6 @@ nothing is claimed about it.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 from dataclasses import asdict, dataclass
@@ -17,21 +16,19 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from lit_dpret.callbacks import ProgressLine
 from lit_dpret.datamodules import ImagesDataModule
 from lit_dpret.datamodules.images import Labels
 from lit_dpret.encoders.vision import train_second_task
 from lit_dpret.errors import DataError
 from lit_dpret.modules import EmbeddingTrainer, OptimizerSpec
 from lit_dpret.privacy.modes import NoPrivacy
-from lit_dpret.tasks.parts import Parts, check_run_dir
-from lit_dpret.tasks.stages import Stages
-from reproduction.report.paper_002 import TABLE_2, TABLE_4
-from reproduction.report.relative_table import PAPER_METRICS, beside_the_paper, relative_table
-from reproduction.report.variant_report import write_variant_report
+from lit_dpret.tasks.parts import Parts
+from reproduction.published import PAPER_002
+from reproduction.report.metrics_table import MetricsTable
+from reproduction.report.variant_report import SETTINGS, beside_the_paper, made_by, write_variant_report
 from reproduction.report.variant_runs import UNTRAINED, VariantRun
+from reproduction.study import Study
 from reproduction.variant_study import START
-from reproduction.variant_study_report import SETTINGS
 
 Labelled = tuple[Tensor, Tensor]
 
@@ -51,7 +48,7 @@ class Encoder:
     folder: Path
 
 
-class SecondTask:
+class SecondTask(Study):
     """Train the classifier on every encoder of a study: figure 2, tables 2 and 4.
 
     Guarantees:
@@ -67,6 +64,8 @@ class SecondTask:
         baseline: The label of the variant that metrics are divided by; null for none.
         min_free_mb: Refuse to start with less free disk.
     """
+
+    growing = Study.growing | {"seeds", "data", "baseline"}
 
     def __init__(
         self,
@@ -85,29 +84,24 @@ class SecondTask:
         self.baseline, self.min_free_mb = baseline, min_free_mb
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Every classifier that is not trained yet; returns test accuracy by run."""
-        check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
+        """Train what is not trained yet; returns test accuracy by run."""
         encoders = self._encoders()
         data, labels = self._second_data(parts)
         splits: dict[str, Labelled] = {split: data.labelled(split, labels=labels) for split in ("train", "test")}
         names = data.class_names(labels)
-        settings = [str(self.study), data.source, labels, self.learning_rate, self.batch_size, self.epochs]
-        fingerprint = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
-        stages = Stages(parts.run_dir, resume=parts.resume, fingerprint=fingerprint)
-        runs = []
-        with ProgressLine("second task", every=0) as progress:
-            for done, encoder in enumerate(encoders):
-                progress(done, len(encoders))
-                result = stages.run(
-                    encoder.folder.name,
-                    lambda folder, resume, encoder=encoder: self._train(  # type: ignore[misc]
-                        parts, encoder, splits, classes=len(names)
-                    ),
-                )
-                runs.append(VariantRun(**result))
-            progress(len(encoders), len(encoders))
-        self._tell(parts, runs, class_names=names, learned=f"the {labels} labels of {data.source}")
-        return {encoder.folder.name: run.metrics["accuracy"] for encoder, run in zip(encoders, runs, strict=True)}
+        self.begin(parts, source=data.source, labels=labels)
+        runs: dict[str, VariantRun] = {}
+
+        def train(encoder: Encoder) -> str:
+            name = encoder.folder.name
+            result = self._stages.run(name, lambda *_: self._train(parts, encoder, splits, classes=len(names)))
+            runs[name] = VariantRun(**result)
+            return f"accuracy {runs[name].metrics['accuracy']:.4f}"
+
+        self.in_turn(encoders, lambda encoder: encoder.folder.name, train, label="second task")
+        page = self._tell(parts, list(runs.values()), names, learned=f"the {labels} labels of {data.source}")
+        sys.stdout.write(f"written: {page}\n")
+        return {name: run.metrics["accuracy"] for name, run in runs.items()}
 
     def _second_data(self, parts: Parts) -> tuple[ImagesDataModule, Labels]:
         """What is classified, and by which labels."""
@@ -164,31 +158,19 @@ class SecondTask:
         )
         return asdict(run)
 
-    def _tell(self, parts: Parts, runs: list[VariantRun], *, class_names: tuple[str, ...], learned: str) -> None:
+    def _tell(self, parts: Parts, runs: list[VariantRun], class_names: tuple[str, ...], *, learned: str) -> Path:
         base = self.baseline if any(run.variant == self.baseline for run in runs) else None
-        page = write_variant_report(
-            runs, parts.run_dir / "report", baseline=base, class_names=class_names, title="A second task"
-        )
-        table = relative_table(runs, baseline=base, metrics=PAPER_METRICS)
-        text = page.read_text(encoding="utf-8").rstrip().split("\n", 1)
-        lines = [
-            text[0], "",
+        said = (
             f"Frozen encoders under a classifier with layers of 64, 32 and {len(class_names)}, which learned {learned} "
             "without privacy. The paper's classifier learned the twenty coarse labels of CIFAR-100, so its numbers "
-            "stand beside ours for their form, not as a goal.", "",
-            "Made by", "", "```sh", parts.command, "```",
-            text[1], "", "## Beside the paper", "",
-        ]  # fmt: skip
-        if base is not None:
-            lines += [
-                f"Table 2, each divided by {base}.",
-                "",
-                beside_the_paper(table, TABLE_2, relative=True).markdown(),
-                "",
-            ]
-        lines += ["Table 4, absolute.", "", beside_the_paper(table, TABLE_4, relative=False).markdown(), ""]
-        page.write_text("\n".join(lines), encoding="utf-8")
-        sys.stdout.write(f"written: {page}\n")
+            "stand beside ours for their form, not as a goal."
+        )
+        table, theirs = MetricsTable.of(runs, baseline=base), (PAPER_002["table_2"], PAPER_002["table_4"])
+        return write_variant_report(
+            runs, parts.run_dir / "report", baseline=base, class_names=class_names, title="A second task",
+            lead=made_by(parts.command, said),
+            more=[beside_the_paper(table, "Table 2", theirs[0], "Table 4, absolute.", theirs[1])],
+        )  # fmt: skip
 
 
 def fitted(images: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -1,7 +1,8 @@
-"""The harness: a study trains named variants under several seeds, judges every run and says which variants differ.
+"""The harness: a study runs stages in one folder, each once, and tells what all of them came to.
 
-Every run is a stage of its own: an interrupted study goes on with ``resume=true``, and more seeds or variants can be
-added to one that is done. Numbers are means over training runs; what is called a difference is one over runs
+An interrupted study goes on with ``resume=true``, and grows by what its stages do not depend on (`Study.growing`). A
+`RetrievalStudy` trains named variants of one retriever under several seeds, judges every run and says which variants
+differ: numbers are means over training runs, and what is called a difference is one over runs
 (`reproduction.report.comparison`).
 """
 
@@ -10,13 +11,14 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import shutil
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
@@ -35,13 +37,63 @@ from reproduction.spent import spent_under
 
 METRIC_NAMES = {"ndcg@10": "nDCG@10", "recall@10": "Recall@10"}
 PUBLIC = "no private data"
+T = TypeVar("T")
 
 
 def settings_fingerprint(task: object, *, but: Collection[str] = (), **more: object) -> str:
     """Hash the settings that finished stages of a task depend on: its public attributes, without those in ``but``."""
-    settings = {name: str(value) for name, value in vars(task).items() if name[0] != "_" and name not in but}
-    settings |= {name: str(value) for name, value in more.items()}
+    settings = {name: described(value) for name, value in vars(task).items() if name[0] != "_" and name not in but}
+    settings |= {name: described(value) for name, value in more.items()}
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+
+
+def described(settings: object) -> str:
+    """Return settings as a text that another process writes alike: where a function lies in memory is no setting."""
+    return re.sub(r" at 0x[0-9a-f]+", "", str(settings))
+
+
+class Study:
+    """A task of many stages, whose settings are its public attributes."""
+
+    #: Settings that finished stages do not depend on, so that a study can grow by them.
+    growing: ClassVar[frozenset[str]] = frozenset({"min_free_mb"})
+    min_free_mb: float
+
+    def begin(self, parts: Parts, **more: object) -> None:
+        """Open the run folder, or refuse one that was begun with other settings than these and ``more``."""
+        check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
+        fingerprint = settings_fingerprint(self, but=self.growing, **more)
+        self._parts, self._stages = parts, Stages(parts.run_dir, resume=parts.resume, fingerprint=fingerprint)
+
+    def once(
+        self, name: str, settings: str, work: Callable[[Path, bool], dict[str, Any]], *, knob: str
+    ) -> dict[str, Any]:
+        """Return what ``work(folder, resume)`` made, now or in an earlier attempt with the same settings.
+
+        Raises:
+            ResumeError: It was made with other settings; the message names ``knob``.
+        """
+        settings = described(settings)
+        result = self._stages.run(name, lambda folder, resume: {**work(folder, resume), "settings": settings})
+        if result["settings"] != settings:
+            raise ResumeError(
+                f"resume=true, but {name} was made with other settings of {knob}. Restore them, or move "
+                f"{self._parts.run_dir / name} and what was made with it elsewhere; what its ledger is charged with "
+                "stays spent."
+            )
+        return result
+
+    def in_turn(self, todo: Sequence[T], name: Callable[[T], str], work: Callable[[T], str], *, label: str) -> None:
+        """Do what is not done of stages, telling how far it is; ``work`` returns what is told of one."""
+        done = sum(self._stages.is_done(name(one)) for one in todo)
+        with ProgressLine(label, every=0.0) as progress:
+            progress(done, len(todo))
+            for one in todo:
+                finished_before = self._stages.is_done(name(one))
+                told = work(one)
+                if not finished_before:
+                    done += 1
+                    progress(done, len(todo), f"{name(one)} {told}".rstrip())
 
 
 @dataclass(frozen=True)
@@ -64,7 +116,7 @@ class Cell:
         return self.variant if self.eps is None else f"{self.variant}-eps{self.eps:g}"
 
 
-class Study(ABC):
+class RetrievalStudy(Study, ABC):
     """Train, evaluate and compare variants of one retriever.
 
     Args:
@@ -84,8 +136,7 @@ class Study(ABC):
     """
 
     headings: ClassVar[Headings]
-    #: Settings that finished runs do not depend on, so that a study can grow by them.
-    growing: ClassVar[frozenset[str]] = frozenset({"variants", "only", "seeds", "keep_models", "min_free_mb"})
+    growing: ClassVar[frozenset[str]] = Study.growing | {"variants", "only", "seeds", "keep_models"}
     #: A folder of the run that is removed at its end: embeddings of queries are as private as the queries.
     private_folder: ClassVar[str]
 
@@ -117,11 +168,9 @@ class Study(ABC):
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Run every stage that is not done yet; returns nDCG@10 by row."""
-        check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
         self._parts = parts
         cells = self.cells()
-        fingerprint = settings_fingerprint(self, but=self.growing, seed=parts.seed)
-        self._stages = Stages(parts.run_dir, resume=parts.resume, fingerprint=fingerprint)
+        self.begin(parts, seed=parts.seed)
         self._searched = self.make_data()
         self._searched.prepare_data()
         self._searched.setup("fit")
@@ -252,31 +301,19 @@ class Study(ABC):
     def _train_all(self, cells: Sequence[Cell]) -> None:
         """Every row's first run, then every row's second one: early numbers are of all rows."""
         todo = [(cell, self._parts.seed + i) for i in range(self.seeds) for cell in cells]
-        done = sum(self._stages.is_done(self.run_name(*one)) for one in todo)
-        with ProgressLine("training runs", every=0.0) as progress:
-            progress(done, len(todo))
-            for cell, seed in todo:
-                name = self.run_name(cell, seed)
-                finished_before = self._stages.is_done(name)
-                result = self._result(cell, seed)
-                if not finished_before:
-                    done += 1
-                    progress(done, len(todo), f"{name} nDCG@10 {np.mean(result['per_query']['nDCG@10']):.4f}")
+
+        def work(one: tuple[Cell, int]) -> str:
+            return f"nDCG@10 {np.mean(self._result(*one)['per_query']['nDCG@10']):.4f}"
+
+        self.in_turn(todo, lambda one: self.run_name(*one), work, label="training runs")
 
     def _result(self, cell: Cell, seed: int) -> dict[str, Any]:
-        """Return what a run reached; one that was trained with other settings of its variant is refused."""
-        name, settings = self.run_name(cell, seed), repr(self.variants[cell.variant])
-
-        def work(folder: Path, resume: bool) -> dict[str, Any]:
-            return _per_query(self.train(cell, seed, folder, resume)) | {"settings": settings}
-
-        result = self._stages.run(name, work)
-        if result["settings"] != settings:
-            raise ResumeError(
-                f"resume=true, but {name} was trained with other settings of task.variants.{cell.variant}. Restore "
-                f"them, or move {self._parts.run_dir / name} elsewhere; what its ledger is charged with stays spent."
-            )
-        return result
+        return self.once(
+            self.run_name(cell, seed),
+            repr(self.variants[cell.variant]),
+            lambda folder, resume: _per_query(self.train(cell, seed, folder, resume)),
+            knob=f"task.variants.{cell.variant}",
+        )
 
     def _row(self, cell: Cell) -> ModeRow:
         seeds = range(self._parts.seed, self._parts.seed + self.seeds)

@@ -10,13 +10,15 @@ charged for the updates.
 from __future__ import annotations
 
 import json
+import math
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import lightning as L
+import numpy as np
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard, ProgressLine, StepProgress
@@ -24,25 +26,67 @@ from lit_dpret.cards.card import read_card
 from lit_dpret.datamodules import ImagesDataModule
 from lit_dpret.encoders.vision import KnnResult, evaluate_knn
 from lit_dpret.errors import ConfigurationError
+from lit_dpret.losses import PairwiseLoss
 from lit_dpret.modules import EmbeddingTrainer, OptimizerSpec
-from lit_dpret.privacy.modes import NoPrivacy
+from lit_dpret.privacy.budget import require_choice
+from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
 from lit_dpret.tasks.fit import train
-from lit_dpret.tasks.parts import Parts, check_run_dir
+from lit_dpret.tasks.parts import Parts
 from lit_dpret.tasks.pipeline_stages import is_begun
-from lit_dpret.tasks.stages import Stages
 from reproduction.curve_recorder import CurveRecorder, HeldOutLoss, read_curve
-from reproduction.report.variant_report import PAGE
+from reproduction.report.variant_report import Finished, write_study
 from reproduction.report.variant_runs import UNTRAINED, VariantRun
-from reproduction.study import settings_fingerprint
-from reproduction.variant import Variant, shared_settings
-from reproduction.variant_study_report import Finished, write_study
+from reproduction.study import Study
 
 START = "untrained"
+Part = Literal["paper", "batch_sizes", "equal_negatives", "losses"]
+# What all private variants have in common; each one's own settings stand in its `privacy`.
+_SHARED = ("eps", "delta", "unit", "neighbours", "accountant", "noise", "secure_rng", "secret_file", "noise_seed")
 # Settings of a command that change nothing about what it makes.
 _HOW_NOT_WHAT = ("task.report_only=", "task.note=")
 
 
-class VariantStudy:
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A privacy mode with the settings that were chosen for it.
+
+    Args:
+        label: As figures and tables show it. Variants of ``batch_sizes`` share one.
+        privacy: Makes the mode, given what all private variants share (``eps``, ``delta`` and so on).
+        lr: Of the optimizer.
+        loss: A loss of the table of similarities; null for the model's own.
+        batch_size: Images of a logical batch on average; null for the task's.
+        part: Which figures and tables it belongs to.
+        seeds: Run the first so many of the task's seeds; null for all.
+
+    Raises:
+        ConfigurationError: A value is out of range.
+    """
+
+    label: str
+    privacy: Callable[..., PrivacyMode]
+    lr: float
+    loss: PairwiseLoss | None = None
+    batch_size: int | None = None
+    part: Part = "paper"
+    seeds: int | None = None
+
+    def __post_init__(self) -> None:
+        require_choice("task.variants.part", self.part, get_args(Part))
+        if not (math.isfinite(self.lr) and self.lr > 0):
+            raise ConfigurationError(f"task.variants: lr={self.lr} of {self.label!r} must be positive.")
+        for name in ("batch_size", "seeds"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigurationError(f"task.variants: {name}={value} of {self.label!r} must be at least 1.")
+
+    def make_privacy(self, shared: Mapping[str, Any]) -> PrivacyMode:
+        """Make the mode; ``shared`` is of no use to one that promises nothing."""
+        factory: Any = self.privacy
+        return self.privacy() if getattr(factory, "func", factory) is NoPrivacy else self.privacy(**shared)
+
+
+class VariantStudy(Study):
     """Train every variant under every seed; k-NN, figures, tables.
 
     Guarantees:
@@ -70,6 +114,8 @@ class VariantStudy:
     Raises:
         ConfigurationError: A setting is out of range, or names no variant.
     """
+
+    growing = Study.growing | {"note", "report_only"}
 
     def __init__(
         self,
@@ -108,13 +154,15 @@ class VariantStudy:
         self.min_free_mb = min_free_mb
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Every run that is not done yet; returns the mean k-NN accuracy by variant."""
-        check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
-        self._parts = parts
-        self._shared = shared_settings(parts.make_privacy())
-        shared = json.dumps(self._shared, default=str, sort_keys=True)
-        fingerprint = settings_fingerprint(self, but=("min_free_mb", "note", "report_only"), shared=shared)
-        self._stages = Stages(parts.run_dir, resume=parts.resume, fingerprint=fingerprint)
+        """Run what is not done yet; returns the mean k-NN accuracy by variant."""
+        mode = parts.make_privacy()
+        if mode.guarantee != "dp":
+            raise ConfigurationError(
+                f"task=variants compares training with and without privacy by itself; privacy={mode.name} names no "
+                "budget for its private variants. Choose privacy=logit_dp."
+            )
+        self._shared = {name: getattr(mode, name) for name in _SHARED}
+        self.begin(parts, shared=json.dumps(self._shared, default=str, sort_keys=True))
         self._data: ImagesDataModule = parts.make_datamodule()
         self._data.setup("fit")
         test = self._data.labelled("test")[0]
@@ -128,18 +176,21 @@ class VariantStudy:
                 raise ConfigurationError(f"task.report_only=true: no run in {parts.run_dir} is finished.")
         finished: list[Finished] = []
         starts: list[VariantRun] = []
+        page = Path()
         with ProgressLine("variants and seeds", every=0) as progress:
             for done, (seed, name) in enumerate(planned):
                 progress(done, len(planned))
-                if done and planned[done - 1][0] != seed:
-                    self._tell(finished, starts)
                 if seed not in {run.seed for run in starts}:
                     starts += self._start(seed)
                 finished.append(self._finished(name, seed))
+                if (done + 1 == len(planned)) or planned[done + 1][0] != seed:
+                    page = self._tell(finished, starts)
             progress(len(planned), len(planned))
-        scores = self._tell(finished, starts)
-        sys.stdout.write(f"written: {parts.run_dir / 'report' / PAGE}\n")
-        return scores
+        sys.stdout.write(f"written: {page}\n")
+        reached: dict[str, list[float]] = {}
+        for each in finished:
+            reached.setdefault(each.name, []).append(each.run.metrics["accuracy"])
+        return {name: float(np.mean(values)) for name, values in reached.items()}
 
     def _planned(self) -> list[tuple[int, str]]:
         """Seed and variant of each run: those of the paper's own comparison first, seed by seed."""
@@ -152,8 +203,8 @@ class VariantStudy:
 
     def _finished(self, name: str, seed: int) -> Finished:
         result = self._stages.run(_stage(name, seed), lambda folder, resume: self._train(name, seed, folder, resume))
-        run = VariantRun(**result["run"])
-        return Finished(name=name, variant=self.variants[name], run=run, **result["more"])
+        part = self.variants[name].part
+        return Finished(name=name, part=part, run=VariantRun(**result["run"]), **result["more"])
 
     def _start(self, seed: int) -> list[VariantRun]:
         """The encoder that the variants of ``seed`` start from; none where `report_only` finds it missing."""
@@ -177,13 +228,8 @@ class VariantStudy:
         return asdict(run)
 
     def _judge(self, module: EmbeddingTrainer) -> KnnResult:
-        return evaluate_knn(
-            module.net,
-            train=self._data.labelled("train"),
-            test=self._data.labelled("test"),
-            classes=len(self._data.class_names()),
-            k=self.k,
-        )
+        train, test = (self._data.labelled(split) for split in ("train", "test"))
+        return evaluate_knn(module.net, train=train, test=test, classes=len(self._data.class_names()), k=self.k)
 
     def _train(self, name: str, seed: int, folder: Path, resume: bool) -> dict[str, Any]:
         variant = self.variants[name]
@@ -265,17 +311,12 @@ class VariantStudy:
             "eps_of_the_updates": accountant.epsilon(),
         }
 
-    def _tell(self, finished: Sequence[Finished], starts: Sequence[VariantRun]) -> dict[str, float]:
+    def _tell(self, finished: Sequence[Finished], starts: Sequence[VariantRun]) -> Path:
         return write_study(
-            finished,
-            self._parts.run_dir / "report",
-            baseline=self.baseline,
-            class_names=self._data.class_names(),
-            note=self.note,
-            command=self._parts.command_again(*_HOW_NOT_WHAT),
-            net=self._net,
+            finished, self._parts.run_dir / "report", baseline=self.baseline, class_names=self._data.class_names(),
+            note=self.note, command=self._parts.command_again(*_HOW_NOT_WHAT), net=self._net,
             untrained=starts,
-        )
+        )  # fmt: skip
 
 
 def _stage(name: str, seed: int) -> str:

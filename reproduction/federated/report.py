@@ -13,9 +13,9 @@ from lit_dpret.federated.systems import SystemResult
 from lit_dpret.report.paper_004 import COLUMNS, WITHOUT_QUERIES
 from lit_dpret.retrieval.statistics import seed_interval
 from reproduction.federated.catalogue import Contrast, Point, Study, Trend
-from reproduction.federated.paper_numbers import paper_numbers
 from reproduction.federated.study_figure import SHOWN, draw_study
 from reproduction.federated.study_page import ClientGain, StudyPage, StudyRow, with_reach, write_study
+from reproduction.published import of_study
 
 Found = Mapping[str, Mapping[int, SystemResult]]
 """By the name of a point, then by seed."""
@@ -95,7 +95,7 @@ def _row(study: Study, point: Point, by_seed: Mapping[int, SystemResult]) -> Stu
         label=point.label,
         at=point.at,
         per_seed={name: [_over_clients(result, name) for result in results] for name in COLUMNS},
-        paper=paper_numbers(study.name, point.line, point.label),
+        paper=of_study(study.name, point.line, point.label),
         bytes_per_client=sent,
         epsilon=max(spent, default=None),
         cpu_seconds=sum(result.cpu_seconds for result in results),

@@ -15,10 +15,9 @@ from lit_dpret.report.canary_table import POOLED, SCHEMA, SHORT
 from lit_dpret.retrieval.statistics import Interval
 from lit_dpret.tasks.parts import Parts
 from reproduction.canary_study import NAME
-from reproduction.paper_000.retrieval import named
-from reproduction.paper_000.study import Study, shown
-from reproduction.report.paper_000 import MAIN, TABLE_7
-from reproduction.report.paper_table import PaperRow, PaperTable
+from reproduction.paper_000.study import Trainings
+from reproduction.paper_000.table import PaperRow, PaperTable, named, shown
+from reproduction.published import MAIN, PAPER_000
 
 TABLE = "table_7_canaries"
 _COPIES = (10, 100)
@@ -32,7 +31,7 @@ _CAPTION = (
 
 
 def tables(
-    study: Study, make_canaries: Callable[..., Any], *, finished: Path | None, train_queries: int | None
+    study: Trainings, make_canaries: Callable[..., Any], *, finished: Path | None, train_queries: int | None
 ) -> list[PaperTable]:
     """The rows of the paper, for each side that the secret stands on.
 
@@ -63,7 +62,9 @@ def tables(
     ]
 
 
-def check(study: Study, make_canaries: Callable[..., Any], *, finished: Path | None, train_queries: int | None) -> None:
+def check(
+    study: Trainings, make_canaries: Callable[..., Any], *, finished: Path | None, train_queries: int | None
+) -> None:
     """Refuse what would stop `tables` after hours of other trainings; the arguments are those of `tables`.
 
     Raises:
@@ -79,13 +80,13 @@ def check(study: Study, make_canaries: Callable[..., Any], *, finished: Path | N
     data.train_units()
 
 
-def _run(study: Study, make: Callable[..., Any], train_queries: int | None) -> Any:
+def _run(study: Trainings, make: Callable[..., Any], train_queries: int | None) -> Any:
     def work(parts: Parts) -> Any:
         data = partial(parts.make_datamodule, max_train_queries=train_queries)
         make().run(replace(parts, make_datamodule=data))
         return read(parts.run_dir)
 
-    return study.kept.result("canaries", [make, train_queries], work)
+    return study.result("canaries", [make, train_queries], work)
 
 
 def read(folder: Path) -> Any:
@@ -121,8 +122,10 @@ def _row(model: str, side: str, found: Any) -> PaperRow:
         if copies in pooled:
             for what, key in (("rank", "mean_rank"), ("leaked", "leaked")):
                 ours[f"{what}_{copies}"] = _interval(pooled[copies][key])
-        if side == "query" and eps in TABLE_7:
-            paper[f"rank_{copies}"], paper[f"leaked_{copies}"] = TABLE_7[eps][copies]
+    if side == "query":
+        for row in PAPER_000["table_7"]:
+            if row["epsilon"] == eps:
+                paper[f"rank_{row['copies']}"], paper[f"leaked_{row['copies']}"] = row["rank"], row["leaked"]
     limits = next(iter(pooled.values()))["limits"]
     return PaperRow(
         source=f"secret in {SHORT[side]}",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -11,10 +9,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.cards.page import Block, Bullets, Grid, Paragraph, Section
-from reproduction.paper_000.retrieval import named
-from reproduction.paper_000.study import BASELINES, Study, shown
-from reproduction.report.paper_000 import TABLE_2, TABLE_2_PASSAGE
+from lit_dpret.cards.page import Block, Bullets, Grid, Paragraph
+from reproduction.paper_000.study import BASELINES, Trainings
+from reproduction.paper_000.table import named, shown
+from reproduction.published import PAPER_000, by_point
 
 _LONGEST = 400
 
@@ -30,6 +28,9 @@ class Example:
 
     passage: str
     queries: Sequence[tuple[str, str]]
+
+    def grid(self) -> Grid:
+        return Grid(("source", "text"), [("passage", _cut(self.passage)), *self.queries])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,17 +51,14 @@ class ExampleTable:
     theirs: Example
     notes: Sequence[str] = ()
 
-    def section(self, picture: Path | None = None) -> Section:
-        """The table as a part of a page."""
-        blocks: list[Block] = []
-        for example in self.ours:
-            blocks.append(Grid(("source", "text"), [("passage", _cut(example.passage)), *example.queries]))
-        blocks.append(Paragraph("The paper's example, of MS MARCO:"))
-        blocks.append(Grid(("source", "text"), [("passage", self.theirs.passage), *self.theirs.queries]))
-        return Section(self.title, [*blocks, *([Bullets(list(self.notes))] if self.notes else [])])
+    def blocks(self, picture: Path | None = None) -> list[Block]:
+        """Return what a page shows of it; there is no picture."""
+        blocks: list[Block] = [example.grid() for example in self.ours]
+        blocks += [Paragraph("The paper's example, of MS MARCO:"), self.theirs.grid()]
+        return [*blocks, Bullets(list(self.notes))] if self.notes else blocks
 
     def facts(self) -> dict[str, Any]:
-        """The table as JSON values."""
+        """Return the table as JSON values."""
         return {
             "name": self.name,
             "title": self.title,
@@ -69,22 +67,18 @@ class ExampleTable:
             "paper": asdict(self.theirs),
         }
 
-    def csv(self) -> str:
-        """One line per query."""
-        file = io.StringIO(newline="")
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["whose", "passage", "source", "query"])
-        for whose, examples in (("ours", self.ours), ("paper", [self.theirs])):
-            for example in examples:
-                writer.writerows([whose, example.passage, source, text] for source, text in example.queries)
-        return file.getvalue()
+    def sheet(self) -> Grid:
+        """Return one line per query."""
+        listed = [("ours", example) for example in self.ours] + [("paper", self.theirs)]
+        rows = [(whose, one.passage, source, text) for whose, one in listed for source, text in one.queries]
+        return Grid(("whose", "passage", "source", "query"), rows)
 
 
 def _cut(text: str) -> str:
     return text if len(text) <= _LONGEST else text[:_LONGEST].rstrip() + " …"
 
 
-def tables(study: Study, *, passages: int, texts: bool) -> list[ExampleTable]:
+def tables(study: Trainings, *, passages: int, texts: bool) -> list[ExampleTable]:
     """So many passages, chosen by hash of id.
 
     Queries that were made without privacy may repeat a private one word for word: they are shown under the same
@@ -108,7 +102,7 @@ def tables(study: Study, *, passages: int, texts: bool) -> list[ExampleTable]:
     made = {f"{study.described(c.size)}, ε = {shown(c.eps)}": _first_of(study.queries_of(c)) for c in cells}
     if texts:
         study.baselines()
-        made["pseudo-query, public only"] = _first_of(study.kept.folder(BASELINES) / "pseudo_queries")
+        made["pseudo-query, public only"] = _first_of(study.folder(BASELINES) / "pseudo_queries")
         made = {"original": asked, **made} if public else made
     ours = [
         Example(
@@ -117,7 +111,8 @@ def tables(study: Study, *, passages: int, texts: bool) -> list[ExampleTable]:
         )
         for name in sorted(choice, key=lambda name: sha256(name.encode()).digest())[:passages]
     ]
-    theirs = Example(passage=TABLE_2_PASSAGE, queries=[(named(point), text) for point, text in TABLE_2.items()])
+    of_paper = [(named(point), text) for point, text in by_point("table_2").items()]
+    theirs = Example(passage=PAPER_000["table_2_passage"], queries=of_paper)
     return [
         ExampleTable(
             name="table_2_examples", title="Table 2: examples", ours=ours, theirs=theirs, notes=_notes(public, texts)

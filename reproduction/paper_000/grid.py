@@ -15,9 +15,9 @@ from lit_dpret.retrieval.statistics import Interval
 from lit_dpret.tasks.fit_scored import BLEU, FitScored
 from lit_dpret.tasks.parts import Parts
 from lit_dpret.tasks.pipeline_stages import stage_callbacks
-from reproduction.paper_000.study import LeftOut, Study, shown
-from reproduction.report.paper_000 import TABLE_1
-from reproduction.report.paper_table import PaperRow, PaperTable
+from reproduction.paper_000.study import LeftOut, Trainings
+from reproduction.paper_000.table import PaperRow, PaperTable, shown
+from reproduction.published import PAPER_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class Grid:
         return list(product(self.lr, self.max_grad_norm, self.batch, self.epochs))
 
 
-def tables(study: Study, grid: Grid) -> list[PaperTable]:
+def tables(study: Trainings, grid: Grid) -> list[PaperTable]:
     """A row for each point, the best first.
 
     Raises:
@@ -95,8 +95,8 @@ def tables(study: Study, grid: Grid) -> list[PaperTable]:
             ),
             notes=[
                 "The paper's grid: "
-                + "; ".join(f"{name} {', '.join(f'{v:g}' for v in values)} (best {b:g})"
-                            for name, (values, b) in TABLE_1.items())
+                + "; ".join(f"{name} {', '.join(f'{v:g}' for v in found['searched'])} (best {found['best']:g})"
+                            for name, found in PAPER_000["table_1"].items())
                 + ". It prints no BLEU of the points.",
                 "The validation questions were declared public. With private ones, the choice would be covered by the "
                 "epsilon of all points together and the scored questions by nothing (docs/sweeps.md).",
@@ -107,7 +107,7 @@ def tables(study: Study, grid: Grid) -> list[PaperTable]:
     ]  # fmt: skip
 
 
-def _point(study: Study, grid: Grid, point: tuple[float, float, int, float]) -> tuple[float, str]:
+def _point(study: Trainings, grid: Grid, point: tuple[float, float, int, float]) -> tuple[float, str]:
     lr, clip, batch, epochs = point
     base, source = study.base, study.source(study.choices.main)
     optimizer = replace(base.make_generator.keywords["optimizer"], lr=lr)  # type: ignore[attr-defined]
@@ -151,5 +151,5 @@ def _point(study: Study, grid: Grid, point: tuple[float, float, int, float]) -> 
 
     settings = [grid.eps, grid.split, grid.max_passages, point, study.choices.sizes[study.choices.main],
                 str(base.make_generator), base.generator_physical_batch]  # fmt: skip
-    bleu, line = study.kept.result(name, settings, work)
+    bleu, line = study.result(name, settings, work)
     return float(bleu), str(line)

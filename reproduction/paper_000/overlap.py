@@ -10,9 +10,9 @@ from typing import Any
 
 from lit_dpret.retrieval.statistics import Interval
 from lit_dpret.tasks.parts import Parts
-from reproduction.paper_000.study import LeftOut, Study
-from reproduction.report.paper_000 import OVERLAP_SHARES
-from reproduction.report.paper_table import PaperRow, PaperTable
+from reproduction.paper_000.study import LeftOut, Trainings
+from reproduction.paper_000.table import PaperRow, PaperTable
+from reproduction.published import PAPER_000
 
 _CAPTION = (
     "Share of texts whose words stand in one document of the corpus in a row; mean over random subsets, as the paper "
@@ -21,7 +21,7 @@ _CAPTION = (
 )
 
 
-def tables(study: Study, make_overlap: Callable[..., Any]) -> list[PaperTable]:
+def tables(study: Trainings, make_overlap: Callable[..., Any]) -> list[PaperTable]:
     """Queries and passages.
 
     Raises:
@@ -39,7 +39,7 @@ def tables(study: Study, make_overlap: Callable[..., Any]) -> list[PaperTable]:
         make_overlap(queries="private", card_entry=True).run(parts)
         return json.loads((parts.run_dir / "pretraining_overlap.json").read_text(encoding="utf-8"))
 
-    facts = study.kept.result("overlap", make_overlap, work)
+    facts = study.result("overlap", make_overlap, work)
     read = facts["corpus"]
     return [
         PaperTable(
@@ -69,7 +69,7 @@ def _row(name: str, found: Any) -> PaperRow:
         source=name,
         epsilon="",
         ours={kind: _mean([each[kind] for each in subsets]) for kind in ("exact", "ngram")},
-        paper={"exact": OVERLAP_SHARES[name]},
+        paper={"exact": PAPER_000["overlap_shares"][name]},
         beside="C4 and MS MARCO",
         note=f"{len(subsets)} subsets of {' to '.join(f'{size:,}' for size in sizes)}",
     )

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from lit_dpret.report.table import RowResult
-from reproduction.paper_000.study import Cell, Study, original_point, shown
-from reproduction.report.paper_000 import SIZES, TABLE_3, TABLE_4, Point
-from reproduction.report.paper_table import PUBLIC_ONLY, PaperRow, PaperTable
+from reproduction.paper_000.study import Cell, Trainings
+from reproduction.paper_000.table import (
+    PUBLIC_ONLY,
+    PaperRow,
+    PaperTable,
+    row_beside,
+    rows_of_the_paper_alone,
+    shown,
+)
+from reproduction.published import ORIGINAL, SIZES
 
 
 @dataclass(frozen=True)
@@ -37,7 +44,7 @@ class Order:
             return None
         theirs = ""
         a, b = self.better.paper.get(metric), self.worse.paper.get(metric)
-        if self.paper and isinstance(a, float) and isinstance(b, float):
+        if self.paper and a is not None and b is not None:
             theirs = f" The paper: {a:.4f} against {b:.4f}."
         if ours.mean == other.mean:
             verdict = "equal here"
@@ -68,24 +75,26 @@ PUBLIC_NAMES = {
 }
 
 
-def tables(study: Study) -> list[PaperTable]:
+def tables(study: Trainings) -> list[PaperTable]:
     """Both tables, every training done."""
     base = study.baselines()
-    top = [_row("original queries", None, base["original"], TABLE_3, original_point(None))]
-    public = public_rows(base)
-    cells = study.choices.cells()
+    top = [_row("original queries", base["original"], "table_3", (ORIGINAL, None))]
+    public = [
+        PaperRow(source=name, epsilon=PUBLIC_ONLY, ours=dict(base[key].metrics), privacy=base[key].privacy)
+        for key, name in PUBLIC_NAMES.items()
+    ]
     made = [
-        _row(study.described(c.size), c.eps, study.synthetic(c), TABLE_3, study.choices.point(c)) for c in cells
-    ]  # fmt: skip
+        _row(study.described(cell.size), study.synthetic(cell), "table_3", study.choices.point(cell))
+        for cell in study.choices.cells()
+    ]
     finite = sorted(study.choices.finite, reverse=True)
-    direct = [_row("original queries", eps, study.direct(eps), TABLE_4, original_point(eps)) for eps in finite]
-    told = {row.beside for row in [*top, *made]}
+    direct = [_row("original queries", study.direct(eps), "table_4", (ORIGINAL, eps)) for eps in finite]
     return [
         PaperTable(
             name="table_3_retrieval",
             title="Table 3: retrieval from synthetic queries, by epsilon and by model size",
             columns=COLUMNS,
-            rows=[*top, *made, *_theirs_alone(TABLE_3, told), *public],
+            rows=[*top, *made, *rows_of_the_paper_alone("table_3", COLUMNS, [*top, *made]), *public],
             caption=CAPTION,
             notes=[*sizes_note(study), *_told(_orders(study, top[0], made, public))],
         ),
@@ -104,7 +113,7 @@ def tables(study: Study) -> list[PaperTable]:
     ]
 
 
-def _orders(study: Study, original: PaperRow, made: Sequence[PaperRow], public: Sequence[PaperRow]) -> list[Order]:
+def _orders(study: Trainings, original: PaperRow, made: Sequence[PaperRow], public: Sequence[PaperRow]) -> list[Order]:
     """What the paper concludes from its table 3, and whether the private queries bought anything."""
     by_cell = dict(zip(study.choices.cells(), made, strict=True))
     main = [by_cell[cell] for cell in _by_budget(study)]
@@ -118,13 +127,13 @@ def _orders(study: Study, original: PaperRow, made: Sequence[PaperRow], public: 
     return found + [Order(row, other, paper=False) for row in main for other in public if other.source != "BM25"]
 
 
-def _above_direct(study: Study, made: Sequence[PaperRow], direct: Sequence[PaperRow]) -> list[Order]:
+def _above_direct(study: Trainings, made: Sequence[PaperRow], direct: Sequence[PaperRow]) -> list[Order]:
     by_eps = {row.epsilon: row for row in direct}
     by_cell = dict(zip(study.choices.cells(), made, strict=True))
     return [Order(by_cell[c], by_eps[shown(c.eps)]) for c in _by_budget(study) if shown(c.eps) in by_eps]
 
 
-def _by_budget(study: Study) -> list[Cell]:
+def _by_budget(study: Trainings) -> list[Cell]:
     """The cells of the main size, the least epsilon first."""
     eps = sorted(study.choices.eps, key=lambda value: math.inf if value is None else value)
     return [Cell(study.choices.main, value) for value in eps]
@@ -135,15 +144,7 @@ def _told(orders: Sequence[Order]) -> list[str]:
     return [text for order in orders if (text := order.told(name, title)) is not None]
 
 
-def public_rows(base: Mapping[str, RowResult]) -> list[PaperRow]:
-    """What is had without any private query."""
-    return [
-        PaperRow(source=name, epsilon=PUBLIC_ONLY, ours=dict(base[key].metrics), privacy=base[key].privacy)
-        for key, name in PUBLIC_NAMES.items()
-    ]
-
-
-def sizes_note(study: Study) -> list[str]:
+def sizes_note(study: Trainings) -> list[str]:
     """That the sizes are ours, and which of the paper's they stand beside."""
     names = [
         f"{study.described(size)} stands beside the paper's {paper}"
@@ -153,32 +154,6 @@ def sizes_note(study: Study) -> list[str]:
     return [f"The sizes are ours: {'; '.join(names)}. A row beside is not a model of that size."] if names else []
 
 
-def named(point: Point) -> str:
-    """A row of the paper as its tables name it."""
-    return f"{point[0]}, ε = {shown(point[1])}"
-
-
-def _row(
-    source: str, eps: float | None, result: RowResult, paper: Mapping[Point, tuple[float, float]], point: Point
-) -> PaperRow:
-    theirs = paper.get(point)
-    return PaperRow(
-        source=source,
-        epsilon=shown(eps),
-        ours=dict(result.metrics),
-        paper={} if theirs is None else dict(zip(COLUMNS, theirs, strict=True)),
-        beside="" if theirs is None else named(point),
-        privacy=result.privacy,
-    )
-
-
-def _theirs_alone(paper: Mapping[Point, tuple[float, float]], told: set[str]) -> Sequence[PaperRow]:
-    """Rows of the paper that nothing of ours stands beside."""
-    return [
-        PaperRow(
-            source=point[0], epsilon=shown(point[1]), paper=dict(zip(COLUMNS, values, strict=True)),
-            beside=named(point), note="not run here",
-        )
-        for point, values in paper.items()
-        if named(point) not in told
-    ]  # fmt: skip
+def _row(source: str, result: RowResult, table: str, point: tuple[str, float | None]) -> PaperRow:
+    ours = dict(result.metrics)
+    return row_beside(table, point, COLUMNS, source=source, ours=ours, privacy=result.privacy)

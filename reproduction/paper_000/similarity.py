@@ -11,10 +11,10 @@ from typing import Any
 from lit_dpret.retrieval.statistics import Interval
 from lit_dpret.synthesis.textsim.words import need
 from lit_dpret.tasks.parts import Parts
-from reproduction.paper_000.retrieval import named, sizes_note
-from reproduction.paper_000.study import BASELINES, LeftOut, Study, shown
-from reproduction.report.paper_000 import TABLE_6, TABLE_6_FOOTNOTE
-from reproduction.report.paper_table import PUBLIC_ONLY, PaperRow, PaperTable
+from reproduction.paper_000.retrieval import sizes_note
+from reproduction.paper_000.study import BASELINES, LeftOut, Trainings
+from reproduction.paper_000.table import PUBLIC_ONLY, PaperRow, PaperTable, row_beside, rows_of_the_paper_alone
+from reproduction.published import PAPER_000
 
 COLUMNS = {"bleu": "BLEU", "mauve": "MAUVE"}
 _CAPTION = (
@@ -24,7 +24,7 @@ _CAPTION = (
 )
 
 
-def tables(study: Study, make_similarity: Callable[..., Any]) -> list[PaperTable]:
+def tables(study: Trainings, make_similarity: Callable[..., Any]) -> list[PaperTable]:
     """One row for each synthetic data set, and one for the pseudo-queries.
 
     Raises:
@@ -37,31 +37,15 @@ def tables(study: Study, make_similarity: Callable[..., Any]) -> list[PaperTable
         )
     for package in ("sacrebleu", "sklearn"):
         need(package)  # type: ignore[arg-type]
-    rows, theirs = [], set()
+    rows = []
     for cell in study.choices.cells():
-        facts = _measured(study, f"similarity-{cell.name}", study.queries_of(cell), make_similarity)
-        point = study.choices.point(cell)
-        paper = TABLE_6.get(point)
-        theirs.add(point)
-        rows.append(
-            PaperRow(
-                source=study.described(cell.size),
-                epsilon=shown(cell.eps),
-                ours=facts,
-                paper={} if paper is None else dict(zip(COLUMNS, paper, strict=True)),
-                beside="" if paper is None else named(point),
-                privacy=study.synthetic(cell).privacy,
-            )
-        )
-    rows += [
-        PaperRow(source=point[0], epsilon=shown(point[1]), paper=dict(zip(COLUMNS, values, strict=True)),
-                 beside=named(point), note="not run here")
-        for point, values in TABLE_6.items() if point not in theirs
-    ]  # fmt: skip
+        ours = _measured(study, f"similarity-{cell.name}", study.queries_of(cell), make_similarity)
+        point, source = study.choices.point(cell), study.described(cell.size)
+        privacy = study.synthetic(cell).privacy
+        rows.append(row_beside("table_6", point, COLUMNS, source=source, ours=ours, privacy=privacy))
+    rows += rows_of_the_paper_alone("table_6", COLUMNS, rows)
     study.baselines()
-    pseudo = _measured(
-        study, "similarity-pseudo", study.kept.folder(BASELINES) / "pseudo_queries", make_similarity
-    )  # fmt: skip
+    pseudo = _measured(study, "similarity-pseudo", study.folder(BASELINES) / "pseudo_queries", make_similarity)
     rows.append(
         PaperRow(source="pseudo-queries of the passages", epsilon=PUBLIC_ONLY, ours=pseudo, privacy="no private data")
     )
@@ -73,7 +57,7 @@ def tables(study: Study, make_similarity: Callable[..., Any]) -> list[PaperTable
             rows=rows,
             caption=_CAPTION,
             notes=[
-                TABLE_6_FOOTNOTE,
+                PAPER_000["table_6_footnote"],
                 "The zero-shot encoder writes no queries, so it has no row here.",
                 "These are measures of the original queries: no epsilon covers them. They were declared public.",
                 *sizes_note(study),
@@ -82,14 +66,14 @@ def tables(study: Study, make_similarity: Callable[..., Any]) -> list[PaperTable
     ]
 
 
-def _measured(study: Study, name: str, folder: Path, make: Callable[..., Any]) -> dict[str, Interval]:
+def _measured(study: Trainings, name: str, folder: Path, make: Callable[..., Any]) -> dict[str, Interval]:
     def work(parts: Parts) -> Any:
         make(synthetic=folder, reference="private", card_entry=True, plot=False).run(parts)
         facts = json.loads((parts.run_dir / "similarity.json").read_text(encoding="utf-8"))
         found = facts["mauve"]["query"]
         return {"bleu": facts["bleu"]["as_in_the_papers"], "mauve": [found["mean"], found["sd"]]}
 
-    found = study.kept.result(name, [make, str(folder.name)], work)
+    found = study.result(name, [make, str(folder.name)], work)
     mean, sd = found["mauve"]
     reach = math.nan if sd is None else sd
     return {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,69 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from lit_dpret.callbacks import ProgressLine
-from lit_dpret.errors import ConfigurationError, ResumeError
+from lit_dpret.errors import ConfigurationError
 from lit_dpret.modules.generator_folder import load_seq2seq
 from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
 from lit_dpret.report.table import RowResult, from_json
 from lit_dpret.tasks.parts import Parts
 from lit_dpret.tasks.pipeline import Pipeline
 from lit_dpret.tasks.stages import Stages
-from reproduction.report.paper_000 import ORIGINAL
-
-
-class Kept:
-    """Stages of one run folder that do not depend on each other's settings.
-
-    Guarantees:
-        - A result is computed once; what was interrupted goes on where it was.
-        - A result that was made with other settings is refused, and no other one is touched.
-
-    Args:
-        parts: Of the reproduction.
-    """
-
-    def __init__(self, parts: Parts) -> None:
-        self.parts = parts
-        self._stages = Stages(parts.run_dir, resume=parts.resume, fingerprint=f"paper_000, seed {parts.seed}")
-
-    @property
-    def seconds(self) -> dict[str, float]:
-        """By result, of those that were asked for."""
-        return self._stages.seconds
-
-    def folder(self, name: str) -> Path:
-        """Where the result ``name`` lies."""
-        return self.parts.run_dir / name
-
-    def result(self, name: str, settings: object, work: Callable[[Parts], Any]) -> Any:
-        """What ``work`` returned, now or in an earlier attempt.
-
-        Args:
-            name: Of its folder.
-            settings: What it depends on; its ``repr`` must tell all of it.
-            work: Makes it, given the parts of a run in its own folder; returns JSON values.
-
-        Raises:
-            ResumeError: It was made with other settings.
-        """
-        said = re.sub(r" at 0x[0-9a-f]+", "", repr(settings))  # where a function lies in memory is no setting
-        mark = hashlib.sha256(said.encode()).hexdigest()
-
-        def made(folder: Path, resume: bool) -> dict[str, Any]:
-            return {"settings": mark, "result": work(replace(self.parts, run_dir=folder, resume=resume))}
-
-        found = self._stages.run(name, made)
-        if found["settings"] != mark:
-            raise ResumeError(
-                f"resume=true, but {self.folder(name)} was made with other settings. Restore them, or move it "
-                "elsewhere to have it made again; what its ledger is charged with stays spent."
-            )
-        return found["result"]
-
+from reproduction.published import Point
+from reproduction.study import Study, described
 
 SHRUNK = "shrunk"
 """In place of a folder or name: a smaller generator that is made of the public one, from public passages alone."""
 BASELINES = "baselines"
+# Settings of the pipeline that no training depends on, or that are named beside those that do.
 _SETTING = ("make_generator", "only", "embeddings", "min_free_mb")
 
 
@@ -117,7 +67,7 @@ class Choices:
     originals_are_public: bool
 
     def cells(self) -> list[Cell]:
-        """All of them: the paper's axis of epsilon first."""
+        """Return all of them: the paper's axis of epsilon first."""
         others = [size for size in self.sizes if size != self.main]
         more = [Cell(size, eps) for eps in self.others_at for size in others]
         return [Cell(self.main, eps) for eps in self.eps] + more
@@ -127,16 +77,18 @@ class Choices:
         """The epsilons that promise something."""
         return [eps for eps in self.eps if eps is not None]
 
-    def point(self, cell: Cell) -> tuple[str, float | None]:
-        """The paper's row that ``cell`` stands beside; it may have none."""
+    def point(self, cell: Cell) -> Point:
+        """Return the paper's row that ``cell`` stands beside; it may have none."""
         return self.beside.get(cell.size, ""), cell.eps
 
 
-class Study:
+class Trainings(Study):
     """The trainings, each done once, whichever part asks first.
 
+    A result depends on its own settings alone: one that was made with others is refused, and no other one is touched.
+
     Args:
-        kept: Where results are.
+        parts: Of the reproduction.
         choices: What is varied.
         make_pipeline: Makes `Pipeline`, given ``only``, ``embeddings`` and, for a size, ``generator``.
         shrink: Makes the smaller generator: `lit_dpret.synthesis.shrink.shrink_generator` with its settings.
@@ -144,18 +96,42 @@ class Study:
     """
 
     def __init__(
-        self,
-        kept: Kept,
-        choices: Choices,
-        *,
-        make_pipeline: Callable[..., Pipeline],
-        shrink: Callable[..., Path],
+        self, parts: Parts, choices: Choices, *, make_pipeline: Callable[..., Pipeline], shrink: Callable[..., Path],
         shrink_passages: int,
-    ) -> None:
-        self.kept, self.choices, self.parts = kept, choices, kept.parts
+    ) -> None:  # fmt: skip
+        self.choices, self.parts = choices, parts
         self._make, self._shrink, self._shrink_passages = make_pipeline, shrink, shrink_passages
         self.base = make_pipeline()
-        self.embeddings = kept.parts.run_dir / "embeddings"
+        self.embeddings = parts.run_dir / "embeddings"
+        self._parts = parts
+        self._stages = Stages(parts.run_dir, resume=parts.resume, fingerprint=f"paper_000, seed {parts.seed}")
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """By result, of those that were asked for."""
+        return self._stages.seconds
+
+    def folder(self, name: str) -> Path:
+        """Return where the result ``name`` lies."""
+        return self.parts.run_dir / name
+
+    def result(self, name: str, settings: object, work: Callable[[Parts], Any]) -> Any:
+        """Return what ``work`` made, now or in an earlier attempt.
+
+        Args:
+            name: Of its folder.
+            settings: What it depends on; its ``repr`` must tell all of it.
+            work: Makes it, given the parts of a run in its own folder; returns JSON values.
+
+        Raises:
+            ResumeError: It was made with other settings.
+        """
+        mark = hashlib.sha256(described(repr(settings)).encode()).hexdigest()
+
+        def made(folder: Path, resume: bool) -> dict[str, Any]:
+            return {"result": work(replace(self.parts, run_dir=folder, resume=resume))}
+
+        return self.once(name, mark, made, knob="task")["result"]
 
     def refuse_wrong_privacy(self) -> None:
         """Refuse a mode that trains no generators privately, before anything starts.
@@ -176,8 +152,7 @@ class Study:
     def baselines(self) -> dict[str, RowResult]:
         """``bm25``, ``zero_shot``, ``original`` and ``pseudo``: of these only the third one saw private queries."""
         systems = ("bm25", "zero_shot", "original", "pseudo")
-        rows = self._pipeline(BASELINES, systems, None)
-        return dict(zip(systems, rows, strict=True))
+        return dict(zip(systems, self._pipeline(BASELINES, systems, None), strict=True))
 
     def direct(self, eps: float) -> RowResult:
         """The retriever trained on the original queries under ``eps``."""
@@ -194,12 +169,12 @@ class Study:
         return row
 
     def queries_of(self, cell: Cell) -> Path:
-        """The synthetic data set of ``cell``, made if need be."""
+        """Return the synthetic data set of ``cell``, made if need be."""
         self.synthetic(cell)
-        return self.kept.folder(cell.name) / "synthetic" / "data"
+        return self.folder(cell.name) / "synthetic" / "data"
 
     def privacy(self, eps: float | None) -> Callable[[], PrivacyMode]:
-        """Makes the mode of a budget."""
+        """Return what makes the mode of a budget."""
         return NoPrivacy if eps is None else partial(self.parts.make_privacy, eps=eps)
 
     def _pipeline(
@@ -219,34 +194,30 @@ class Study:
                 shutil.rmtree(checkpoints)
             return json.loads((parts.run_dir / "results.json").read_text(encoding="utf-8"))
 
-        return from_json(self.kept.result(name, settings, work))
+        return from_json(self.result(name, settings, work))
 
     # -- the sizes -----------------------------------------------------------------------------
 
     def source(self, size: str) -> str:
-        """Where the public weights of a size are; a ``shrunk`` one is made if need be."""
+        """Return where the public weights of a size are; a ``shrunk`` one is made if need be."""
         given = self.choices.sizes[size]
         return str(self._shrunk()) if given == SHRUNK else given
 
-    def parameters(self, size: str) -> int:
-        """How many weights a size has."""
+    def described(self, size: str) -> str:
+        """A size as tables name it, with its number of weights."""
         source = self.source(size)
 
         def work(parts: Parts) -> int:
             return sum(p.numel() for p in load_seq2seq(source).parameters())
 
-        return int(self.kept.result(f"size-{size}", source, work))
-
-    def described(self, size: str) -> str:
-        """A size as tables name it."""
-        return f"{size} (ours, {self.parameters(size) / 1e6:.1f} M)"
+        return f"{size} (ours, {self.result(f'size-{size}', source, work) / 1e6:.1f} M)"
 
     def _shrunk(self) -> Path:
         def work(parts: Parts) -> str:
             data = parts.make_datamodule(max_passages=self._shrink_passages, expected_batch_size=None, sample_rate=None)
             data.prepare_data()
             data.setup("fit")
-            teacher: str = self._teacher()
+            teacher = getattr(self._shrink, "keywords", {}).get("teacher", "public_t5")
             codec = self.base.make_generator(privacy=NoPrivacy(), pretrained=teacher).codec
             with ProgressLine("making the smaller generator") as progress:
                 self._shrink(
@@ -255,19 +226,5 @@ class Study:
                 )  # fmt: skip
             return "model"
 
-        inside: str = self.kept.result(SHRUNK, [self._shrink, self._shrink_passages], work)
-        return self.kept.folder(SHRUNK) / inside
-
-    def _teacher(self) -> str:
-        found: str = getattr(self._shrink, "keywords", {}).get("teacher", "public_t5")
-        return found
-
-
-def original_point(eps: float | None) -> tuple[str, float | None]:
-    """The paper's row of training on the original queries."""
-    return ORIGINAL, eps
-
-
-def shown(eps: float | None) -> str:
-    """An epsilon as tables show it."""
-    return "∞" if eps is None else f"{eps:g}"
+        inside: str = self.result(SHRUNK, [self._shrink, self._shrink_passages], work)
+        return self.folder(SHRUNK) / inside

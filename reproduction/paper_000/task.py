@@ -14,9 +14,9 @@ from lit_dpret.errors import ConfigurationError
 from lit_dpret.tasks.fit import refuse_several_ranks
 from lit_dpret.tasks.parts import Parts, check_run_dir
 from reproduction.paper_000 import canaries, examples, grid, overlap, retrieval, similarity, zero_shot
-from reproduction.paper_000.study import SHRUNK, Choices, Kept, LeftOut, Study
-from reproduction.report.paper_000 import SIZES
-from reproduction.report.paper_page import PaperPage, Table, write_paper_page
+from reproduction.paper_000.page import PaperPage, Shown
+from reproduction.paper_000.study import SHRUNK, Choices, LeftOut, Trainings
+from reproduction.published import SIZES
 from reproduction.spent import spent_under
 
 Part = Literal["retrieval", "examples", "canaries", "similarity", "zero_shot", "overlap", "grid"]
@@ -129,13 +129,13 @@ class Paper000:
         """
         check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
         refuse_several_ranks(parts.make_trainer(logger=False))
-        study = Study(
-            kept := Kept(parts), self.choices, make_pipeline=self.make_pipeline, shrink=self.shrink,
+        study = Trainings(
+            parts, self.choices, make_pipeline=self.make_pipeline, shrink=self.shrink,
             shrink_passages=self.shrink_passages,
         )  # fmt: skip
         self._refuse_wrong_parts(study)
         console = Console()
-        tables: list[Table] = []
+        tables: list[Shown] = []
         left_out: dict[str, str] = {}
         for name in [part for part in get_args(Part) if part in self.only]:
             console.rule(f"paper 000: {name}")
@@ -144,13 +144,13 @@ class Paper000:
             except LeftOut as why:
                 left_out[name] = str(why)
                 console.print(f"left out, {name}: {why}", highlight=False, soft_wrap=True)
-            written = write_paper_page(self._page(kept, tables, left_out), parts.run_dir / REPORT)
+            written = self._page(study, tables, left_out).write(parts.run_dir / REPORT)
         shutil.rmtree(study.embeddings, ignore_errors=True)
         for path in written.values():
             console.print(f"written: {path}", highlight=False, soft_wrap=True)
         return _first_numbers(tables)
 
-    def _refuse_wrong_parts(self, study: Study) -> None:
+    def _refuse_wrong_parts(self, study: Trainings) -> None:
         """Refuse settings of any chosen part before the first training; what is only absent is told in its turn.
 
         Raises:
@@ -169,8 +169,8 @@ class Paper000:
                 with suppress(LeftOut):
                     check()
 
-    def _tables(self, name: Part, study: Study) -> Sequence[Table]:
-        made: dict[Part, Callable[[], Sequence[Table]]] = {
+    def _tables(self, name: Part, study: Trainings) -> Sequence[Shown]:
+        made: dict[Part, Callable[[], Sequence[Shown]]] = {
             "retrieval": lambda: retrieval.tables(study),
             "examples": lambda: examples.tables(study, passages=self.examples, texts=self.example_texts),
             "similarity": lambda: similarity.tables(study, self.make_similarity),
@@ -184,7 +184,7 @@ class Paper000:
     def _planted(self) -> dict[str, Any]:
         return {"finished": self.canaries_from, "train_queries": self.canary_queries}
 
-    def _page(self, kept: Kept, tables: Sequence[Table], left_out: Mapping[str, str]) -> PaperPage:
+    def _page(self, study: Trainings, tables: Sequence[Shown], left_out: Mapping[str, str]) -> PaperPage:
         taken = self.canaries_from if any(table.name == canaries.TABLE for table in tables) else None
         return PaperPage(
             name="paper_000",
@@ -192,7 +192,7 @@ class Paper000:
             tables=sorted(tables, key=lambda table: (not table.name.startswith("table_"), table.name)),
             left_out=left_out,
             spent=spent_under(
-                kept.parts.run_dir,
+                study.parts.run_dir,
                 taken=taken,
                 taken_private=0 if taken is None else canaries.private_trainings(taken),
             ).text,
@@ -201,12 +201,12 @@ class Paper000:
                 "Ours beside the paper's, on other data, with other models and sizes: compare orders, not levels. Rows "
                 "marked public only are had without any private query, and show what the private ones bought."
             ),
-            command=kept.parts.command_again(*_HOW_NOT_WHAT),
-            seconds=kept.seconds,
+            command=study.parts.command_again(*_HOW_NOT_WHAT),
+            seconds=study.seconds,
         )
 
 
-def _first_numbers(tables: Sequence[Table]) -> dict[str, float]:
+def _first_numbers(tables: Sequence[Shown]) -> dict[str, float]:
     """nDCG@10 of the rows of table 3; empty where that part was not asked for."""
     found: dict[str, float] = {}
     for table in tables:

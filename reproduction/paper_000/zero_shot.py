@@ -11,10 +11,10 @@ from typing import Any
 from lit_dpret.datamodules.beir_sets import beir_set
 from lit_dpret.retrieval.statistics import Interval
 from lit_dpret.tasks.parts import Parts
-from reproduction.paper_000.retrieval import PUBLIC_NAMES, named
-from reproduction.paper_000.study import BASELINES, Cell, LeftOut, Study, original_point, shown
-from reproduction.report.paper_000 import MAIN, SETS, TABLE_5, Point
-from reproduction.report.paper_table import PUBLIC_ONLY, PaperRow, PaperTable
+from reproduction.paper_000.retrieval import PUBLIC_NAMES
+from reproduction.paper_000.study import BASELINES, Cell, LeftOut, Trainings
+from reproduction.paper_000.table import PUBLIC_ONLY, PaperRow, PaperTable, named, shown
+from reproduction.published import MAIN, ORIGINAL, PAPER_000, Point, by_point
 
 COLUMNS = {"ndcg@10": "nDCG@10", "recall@10": "Recall@10"}
 _CAPTION = (
@@ -36,7 +36,7 @@ class _System:
     point: Point | None
 
 
-def tables(study: Study, make_zero_shot: Callable[..., Any]) -> list[PaperTable]:
+def tables(study: Trainings, make_zero_shot: Callable[..., Any]) -> list[PaperTable]:
     """The table of the sets that are there.
 
     Raises:
@@ -50,7 +50,7 @@ def tables(study: Study, make_zero_shot: Callable[..., Any]) -> list[PaperTable]
         for name in measured
         for system in _systems(study)
     ]
-    absent = [name for name in SETS if beir_set(name).name not in measured]
+    absent = [name for name in PAPER_000["sets"] if beir_set(name).name not in measured]
     return [
         PaperTable(
             name="table_5_zero_shot",
@@ -85,12 +85,12 @@ def check(make_zero_shot: Callable[..., Any]) -> None:
         raise LeftOut(f"task.zero_shot.root={root} holds none of {', '.join(one.name for one in task.sets)}.")
 
 
-def _systems(study: Study) -> list[_System]:
-    base, folder = study.baselines(), study.kept.folder
+def _systems(study: Trainings) -> list[_System]:
+    base, folder = study.baselines(), study.folder
     found = [
         _System(
             "original", "original queries", "∞", str(folder(BASELINES) / "original" / "model"),
-            base["original"].privacy, original_point(None),
+            base["original"].privacy, (ORIGINAL, None),
         )
     ]  # fmt: skip
     if study.choices.finite:
@@ -100,7 +100,7 @@ def _systems(study: Study) -> list[_System]:
             _System(
                 study.direct_name(eps), "original queries, direct DP", shown(eps),
                 str(folder(study.direct_name(eps)) / "direct" / "model"), study.direct(eps).privacy,
-                original_point(eps),
+                (ORIGINAL, eps),
             ),
             _System(
                 cell.name, study.described(cell.size), shown(eps),
@@ -116,18 +116,20 @@ def _systems(study: Study) -> list[_System]:
     return [*found, _System("pseudo", PUBLIC_NAMES["pseudo"], PUBLIC_ONLY, pseudo, public, None)]
 
 
-def _measured(study: Study, system: _System, make: Callable[..., Any]) -> Any:
+def _measured(study: Trainings, system: _System, make: Callable[..., Any]) -> Any:
     def work(parts: Parts) -> Any:
         make(encoder=system.encoder, cache_dir=study.parts.run_dir / "zero-shot-passages").run(parts)
         return json.loads((parts.run_dir / "zero_shot.json").read_text(encoding="utf-8"))
 
-    return study.kept.result(f"zero-shot-{system.name}", make, work)
+    return study.result(f"zero-shot-{system.name}", make, work)
 
 
 def _row(name: str, system: _System, found: Any) -> PaperRow:
-    theirs = TABLE_5.get(system.point) if system.point is not None else None
-    place = next((i for i, each in enumerate(SETS) if beir_set(each).name == name), None)  # None: not in the paper
-    paper = {} if theirs is None or place is None else dict(zip(COLUMNS, (one[place] for one in theirs), strict=True))
+    theirs = by_point("table_5").get(system.point) if system.point is not None else None
+    sets = [beir_set(each).name for each in PAPER_000["sets"]]
+    paper = {}
+    if theirs is not None and name in sets:
+        paper = {metric: values[sets.index(name)] for metric, values in zip(COLUMNS, theirs, strict=True)}
     return PaperRow(
         group=name,
         source=system.label,

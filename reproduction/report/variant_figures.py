@@ -1,10 +1,9 @@
 """Pictures of a comparison of variants, in the form of paper 002's figures 1 to 5.
 
-Every function draws one PNG and returns its caption, which says what the lines, bands and colours
-are; the caption is not part of the picture. Drawn with matplotlib, which is an extra
-(``pip install "lit-dpret[plot]"``). Variants are told apart by dashes as well as by colour, and the
-colours are those of Okabe and Ito (2008), which people with the common forms of colour blindness can
-tell apart.
+Every ``draw_`` function writes one PNG and returns its caption, which says what the lines, bands and colours are. It
+raises `ConfigurationError` where matplotlib is not installed (``pip install "lit-dpret[plot]"``), `DataError` where the
+runs cannot be compared, and `StorageError` where the picture cannot be written. Variants are told apart by dashes as
+well as by colour, and the colours are those of Okabe and Ito (2008).
 """
 
 from __future__ import annotations
@@ -20,13 +19,15 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import signal, stats
 
-from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.errors import DataError
 from lit_dpret.report.figures import new_figure, save_png, tidy
 from reproduction.report.variant_runs import VariantRun, by_variant
 
 Band = Literal["interval", "range"]
 Axis = Literal["steps", "examples", "seconds"]
+Floats = NDArray[np.float64]
 LEVEL = 0.95
+WINDOW, ORDER = 100, 3  # of figure 2's filter, as in the paper
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,21 +51,8 @@ class Curve:
     runs: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Smoothed:
-    """A curve after the Savitzky-Golay filter.
-
-    Attributes:
-        values: As many as there were.
-        window: Observations in the sliding window; None where the curve was too short to smooth.
-    """
-
-    values: tuple[float, ...]
-    window: int | None
-
-
 def lowest_loss(runs: Iterable[VariantRun]) -> float:
-    """The lowest loss of all runs.
+    """Return the lowest loss of all runs.
 
     Raises:
         DataError: It is not positive, so that nothing can be divided by it.
@@ -75,36 +63,30 @@ def lowest_loss(runs: Iterable[VariantRun]) -> float:
     return float(lowest)
 
 
-def relative_curves(
-    runs: Sequence[VariantRun], *, axis: Axis = "examples", band: Band = "interval", lowest: float | None = None
-) -> list[Curve]:
-    """The mean relative loss of each variant.
+def relative_curves(runs: Sequence[VariantRun], *, axis: Axis = "examples", band: Band = "interval") -> list[Curve]:
+    """Return the mean loss of each variant over the lowest loss of all runs.
 
     Args:
         runs: All runs of the comparison; a variant's runs are observed at the same steps.
         axis: What the curves run over.
         band: ``interval``: the 95 % t-interval of the mean over seeds. ``range``: from the lowest run
             to the highest, as the paper shades.
-        lowest: What losses are divided by; None for the lowest of ``runs``.
 
     Raises:
         DataError: Runs of a variant were observed at different places, or lack the axis.
     """
-    scale = lowest_loss(runs) if lowest is None else lowest
+    scale = lowest_loss(runs)
     return [
-        mean_curve(
-            variant,
-            x=[observed(run, axis) for run in group],
-            values=[np.asarray(run.losses, dtype=float) / scale for run in group],
-            band=band,
-            shared_x=axis != "seconds",
+        _mean_curve(
+            variant, [observed(run, axis) for run in group], [np.asarray(run.losses) / scale for run in group],
+            band=band, shared_x=axis != "seconds",
         )
         for variant, group in by_variant(runs).items()
-    ]
+    ]  # fmt: skip
 
 
-def speed_curves(runs: Sequence[VariantRun], *, band: Band = "range") -> list[Curve]:
-    """Seconds per example between observations, over the examples seen (figure 5, left).
+def speed_curves(runs: Sequence[VariantRun]) -> list[Curve]:
+    """Return seconds per example between observations, over the examples seen (figure 5, left).
 
     Raises:
         DataError: A run lacks examples or seconds, or has fewer than two observations.
@@ -115,94 +97,75 @@ def speed_curves(runs: Sequence[VariantRun], *, band: Band = "range") -> list[Cu
         if any(len(x) < 2 for x in seen):
             raise DataError(f"The variant {variant!r} has one observation; its speed needs two.")
         speeds = [np.diff(clock) / np.diff(x) for clock, x in zip(clocks, seen, strict=True)]
-        curves.append(mean_curve(variant, x=[x[1:] for x in seen], values=speeds, band=band))
+        curves.append(_mean_curve(variant, [x[1:] for x in seen], speeds, band="range"))
     return curves
 
 
-def mean_curve(
-    variant: str,
-    *,
-    x: Sequence[NDArray[np.float64]],
-    values: Sequence[NDArray[np.float64]],
-    band: Band,
-    shared_x: bool = True,
+def _mean_curve(
+    variant: str, x: Sequence[Floats], values: Sequence[Floats], *, band: Band, shared_x: bool = True
 ) -> Curve:
-    """The mean over runs of ``values``, each of shape (observations,).
-
-    Args:
-        variant: Whose it is, for the message.
-        x: Where each run was observed.
-        values: What was observed.
-        band: See `relative_curves`.
-        shared_x: Whether all runs must have the same ``x``; otherwise its mean is taken.
-
-    Raises:
-        DataError: The runs were not observed at the same places.
-    """
-    if band not in ("interval", "range"):
-        raise ConfigurationError(f"band={band!r} is not one of interval, range.")
+    """The mean over runs of ``values``, each of shape (observations,); without ``shared_x`` that of the places too."""
     if len({len(places) for places in x}) > 1 or (shared_x and any(not np.array_equal(x[0], p) for p in x)):
         raise DataError(f"The runs of {variant!r} were not observed at the same places; there is no mean of them.")
     stacked = np.stack(values)
-    mean = stacked.mean(axis=0)
+    runs, mean = len(stacked), stacked.mean(axis=0)
     low, high = stacked.min(axis=0), stacked.max(axis=0)
-    if band == "interval":
-        half = _half_width(stacked)
+    if band == "interval" and runs > 1:
+        half = float(stats.t.ppf((1 + LEVEL) / 2, runs - 1)) * stacked.std(axis=0, ddof=1) / np.sqrt(runs)
         low, high = mean - half, mean + half
     return Curve(
-        variant=variant, x=_plain(np.mean(x, axis=0)), mean=_plain(mean), low=_plain(low), high=_plain(high),
-        runs=len(stacked),
-    )  # fmt: skip
+        variant=variant, x=_plain(np.mean(x, axis=0)), mean=_plain(mean), low=_plain(low), high=_plain(high), runs=runs
+    )
 
 
-def _half_width(stacked: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Half of the t-interval of the mean over axis 0; zero for one run, of which nothing is known."""
-    runs = len(stacked)
-    if runs == 1:
-        return np.zeros_like(stacked[0])
-    deviation: NDArray[np.float64] = stacked.std(axis=0, ddof=1)
-    half: NDArray[np.float64] = float(stats.t.ppf((1 + LEVEL) / 2, runs - 1)) * deviation / np.sqrt(runs)
-    return half
-
-
-def observed(run: VariantRun, axis: Axis) -> NDArray[np.float64]:
-    """Where ``run`` was observed, shape (observations,).
+def observed(run: VariantRun, axis: Axis) -> Floats:
+    """Return where ``run`` was observed, shape (observations,).
 
     Raises:
-        DataError: The run does not tell.
+        DataError: The run does not say.
     """
-    if axis not in ("steps", "examples", "seconds"):
-        raise ConfigurationError(f"axis={axis!r} is not one of steps, examples, seconds.")
     places = getattr(run, axis)
     if not len(places):
         raise DataError(f"The run {run.variant!r} of seed {run.seed} does not tell its {axis}.")
     return np.asarray(places, dtype=float)
 
 
-def smooth(values: ArrayLike, *, window: int = 100, order: int = 3) -> Smoothed:
-    """The Savitzky-Golay filter of figure 2: a polynomial through a sliding window of observations.
+def smooth(values: ArrayLike) -> tuple[tuple[float, ...], int | None]:
+    """Apply the Savitzky-Golay filter of figure 2: a polynomial through a sliding window of observations.
 
-    A curve shorter than the window gets the largest odd window that fits; one with no window above
-    ``order`` is left as it is. An even window, such as the paper's, has no middle observation: its
-    curve lies half an observation to one side.
+    A curve shorter than the window gets the largest odd window that fits; one with no window above the order is left
+    as it is. An even window, such as the paper's, has no middle observation: its curve lies half an observation to
+    one side.
 
-    Args:
-        values: The curve, shape (observations,).
-        window: Observations in the window; 100 in the paper.
-        order: Of the polynomial; 3 in the paper.
+    Returns:
+        As many values as there were, and the window; None where the curve was too short to smooth.
     """
     data = np.asarray(values, dtype=float)
-    if not 0 <= order < window:
-        raise ConfigurationError(f"window={window} must be above order={order}, which is at least 0.")
-    fits = window if len(data) >= window else len(data) - 1 + len(data) % 2
-    if fits <= order:
-        return Smoothed(values=_plain(data), window=None)
-    return Smoothed(values=_plain(signal.savgol_filter(data, fits, order)), window=fits)
+    fits = WINDOW if len(data) >= WINDOW else len(data) - 1 + len(data) % 2
+    if fits <= ORDER:
+        return _plain(data), None
+    return _plain(signal.savgol_filter(data, fits, ORDER)), fits
 
 
-def _plain(values: NDArray[np.float64]) -> tuple[float, ...]:
+def mean_confusions(runs: Sequence[VariantRun]) -> dict[str, np.ndarray]:
+    """Return the confusion matrix of each variant, averaged over its runs and rounded down (figures 3 and 4).
+
+    Raises:
+        DataError: No run has one, or they differ in size.
+    """
+    groups = {v: [run.confusion for run in group if run.confusion is not None] for v, group in by_variant(runs).items()}
+    groups = {variant: group for variant, group in groups.items() if group}
+    sizes = {len(matrix) for group in groups.values() for matrix in group}
+    if len(sizes) != 1:
+        raise DataError(f"There is no mean of confusion matrices of {sorted(sizes) or 'no'} classes.")
+    return {variant: np.floor(np.mean(np.asarray(group, dtype=float), axis=0)) for variant, group in groups.items()}
+
+
+def _plain(values: Floats) -> tuple[float, ...]:
     return tuple(float(value) for value in values)
 
+
+# -- the figures -----------------------------------------------------------------------------------
 
 _STYLES = (
     ("#0072B2", "-"), ("#D55E00", "--"), ("#009E73", "-."), ("#CC79A7", ":"), ("#56B4E9", (0, (5, 1))),
@@ -210,50 +173,28 @@ _STYLES = (
 )  # fmt: skip
 _AXES = {"steps": "steps", "examples": "examples seen", "seconds": "seconds"}
 _MOST_NUMBERED = 12  # classes up to which a confusion matrix shows its numbers
+_RELATIVE = "the observed loss divided by the lowest loss of all runs shown."
+_INTERVAL = "bands are 95 % t-intervals of that mean"
+_RANGE = "bands reach from the lowest run to the highest"
 
 
 def draw_relative_loss(
-    runs: Sequence[VariantRun],
-    path: Path,
-    *,
-    axis: Axis = "examples",
-    band: Band = "interval",
-    title: str = "",
-    of: str = "training loss",
+    runs: Sequence[VariantRun], path: Path, *, axis: Axis = "examples", title: str = "", of: str = "training loss"
 ) -> str:
-    """Figure 1, left: mean relative training loss of each variant, with a band over its runs.
-
-    Args:
-        runs: All runs of the comparison.
-        path: Of the PNG.
-        axis: What the curves run over.
-        band: See `relative_curves`.
-        title: Above the picture.
-        of: What ``losses`` are, where they are no training losses.
-
-    Raises:
-        ConfigurationError: matplotlib is not installed.
-        DataError: The runs cannot be compared.
-        StorageError: The picture cannot be written.
-    """
-    curves = relative_curves(runs, axis=axis, band=band)
+    """Figure 1, left: mean relative loss of each variant, with a band over its runs; ``of`` names the losses."""
+    curves = relative_curves(runs, axis=axis)
     figure, (panel,) = _figure(1)
     _draw_curves(panel, curves)
     _dress(panel, xlabel=_AXES[axis], ylabel=f"relative {of}", title=title)
-    _log_if_wide(panel, [value for curve in curves for value in curve.mean])
+    _log_if_wide(panel, curves)
     _save(figure, path)
-    return f"{_counts(curves)}. Relative {of}: {_RELATIVE} Lines are means over runs; {_BANDS[band]}."
+    return f"{_counts(curves)}. Relative {of}: {_RELATIVE} Lines are means over runs; {_INTERVAL}."
 
 
-def draw_batch_sizes(runs: Sequence[VariantRun], path: Path, *, variant: str, title: str = "") -> str:
+def draw_batch_sizes(runs: Sequence[VariantRun], path: Path, *, variant: str) -> str:
     """Figure 1, right: single runs of one variant with different batch sizes, relative to the lowest loss of ``runs``.
 
     The run of the lowest seed of each batch size is drawn.
-
-    Raises:
-        ConfigurationError: matplotlib is not installed.
-        DataError: The variant has no run with a batch size.
-        StorageError: The picture cannot be written.
     """
     found: dict[int, VariantRun] = {}
     for run in sorted(runs, key=lambda run: run.seed):
@@ -263,46 +204,36 @@ def draw_batch_sizes(runs: Sequence[VariantRun], path: Path, *, variant: str, ti
         raise DataError(f"No run of {variant!r} tells its batch size.")
     lowest = lowest_loss(runs)
     figure, (panel,) = _figure(1)
-    for number, ((size, run), (colour, _)) in enumerate(
-        zip(sorted(found.items()), itertools.cycle(_STYLES), strict=False)
-    ):
+    for number, (size, run) in enumerate(sorted(found.items())):
         # Small batches are noisy, where dashes would not show: widths tell the lines apart, thin behind thick.
         wide = 0.6 + 1.6 * number / max(1, len(found) - 1)
         colour = _STYLES[number % len(_STYLES)][0]
         values = np.asarray(run.losses) / lowest
         panel.plot(observed(run, "examples"), values, color=colour, linewidth=wide, label=f"n = {size:,}")
-    _dress(panel, xlabel=_AXES["examples"], ylabel="relative training loss", title=title or variant)
+    _dress(panel, xlabel=_AXES["examples"], ylabel="relative training loss", title=variant)
     _save(figure, path)
     return f"Single runs of {variant} with batches of n examples. Relative training loss: {_RELATIVE}"
 
 
-def draw_smoothed_loss(
-    runs: Sequence[VariantRun], path: Path, *, axis: Axis = "steps", window: int = 100, order: int = 3, title: str = ""
-) -> str:
-    """Figure 2: relative loss of a single run of each variant, light as observed and dark as smoothed.
-
-    The run of the lowest seed of each variant is drawn.
-
-    Raises:
-        ConfigurationError: matplotlib is not installed, or the window does not exceed the order.
-        DataError: The runs cannot be compared.
-        StorageError: The picture cannot be written.
-    """
+def draw_smoothed_loss(runs: Sequence[VariantRun], path: Path, *, axis: Axis = "steps", title: str = "") -> str:
+    """Figure 2: relative loss of the run of the lowest seed of each variant, light as observed and dark as smoothed."""
     single = [min(group, key=lambda run: run.seed) for group in by_variant(runs).values()]
     lowest = lowest_loss(single)
     figure, (panel,) = _figure(1)
-    windows: dict[str, int | None] = {}
+    windows: dict[str, str] = {}
     for run, (colour, dashes) in zip(single, itertools.cycle(_STYLES), strict=False):
         x, values = observed(run, axis), np.asarray(run.losses) / lowest
-        smoothed = smooth(values, window=window, order=order)
-        windows[run.variant] = smoothed.window
+        smoothed, window = smooth(values)
+        windows[run.variant] = "with too few observations to smooth" if window is None else f"window {window}"
         panel.plot(x, values, color=colour, alpha=0.28, linewidth=0.9)
-        panel.plot(x, smoothed.values, color=colour, linestyle=dashes, linewidth=1.8, label=run.variant)
+        panel.plot(x, smoothed, color=colour, linestyle=dashes, linewidth=1.8, label=run.variant)
     _dress(panel, xlabel=_AXES[axis], ylabel="relative training loss", title=title)
     _save(figure, path)
+    one = set(windows.values())
+    told = one.pop() if len(one) == 1 else "; ".join(f"{variant}: {window}" for variant, window in windows.items())
     return (
         f"A single run of each variant. Relative training loss: {_RELATIVE} Light lines are the observed values; dark "
-        f"lines are smoothed by a Savitzky-Golay filter of order {order}, {_told(windows)}."
+        f"lines are smoothed by a Savitzky-Golay filter of order {ORDER}, {told}."
     )
 
 
@@ -314,11 +245,6 @@ def draw_confusions(runs: Sequence[VariantRun], path: Path, *, names: Sequence[s
         path: Of the PNG.
         names: Names of the classes; numbers where there are none.
         title: Above the picture.
-
-    Raises:
-        ConfigurationError: matplotlib is not installed.
-        DataError: No run has a confusion matrix, or they differ in size.
-        StorageError: The picture cannot be written.
     """
     means = mean_confusions(runs)
     top = max(float(mean.max()) for mean in means.values())
@@ -341,76 +267,38 @@ def draw_confusions(runs: Sequence[VariantRun], path: Path, *, names: Sequence[s
     if title:
         figure.suptitle(title, fontsize=12)
     _save(figure, path)
+    counted = [
+        f"{sum(run.confusion is not None for run in group)} of {variant}"
+        for variant, group in by_variant(runs).items()
+        if variant in means
+    ]
     return (
-        "Confusion matrices at the last evaluation, averaged over "
-        + ", ".join(
-            f"{sum(run.confusion is not None for run in group)} of {variant}"
-            for variant, group in by_variant(runs).items()
-            if variant in means
-        )
-        + " runs and rounded down. All panels share one scale."
+        f"Confusion matrices at the last evaluation, averaged over {', '.join(counted)} runs and rounded down. All "
+        "panels share one scale."
     )
 
 
 def draw_runtime(runs: Sequence[VariantRun], path: Path, *, title: str = "") -> str:
-    """Figure 5: seconds per example over examples seen (left), mean relative loss over mean runtime (right).
-
-    Raises:
-        ConfigurationError: matplotlib is not installed.
-        DataError: A run lacks examples or seconds, or the runs cannot be compared.
-        StorageError: The picture cannot be written.
-    """
-    speeds, losses = speed_curves(runs, band="range"), relative_curves(runs, axis="seconds", band="range")
+    """Figure 5: seconds per example over examples seen (left), mean relative loss over mean runtime (right)."""
+    speeds, losses = speed_curves(runs), relative_curves(runs, axis="seconds", band="range")
     figure, (left, right) = _figure(2, width=5.6)
     _draw_curves(left, speeds, scale=1000)
     _dress(left, xlabel=_AXES["examples"], ylabel="milliseconds per example")
-    _log_if_wide(left, [value for curve in speeds for value in curve.mean])
+    _log_if_wide(left, speeds)
     _draw_curves(right, losses, bands=False)
     _dress(right, xlabel="seconds since the start, mean over runs", ylabel="relative training loss")
-    _log_if_wide(right, [value for curve in losses for value in curve.mean])
+    _log_if_wide(right, losses)
     if title:
         figure.suptitle(title, fontsize=12)
     _save(figure, path)
     return (
-        f"{_counts(losses)}. Left: milliseconds per example between observations; {_BANDS['range']}. Right: mean "
+        f"{_counts(losses)}. Left: milliseconds per example between observations; {_RANGE}. Right: mean "
         f"relative training loss over mean runtime; {_RELATIVE}"
     )
 
 
-def mean_confusions(runs: Sequence[VariantRun]) -> dict[str, np.ndarray]:
-    """The confusion matrix of each variant, averaged over its runs and rounded down (figures 3 and 4).
-
-    Raises:
-        DataError: No run has one, or they differ in size.
-    """
-    groups = {v: [run.confusion for run in group if run.confusion is not None] for v, group in by_variant(runs).items()}
-    groups = {variant: group for variant, group in groups.items() if group}
-    sizes = {len(matrix) for group in groups.values() for matrix in group}
-    if len(sizes) != 1:
-        raise DataError(f"There is no mean of confusion matrices of {sorted(sizes) or 'no'} classes.")
-    return {variant: np.floor(np.mean(np.asarray(group, dtype=float), axis=0)) for variant, group in groups.items()}
-
-
-_RELATIVE = "the observed loss divided by the lowest loss of all runs shown."
-_BANDS = {
-    "interval": "bands are 95 % t-intervals of that mean",
-    "range": "bands reach from the lowest run to the highest",
-}
-
-
 def _counts(curves: Sequence[Curve]) -> str:
     return ", ".join(f"{curve.variant}: {curve.runs} {'run' if curve.runs == 1 else 'runs'}" for curve in curves)
-
-
-def _told(windows: dict[str, int | None]) -> str:
-    """Which window each variant got, in one phrase where all got the same."""
-    phrases = {
-        variant: "with too few observations to smooth" if size is None else f"window {size}"
-        for variant, size in windows.items()
-    }
-    if len(set(phrases.values())) == 1:
-        return next(iter(phrases.values()))
-    return "; ".join(f"{variant}: {phrase}" for variant, phrase in phrases.items())
 
 
 def _figure(
@@ -437,8 +325,9 @@ def _dress(panel: Any, *, xlabel: str, ylabel: str, title: str = "") -> None:
     panel.legend(frameon=False, fontsize=9)
 
 
-def _log_if_wide(panel: Any, values: Sequence[float]) -> None:
+def _log_if_wide(panel: Any, curves: Sequence[Curve]) -> None:
     """A logarithmic scale where the values span more than a factor of 20."""
+    values = [value for curve in curves for value in curve.mean]
     if min(values) > 0 and max(values) / min(values) > 20:
         panel.set_yscale("log")
 

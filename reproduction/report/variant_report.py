@@ -1,20 +1,28 @@
-"""A whole comparison in one folder: figures, tables and a page that shows them with their captions."""
+"""A whole comparison of variants in one folder: figures, tables and a page that shows them with their captions.
+
+`write_variant_report` takes runs from anywhere; `write_study` adds what `task=variants` knows beside them: the
+held-out loss, the variants that go beyond the paper, the paper's numbers, settings and privacy.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from lit_dpret.errors import StorageError
+from lit_dpret.cards.page import Block, Code, Grid, Paragraph, Section
+from lit_dpret.files import write_whole
+from lit_dpret.report.page import Page, Picture
+from reproduction.published import PAPER_002
 from reproduction.report import variant_figures as figures
-from reproduction.report.relative_table import PAPER_METRICS, relative_table, shares_of_the_gain, write_table
-from reproduction.report.variant_figures import Axis, Band, relative_curves
+from reproduction.report.metrics_table import PAPER_METRICS, MetricsTable
 from reproduction.report.variant_runs import UNTRAINED, VariantRun, write_runs
 
-PAGE = "README.md"
+PAGE = "README"
 UNTRAINED_RUNS = "untrained.jsonl"
+SETTINGS = "settings.json"
 
 
 def write_variant_report(
@@ -25,15 +33,16 @@ def write_variant_report(
     batch_runs: Sequence[VariantRun] = (),
     class_names: Sequence[str] = (),
     metrics: Mapping[str, str] = PAPER_METRICS,
-    band: Band = "interval",
-    title: str = "",
+    title: str = "Comparison",
     untrained: Sequence[VariantRun] = (),
+    lead: Sequence[Block] = (),
+    more: Sequence[Section] = (),
 ) -> Path:
     """Write everything that ``runs`` have the data for; what they lack is left out.
 
     ``runs.jsonl``, ``curves.json``, ``relative_loss.png``, ``smoothed_loss.png``, and where the runs tell
     them ``confusion.png``, ``runtime.png``, ``metrics.{csv,json,md}``; with ``batch_runs`` also
-    ``batch_runs.jsonl`` and one ``batch_sizes.png`` for each of their variants. ``README.md`` shows all.
+    ``batch_runs.jsonl`` and one ``batch_sizes.png`` for each of their variants. ``README.{md,html}`` shows all.
 
     Args:
         runs: Runs of one task, several variants and seeds.
@@ -43,58 +52,208 @@ def write_variant_report(
             are divided by the lowest among themselves and ``runs``.
         class_names: For the confusion matrices.
         metrics: Names and titles of the metrics in the table.
-        band: Of the loss curves; see `relative_curves`.
         title: Of the page and the figures.
         untrained: Encoders before their first step: rows of the table, in ``untrained.jsonl`` and in no figure.
+        lead: Blocks above the first picture.
+        more: Further sections of the page.
 
     Returns:
-        The page.
+        The page in Markdown.
 
     Raises:
         ConfigurationError: matplotlib is not installed.
         DataError: The runs cannot be compared.
         StorageError: A file cannot be written.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StorageError(f"{folder} could not be made: {error.strerror}.") from error
-    axis: Axis = "examples" if all(run.examples for run in runs) else "steps"
-    page = [f"# {title or 'Comparison'}", ""]
-
-    def show(name: str, caption: str) -> None:
-        page.extend([f"![{name}]({name})", "", caption, ""])
-
-    curves = relative_curves(runs, axis=axis, band=band)
-    write_runs(runs, folder / "runs.jsonl")
-    if batch_runs:
-        write_runs(batch_runs, folder / "batch_runs.jsonl")
+    folder.mkdir(parents=True, exist_ok=True)
+    axis: figures.Axis = "examples" if all(run.examples for run in runs) else "steps"
+    curves = figures.relative_curves(runs, axis=axis)
+    for name, some in (("runs", runs), ("batch_runs", batch_runs)):
+        if some:
+            write_runs(some, folder / f"{name}.jsonl")
     if untrained:
         write_runs(untrained, folder / UNTRAINED_RUNS)
-    show(
-        "relative_loss.png",
-        figures.draw_relative_loss(runs, folder / "relative_loss.png", axis=axis, band=band, title=title),
-    )
-    show("smoothed_loss.png", figures.draw_smoothed_loss(runs, folder / "smoothed_loss.png", axis=axis, title=title))
+    write_whole(folder / "curves.json", json.dumps([asdict(curve) for curve in curves]) + "\n")
+    shown: dict[str, str] = {}
+
+    def place(name: str) -> Path:
+        return folder / name
+
+    shown["relative_loss.png"] = figures.draw_relative_loss(runs, place("relative_loss.png"), axis=axis, title=title)
+    shown["smoothed_loss.png"] = figures.draw_smoothed_loss(runs, place("smoothed_loss.png"), axis=axis, title=title)
     for number, variant in enumerate(dict.fromkeys(run.variant for run in batch_runs)):
         name = "batch_sizes.png" if number == 0 else f"batch_sizes_{number + 1}.png"
-        shown = [*(run for run in batch_runs if run.variant == variant), *(r for r in runs if r.variant != variant)]
-        show(name, figures.draw_batch_sizes(shown, folder / name, variant=variant))
+        some = [*(run for run in batch_runs if run.variant == variant), *(r for r in runs if r.variant != variant)]
+        shown[name] = figures.draw_batch_sizes(some, place(name), variant=variant)
     if any(run.confusion is not None for run in runs):
-        show("confusion.png", figures.draw_confusions(runs, folder / "confusion.png", names=class_names, title=title))
+        shown["confusion.png"] = figures.draw_confusions(runs, place("confusion.png"), names=class_names, title=title)
     if all(run.seconds and len(run.examples) > 1 for run in runs):
-        show("runtime.png", figures.draw_runtime(runs, folder / "runtime.png", title=title))
+        shown["runtime.png"] = figures.draw_runtime(runs, place("runtime.png"), title=title)
+    sections = [Section("Figures", [block for name, said in shown.items() for block in _picture(place(name), said)])]
     judged = [*runs, *untrained]
-    told = {name: words for name, words in metrics.items() if all(name in run.metrics for run in judged)}
-    if told:
-        table = relative_table(judged, baseline=baseline, metrics=told)
-        page.append(write_table(table, folder)[-1].read_text(encoding="utf-8"))
-        if shares := shares_of_the_gain(table, start=UNTRAINED):
-            page += [shares, ""]
-    readme = folder / PAGE
-    try:
-        (folder / "curves.json").write_text(json.dumps([asdict(curve) for curve in curves]) + "\n", encoding="utf-8")
-        readme.write_text("\n".join(page), encoding="utf-8")
-    except OSError as error:
-        raise StorageError(f"{folder} could not be written to: {error.strerror}.") from error
-    return readme
+    known = {name: words for name, words in metrics.items() if all(name in run.metrics for run in judged)}
+    if known:
+        table = MetricsTable.of(judged, baseline=baseline, metrics=known)
+        blocks = table.write(folder)
+        if shares := table.shares_of_the_gain(start=UNTRAINED):
+            blocks.append(Paragraph(shares))
+        sections.append(Section("Metrics", blocks))
+    page = Page(
+        name=PAGE, title=title, subtitle="", lead=lead, sections=[*sections, *more],
+        facts={"title": title, "baseline": baseline, "figures": shown}, owner_only=False,
+    )  # fmt: skip
+    return page.write(folder)[f"{PAGE}.md"]
+
+
+def _picture(path: Path, said: str) -> list[Block]:
+    return [Picture(path, path.name), Paragraph(said)]
+
+
+# -- what task=variants adds ---------------------------------------------------------------------------
+
+_HELD_OUT = "held_out_loss"
+_METRICS = {**PAPER_METRICS, _HELD_OUT: "Held-out loss"}
+_SIDE_PARTS: Mapping[str, str] = {
+    "equal_negatives": "The same with as many negatives for every variant",
+    "losses": "Other losses over pairs",
+}
+_COLUMNS = {
+    "eps_of_the_updates": "eps of the updates", "delta": "delta", "noise_multiplier": "sigma",
+    "l2_sensitivity": "L2 sensitivity", "bound": "bound", "n_max": "n_max", "norms": "norms",
+    "sub_batches": "sub-batches", "lr": "lr", "steps": "steps", "seconds_per_step": "s / step",
+}  # fmt: skip
+_WHAT_IS_CLAIMED = (
+    "No epsilon is claimed for these models: the curves above are computed from the images that were trained on, so "
+    "the card of every private run says not_proved. The column eps of the updates is what its ledger charged for the "
+    "noised updates alone, at the delta beside it; it would be the claim had nothing else been shown. The choice of "
+    "the settings is not in it either."
+)
+_NOT_COMPARABLE = (
+    "The training losses above are of each variant's own loss and batches, as the paper's are: a softmax among n "
+    "images starts near log n, so a variant whose negatives come from sub-batches starts lower by nothing it learned."
+)
+_HELD_OUT_MEANS = (
+    "The softmax loss at temperature 1 on test images, the same groups and the same views for all, so that variants "
+    "with other losses or other numbers of negatives can be compared."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """One run that is done.
+
+    Args:
+        name: Of its variant, in the task's configuration.
+        part: Which figures and tables its variant belongs to.
+        run: Curve and metrics.
+        held_out: The comparable loss at each observation of ``run``.
+        facts: Settings, noise and privacy.
+    """
+
+    name: str
+    part: str
+    run: VariantRun
+    held_out: Sequence[float]
+    facts: Mapping[str, Any]
+
+    def about(self) -> dict[str, Any]:
+        """Which run this is, for a line of a file."""
+        return {"variant": self.run.variant, "name": self.name, "seed": self.run.seed}
+
+
+def write_study(
+    finished: Sequence[Finished], folder: Path, *, baseline: str | None, class_names: Sequence[str], note: str,
+    command: str, net: str, untrained: Sequence[VariantRun] = (),
+) -> Path:  # fmt: skip
+    """Write the report of all runs that are done.
+
+    Args:
+        finished: The runs.
+        folder: Of the report.
+        baseline: The label that metrics are divided by; None for none, and where it has no run yet.
+        class_names: Of the k-NN's labels.
+        note: Said first.
+        command: What was called.
+        net: The encoder's class, whose numbers of the paper stand beside, where it has some.
+        untrained: The encoders of the seeds before their first step.
+
+    Raises:
+        StorageError: A file cannot be written.
+    """
+    main = [each for each in finished if each.part == "paper"] or list(finished)
+    runs = [each.run for each in main]
+    base = baseline if any(run.variant == baseline for run in runs) else None
+    folder.mkdir(parents=True, exist_ok=True)
+    held_out = [*_held_out(main, folder / "held_out_loss.png"), Paragraph(_HELD_OUT_MEANS)]
+    more = [Section("Held-out loss", [Paragraph(_NOT_COMPARABLE), *held_out])]
+    if net in PAPER_002["table_1"]:
+        ours = MetricsTable.of([*runs, *untrained], baseline=base)
+        relative, absolute = PAPER_002["table_1"][net], PAPER_002["table_3"][net]
+        said = f"Table 3 ({net}), absolute; the paper's are means over ten runs."
+        more.append(beside_the_paper(ours, f"Table 1 ({net})", relative, said, absolute))
+    for part, title in _SIDE_PARTS.items():
+        if own := [each for each in finished if each.part == part]:
+            seeds = {each.run.seed for each in own}
+            beside = [each for each in main if each.run.seed in seeds and each.part != part]
+            judged = [each.run for each in (*beside, *own)] + [run for run in untrained if run.seed in seeds]
+            blocks = MetricsTable.of(judged, baseline=base, metrics=_METRICS).write(folder, name=part)
+            more.append(Section(title, [*_held_out([*beside, *own], folder / f"{part}.png"), *blocks]))
+    more.append(Section("Settings and privacy", [Paragraph(_WHAT_IS_CLAIMED), _settings(finished)]))
+    settings = [{**each.about(), "part": each.part, **each.facts} for each in finished]
+    write_whole(folder / SETTINGS, json.dumps(settings, indent=1) + "\n")
+    curves = [
+        {**each.about(), "examples": list(each.run.examples), "held_out": list(each.held_out)} for each in finished
+    ]
+    write_whole(folder / "held_out.json", json.dumps(curves) + "\n")
+    return write_variant_report(
+        runs, folder, baseline=base, batch_runs=_batch_runs(finished, runs), class_names=class_names, metrics=_METRICS,
+        title="Views of one image among those of others", untrained=untrained, lead=made_by(command, note), more=more,
+    )  # fmt: skip
+
+
+def made_by(command: str, *notes: str) -> list[Block]:
+    """Return the lead of a page: remarks, and what to type to get the same again."""
+    return [*(Paragraph(note) for note in notes if note), Paragraph("Made by"), Code(command)]
+
+
+def beside_the_paper(
+    table: MetricsTable, name: str, relative: Mapping[str, Any], said: str, absolute: Mapping[str, Any]
+) -> Section:
+    """Return ours / the paper's, divided by the baseline where there is one, and as they are."""
+    blocks: list[Block] = []
+    if table.baseline is not None:
+        blocks.append(Paragraph(f"{name}, each divided by {table.baseline}."))
+        blocks.append(table.beside_the_paper(relative, relative=True))
+    blocks += [Paragraph(said), table.beside_the_paper(absolute, relative=False)]
+    return Section("Beside the paper", blocks)
+
+
+def _batch_runs(finished: Sequence[Finished], runs: Sequence[VariantRun]) -> list[VariantRun]:
+    """Single runs with other batch sizes, and the first run of the same variant with the usual one."""
+    others = [each.run for each in finished if each.part == "batch_sizes"]
+    for label in dict.fromkeys(run.variant for run in others):
+        others += [run for run in runs if run.variant == label][:1]
+    return others
+
+
+def _held_out(finished: Sequence[Finished], path: Path) -> list[Block]:
+    runs = [replace(each.run, losses=each.held_out) for each in finished]
+    return _picture(path, figures.draw_relative_loss(runs, path, of="held-out loss"))
+
+
+def _settings(finished: Sequence[Finished]) -> Grid:
+    """A line for each variant: the facts of its first run, its mean time of a step."""
+    rows = []
+    for name in dict.fromkeys(each.name for each in finished):
+        same = [each for each in finished if each.name == name]
+        took = [each.facts["seconds_per_step"] for each in same]
+        facts = {**same[0].facts, "seconds_per_step": sum(took) / len(took)}
+        rows.append([same[0].run.variant, same[0].run.batch_size, *(_cell(facts.get(column)) for column in _COLUMNS)])
+    header = ("variant", "batch", *_COLUMNS.values())
+    return Grid(header, rows, frozenset(range(1, len(header))))
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,10 +1,10 @@
 """Training runs of several variants as data: what the figures and tables of a comparison are made from.
 
-A *variant* is a way to train (Logit-DP, Naive-DP, Non-private); each is run under several seeds. A
-file holds one run a line, as JSON.
+A *variant* is a way to train (Logit-DP, Naive-DP, Non-private); each is run under several seeds. A file holds one run
+a line, as JSON.
 
-A loss curve and a confusion matrix are computed from private rows where the data is private, and no
-accountant counts them. These files are for research data, and do not belong beside a released model.
+A loss curve and a confusion matrix are computed from private rows where the data is private, and no accountant counts
+them. These files are for research data, and do not belong beside a released model.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.errors import DataError, StorageError, schema_problem
+from lit_dpret.errors import DataError, schema_problem
+from lit_dpret.files import write_whole
 
 SCHEMA = "lit-dpret/variant-run/1"
 UNTRAINED = "Untrained"
@@ -37,7 +38,7 @@ class VariantRun:
         seconds: Wall time since the first step began, at each observation, increasing; empty where not measured.
         metrics: Test metrics at the last evaluation, by name.
         confusion: Counts at the last evaluation; row: true, column: predicted. None where not measured.
-        batch_size: Examples of a batch; None where it is not told.
+        batch_size: Examples of a batch; None where it was not recorded.
 
     Raises:
         DataError: The lists differ in length, are empty, or do not increase; or a number is not finite.
@@ -72,7 +73,7 @@ class VariantRun:
 
 
 def by_variant(runs: Iterable[VariantRun]) -> dict[str, list[VariantRun]]:
-    """The runs of each variant, variants in order of appearance.
+    """Group runs by variant, in order of appearance.
 
     Raises:
         DataError: There are none, or a variant has a seed twice.
@@ -89,20 +90,17 @@ def by_variant(runs: Iterable[VariantRun]) -> dict[str, list[VariantRun]]:
 
 
 def write_runs(runs: Iterable[VariantRun], path: Path) -> None:
-    """One run a line, as JSON.
+    """Write one run a line, as JSON.
 
     Raises:
         StorageError: The file cannot be written.
     """
     lines = [json.dumps({"schema": SCHEMA, **asdict(run)}, allow_nan=False) for run in runs]
-    try:
-        path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-    except OSError as error:
-        raise StorageError(f"{path} could not be written: {error.strerror}.") from error
+    write_whole(path, "".join(line + "\n" for line in lines))
 
 
 def read_runs(path: Path) -> list[VariantRun]:
-    """The runs that `write_runs` wrote.
+    """Return the runs that `write_runs` wrote.
 
     Raises:
         DataError: The file cannot be read, or a line is no run; the message names the line.
@@ -111,21 +109,15 @@ def read_runs(path: Path) -> list[VariantRun]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read: {error}.") from error
-    return [_run(line, f"{path} line {number}") for number, line in enumerate(lines, start=1) if line.strip()]
-
-
-def _run(line: str, place: str) -> VariantRun:
-    try:
-        found: Any = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{place} is no JSON: {error.msg}.") from error
-    if not isinstance(found, dict):
-        raise DataError(f"{place} is no run: it holds no object.")
-    if problem := schema_problem(found.pop("schema", None), SCHEMA):
-        raise DataError(f"{place} cannot be read: {problem}")
-    try:
-        return VariantRun(**found)
-    except TypeError as error:
-        raise DataError(f"{place} is no run: {error}.") from error
-    except DataError as error:
-        raise DataError(f"{place}: {error}") from error
+    runs = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            found: dict[str, Any] = json.loads(line)
+            if problem := schema_problem(found.pop("schema", None), SCHEMA):
+                raise DataError(problem)
+            runs.append(VariantRun(**found))
+        except (ValueError, AttributeError, TypeError, DataError) as error:
+            raise DataError(f"{path} line {number} is no run: {error}") from error
+    return runs

@@ -222,10 +222,13 @@ def test_a_start_that_tells_of_private_data_is_not_public(tmp_path: Path) -> Non
 def test_a_generator_starts_from_the_public_folder_and_its_card_says_so(tmp_path: Path) -> None:
     start = save_start(tmp_path / "warm_up")
     changes = warm(tmp_path, start) | {"only": ["made_warm", "none"]}
-    started = []
-    model = partial(_noting_start, started)
-    chosen = replace(changes["generators"]["warm"], model=model)
-    changes["generators"]["warm"] = chosen
+    started: list[str] = []
+
+    def noting(*, pretrained: str, privacy: Any) -> Any:
+        started.append(pretrained)
+        return generator(privacy=privacy, pretrained=pretrained, config=None, tokenizer=None)
+
+    changes["generators"]["warm"] = replace(changes["generators"]["warm"], model=partial(noting))
     study(tmp_path, **changes).run(parts(tmp_path))
     assert started == [str(start / "model")]
     card = read_card(tmp_path / "run" / "generator-warm-seed0")
@@ -235,11 +238,6 @@ def test_a_generator_starts_from_the_public_folder_and_its_card_says_so(tmp_path
     save_start(tmp_path / "warm_up", seed=6)
     with pytest.raises(ResumeError, match=r"other settings of task\.generators\.warm"):
         study(tmp_path, **changes).run(parts(tmp_path, resume=True))
-
-
-def _noting_start(started: list[str], *, pretrained: str, privacy: Any) -> Any:
-    started.append(pretrained)
-    return generator(privacy=privacy, pretrained=pretrained, config=None, tokenizer=None)
 
 
 def test_another_setting_makes_another_generator(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from lit_dpret.tasks.parts import Parts
 from reproduction import FederatedStudy
 from reproduction.federated.catalogue import STUDIES, Asked, Point, SiloChange, study_of
 from reproduction.federated.cells import Cells, changed_silos, divided, kept_shares, sizes, with_share
-from reproduction.federated.paper_numbers import paper_numbers
+from reproduction.published import of_study
 
 SIZE = {"clients": 2, "entities": 6, "attributes": 4, "told": 2, "questions": 2, "hubs": 1}
 STAGE1 = {"warmup_rounds": 0, "rounds": 1, "batch_size": 8, "bm25_n": 2, "static_n": 2, "top_k": 4, "lr": 3e-3}
@@ -129,8 +129,8 @@ def test_every_point_of_communication_differs_from_the_first_in_one_thing() -> N
 def test_every_number_of_the_paper_stands_beside_a_point_of_ours() -> None:
     for name, count in (("negatives", 8), ("hubness", 4)):
         points = points_of(name, systems=study_of(name).systems)
-        assert sum(bool(paper_numbers(name, point.line, point.label)) for point in points) == count
-    assert paper_numbers("clients", "PDD-AS2, stage 1", "k=10") == {}
+        assert sum(bool(of_study(name, point.line, point.label)) for point in points) == count
+    assert of_study("clients", "PDD-AS2, stage 1", "k=10") == {}
 
 
 def test_clients_that_cannot_be_made_of_the_silos_are_refused() -> None:

@@ -29,7 +29,7 @@ from lit_dpret.synthesis.shrink import shrink_generator
 from lit_dpret.tasks import Pipeline, PretrainingOverlap, Similarity
 from reproduction import CanaryStudy, Paper000, ZeroShot
 from reproduction.paper_000.grid import Grid
-from reproduction.paper_000.study import Kept
+from reproduction.paper_000.study import Trainings
 from reproduction.spent import spent_under
 
 CANARIES = Path(__file__).parents[2] / "docs" / "reproduction" / "canaries"
@@ -171,14 +171,22 @@ def test_a_result_is_known_again_by_another_process_whose_functions_lie_elsewher
 
         return work
 
+    def trainings(parts: Any) -> Trainings:
+        made: Any = StandIn
+        return Trainings(parts, paper(tmp_path).choices, make_pipeline=made, shrink=made, shrink_passages=1)
+
     own, done = parts(tmp_path), []
     own.run_dir.mkdir()
     for again in (False, True):
-        kept = Kept(replace(own, resume=again))
-        assert kept.result("x", [partial(made_anew(), lr=0.1)], lambda _: done.append(1) or 7) == 7
+        assert (
+            trainings(replace(own, resume=again)).result(
+                "x", [partial(made_anew(), lr=0.1)], lambda _: done.append(1) or 7
+            )
+            == 7
+        )
     assert len(done) == 1
     with pytest.raises(ResumeError, match="x was made with other settings"):
-        Kept(replace(own, resume=True)).result("x", [partial(made_anew(), lr=0.2)], lambda _: 8)
+        trainings(replace(own, resume=True)).result("x", [partial(made_anew(), lr=0.2)], lambda _: 8)
 
 
 def test_what_is_not_there_is_left_out_with_its_reason_and_the_rest_is_told(

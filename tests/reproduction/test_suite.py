@@ -21,8 +21,7 @@ from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.tasks.parts import ComposedRun, Parts, as_typed
 from reproduction import SecondTask, Suite, SuitePart
 from reproduction import suite as papers
-from reproduction.report.paper_002 import METRICS
-from reproduction.report.relative_table import relative_table, write_table
+from reproduction.report.metrics_table import PAPER_METRICS, MetricsTable
 from reproduction.report.reproduction import Item, Paper
 from reproduction.report.variant_runs import write_runs
 
@@ -272,12 +271,12 @@ def test_the_papers_have_all_their_numbers_in_order() -> None:
 def test_figures_and_tables_of_paper_002_are_made_of_stored_runs(tmp_path: Path) -> None:
     results = tmp_path / "results"
     results.mkdir()
-    metrics = dict.fromkeys(METRICS, 0.25)
+    metrics = dict.fromkeys(PAPER_METRICS, 0.25)
     runs = [variant_run(name, metrics=metrics) for name in ("Logit-DP", "Naive-DP", "Non-private")]
     write_runs(runs, results / "runs.jsonl")
     write_runs([variant_run("Naive-DP", batch_size=size, metrics=metrics) for size in (10, 100)],
                results / "batch_runs.jsonl")  # fmt: skip
-    write_table(relative_table(runs, baseline=None), results, name="equal_negatives")
+    MetricsTable.of(runs, baseline=None).write(results, name="equal_negatives")
     (results / "equal_negatives.png").write_bytes(b"a picture")
     for item in papers.paper_of("paper_002").items:
         if item.show is not None and "embedding_net" in item.parts:

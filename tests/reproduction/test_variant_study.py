@@ -23,7 +23,7 @@ from lit_dpret.privacy.modes import BatchClip, LogitDP, NoPrivacy
 from lit_dpret.tasks.parts import Parts
 from reproduction import SecondTask, Variant, VariantStudy
 from reproduction.curve_recorder import HeldOutLoss, read_curve
-from reproduction.report.relative_table import read_table
+from reproduction.report.metrics_table import MetricsTable
 from reproduction.report.variant_runs import read_runs
 from reproduction.second_task import fitted
 
@@ -104,7 +104,7 @@ def test_a_study_ends_with_the_papers_figures_tables_and_what_was_promised(finis
         assert all(map(torch.equal, kept.net.state_dict().values(), fresh.net.state_dict().values()))
         assert start.metrics["held_out_loss"] == start.losses[0] and len(start.metrics) == len(runs[0].metrics)
     for name in ("metrics", "losses", "equal_negatives"):
-        assert "Untrained" in read_table(report / f"{name}.json").rows, name
+        assert "Untrained" in MetricsTable.read(report / f"{name}.json").rows, name
     page = (report / "README.md").read_text(encoding="utf-8")
     assert "Twelve images." in page and "python train.py experiment=tiny" in page
     assert "/ 0.819" in page and "/ 0.212" in page  # the paper's, beside ours

@@ -1,4 +1,4 @@
-"""Pictures of a comparison: each form can be drawn, and its caption says what was drawn."""
+"""Curves of a comparison on numbers small enough to check by hand, and pictures whose captions say what was drawn."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scipy import stats
 from variant_runs import run
 
 from lit_dpret.errors import ConfigurationError, DataError
 from reproduction.report import variant_figures as figures
+from reproduction.report.variant_figures import relative_curves, smooth, speed_curves
 from reproduction.report.variant_report import write_variant_report
 from reproduction.report.variant_runs import VariantRun, read_runs
 
@@ -26,6 +28,73 @@ def runs(**fields: Any) -> list[VariantRun]:
         for i, v in enumerate(VARIANTS)
         for seed in (0, 1)
     ]
+
+
+# -- the curves -----------------------------------------------------------------------------------
+
+
+def test_the_lowest_loss_of_all_variants_stands_at_one() -> None:
+    curves = relative_curves([run("a", losses=[4.0, 3.0, 2.5]), run("b", losses=[4.0, 2.0, 3.0])])
+    assert [curve.mean for curve in curves] == [(2.0, 1.5, 1.25), (2.0, 1.0, 1.5)]
+    with pytest.raises(DataError, match="lowest loss is 0"):
+        relative_curves([run(losses=[1.0, 0.0])])
+
+
+def test_the_mean_over_seeds_comes_with_its_t_interval_or_with_its_range() -> None:
+    some = [run("a", seed, losses=[value, 1.0]) for seed, value in enumerate([2.0, 3.0, 7.0])]
+    (curve,), (wide,) = relative_curves(some), relative_curves(some, band="range")
+    reference = stats.t.interval(0.95, 2, loc=4.0, scale=stats.sem([2.0, 3.0, 7.0]))
+    assert (curve.low[0], curve.high[0]) == pytest.approx(reference)
+    assert curve.mean == (4.0, 1.0) and curve.low[1] == curve.high[1] == 1.0 and curve.runs == 3
+    assert (wide.low, wide.mean, wide.high) == ((2.0, 1.0), (4.0, 1.0), (7.0, 1.0))
+    (single,) = relative_curves([run()])
+    assert single.low == single.mean == single.high
+
+
+@pytest.mark.parametrize(
+    ("axis", "x"), [("steps", (1.0, 2.0, 3.0)), ("examples", (100.0, 200.0, 300.0)), ("seconds", (1.5, 2.5, 3.5))]
+)
+def test_curves_run_over_steps_examples_or_the_mean_runtime(axis: Any, x: tuple[float, ...]) -> None:
+    assert relative_curves([run("a", 0), run("a", 1, seconds=[2.0, 3.0, 4.0])], axis=axis)[0].x == x
+
+
+def test_runs_that_were_observed_elsewhere_or_do_not_say_where_have_no_mean() -> None:
+    with pytest.raises(DataError, match="'a' were not observed at the same places"):
+        relative_curves([run("a", 0), run("a", 1, steps=[1, 2, 4])], axis="steps")
+    with pytest.raises(DataError, match="'a' were not observed at the same places"):
+        relative_curves([run("a", 0), run("a", 1, losses=[1.0])], axis="seconds")
+    with pytest.raises(DataError, match="its seconds"):
+        relative_curves([run(seconds=())], axis="seconds")
+
+
+def test_speed_is_the_time_between_observations_over_the_examples_between_them() -> None:
+    (curve,) = speed_curves([run("a", 0, seconds=[5.0, 6.0, 9.0]), run("a", 1, seconds=[1.0, 4.0, 5.0])])
+    assert curve.x == (200.0, 300.0) and curve.mean == pytest.approx((0.02, 0.02))
+    assert (curve.low, curve.high) == (pytest.approx((0.01, 0.01)), pytest.approx((0.03, 0.03)))
+    with pytest.raises(DataError, match="its speed needs two"):
+        speed_curves([run(losses=[1.0])])
+
+
+def test_the_filter_leaves_a_cubic_as_it_is_and_calms_noise() -> None:
+    for count, tolerance in ((300, 0.05), (99, 1e-9)):  # an even window lies half an observation to one side
+        x = np.linspace(-1, 1, count)
+        cubic = 2 + x - x**2 + 3 * x**3
+        assert smooth(cubic)[0] == pytest.approx(cubic, abs=tolerance)
+    noise = np.random.default_rng(0).standard_normal(300)
+    assert np.std(smooth(noise)[0]) < 0.35 * np.std(noise)
+
+
+@pytest.mark.parametrize(
+    ("length", "window"), [(250, 100), (100, 100), (99, 99), (98, 97), (10, 9), (5, 5), (4, None), (1, None)]
+)
+def test_a_short_curve_gets_the_largest_odd_window_that_fits(length: int, window: int | None) -> None:
+    values = np.random.default_rng(0).standard_normal(length)
+    smoothed, found = smooth(values)
+    assert found == window and len(smoothed) == length
+    assert (smoothed == tuple(values)) is (window is None)
+
+
+# -- the pictures ---------------------------------------------------------------------------------
 
 
 def is_picture(path: Path) -> bool:
@@ -55,7 +124,6 @@ def test_the_loss_picture_holds_the_mean_of_each_variant_and_a_band(drawn: list[
     assert lines["Logit-DP"].get_xdata().tolist() == [100, 200, 300]
     assert lines["Logit-DP"].get_ydata().tolist() == pytest.approx([2.0, 1.375, 1.0])
     assert "Logit-DP: 2 runs" in words and "95 % t-intervals" in words
-    assert "lowest run to the highest" in figures.draw_relative_loss(runs(), tmp_path / "a.png", band="range")
 
 
 def test_lines_differ_in_dashes_and_not_only_in_colour() -> None:
@@ -113,7 +181,7 @@ def test_a_report_holds_every_picture_and_table_with_its_caption(tmp_path: Path)
         runs(metrics=metrics), tmp_path / "report", baseline="Non-private", batch_runs=batches, title="Ships & cats"
     )
     text = page.read_text()
-    assert text.startswith("# Ships & cats")
+    assert text.startswith("# Ships &amp; cats")
     names = ["relative_loss", "smoothed_loss", "batch_sizes", "confusion", "runtime"]
     assert [text.index(f"({name}.png)") for name in names] == sorted(text.index(f"({name}.png)") for name in names)
     assert all(is_picture(page.parent / f"{name}.png") for name in names)

@@ -44,10 +44,10 @@ def test_a_run_that_makes_no_sense_is_refused_by_name(fields: dict[str, Any], me
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "line 2 is no JSON"),
+        ("{", "line 2 is no run"),
         ("[]", "line 2 is no run"),
-        ("{}", "line 2 cannot be read: its schema is None"),
-        ('{"schema": "lit-dpret/variant-run/9"}', "line 2 cannot be read: .*variant-run/9"),
+        ("{}", "line 2 is no run: its schema"),
+        ('{"schema": "lit-dpret/variant-run/9"}', "line 2 is no run: its schema"),
         ('{"schema": "lit-dpret/variant-run/1", "colour": 1}', "line 2 is no run"),
     ],
 )

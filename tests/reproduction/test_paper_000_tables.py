@@ -1,3 +1,7 @@
+"""Tables of paper 000: ours beside the paper's in every form, and orders that are shown only where
+intervals are apart.
+"""
+
 from __future__ import annotations
 
 import csv
@@ -9,10 +13,10 @@ import pytest
 
 from lit_dpret.retrieval.statistics import Interval
 from reproduction.paper_000.examples import Example, ExampleTable
+from reproduction.paper_000.page import PaperPage
 from reproduction.paper_000.retrieval import Order
-from reproduction.report import paper_000
-from reproduction.report.paper_page import PaperPage, write_paper_page
-from reproduction.report.paper_table import PaperRow, PaperTable
+from reproduction.paper_000.table import PaperRow, PaperTable
+from reproduction.published import ORIGINAL, PAPER_000, by_point
 
 NAN = float("nan")
 TABLE = PaperTable(
@@ -41,7 +45,7 @@ def test_ours_and_the_papers_stand_in_one_row_and_what_is_missing_is_a_dash() ->
 
 
 def test_every_number_is_in_the_spreadsheet_and_in_the_data() -> None:
-    head, *rows = csv.reader(io.StringIO(TABLE.csv()))
+    head, *rows = csv.reader(io.StringIO(TABLE.sheet().csv()))
     first = dict(zip(head, rows[1], strict=True))
     assert [first[f"nDCG@10{end}"] for end in ("", " low", " high", " paper")] == ["0.5", "0.4", "0.6", "0.183"]
     assert first["BLEU low"] == "" and first["privacy"] == "epsilon = 3 at delta = 1e-05"
@@ -59,7 +63,7 @@ def test_the_page_has_every_table_its_picture_what_was_left_out_and_what_was_spe
         name="paper", title="All of it", tables=[TABLE, examples], left_out={"overlap": "no corpus"}, public=True,
         spent="Together epsilon = 9.", command="python train.py", seconds={"a": 3600.0},
     )  # fmt: skip
-    written = write_paper_page(page, tmp_path / "report")
+    written = page.write(tmp_path / "report")
     text = written["paper.md"].read_text(encoding="utf-8")
     for part in ("Table 9: nothing", "![Table 9: nothing](table_9.png)", "a \\| query", "overlap: no corpus",
                  "Together epsilon = 9.", "    python train.py", "1.0 hours of work"):  # fmt: skip
@@ -73,12 +77,12 @@ def test_the_page_has_every_table_its_picture_what_was_left_out_and_what_was_spe
 
 
 def test_the_papers_tables_agree_where_it_prints_a_row_twice() -> None:
-    assert paper_000.TABLE_3[paper_000.ORIGINAL, None] == paper_000.TABLE_4[paper_000.ORIGINAL, None]
-    assert set(paper_000.TABLE_6) == {point for point in paper_000.TABLE_3 if point[0] != paper_000.ORIGINAL}
-    assert set(paper_000.TABLE_2) == set(paper_000.TABLE_3)
-    for numbers in paper_000.TABLE_5.values():
-        assert all(len(row) == len(paper_000.SETS) for row in numbers)
-    assert "two BLEU values" in paper_000.TABLE_6_FOOTNOTE
+    retrieval = by_point("table_3")
+    assert retrieval[ORIGINAL, None] == by_point("table_4")[ORIGINAL, None]
+    assert set(by_point("table_6")) == {point for point in retrieval if point[0] != ORIGINAL}
+    assert set(by_point("table_2")) == set(retrieval)
+    for numbers in by_point("table_5").values():
+        assert all(len(row) == len(PAPER_000["sets"]) for row in numbers)
 
 
 def row(mean: float, reach: float, **more: object) -> PaperRow:

@@ -1,0 +1,236 @@
+"""A table of the paper with our numbers beside the paper's, as Markdown, page, data, spreadsheet and picture.
+
+Every row names what it promises in the same line: an epsilon without its delta, unit and neighbours is not a claim.
+A number of the paper stands beside ours where a row of ours is the paper's; both may be missing on their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lit_dpret.cards.page import Block, Bullets, Grid, Paragraph
+from lit_dpret.report.figures import new_figure, tidy
+from lit_dpret.report.page import Picture
+from lit_dpret.report.table import Table
+from lit_dpret.retrieval.statistics import Interval
+from reproduction.published import Point, by_point
+
+PUBLIC_ONLY = "public only"
+
+
+def shown(eps: float | None) -> str:
+    """An epsilon as tables show it."""
+    return "∞" if eps is None else f"{eps:g}"
+
+
+def named(point: Point) -> str:
+    """A row of the paper as its tables name it."""
+    return f"{point[0]}, ε = {shown(point[1])}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaperRow:
+    """One row.
+
+    Args:
+        source: What the numbers belong to, in our words.
+        epsilon: As a table shows it: ``3``, ``∞`` or ``public only``.
+        group: What it shares with other rows, such as a data set; empty where a table has no groups.
+        ours: Ours by column, bounds NaN where there are none; empty where it was not run here.
+        paper: The paper's by column.
+        beside: Which row of the paper that is; empty for none.
+        privacy: What ours promises, in a line with delta, unit and neighbours.
+        note: What a reader must know of this row.
+    """
+
+    source: str
+    epsilon: str
+    group: str = ""
+    ours: Mapping[str, Interval] = field(default_factory=dict)
+    paper: Mapping[str, float] = field(default_factory=dict)
+    beside: str = ""
+    privacy: str = ""
+    note: str = ""
+
+
+def row_beside(
+    table: str, point: Point, columns: Mapping[str, str], *, source: str, ours: Mapping[str, Interval], privacy: str
+) -> PaperRow:
+    """Return a row of ours, beside the paper's ``point`` of its ``table`` where that has one."""
+    theirs = by_point(table).get(point)
+    return PaperRow(
+        source=source, epsilon=shown(point[1]), ours=ours, privacy=privacy,
+        paper={} if theirs is None else dict(zip(columns, theirs, strict=True)),
+        beside="" if theirs is None else named(point),
+    )  # fmt: skip
+
+
+def rows_of_the_paper_alone(table: str, columns: Mapping[str, str], ours: Sequence[PaperRow]) -> list[PaperRow]:
+    """Return the paper's rows that nothing of ours stands beside."""
+    known = {row.beside for row in ours}
+    return [
+        PaperRow(source=point[0], epsilon=shown(point[1]), paper=dict(zip(columns, values, strict=True)),
+                 beside=named(point), note="not run here")
+        for point, values in by_point(table).items()
+        if named(point) not in known
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaperTable:
+    """One table.
+
+    Args:
+        name: Of its files.
+        title: With the number of the paper's table.
+        columns: Titles of the measures, by their names in the rows.
+        rows: In the order of the table.
+        caption: On what, and by how many runs, ours were measured; what the intervals cover.
+        notes: Remarks below it.
+        group: What `PaperRow.group` is; empty where there are no groups.
+    """
+
+    name: str
+    title: str
+    columns: Mapping[str, str]
+    rows: Sequence[PaperRow]
+    caption: str
+    notes: Sequence[str] = ()
+    group: str = ""
+
+    def grid(self) -> Grid:
+        """Return the table; each measure in two columns, ours and the paper's."""
+        theirs = [name for name in self.columns if any(name in row.paper for row in self.rows)]
+        with_beside = any(row.beside for row in self.rows)
+        header = [*([self.group] if self.group else []), "source", "ε"]
+        measured, numeric = set(), set()
+        for name, title in self.columns.items():
+            measured.add(len(header))
+            header.append(f"{title}, ours")
+            if name in theirs:
+                numeric.add(len(header))
+                header.append(f"{title}, paper")
+        header += [*(["paper's row"] if with_beside else []), "what ours promises"]
+        lines, before = [], None
+        for row in self.rows:
+            cells: list[object] = ["" if row.group == before else row.group] if self.group else []
+            cells += [row.source, row.epsilon]
+            for name in self.columns:
+                cells.append(row.ours.get(name))
+                if name in theirs:
+                    cells.append(_their(row.paper.get(name)))
+            cells += [*([row.beside] if with_beside else []), "; ".join(x for x in (row.privacy, row.note) if x)]
+            lines.append(cells)
+            before = row.group
+        return Table(header, lines, measured=frozenset(measured), numeric=frozenset(numeric)).grid()
+
+    def sheet(self) -> Table:
+        """Return every number: one line per row; each measure in four columns, ours, low, high and the paper's."""
+        header = ["group", "source", "epsilon"]
+        measured = frozenset(range(3, 3 + 2 * len(self.columns), 2))
+        header += [f"{title}{end}" for title in self.columns.values() for end in ("", " paper")]
+        lines = [
+            [row.group, row.source, row.epsilon,
+             *(cell for name in self.columns for cell in (row.ours.get(name), row.paper.get(name))),
+             row.beside, row.privacy, row.note]
+            for row in self.rows
+        ]  # fmt: skip
+        return Table([*header, "paper's row", "privacy", "note"], lines, measured=measured)
+
+    def blocks(self, picture: Path | None = None) -> list[Block]:
+        """Return what a page shows of it."""
+        drawn = [] if picture is None else [Picture(picture, self.title)]
+        notes = [Bullets(list(self.notes))] if self.notes else []
+        return [Paragraph(self.caption), self.grid(), *drawn, *notes]
+
+    def facts(self) -> dict[str, Any]:
+        """Return the table as JSON values; NaN becomes null."""
+        rows = [
+            {
+                "group": row.group,
+                "source": row.source,
+                "epsilon": row.epsilon,
+                "ours": {name: _ends(interval) for name, interval in row.ours.items()},
+                "paper": dict(row.paper),
+                "papers_row": row.beside,
+                "privacy": row.privacy,
+                "note": row.note,
+            }
+            for row in self.rows
+        ]
+        return {
+            "name": self.name, "title": self.title, "caption": self.caption, "columns": dict(self.columns),
+            "notes": list(self.notes), "rows": rows,
+        }  # fmt: skip
+
+
+def _their(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.4f}" if isinstance(value, float) else str(value)  # a rank is a whole number
+
+
+def _ends(interval: Interval) -> dict[str, float | None]:
+    ends = {"mean": interval.mean, "low": interval.low, "high": interval.high}
+    return {name: value if math.isfinite(value) else None for name, value in ends.items()}
+
+
+# -- the picture -----------------------------------------------------------------------------------
+
+_OURS, _PUBLIC, _PAPER = "#0072B2", "#009E73", "#777777"  # Okabe and Ito (2008)
+_HOLLOW: dict[str, Any] = {
+    "color": _PAPER, "marker": "o", "markersize": 10, "markerfacecolor": "none", "linestyle": ""
+}  # fmt: skip
+
+
+def figure_of(table: PaperTable) -> Any:
+    """Draw a panel for each measure: ours with its interval, the paper's as a ring; returns matplotlib's figure."""
+    width = 2.9 if len(table.columns) <= 2 else 2.2
+    figure = new_figure(4.2 + width * len(table.columns), 1.4 + 0.3 * len(table.rows))
+    axes = figure.subplots(1, len(table.columns), sharey=True, squeeze=False)[0]
+    for axis, (name, title) in zip(axes, table.columns.items(), strict=True):
+        _panel(axis, table, name)
+        axis.set_xlabel(title)
+    axes[0].set_yticks(range(len(table.rows)), [_label(row) for row in table.rows])
+    axes[0].set_ylim(len(table.rows) - 0.5, -0.5)
+    figure.suptitle(table.title, x=0.01, ha="left", fontsize=11)
+    figure.legend(handles=_legend(table), loc="outside lower left", ncols=3, frameon=False, fontsize=9)
+    return figure
+
+
+def _panel(axis: Any, table: PaperTable, name: str) -> None:
+    for place, row in enumerate(table.rows):
+        interval = row.ours.get(name)
+        if interval is not None and math.isfinite(interval.mean):
+            colour, marker = (_PUBLIC, "s") if row.epsilon == PUBLIC_ONLY else (_OURS, "o")
+            reach = None
+            if not math.isnan(interval.low):
+                reach = [[max(0.0, interval.mean - interval.low)], [max(0.0, interval.high - interval.mean)]]
+            axis.errorbar([interval.mean], [place], xerr=reach, color=colour, marker=marker, capsize=3, linestyle="")
+        if name in row.paper:
+            # a ring, so that ours is seen where the two are equal
+            axis.plot([row.paper[name]], [place], zorder=4, **_HOLLOW)
+    tidy(axis, grid="x")
+    axis.margins(x=0.08)
+
+
+def _label(row: PaperRow) -> str:
+    name = f"{row.group}: {row.source}" if row.group else row.source
+    if row.epsilon in ("", PUBLIC_ONLY):
+        return ", ".join(part for part in (name, row.epsilon) if part)
+    return f"{name}, ε = {row.epsilon}"
+
+
+def _legend(table: PaperTable) -> list[Any]:
+    from matplotlib.lines import Line2D
+
+    handles = [Line2D([], [], color=_OURS, marker="o", linestyle="", label="ours, with its interval")]
+    if any(row.epsilon == PUBLIC_ONLY for row in table.rows):
+        handles.append(Line2D([], [], color=_PUBLIC, marker="s", linestyle="", label="ours, no private data"))
+    if any(row.paper for row in table.rows):
+        handles.append(Line2D([], [], label="paper, other data and models", **_HOLLOW))
+    return handles
