@@ -35,13 +35,8 @@ import torch
 from transformers import PreTrainedModel, T5Config, T5ForConditionalGeneration
 
 from lit_dpret.datamodules import InsuranceQADataModule
-from lit_dpret.modules.generator_folder import (
-    GeneratorContract,
-    GeneratorModel,
-    TextCodec,
-    load_seq2seq,
-    load_tokenizer,
-)
+from lit_dpret.modules.generator_folder import GeneratorContract, GeneratorModel, TextCodec
+from lit_dpret.modules.language_models import load_seq2seq, load_tokenizer
 from lit_dpret.synthesis.groups import canonical_groups, draw_group, fixed_arithmetic
 from lit_dpret.synthesis.sampler import Decoding
 

@@ -19,7 +19,7 @@ from lit_dpret.costs.memory import check_sharding, estimated_bytes, on_each_devi
 from lit_dpret.costs.work import UTILISATION, accelerator, work_of
 from lit_dpret.errors import ConfigurationError, LitDpretError
 from lit_dpret.modules import OptimizerSpec, QueryGenerator
-from lit_dpret.modules.generator_folder import PUBLIC_T5
+from lit_dpret.modules.language_models import PUBLIC_T5
 from lit_dpret.modules.outline import GeneratorOutline
 from lit_dpret.privacy.modes import DPSGD
 from lit_dpret.privacy.plan import PrivacyPlan

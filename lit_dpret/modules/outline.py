@@ -18,7 +18,7 @@ from transformers import AutoModelForSeq2SeqLM, PreTrainedTokenizerBase
 
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.modules.fine_tuning import PromptTuning, add_prompt, freeze_all_but, refuse_two_choices, with_lora
-from lit_dpret.modules.generator_folder import config_of_new, config_of_stored, enable_checkpointing, load_tokenizer
+from lit_dpret.modules.language_models import config_of_new, config_of_stored, enable_checkpointing, load_tokenizer
 
 _WORDS = 32128
 """Rows of the embeddings of every published T5: its 32,100 pieces, rounded up."""

@@ -34,16 +34,13 @@ from lit_dpret.modules.generator_folder import (
     GeneratorContract,
     GeneratorModel,
     TextCodec,
-    build_seq2seq,
-    enable_checkpointing,
     load_generator,
-    load_seq2seq,
-    load_tokenizer,
     padded,
     placed,
     refuse_tuned_prompt,
     save_generator,
 )
+from lit_dpret.modules.language_models import build_seq2seq, enable_checkpointing, load_seq2seq, load_tokenizer
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.outline import GeneratorOutline
 from lit_dpret.modules.private_module import PrivateModule

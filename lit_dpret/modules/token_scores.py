@@ -12,15 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError
-from lit_dpret.modules.generator_folder import (
-    GeneratorContract,
-    TextCodec,
-    is_generator,
-    load_generator,
-    load_seq2seq,
-    load_tokenizer,
-    padded,
-)
+from lit_dpret.modules.generator_folder import GeneratorContract, TextCodec, is_generator, load_generator, padded
+from lit_dpret.modules.language_models import load_seq2seq, load_tokenizer
 
 Floats = NDArray[np.float64]
 

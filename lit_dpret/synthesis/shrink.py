@@ -20,12 +20,11 @@ from lit_dpret.modules.generator_folder import (
     GeneratorContract,
     GeneratorModel,
     TextCodec,
-    load_seq2seq,
-    load_tokenizer,
     padded,
     refuse_tuned_prompt,
     save_generator,
 )
+from lit_dpret.modules.language_models import load_seq2seq, load_tokenizer
 from lit_dpret.synthesis.groups import canonical_groups, draw_group
 from lit_dpret.synthesis.sampler import Decoding
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.modules.generator_folder import load_seq2seq
+from lit_dpret.modules.language_models import load_seq2seq
 from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
 from lit_dpret.report.table import RowResult, from_json
 from lit_dpret.tasks.parts import Parts

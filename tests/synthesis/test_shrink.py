@@ -8,7 +8,8 @@ from tiny_generator import SHAPE, WORDS, generator
 
 from lit_dpret.cards.card import CARD_NAME
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
-from lit_dpret.modules.generator_folder import GeneratorContract, GeneratorModel, load_generator, load_seq2seq
+from lit_dpret.modules.generator_folder import GeneratorContract, GeneratorModel, load_generator
+from lit_dpret.modules.language_models import load_seq2seq
 from lit_dpret.synthesis.groups import draw_group
 from lit_dpret.synthesis.sampler import Decoding
 from lit_dpret.synthesis.shrink import shrink_generator, spread
