@@ -36,7 +36,7 @@ from transformers import PreTrainedModel, T5Config, T5ForConditionalGeneration
 
 from lit_dpret.datamodules import InsuranceQADataModule
 from lit_dpret.modules.generator_folder import GeneratorContract, GeneratorModel, TextCodec
-from lit_dpret.modules.language_models import load_seq2seq, load_tokenizer
+from lit_dpret.modules.language_models import load_language_model, load_tokenizer
 from lit_dpret.synthesis.groups import canonical_groups, draw_group, fixed_arithmetic
 from lit_dpret.synthesis.sampler import Decoding
 
@@ -50,7 +50,7 @@ def models(names: list[str]) -> Iterator[tuple[str, GeneratorModel]]:
     codec = TextCodec(load_tokenizer("public_t5"), GeneratorContract(prompt="", max_passage_length=384))
     for name in names:
         if name == "public_t5":
-            model: PreTrainedModel = load_seq2seq("public_t5")
+            model: PreTrainedModel = load_language_model("public_t5")
         else:
             torch.manual_seed(0)
             model = T5ForConditionalGeneration(T5Config(decoder_start_token_id=0))

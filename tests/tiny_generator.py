@@ -165,3 +165,41 @@ ROWS = [pair("bana delo", "bana delo fibi"), pair("gomu", passage(5, 9)), pair(p
 
 def losses(module: QueryGenerator, rows: list[Any]) -> torch.Tensor:
     return module.per_row_loss(module.collate_rows(rows))
+
+
+_LLAMA = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 40,
+}  # fmt: skip
+_GEMMA = {**_LLAMA, "head_dim": 4}
+#: Configs of small decoder-only models, by the name of their type.
+DECODERS: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 40},
+    "llama": _LLAMA,
+    "mistral": {**_LLAMA, "sliding_window": 8},
+    "qwen2": _LLAMA,
+    "qwen3": {**_LLAMA, "head_dim": 8},
+    "gemma": _GEMMA,
+    "gemma2": {**_GEMMA, "query_pre_attn_scalar": 4, "sliding_window": 8},
+    "gemma3_text": {**_GEMMA, "query_pre_attn_scalar": 4, "sliding_window": 8},
+    "gpt_neox": {
+        "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "max_position_embeddings": 40,
+    },
+    "opt": {
+        "hidden_size": 16, "ffn_dim": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "max_position_embeddings": 40, "word_embed_proj_dim": 16,
+    },
+}  # fmt: skip
+
+
+def decoder_only(kind: str = "llama", *, tied: bool = True, away: float = 0.1, **settings: Any) -> QueryGenerator:
+    """A decoder-only generator whose weights are ``away`` from those it was initialised with: no score is certain."""
+    config = {"model_type": kind, **DECODERS[kind], "tie_word_embeddings": tied}
+    defaults: dict[str, Any] = {"config": config, "prompt": "Passage: {passage} Ask: ", "max_passage_length": 14}
+    module = generator(**defaults | settings)
+    coins = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in module.model.parameters():
+            parameter += away * torch.randn(parameter.shape, generator=coins)
+    return module

@@ -166,6 +166,12 @@ def registered(records: Iterable[Mapping[str, Any]]) -> list[dict[str, str]]:
     return found
 
 
+#: What models of these names had read before, where that is known.
+_READ = {
+    "smollm2": " It had read text from the web, code and textbooks; public collections of questions, such as "
+    "InsuranceQA, may be among them, and the claim does not cover what it knew before."
+}
+
 _RANDOM_START = f"Training started from {RANDOM_WEIGHTS}, as declared."
 
 
@@ -251,7 +257,8 @@ def start_text(
             return {}
         if model == RANDOM_WEIGHTS:
             return {"start": _RANDOM_START}
-        return {"start": f"Training started from {_named(model)}: that no private data went into it is declared."}
+        text = f"Training started from {_named(model)}: that no private data went into it is declared."
+        return {"start": text + _READ.get(str(model), "")}
     if start["public"]:
         return {"start": f"Training started from {start['name']}, which was declared to be public."}
     counted = _is_histogram(records)

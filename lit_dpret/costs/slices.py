@@ -103,9 +103,9 @@ def measure_slices(
     Raises:
         ConfigurationError: The model cannot be sliced.
     """
-    work_of(outline)  # refuses what is no encoder-decoder model
+    work = work_of(outline)  # refuses what is no language model
     found = []
-    for encoder, decoder in SLICES:
+    for encoder, decoder in SLICES if work.encoder_layers else ((0, 1), (0, _MORE)):
         progress(f"{encoder} + {decoder} layers of {outline.name}")
         module = slice_of(outline, encoder, decoder)
         if precision == "bf16-true":
@@ -120,9 +120,10 @@ def measure_slices(
 
 
 def taken_apart(parts: Sequence[Part]) -> tuple[Part, Part, Part]:
-    """Return what is there once, and what a layer of the encoder and of the decoder adds."""
-    small, more_encoder, more_decoder = parts
-    encoder_layer, decoder_layer = _each(small, more_encoder), _each(small, more_decoder)
+    """Return what is there once, and what a layer of the encoder (if there is one) and of the decoder adds."""
+    small, *more_encoder, more_decoder = parts
+    decoder_layer = _each(small, more_decoder)
+    encoder_layer = _each(small, more_encoder[0]) if more_encoder else decoder_layer * 0.0
     return small + (encoder_layer + decoder_layer) * -1.0, encoder_layer, decoder_layer
 
 
@@ -137,14 +138,18 @@ def slice_of(outline: GeneratorOutline, encoder: int, decoder: int) -> QueryGene
         ConfigurationError: The model cannot be sliced.
     """
     config = outline.model.config.to_dict()  # type: ignore[operator, union-attr]
-    names = ("num_layers", "num_decoder_layers") if "num_layers" in config else ("encoder_layers", "decoder_layers")
-    known = {key: value for key, value in config.items() if key in _SHAPE}
+    if config["is_encoder_decoder"]:
+        names = ("num_layers", "num_decoder_layers") if "num_layers" in config else ("encoder_layers", "decoder_layers")
+        known = {key: value for key, value in config.items() if key in _SHAPE} | {names[0]: encoder, names[1]: decoder}
+    else:
+        depth = "num_hidden_layers" if "num_hidden_layers" in config else "n_layer"
+        known = {key: value for key, value in config.items() if not _of_the_whole(key)} | {depth: decoder}
     try:
         return QueryGenerator(
             privacy=DPSGD(eps=1.0),
             optimizer=OptimizerSpec(name=outline.optimizer if outline.optimizer != "adam_bc" else "adam"),
             pretrained=None,
-            config={**known, names[0]: encoder, names[1]: decoder},
+            config=known,
             tokenizer=PUBLIC_T5,
             max_passage_length=outline.max_passage_length,
             max_query_length=outline.max_query_length,
@@ -164,6 +169,11 @@ _SHAPE = {
     "encoder_ffn_dim", "decoder_ffn_dim", "encoder_attention_heads", "decoder_attention_heads", "activation_function",
     "max_position_embeddings", "dropout",
 }  # fmt: skip
+
+
+def _of_the_whole(key: str) -> bool:
+    """Whether a field of a config is about the tokenizer, or lists the layers of the whole model."""
+    return key.endswith("_token_id") or key in ("layer_types", "architectures", "quantization_config")
 
 
 def predict(outline: GeneratorOutline, *, batch: float, device: str, world: int, strategy: str) -> dict[str, Any]:

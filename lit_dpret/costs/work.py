@@ -1,4 +1,4 @@
-"""Operations and values of one row of an encoder-decoder model, counted from its layers."""
+"""Operations and values of one row of a language model, counted from its layers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from lit_dpret.errors import ConfigurationError
 
@@ -43,7 +44,7 @@ class Work:
         scores: Attention weights of all heads and layers.
         width: Columns of a head times heads, summed over attention layers: the other side of the products with scores.
         logits: Values of the output layer.
-        encoder_layers: Of the encoder.
+        encoder_layers: Of the encoder; 0 where there is none.
         decoder_layers: Of the decoder.
     """
 
@@ -85,7 +86,7 @@ class Outline(Protocol):
     def model(self) -> nn.Module: ...
 
     @property
-    def encoder_length(self) -> int: ...
+    def source_length(self) -> int: ...
 
     @property
     def max_query_length(self) -> int: ...
@@ -95,33 +96,41 @@ def work_of(outline: Outline) -> Work:
     """Count the work of one row at the full lengths.
 
     Raises:
-        ConfigurationError: The model is no encoder-decoder model, whose shape these counts know.
+        ConfigurationError: The model is no language model, whose shape these counts know.
     """
     model: Any = outline.model
-    config: Any = getattr(model, "config", None)
-    if not getattr(config, "is_encoder_decoder", False):
-        raise ConfigurationError(
-            f"The formulas know encoder-decoder models (model=generator), and {outline.name} is none."
-        )
-    source, target = outline.encoder_length, outline.max_query_length
-    products: Counter[Product] = Counter()
-    for name, layer in model.named_modules():
-        if isinstance(layer, nn.Linear):
-            tokens = _tokens_of(name, source, target)
-            products[Product(tokens, layer.in_features, layer.out_features, layer.weight.requires_grad)] += 1
-    fields = config.to_dict()
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if head is None:
+        raise ConfigurationError(f"The formulas know language models (model=generator), and {outline.name} is none.")
+    source, target = outline.source_length, outline.max_query_length
+    fields = model.config.to_dict()
 
     def field(*names: str) -> int:
         return int(next(fields[name] for name in names if fields.get(name) is not None))
 
-    heads = field("num_heads", "encoder_attention_heads")
-    encoder, decoder = field("num_layers", "encoder_layers"), field("num_decoder_layers", "decoder_layers")
-    head = int(fields.get("d_kv") or field("d_model") // heads)
-    scores = heads * (encoder * source**2 + decoder * (target**2 + source * target))
+    heads = field("num_heads", "encoder_attention_heads", "num_attention_heads", "n_head")
+    width = field("d_model", "hidden_size", "n_embd")
+    head_width = int(fields.get("d_kv") or fields.get("head_dim") or width // heads)
+    if model.config.is_encoder_decoder:
+        encoder, decoder = field("num_layers", "encoder_layers"), field("num_decoder_layers", "decoder_layers")
+        scores = heads * (encoder * source**2 + decoder * (target**2 + source * target))
+    else:
+        encoder, decoder = 0, field("num_hidden_layers", "n_layer")
+        scores = heads * decoder * (source + target - 1) ** 2
+    products: Counter[Product] = Counter()
+    for name, layer in model.named_modules():
+        if not isinstance(layer, nn.Linear | Conv1D):
+            continue
+        if model.config.is_encoder_decoder:
+            tokens = _tokens_of(name, source, target)
+        else:
+            tokens = target if layer is head else source + target - 1
+        outputs, inputs = layer.weight.shape if isinstance(layer, nn.Linear) else layer.weight.shape[::-1]
+        products[Product(tokens, inputs, outputs, layer.weight.requires_grad)] += 1
     return Work(
         products=dict(products),
         scores=scores,
-        score_products=2 * head * scores,
+        score_products=2 * head_width * scores,
         logits=target * int(model.get_input_embeddings().num_embeddings),
         encoder_layers=encoder,
         decoder_layers=decoder,
@@ -129,7 +138,7 @@ def work_of(outline: Outline) -> Work:
 
 
 def _tokens_of(name: str, source: int, target: int) -> int:
-    """Return how many tokens of a row pass the layer of that name."""
+    """Return how many tokens of a row pass the layer of that name in an encoder-decoder model."""
     crossed = any(part in name for part in ("EncDecAttention.k", "EncDecAttention.v"))
     crossed = crossed or any(part in name for part in ("encoder_attn.k", "encoder_attn.v"))
     return source if crossed or "encoder." in f".{name}".replace("decoder.", "") else target

@@ -1,7 +1,7 @@
 """What of a model is trained: parameters by name, low-rank adapters, or virtual tokens before every passage.
 
 Adapters are merged into the weights after training. Virtual tokens cannot be, but they can be merged into the
-vocabulary: a saved generator is a plain T5 with so many rows of embeddings more.
+vocabulary: a saved generator is a plain model with so many rows of embeddings more.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import AutoModelForSeq2SeqLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_dpret.encoders import TextEncoder
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError, first_line
+from lit_dpret.modules.language_models import shaped
 from lit_dpret.privacy.budget import require_choice
 
 
@@ -220,7 +221,7 @@ class PromptedEmbedding(nn.Module):
 def add_prompt(
     model: PreTrainedModel, settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | None
 ) -> tuple[int, ...]:
-    """Freeze a T5 and give its encoder virtual tokens to train.
+    """Freeze a language model and give it virtual tokens to train, which its encoder reads where it has one.
 
     Args:
         model: Changed in place.
@@ -231,24 +232,29 @@ def add_prompt(
         The ids of the virtual tokens, which are to be put before every passage.
 
     Raises:
-        ConfigurationError: A setting is refused, or the model is no T5.
+        ConfigurationError: A setting is refused, or the model's embeddings are not a plain table.
     """
     wanted = PromptTuning.of(settings)
     plain: Any = model
-    if model.config.model_type != "t5":
+    if model.config.is_encoder_decoder and model.config.model_type != "t5":
         raise ConfigurationError(
-            f"model.prompt_tuning puts virtual tokens before the encoder of a T5, and this is a "
-            f"{model.config.model_type}. Train low-rank adapters instead (model.lora)."
+            f"model.prompt_tuning puts virtual tokens before the encoder of a T5 or before a decoder-only model, and "
+            f"this is a {model.config.model_type}. Train low-rank adapters instead (model.lora)."
+        )
+    words: Any = model.get_input_embeddings()
+    if type(words) is not nn.Embedding:
+        raise ConfigurationError(
+            f"model.prompt_tuning needs embeddings that are a plain table, and those of {type(model).__name__} are a "
+            f"{type(words).__name__}. Train low-rank adapters instead (model.lora)."
         )
     model.requires_grad_(False)
-    words = plain.shared
     count = wanted.num_virtual_tokens
     if tokenizer is None:
         start = torch.empty_like(words.weight[:1]).expand(count, -1).contiguous()
     else:
         start = _start(wanted, words, tokenizer)
     embedding = PromptedEmbedding(words, start)
-    plain.encoder.set_input_embeddings(embedding)
+    (plain.encoder if model.config.is_encoder_decoder else plain).set_input_embeddings(embedding)
     return embedding.ids
 
 
@@ -273,37 +279,41 @@ def _start(wanted: PromptTuning, words: nn.Embedding, tokenizer: PreTrainedToken
 
 
 def without_prompt(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a plain T5 whose last rows of embeddings are the virtual tokens; the model itself where it has none.
+    """Return a plain model whose last rows of embeddings are the virtual tokens; itself where it has none.
 
     Guarantees:
         - Nothing but those rows differs from the model that training started from.
         - What it writes by ``generate`` holds no virtual token: its generation config suppresses them.
     """
-    embedding = prompt_of(model)
-    if embedding is None:
+    place = next((name for name, module in model.named_modules() if isinstance(module, PromptedEmbedding)), None)
+    if place is None:
         return model
     trained: Any = model
-    words, rows = trained.shared.weight.detach(), embedding.prompt.weight.detach()
+    embedding: Any = model.get_submodule(place)
+    words, rows = embedding.words.weight.detach(), embedding.prompt.weight.detach()
     table = torch.cat([words, rows.to(words)])
-    head = trained.lm_head.weight
-    longer = dict.fromkeys(("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"), table)
-    tied = head is trained.shared.weight
-    longer["lm_head.weight"] = table if tied else torch.cat([head.detach(), torch.zeros_like(rows).to(head)])
+    head = trained.get_output_embeddings()
+    head_place = next(name for name, module in model.named_modules() if module is head)
+    longer = {f"{place}.weight": table}
+    if model.config.is_encoder_decoder:
+        longer |= dict.fromkeys(("shared.weight", "decoder.embed_tokens.weight"), table)
+    tied = head.weight is embedding.words.weight
+    longer[f"{head_place}.weight"] = table if tied else _with_zeros(head.weight, len(rows))
+    if getattr(head, "bias", None) is not None:
+        longer[f"{head_place}.bias"] = _with_zeros(head.bias, len(rows))
     config = copy.deepcopy(model.config)
     config.vocab_size = len(table)
     with torch.device("meta"):  # no copy of the weights, no numbers drawn; and parts of FSDP cannot be copied
-        made: PreTrainedModel = AutoModelForSeq2SeqLM.from_config(config, dtype=words.dtype)
-    kept = {name: weight for name, weight in model.state_dict().items() if not name.startswith("encoder.embed_tokens.")}
+        made = shaped(config, words.dtype)
+    kept = {name: weight for name, weight in model.state_dict().items() if not name.startswith(f"{place}.")}
     made.load_state_dict(kept | longer, assign=True)
     made.generation_config = copy.deepcopy(model.generation_config)
     made.generation_config.suppress_tokens = list(embedding.ids)
     return made
 
 
-def prompt_of(model: nn.Module) -> PromptedEmbedding | None:
-    """Return the embedding with virtual tokens of a model that has one."""
-    found = getattr(getattr(model, "encoder", None), "embed_tokens", None)
-    return found if isinstance(found, PromptedEmbedding) else None
+def _with_zeros(weight: Tensor, rows: int) -> Tensor:
+    return torch.cat([weight.detach(), torch.zeros_like(weight.detach()[:1]).repeat(rows, *[1] * (weight.dim() - 1))])
 
 
 def speak_words_only(model: PreTrainedModel, count: int) -> None:
@@ -312,12 +322,10 @@ def speak_words_only(model: PreTrainedModel, count: int) -> None:
     Guarantees:
         - Its scores are those of the model in training, of the same shape.
     """
-    plain: Any = model
-    plain.lm_head = _head(plain.lm_head.weight.detach()[:-count])
-
-
-def _head(weight: Tensor) -> nn.Linear:
-    """Return the output layer of this weight, ``(vocabulary, dim)``."""
-    made = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    head: Any = model.get_output_embeddings()
+    weight = head.weight.detach()[:-count]
+    made = nn.Linear(weight.shape[1], weight.shape[0], bias=head.bias is not None, device="meta")
     made.weight = nn.Parameter(weight)
-    return made
+    if head.bias is not None:
+        made.bias = nn.Parameter(head.bias.detach()[:-count])
+    model.set_output_embeddings(made)

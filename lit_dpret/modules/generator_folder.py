@@ -17,16 +17,15 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_dpret.errors import ConfigurationError, StorageError, UnsupportedModelError
 from lit_dpret.modules.fine_tuning import speak_words_only
-from lit_dpret.modules.language_models import load_seq2seq, load_tokenizer
+from lit_dpret.modules.language_models import load_language_model, load_tokenizer
 
 CONTRACT_NAME = "lit_dpret_generator.json"
 CONTRACT_FORMAT = 1
+PASSAGE = "{passage}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +33,7 @@ class GeneratorContract:
     """How texts become tokens: everything beside the weights that changes what is generated.
 
     Args:
-        prompt: Put before every passage.
+        prompt: Put before every passage; or the text around it, where it says ``{passage}``.
         max_passage_length: Tokens of prompt and passage together, the end mark included.
         max_query_length: Tokens of a query, the end mark included.
         lower_case: Lower-case prompt-less passages and queries before they are tokenised.
@@ -57,9 +56,15 @@ class GeneratorContract:
                 )
 
     @property
-    def encoder_length(self) -> int:
-        """Tokens that the encoder sees at most: those of a passage, and the virtual ones before it."""
+    def source_length(self) -> int:
+        """Most tokens that are read before a query: those of prompt and passage, and the virtual ones before them."""
         return len(self.virtual_ids) + self.max_passage_length
+
+    @property
+    def around_passage(self) -> tuple[str, str]:
+        """The prompt before a passage and after it."""
+        before, _, after = self.prompt.partition(PASSAGE)
+        return before, after
 
     def to_dict(self) -> dict[str, Any]:
         """Return the contract as it is written to ``lit_dpret_generator.json``."""
@@ -87,15 +92,22 @@ class TextCodec:
     """Texts to token ids and back, by one tokenizer under one contract.
 
     Guarantees:
-        - A text that is too long loses its end, never its end mark.
+        - A text that is too long loses its end, never its end mark, nor the prompt after it.
         - The tokenizer is left as it was: no truncation setting leaks into its saved files.
+
+    Args:
+        tokenizer: That of the model.
+        contract: Prompt and lengths.
+        continues: Whether the query follows the passage in one sequence, as in decoder-only models: then no mark ends
+            the passage, and a space at the end of the prompt belongs to the query's first token.
     """
 
     tokenizer: PreTrainedTokenizerBase
     contract: GeneratorContract
+    continues: bool = False
 
     def passages(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of virtual tokens and of ``prompt + passage``, of which at most ``max_passage_length``."""
+        """Return the ids of virtual tokens and of prompt and passage, of which at most ``max_passage_length``."""
         return [[*self.contract.virtual_ids, *ids] for ids in self.token_ids(texts, "passage")]
 
     def queries(self, texts: Sequence[str]) -> list[list[int]]:
@@ -104,10 +116,30 @@ class TextCodec:
 
     def token_ids(self, texts: Sequence[str], side: str, *, whole: bool = False) -> list[list[int]]:
         """Return token ids of texts of one side, cut at its maximal length unless ``whole``."""
-        of_query = side == "query"
-        prompt = "" if of_query else self.contract.prompt
-        limit = self.contract.max_query_length if of_query else self.contract.max_passage_length
-        return self._ids([prompt + self._cased(text) for text in texts], None if whole else limit)
+        before, after = self.contract.around_passage
+        lead = " " if self.continues and after.endswith(" ") else ""
+        cased = [self._cased(text) for text in texts]
+        end = [self.tokenizer.eos_token_id]
+        if side == "query":
+            inside = [lead + text for text in cased] if self.continues else cased
+            return self._ids(inside, end, None if whole else self.contract.max_query_length, marks=not self.continues)
+        after = after.removesuffix(lead)
+        tail = self.tokenizer(after, add_special_tokens=False, verbose=False)["input_ids"] if after else []
+        tail = tail if self.continues else [*tail, *end]
+        return self._ids([before + text for text in cased], tail, None if whole else self.contract.max_passage_length)
+
+    def require_room(self) -> None:
+        """Refuse a prompt that leaves no room for a passage.
+
+        Raises:
+            ConfigurationError: Names the tokens of the prompt and ``model.max_passage_length``.
+        """
+        taken, most = len(self.token_ids([""], "passage", whole=True)[0]), self.contract.max_passage_length
+        if taken >= most:
+            raise ConfigurationError(
+                f"model.max_passage_length={most} is the length of prompt and passage together, and model.prompt has "
+                f"{taken} tokens alone. Make the prompt shorter, or the length greater."
+            )
 
     def text(self, ids: Sequence[int]) -> str:
         """Return the words of generated ids, without marks, with single spaces."""
@@ -117,13 +149,31 @@ class TextCodec:
     def _cased(self, text: str) -> str:
         return text.lower() if self.contract.lower_case else text
 
-    def _ids(self, texts: list[str], limit: int | None) -> list[list[int]]:
-        eos = self.tokenizer.eos_token_id
+    def _ids(self, texts: list[str], tail: list[int], limit: int | None, *, marks: bool = True) -> list[list[int]]:
+        """Return the ids of texts, cut so that the ids of ``tail`` fit behind them; ``marks`` as the tokenizer sets."""
         if not texts:
             return []
-        rows: list[list[int]] = self.tokenizer(texts, verbose=False)["input_ids"]
-        kept = None if limit is None else limit - 1
-        return [[*(ids[:-1] if ids and ids[-1] == eos else ids)[:kept], eos] for ids in rows]
+        rows: list[list[int]] = self.tokenizer(texts, add_special_tokens=marks, verbose=False)["input_ids"]
+        eos, kept = self.tokenizer.eos_token_id, None if limit is None else max(limit - len(tail), 0)
+        return [[*(ids[:-1] if ids and ids[-1] == eos else ids)[:kept], *tail] for ids in rows]
+
+
+def chat_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
+    """Return the prompt as the user's turn in the chat template of the tokenizer, up to where the answer begins.
+
+    Raises:
+        ConfigurationError: The tokenizer has no chat template.
+    """
+    if not tokenizer.chat_template:
+        raise ConfigurationError(
+            "model.chat=true, and the tokenizer has no chat template: the model was not taught to chat. "
+            "Set model.chat=false and write the prompt as a text that a query continues."
+        )
+    turns = [{"role": "user", "content": prompt}]
+    text = str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+    first = tokenizer("", verbose=False)["input_ids"]
+    # A template that writes the begin mark itself, for a tokenizer that sets it too.
+    return text.removeprefix(str(tokenizer.bos_token)) if first and first[0] == tokenizer.bos_token_id else text
 
 
 def is_generator(folder: str | Path) -> bool:
@@ -196,7 +246,7 @@ def load_generator(folder: str | Path) -> GeneratorModel:
     """
     folder = Path(folder)
     contract = read_contract(folder)
-    model = load_seq2seq(folder)
+    model = load_language_model(folder)
     if virtual := contract.virtual_ids:
         rows = model.get_input_embeddings().num_embeddings
         if virtual != tuple(range(rows - len(virtual), rows)):
@@ -205,7 +255,8 @@ def load_generator(folder: str | Path) -> GeneratorModel:
                 f"the {rows} rows of the model's embeddings. The two files do not belong together."
             )
         speak_words_only(model, len(virtual))
-    return GeneratorModel(model.eval(), TextCodec(load_tokenizer(folder), contract), folder)
+    codec = TextCodec(load_tokenizer(folder), contract, continues=not model.config.is_encoder_decoder)
+    return GeneratorModel(model.eval(), codec, folder)
 
 
 def read_contract(folder: str | Path) -> GeneratorContract:
@@ -251,26 +302,3 @@ def weights_hash(folder: str | Path) -> str:
                 inner = hashlib.file_digest(handle, "sha256").hexdigest()
             digest.update(f"{file.name}\0{inner}\n".encode())
     return digest.hexdigest()
-
-
-def padded(rows: Sequence[Sequence[int]], filler: int) -> Tensor:
-    """Return the rows filled up at the end, shape ``(rows, longest)``, int64.
-
-    Example:
-        >>> padded([[5, 6], [7]], 0).tolist()
-        [[5, 6], [7, 0]]
-    """
-    width = max(len(ids) for ids in rows)
-    return torch.tensor([[*ids, *[filler] * (width - len(ids))] for ids in rows], dtype=torch.long)
-
-
-def placed(tensor: Tensor, places: Sequence[int], shape: tuple[int, int], filler: int) -> Tensor:
-    """Return the rows of ``tensor`` at ``places`` of a tensor of that shape, which is otherwise full of ``filler``.
-
-    Example:
-        >>> placed(torch.tensor([[5, 6], [7, 0]]), [0, 2], (3, 3), 0).tolist()
-        [[5, 6, 0], [0, 0, 0], [7, 0, 0]]
-    """
-    found = tensor.new_full(shape, filler)
-    found[list(places), : tensor.shape[1]] = tensor
-    return found

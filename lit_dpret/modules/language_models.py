@@ -11,6 +11,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
+    AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
     PretrainedConfig,
@@ -19,18 +20,22 @@ from transformers import (
 )
 
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError, first_line
+from lit_dpret.modules.families import require_writer
+from lit_dpret.modules.smollm2 import SMOLLM2, smollm2_path
 
 PUBLIC_T5 = "public_t5"
-# Loading never guesses. A folder that is not a sequence-to-sequence model, or lacks some of its weights (Hugging Face
-# would fill them with noise and go on), is refused in one line that names it.
+# Loading never guesses. A folder that is no language model, or lacks some of its weights (Hugging Face would fill them
+# with noise and go on), is refused in one line that names it.
 _LOADING_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError, StrictDataclassError)
 
 
 def load_tokenizer(source: str | Path | PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """Return a tokenizer by hub name, folder, ``public_t5``, or itself.
+    """Return a tokenizer by hub name, folder, ``public_t5``, ``smollm2``, or itself.
+
+    One without a padding mark, as those of GPT-2 and Llama are, pads with its end mark: padding is never looked at.
 
     Raises:
-        UnsupportedModelError: There is none, or it has no padding or end mark.
+        UnsupportedModelError: There is none, or it has no end mark.
     """
     if isinstance(source, PreTrainedTokenizerBase):
         tokenizer = source
@@ -40,36 +45,44 @@ def load_tokenizer(source: str | Path | PreTrainedTokenizerBase) -> PreTrainedTo
             tokenizer = AutoTokenizer.from_pretrained(place, local_files_only=_is_cached(place))
         except _LOADING_ERRORS as error:
             raise _unloadable(source, error, "tokenizer") from error
-    for mark in ("pad_token_id", "eos_token_id"):
-        if getattr(tokenizer, mark) is None:
-            raise UnsupportedModelError(
-                f"The tokenizer of {source} has no {mark}: a generator pads its batches and must learn where to end."
-            )
+    if tokenizer.eos_token_id is None:
+        raise UnsupportedModelError(
+            f"The tokenizer of {source} has no eos_token: a generator must learn where a query ends."
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
-def load_seq2seq(source: str | Path, *, dropout: float | None = None) -> PreTrainedModel:
-    """Return a sequence-to-sequence model by hub name, folder or ``public_t5``, its weights in float32.
+def load_language_model(source: str | Path, *, dropout: float | None = None) -> PreTrainedModel:
+    """Return the model of a hub name, folder, ``public_t5`` or ``smollm2``, its weights in float32.
+
+    Returns:
+        An encoder-decoder model, or a decoder-only one, as its config says.
 
     Raises:
-        UnsupportedModelError: There is no such model, it is of another kind, or weights are missing.
+        UnsupportedModelError: There is no such model, it does not write, or weights are missing.
     """
     place = _place(source)
     try:
         config = AutoConfig.from_pretrained(place, local_files_only=_is_cached(place))
         if dropout is not None:
             _set_dropout(config, dropout)
-        model, report = AutoModelForSeq2SeqLM.from_pretrained(
+        model, report = _auto_class(config).from_pretrained(
             place, config=config, dtype=torch.float32, output_loading_info=True, local_files_only=_is_cached(place)
         )
     except _LOADING_ERRORS as error:
-        raise _unloadable(source, error, "sequence-to-sequence model") from error
+        raise _unloadable(source, error, "language model") from error
     if missing := sorted(report["missing_keys"]):
         raise UnsupportedModelError(
             f"model.pretrained={source} lacks {len(missing)} of its weights ({missing[0]}, ...): they would be noise. "
             "It may be an encoder only, or a download that broke off."
         )
     return _checked(model, source)
+
+
+def _auto_class(config: PretrainedConfig) -> Any:
+    return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
 
 
 def config_of_new(config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> PretrainedConfig:
@@ -94,7 +107,10 @@ def config_of_new(config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase 
         given.setdefault("vocab_size", len(tokenizer))
         given.setdefault("pad_token_id", tokenizer.pad_token_id)
         given.setdefault("eos_token_id", tokenizer.eos_token_id)
-        given.setdefault("decoder_start_token_id", tokenizer.pad_token_id)
+        if known["is_encoder_decoder"]:
+            given.setdefault("decoder_start_token_id", tokenizer.pad_token_id)
+        elif "bos_token_id" in known:
+            given.setdefault("bos_token_id", tokenizer.bos_token_id)
         if given["vocab_size"] < len(tokenizer):
             raise ConfigurationError(
                 f"model.config.vocab_size={given['vocab_size']} is smaller than the tokenizer's {len(tokenizer)} "
@@ -107,27 +123,28 @@ def config_of_new(config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase 
 
 
 def config_of_stored(source: str | Path, *, known: Mapping[str, Mapping[str, Any]] | None = None) -> PretrainedConfig:
-    """Return the config of a model by hub name, folder or ``public_t5``, without its weights.
+    """Return the config of a model by hub name, folder, ``public_t5`` or ``smollm2``, without its weights.
 
     Args:
-        source: As for `load_seq2seq`.
+        source: As for `load_language_model`.
         known: Fields of configs by hub name, taken where the hub's own is not in the cache.
 
     Raises:
         UnsupportedModelError: There is no such model.
     """
-    place = _place(source)
-    if place in (known or {}) and not _is_cached(place):
-        facts = dict((known or {})[place])
+    shapes = known or {}
+    if str(source) in shapes and (str(source) == SMOLLM2 or not _is_cached(_place(source))):
+        facts = dict(shapes[str(source)])
         return AutoConfig.for_model(facts.pop("model_type"), **facts)
+    place = _place(source)
     try:
         found: PretrainedConfig = AutoConfig.from_pretrained(place, local_files_only=_is_cached(place))
     except _LOADING_ERRORS as error:
-        raise _unloadable(source, error, "sequence-to-sequence model") from error
+        raise _unloadable(source, error, "language model") from error
     return found
 
 
-def build_seq2seq(
+def build_language_model(
     config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, *, dropout: float | None = None
 ) -> PreTrainedModel:
     """Return a new model from the fields of its Hugging Face config (``model_type`` defaults to ``t5``).
@@ -136,17 +153,24 @@ def build_seq2seq(
 
     Raises:
         ConfigurationError: A field is unknown, or the vocabulary is smaller than the tokenizer's.
+        UnsupportedModelError: A model of that type does not write.
     """
     full = config_of_new(config, tokenizer)
     try:
         if dropout is not None:
             _set_dropout(full, dropout)
-        model = AutoModelForSeq2SeqLM.from_config(full, dtype=torch.float32)
+        model = shaped(full)
     except _LOADING_ERRORS as error:
         raise ConfigurationError(
             f"model.config does not describe a {full.model_type} model: {first_line(error)}"
         ) from error
     return _checked(model, f"model.config ({full.model_type})")
+
+
+def shaped(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Return a new language model of this config, on the device of the context."""
+    model: PreTrainedModel = _auto_class(config).from_config(config, dtype=dtype)
+    return model
 
 
 def enable_checkpointing(model: PreTrainedModel) -> None:
@@ -164,6 +188,8 @@ def _place(source: str | Path) -> str:
         from lit_dpret.assets import public_t5_path  # here, so that only its users need the asset
 
         return str(public_t5_path())
+    if str(source) == SMOLLM2:
+        return str(smollm2_path())
     path = Path(source).expanduser()
     if path.is_dir():
         return str(path)
@@ -184,7 +210,9 @@ def _is_cached(place: str) -> bool:
 
 
 def _checked(model: PreTrainedModel, source: object) -> PreTrainedModel:
-    if not hasattr(model, "prepare_decoder_input_ids_from_labels"):
+    if not model.config.is_encoder_decoder:
+        require_writer(model, source)
+    elif not hasattr(model, "prepare_decoder_input_ids_from_labels"):
         raise UnsupportedModelError(
             f"{source} is a {type(model).__name__}, which cannot shift targets into decoder inputs. "
             "Choose a T5, BART or similar model."
@@ -192,26 +220,32 @@ def _checked(model: PreTrainedModel, source: object) -> PreTrainedModel:
     return model
 
 
+# By these names the configs of Hugging Face call the rates of layers, and those of attention.
+_DROPOUT = ("dropout_rate", "dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop")
+_ATTENTION_DROPOUT = ("attention_dropout", "activation_dropout", "attn_pdrop")
+
+
 def _set_dropout(config: Any, dropout: float) -> None:
     if not 0 <= dropout < 1:
         raise ConfigurationError(f"model.dropout={dropout} is not in [0, 1).")
-    if hasattr(config, "dropout_rate"):
-        config.dropout_rate = dropout
-    elif hasattr(config, "dropout"):
-        config.dropout = dropout
-        for name in ("attention_dropout", "activation_dropout"):
-            if dropout == 0 and hasattr(config, name):
+    rates = [name for name in _DROPOUT if hasattr(config, name)]
+    for name in rates:
+        setattr(config, name, dropout)
+    if dropout == 0:
+        for name in _ATTENTION_DROPOUT:
+            if hasattr(config, name):
                 setattr(config, name, 0.0)
-    else:
+    elif not rates:
         raise ConfigurationError(
-            f"model.dropout={dropout} cannot be set: a {config.model_type} config names no dropout rate."
+            f"model.dropout={dropout} cannot be set: a {config.model_type} config names no dropout rate of its layers. "
+            "Leave it null."
         )
 
 
 def _unloadable(source: object, error: BaseException, what: str) -> Exception:
     if isinstance(error, ConfigurationError | UnsupportedModelError):
         return error
-    if isinstance(source, Path) or Path(str(source)).expanduser().is_dir() or str(source) == PUBLIC_T5:
+    if isinstance(source, Path) or Path(str(source)).expanduser().is_dir() or str(source) in (PUBLIC_T5, SMOLLM2):
         return UnsupportedModelError(f"model.pretrained={source} holds no usable {what}: {first_line(error)}")
     return UnsupportedModelError(
         f"model.pretrained={source} is no local folder, is not in the Hugging Face cache, and could not be fetched: "

@@ -2,7 +2,7 @@
 
 The model is built on PyTorch's ``meta`` device, where a tensor has a shape and no memory, so that a
 3B model is planned on a laptop. The shapes of the published T5s are known here by their hub names,
-because a plan must not need a network.
+and those of some decoder-only models, because a plan must not need a network.
 """
 
 from __future__ import annotations
@@ -14,11 +14,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForSeq2SeqLM, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.modules.fine_tuning import PromptTuning, add_prompt, freeze_all_but, refuse_two_choices, with_lora
-from lit_dpret.modules.language_models import config_of_new, config_of_stored, enable_checkpointing, load_tokenizer
+from lit_dpret.modules.language_models import (
+    config_of_new,
+    config_of_stored,
+    enable_checkpointing,
+    load_tokenizer,
+    shaped,
+)
+from lit_dpret.modules.smollm2 import SMOLLM2
 
 _WORDS = 32128
 """Rows of the embeddings of every published T5: its 32,100 pieces, rounded up."""
@@ -31,7 +38,16 @@ def _shape(width: int, heads: int, head: int, wide: int, layers: int, **more: An
     return {"model_type": "t5", "vocab_size": _WORDS, **facts, **more}
 
 
-#: Raffel et al. (2020, 1910.10683), section 3.7 and its released "T5.1.1" configurations, by hub name.
+def _llama(width: int, heads: int, shared: int, wide: int, layers: int, words: int, **more: Any) -> dict[str, Any]:
+    facts = {"hidden_size": width, "num_attention_heads": heads, "num_key_value_heads": shared}
+    facts |= {"intermediate_size": wide, "num_hidden_layers": layers, "vocab_size": words}
+    return {"model_type": "llama", "tie_word_embeddings": True, "max_position_embeddings": 8192, **facts, **more}
+
+
+_SMOLLM2_135M = _llama(576, 9, 3, 1536, 30, 49152)
+
+#: By hub name: the T5s of Raffel et al. (2020, 1910.10683), section 3.7, and the released "T5.1.1" ones; SmolLM2
+#: (Allal et al. 2025, 2502.02737); Qwen2.5 and Qwen3, as their configs on the hub state.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "google-t5/t5-small": _shape(512, 8, 64, 2048, 6),
     "google-t5/t5-base": _shape(768, 12, 64, 3072, 12),
@@ -41,6 +57,12 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "google/t5-v1_1-base": _shape(768, 12, 64, 2048, 12, **_GATED),
     "google/t5-v1_1-large": _shape(1024, 16, 64, 2816, 24, **_GATED),
     "google/t5-v1_1-xl": _shape(2048, 32, 64, 5120, 24, **_GATED),
+    SMOLLM2: _SMOLLM2_135M,
+    "HuggingFaceTB/SmolLM2-135M": _SMOLLM2_135M,
+    "HuggingFaceTB/SmolLM2-360M": _llama(960, 15, 5, 2560, 32, 49152),
+    "HuggingFaceTB/SmolLM2-1.7B": _llama(2048, 32, 32, 8192, 24, 49152),
+    "Qwen/Qwen2.5-0.5B": _llama(896, 14, 2, 4864, 24, 151936, model_type="qwen2"),
+    "Qwen/Qwen3-0.6B": _llama(1024, 16, 8, 3072, 28, 151936, model_type="qwen3", head_dim=128),
 }
 
 
@@ -71,7 +93,7 @@ class GeneratorOutline:
     trainable_patterns: Sequence[str] | None = None
 
     @property
-    def encoder_length(self) -> int:
+    def source_length(self) -> int:
         """Tokens that the encoder sees at most, virtual ones among them."""
         virtual = 0 if self.prompt_tuning is None else PromptTuning.of(self.prompt_tuning).num_virtual_tokens
         return virtual + self.max_passage_length
@@ -129,7 +151,7 @@ class GeneratorOutline:
                 )
             shape = config_of_new(config or {}, load_tokenizer(tokenizer))
         with torch.device("meta"):
-            model: Any = AutoModelForSeq2SeqLM.from_config(shape, dtype=torch.float32)
+            model: Any = shaped(shape)
             if gradient_checkpointing:
                 enable_checkpointing(model)
             if lora is not None:

@@ -1,11 +1,11 @@
 """Passage in, query out: the model that learns to ask, and the only part that sees a private query.
 
-Fine-tuning a sequence-to-sequence model on (passage, query) pairs under DP-SGD gives a model that
-may write as many queries as one likes: they are post-processing (papers: "query-level privacy for
-deep retrieval", section 4). That holds only if the loss is a sum over units, so the loss of a row is
-normalised by the row's *own* number of target tokens. Hugging Face's built-in loss divides by the
-token count of the whole batch: one long query would then change the weight of all the others, and
-clipping each example would bound nothing.
+Fine-tuning a language model on (passage, query) pairs under DP-SGD gives a model that may write as many
+queries as one likes: they are post-processing (papers: "query-level privacy for deep retrieval",
+section 4). That holds only if the loss is a sum over units, so the loss of a row is normalised by the
+row's *own* number of target tokens. Hugging Face's built-in loss divides by the token count of the
+whole batch: one long query would then change the weight of all the others, and clipping each example
+would bound nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_dpret.distributed.xla import on_host
 from lit_dpret.errors import ConfigurationError
+from lit_dpret.modules.families import IGNORED, DecoderOnly, family_of
 from lit_dpret.modules.fine_tuning import (
     add_prompt,
     freeze_all_but,
@@ -31,16 +32,21 @@ from lit_dpret.modules.fine_tuning import (
     without_prompt,
 )
 from lit_dpret.modules.generator_folder import (
+    PASSAGE,
     GeneratorContract,
     GeneratorModel,
     TextCodec,
+    chat_prompt,
     load_generator,
-    padded,
-    placed,
     refuse_tuned_prompt,
     save_generator,
 )
-from lit_dpret.modules.language_models import build_seq2seq, enable_checkpointing, load_seq2seq, load_tokenizer
+from lit_dpret.modules.language_models import (
+    build_language_model,
+    enable_checkpointing,
+    load_language_model,
+    load_tokenizer,
+)
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.outline import GeneratorOutline
 from lit_dpret.modules.private_module import PrivateModule
@@ -51,11 +57,10 @@ from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.sampling import Row
 
 LossNormalisation = Literal["mean", "sum"]
-IGNORED = -100
 
 
 class QueryGenerator(PrivateModule):
-    """Learn to write the query that a passage answers.
+    r"""Learn to write the query that a passage answers.
 
     Guarantees:
         - The loss of a row depends on that row alone: not on the other rows of the batch, nor on
@@ -67,11 +72,15 @@ class QueryGenerator(PrivateModule):
     Args:
         privacy: The privacy mode.
         optimizer: Name, learning rate and schedule of the optimizer.
-        pretrained: Hub name, model folder, or ``public_t5`` for the model that ships with this
-            package; null to build a new one from ``config``.
+        pretrained: Hub name or model folder of an encoder-decoder model (T5, BART) or a decoder-only one (Llama,
+            Qwen, Gemma, GPT-2); ``public_t5`` for the model that ships with this package; null to build a new one
+            from ``config``.
         config: Fields of the Hugging Face config of a new model (``pretrained`` null).
         tokenizer: Hub name, folder or tokenizer; null for the one of ``pretrained``.
-        prompt: Put before every passage.
+        prompt: Put before every passage; or the text around it, with ``{passage}`` where it stands, as a decoder-only
+            model needs it. It is public. Null for the family's own: ``generate_query: ``, or
+            ``Passage: {passage}\nQuestion: ``.
+        chat: Put the prompt into the tokenizer's chat template, as the user's turn.
         max_passage_length: Tokens of prompt and passage together.
         max_query_length: Tokens of a query.
         lower_case: Lower-case passages and queries.
@@ -91,7 +100,7 @@ class QueryGenerator(PrivateModule):
         log_private_loss: Log the training loss although it is an unaccounted release.
 
     Raises:
-        UnsupportedModelError: The model cannot be loaded, or is no sequence-to-sequence model.
+        UnsupportedModelError: The model cannot be loaded, or does not write.
         ConfigurationError: Two settings contradict each other.
     """
 
@@ -103,7 +112,8 @@ class QueryGenerator(PrivateModule):
         pretrained: str | Path | None,
         config: Mapping[str, Any] | None = None,
         tokenizer: str | Path | PreTrainedTokenizerBase | None = None,
-        prompt: str = "generate_query: ",
+        prompt: str | None = None,
+        chat: bool = False,
         max_passage_length: int = 384,
         max_query_length: int = 128,
         lower_case: bool = False,
@@ -120,12 +130,6 @@ class QueryGenerator(PrivateModule):
         super().__init__(privacy=privacy, optimizer=optimizer, log_private_loss=log_private_loss)
         self.keep_settings(settings)
         require_choice("model.loss_normalisation", loss_normalisation, get_args(LossNormalisation))
-        contract = GeneratorContract(
-            prompt=prompt,
-            max_passage_length=max_passage_length,
-            max_query_length=max_query_length,
-            lower_case=lower_case,
-        )
         if (pretrained is None) == (config is None):
             raise ConfigurationError(
                 f"model.pretrained={pretrained} and model.config={config}: give one of them, a model to start from "
@@ -141,11 +145,19 @@ class QueryGenerator(PrivateModule):
         words = load_tokenizer(source)
         if pretrained is not None:
             refuse_tuned_prompt(pretrained)
-            model = load_seq2seq(pretrained, dropout=dropout)
+            model = load_language_model(pretrained, dropout=dropout)
         else:
-            model = build_seq2seq(config or {}, words, dropout=dropout)
+            model = build_language_model(config or {}, words, dropout=dropout)
         self.pretrained = RANDOM_WEIGHTS if pretrained is None else str(pretrained)
-        self.codec = TextCodec(words, contract)
+        self.family = family_of(model.config)
+        contract = GeneratorContract(
+            prompt=self._prompt(prompt, words, chat),
+            max_passage_length=max_passage_length,
+            max_query_length=max_query_length,
+            lower_case=lower_case,
+        )
+        self.codec = TextCodec(words, contract, continues=not model.config.is_encoder_decoder)
+        self.codec.require_room()
         self.loss_normalisation = loss_normalisation
         self.fixed_shapes = fixed_shapes
         self.model = model.train()  # from_pretrained leaves it in evaluation mode, where dropout is off
@@ -191,43 +203,30 @@ class QueryGenerator(PrivateModule):
         """Return tokens of the rows, padded to the longest of them.
 
         Returns:
-            ``input_ids`` and ``attention_mask`` of shape ``(rows, passage tokens)``, and ``labels``
-            of shape ``(rows, query tokens)`` with -100 where there is padding.
+            As its family has them: ``input_ids`` of passages, with ``attention_mask``, or of passages with their
+            queries; and ``labels`` of shape ``(rows, query tokens)`` with -100 where there is padding.
         """
         passages = self.codec.passages([row.passage for row in rows])
         queries = self.codec.queries([row.query for row in rows])
-        pad = int(self.codec.tokenizer.pad_token_id)
-        return {
-            "input_ids": padded(passages, pad),
-            "attention_mask": padded([[1] * len(ids) for ids in passages], 0),
-            "labels": padded(queries, IGNORED),
-        }
+        return self.family.collate(passages, queries, int(self.codec.tokenizer.pad_token_id))
 
     def place_rows(self, features: dict[str, Tensor], places: Sequence[int], rows: int) -> dict[str, Tensor]:
         """As `PrivateModule.place_rows`, every text filled up to its maximal length."""
-        contract = self.codec.contract
-        passages, queries = (rows, contract.encoder_length), (rows, contract.max_query_length)
-        attended = placed(features["attention_mask"], places, passages, 0)
-        attended[:, 0] = 1  # also of a filled-in row: attention to nothing is not defined
-        # Added to the scores as it is: of a mask of zeros and ones, transformers would ask whether all are ones.
-        added = (1.0 - attended.float()) * torch.finfo(torch.float32).min
-        return {
-            "input_ids": placed(features["input_ids"], places, passages, int(self.codec.tokenizer.pad_token_id)),
-            "attention_mask": added[:, None, None, :],
-            "labels": placed(features["labels"], places, queries, IGNORED),
-        }
+        contract, pad = self.codec.contract, int(self.codec.tokenizer.pad_token_id)
+        source, target = contract.source_length, contract.max_query_length
+        return self.family.place(features, places, rows, source=source, target=target, pad=pad)
 
     def longest_rows(self, count: int) -> dict[str, Tensor]:
         """Rows as long as the contract lets them be, of random tokens: what takes most memory, and no data."""
         contract, coins = self.codec.contract, torch.Generator().manual_seed(0)
-        source, target = contract.max_passage_length, contract.max_query_length
         words = int(self.model.get_input_embeddings().num_embeddings)
-        virtual = torch.tensor(contract.virtual_ids, dtype=torch.long).expand(count, -1)
-        return {
-            "input_ids": torch.cat([virtual, torch.randint(1, words, (count, source), generator=coins)], dim=1),
-            "attention_mask": torch.ones(count, contract.encoder_length, dtype=torch.long),
-            "labels": torch.randint(1, words, (count, target), generator=coins),
-        }
+
+        def texts(length: int) -> list[list[int]]:
+            drawn: list[list[int]] = torch.randint(1, words, (count, length), generator=coins).tolist()
+            return drawn
+
+        passages = [[*contract.virtual_ids, *ids] for ids in texts(contract.max_passage_length)]
+        return self.family.collate(passages, texts(contract.max_query_length), int(self.codec.tokenizer.pad_token_id))
 
     def token_ids(self, texts: Sequence[str], side: str, *, whole: bool = False) -> list[list[int]]:
         return self.codec.token_ids(texts, side, whole=whole)
@@ -235,12 +234,7 @@ class QueryGenerator(PrivateModule):
     def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
         """Cross entropy in nats over each row's own target tokens, in float32 or wider, ``(rows,)``."""
         labels = rows["labels"]
-        logits = self.model(
-            input_ids=rows["input_ids"],
-            attention_mask=rows["attention_mask"],
-            decoder_input_ids=self.model.prepare_decoder_input_ids_from_labels(labels),
-            use_cache=False,
-        ).logits
+        logits = self.family.logits(self.model, rows)
         wide = logits if logits.dtype == torch.float64 else logits.float()
         by_token = cross_entropy(wide.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none")
         loss = by_token.view(labels.shape).sum(dim=1)
@@ -265,6 +259,15 @@ class QueryGenerator(PrivateModule):
         """Load what ``save_model`` wrote, ready to generate."""
         return load_generator(folder)
 
+    def _prompt(self, prompt: str | None, words: PreTrainedTokenizerBase, chat: bool) -> str:
+        text = self.family.default_prompt if prompt is None else prompt
+        if isinstance(self.family, DecoderOnly) and PASSAGE not in text:
+            raise ConfigurationError(
+                f"model.prompt={text!r} has no {PASSAGE}: a decoder-only model reads passage and query as one text, "
+                f"and must see where the query begins. Write {self.family.default_prompt!r}, or leave it null."
+            )
+        return chat_prompt(words, text) if chat else text
+
     def _check_sizes(self) -> None:
         vocabulary, words = self.model.get_input_embeddings().num_embeddings, len(self.codec.tokenizer)
         if vocabulary < words:
@@ -273,8 +276,16 @@ class QueryGenerator(PrivateModule):
                 "belong together."
             )
         positions = getattr(self.model.config, "max_position_embeddings", None)
-        for name in ("max_passage_length", "max_query_length"):
-            length = getattr(self.codec.contract, name)
+        lengths = {name: getattr(self.codec.contract, name) for name in ("max_passage_length", "max_query_length")}
+        if self.codec.continues:
+            lengths = {"max_passage_length + model.max_query_length": sum(lengths.values())}
+            ends = self.model.config.eos_token_id
+            if self.codec.tokenizer.eos_token_id not in (ends if isinstance(ends, list) else [ends]):
+                raise ConfigurationError(
+                    f"model.tokenizer ends a text with token {self.codec.tokenizer.eos_token_id}, and the model's "
+                    f"config with {ends} (eos_token_id): what is trained to end would not end when it is sampled."
+                )
+        for name, length in lengths.items():
             if isinstance(positions, int) and length > positions:
                 raise ConfigurationError(
                     f"model.{name}={length} is more than the {positions} positions that the model has."

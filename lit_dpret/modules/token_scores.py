@@ -1,4 +1,4 @@
-"""How likely a sequence-to-sequence model finds each token of a query, given its passage and the tokens before it."""
+"""How likely a generator finds each token of a query, given its passage and the tokens before it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import torch
 from numpy.typing import NDArray
 
 from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError
-from lit_dpret.modules.generator_folder import GeneratorContract, TextCodec, is_generator, load_generator, padded
-from lit_dpret.modules.language_models import load_seq2seq, load_tokenizer
+from lit_dpret.modules.families import DecoderOnly, family_of
+from lit_dpret.modules.generator_folder import PASSAGE, GeneratorContract, TextCodec, is_generator, load_generator
+from lit_dpret.modules.language_models import load_language_model, load_tokenizer
 
 Floats = NDArray[np.float64]
 
@@ -53,12 +54,12 @@ class TokenScorer:
     """Teacher forcing: what the model would have given to each token of a query that is already there.
 
     Args:
-        model: A sequence-to-sequence model, which is put into evaluation mode.
+        model: A language model, which is put into evaluation mode.
         codec: Turns passages and queries into tokens.
     """
 
     def __init__(self, model: Any, codec: TextCodec) -> None:
-        self.model, self.codec = model.eval(), codec
+        self.model, self.codec, self._family = model.eval(), codec, family_of(model.config)
 
     @classmethod
     def load(
@@ -73,8 +74,12 @@ class TokenScorer:
             generator = load_generator(source)
             return cls(generator.model.to(torch.device(device)), generator.codec)
         known = GeneratorContract(prompt=prompt) if contract is None else replace(contract, virtual_ids=())
-        codec = TextCodec(load_tokenizer(source), known)
-        return cls(load_seq2seq(source).to(torch.device(device)), codec)
+        model = load_language_model(source)
+        continues = not model.config.is_encoder_decoder
+        if continues and PASSAGE not in known.prompt:
+            known = replace(known, prompt=DecoderOnly.default_prompt)
+        codec = TextCodec(load_tokenizer(source), known, continues=continues)
+        return cls(model.to(torch.device(device)), codec)
 
     @torch.inference_mode()
     def score(
@@ -129,14 +134,9 @@ class TokenScorer:
         return TokenScores(found[0], tokens >= 0, tokens, *found[1:])
 
     def _logits(self, inputs: list[list[int]], labels: list[list[int]], rows: list[int]) -> Any:
-        ignored = -100
-        target, source = padded([labels[i] for i in rows], ignored), padded([inputs[i] for i in rows], ignored)
-        mask = source != ignored
-        return self.model(
-            input_ids=source.masked_fill(~mask, int(self.model.config.pad_token_id)).to(self.model.device),
-            attention_mask=mask.long().to(self.model.device),
-            labels=target.to(self.model.device),
-        ).logits
+        pad = int(self.codec.tokenizer.pad_token_id)
+        features = self._family.collate([inputs[i] for i in rows], [labels[i] for i in rows], pad)
+        return self._family.logits(self.model, {name: each.to(self.model.device) for name, each in features.items()})
 
 
 def token_scores(

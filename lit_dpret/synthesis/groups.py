@@ -33,7 +33,8 @@ from lit_dpret.errors import LitDpretError, WorkerError
 from lit_dpret.matmul_precision import whole_products
 from lit_dpret.modules.generator_folder import GeneratorModel, TextCodec, load_generator
 from lit_dpret.synthesis.dataset_folder import SyntheticQuery
-from lit_dpret.synthesis.sampler import Decoding, decode, encode, uniforms
+from lit_dpret.synthesis.prefill import prefill
+from lit_dpret.synthesis.sampler import Decoding, decode, uniforms
 
 PRECISIONS = {"32-true": torch.float32, "bf16-true": torch.bfloat16}
 _CHUNK = 1024
@@ -126,11 +127,11 @@ def draw_group(
     """
     names, codec = list(group), generator.codec
     wanted = range(draws) if isinstance(draws, int) else draws
-    encoded = encode(generator.model, codec.passages(list(group.values())))
+    read = prefill(generator.model, codec.passages(list(group.values())))
     by_draw = []
     for draw in wanted:
         numbers = np.stack([uniforms(seed, name, draw, decoding.max_new_tokens) for name in names])
-        by_draw.append(decode(generator.model, encoded, numbers, decoding))
+        by_draw.append(decode(generator.model, read, numbers, decoding))
     return [
         SyntheticQuery(
             passage_id=name,

@@ -23,20 +23,16 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutput
 
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
-from lit_dpret.modules.generator_folder import padded
+from lit_dpret.synthesis.prefill import Prefilled
 
 HEADS = (256, 2048)  # so many of the largest scores are looked at before the whole vocabulary is
-ENCODED_AT_ONCE = 8  # rows that the encoder sees together on a CPU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,66 +193,27 @@ def _from_nucleus(
     return np.where(settled, np.take_along_axis(ids, index[:, None], 1)[:, 0], -1)
 
 
-@dataclass
-class Encoded:
-    """Passages after the encoder: hidden states ``(rows, tokens, dim)`` and mask ``(rows, tokens)``."""
-
-    states: Tensor
-    mask: Tensor
-
-
 @torch.inference_mode()
-def encode(model: PreTrainedModel, passages: Sequence[Sequence[int]]) -> Encoded:
-    """Run the encoder once over passages; their draws share the result.
-
-    On a CPU a few rows at a time: each few are padded to their own longest, and their attention fits a cache.
-    """
-    device = model.device
-    at_once = ENCODED_AT_ONCE if device.type == "cpu" else len(passages)
-    width, pad = max(len(ids) for ids in passages), int(model.config.pad_token_id)
-    mask = padded([[1] * len(ids) for ids in passages], 0).to(device)
-    parts = []
-    for start in range(0, len(passages), at_once):
-        part = passages[start : start + at_once]
-        tokens = padded(part, pad).to(device)
-        longest = tokens.shape[1]
-        shown = mask[start : start + at_once, :longest]
-        states = model.get_encoder()(input_ids=tokens, attention_mask=shown).last_hidden_state
-        parts.append(functional.pad(states, (0, 0, 0, width - longest)))
-    return Encoded(torch.cat(parts), mask)
-
-
-@torch.inference_mode()
-def decode(model: PreTrainedModel, encoded: Encoded, numbers: np.ndarray, decoding: Decoding) -> list[Sampled]:
+def decode(model: PreTrainedModel, passages: Prefilled, numbers: np.ndarray, decoding: Decoding) -> list[Sampled]:
     """Draw one sequence per row with a key-value cache; rows that have ended leave the batch.
 
     Args:
         model: The generator.
-        encoded: The passages after its encoder.
+        passages: What it has read.
         numbers: Uniform numbers, shape ``(rows, at least max_new_tokens)``.
         decoding: Nucleus, temperature and lengths.
     """
-    rows = len(encoded.states)
+    rows = len(passages)
     ends = end_marks(model)
     sequences: list[list[int]] = [[] for _ in range(rows)]
     log_probs = np.zeros(rows)
     finished = np.zeros(rows, dtype=bool)
-    cache: Any = None
-    states, mask = encoded.states, encoded.mask
     alive = np.arange(rows)  # the row that stands at each place of the shrinking batch
-    start = model.config.decoder_start_token_id
-    token = torch.full((rows, 1), int(start), dtype=torch.long, device=states.device)
+    writing = passages.begin()
+    logits = writing.first()
     for position in range(decoding.max_new_tokens):
-        output = model(
-            encoder_outputs=BaseModelOutput(last_hidden_state=states),
-            attention_mask=mask,
-            decoder_input_ids=token,
-            past_key_values=cache,
-            use_cache=True,
-        )
-        cache = output.past_key_values
         forbidden = ends if position < decoding.min_new_tokens else ()
-        tokens, gained = choose_tokens(output.logits[:, -1], numbers[alive, position], decoding, forbidden=forbidden)
+        tokens, gained = choose_tokens(logits, numbers[alive, position], decoding, forbidden=forbidden)
         going = ~np.isin(tokens, ends)
         running = ~finished[alive]
         log_probs[alive[running]] += gained[running]
@@ -264,14 +221,12 @@ def decode(model: PreTrainedModel, encoded: Encoded, numbers: np.ndarray, decodi
         for row, new in zip(alive[running & going], tokens[running & going], strict=True):
             sequences[row].append(int(new))
         going &= running
-        if not going.any():
+        if not going.any() or position + 1 == decoding.max_new_tokens:
             break
         if going.sum() <= 0.75 * len(alive):
-            keep = torch.from_numpy(np.flatnonzero(going)).to(states.device)
-            states, mask = states[keep], mask[keep]
-            cache.batch_select_indices(keep)
+            writing.keep(torch.from_numpy(np.flatnonzero(going)).to(logits.device))
             alive, tokens = alive[going], tokens[going]
-        token = torch.from_numpy(tokens)[:, None].to(states.device)
+        logits = writing.next(torch.from_numpy(tokens).to(logits.device))
     return [Sampled(s, float(p), bool(f)) for s, p, f in zip(sequences, log_probs, finished, strict=True)]
 
 
@@ -358,13 +313,13 @@ class TargetScores:
 
 @torch.inference_mode()
 def target_scores(
-    model: PreTrainedModel, encoded: Encoded, targets: Sequence[Sequence[int]], decoding: Decoding | None = None
+    model: PreTrainedModel, passages: Prefilled, targets: Sequence[Sequence[int]], decoding: Decoding | None = None
 ) -> TargetScores:
     """Score each token of each target, given those before it and its passage (teacher forcing).
 
     Args:
         model: The generator.
-        encoded: One passage for every target, or one for all of them.
+        passages: One passage for every target, or one for all of them.
         targets: Token ids.
         decoding: Also score under this way of sampling.
 
@@ -374,19 +329,12 @@ def target_scores(
     width = max(map(len, targets))
     log_probs = torch.zeros(len(targets), width, dtype=torch.float64)
     drawn = torch.zeros_like(log_probs)
-    start = int(model.config.decoder_start_token_id)
-    shared = len(encoded.states) == 1
+    shared = len(passages) == 1
     for first in range(0, len(targets), _ROWS):
         part = targets[first : first + _ROWS]
-        ids = torch.tensor([[start, *target[:-1], *[0] * (width - len(target))] for target in part])
-        rows = slice(0, 1) if shared else slice(first, first + len(part))
-        states, mask = (one[rows].expand(len(part), *one.shape[1:]) for one in (encoded.states, encoded.mask))
-        logits = model(
-            encoder_outputs=BaseModelOutput(last_hidden_state=states),
-            attention_mask=mask,
-            decoder_input_ids=ids.to(states.device),
-            use_cache=False,
-        ).logits
+        ids = torch.tensor([[*target, *[0] * (width - len(target))] for target in part], device=model.device)
+        read = passages.repeated(len(part)) if shared else passages.part(slice(first, first + len(part)))
+        logits = read.teacher_forced(ids)
         if not bool(torch.isfinite(logits).all()):
             raise UnsupportedModelError("The generator gives NaN or infinite scores: its weights are broken.")
         for row, target in enumerate(part):

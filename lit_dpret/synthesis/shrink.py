@@ -16,15 +16,15 @@ import torch
 from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
 
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+from lit_dpret.modules.families import padded
 from lit_dpret.modules.generator_folder import (
     GeneratorContract,
     GeneratorModel,
     TextCodec,
-    padded,
     refuse_tuned_prompt,
     save_generator,
 )
-from lit_dpret.modules.language_models import load_seq2seq, load_tokenizer
+from lit_dpret.modules.language_models import load_language_model, load_tokenizer
 from lit_dpret.synthesis.groups import canonical_groups, draw_group
 from lit_dpret.synthesis.sampler import Decoding
 
@@ -78,7 +78,7 @@ def shrink_generator(
         raise ConfigurationError("The smaller generator learns from passages, and there are none.")
     refuse_tuned_prompt(teacher)
     codec = TextCodec(load_tokenizer(teacher), replace(contract, virtual_ids=()))
-    large = load_seq2seq(teacher).eval()
+    large = load_language_model(teacher).eval()
     small = _cut(large, layers, feed_forward)
     pairs = _taught(GeneratorModel(large, codec, Path(teacher)), passages, top_p, seed, progress)
     _train(small, codec, pairs, epochs=epochs, batch=batch, lr=lr, seed=seed, progress=progress)

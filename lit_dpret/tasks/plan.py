@@ -50,7 +50,7 @@ def estimate(
     """Seconds and bytes of a step and of the run, by the formulas at the top of this file.
 
     Raises:
-        ConfigurationError: The model is no sequence-to-sequence generator, whose shape the formulas know.
+        ConfigurationError: The model is no generator, whose shape the formulas know.
     """
     work = work_of(outline)
     half = precision == "bf16-true"
@@ -120,12 +120,12 @@ def measure(module: Any, plan: PrivacyPlan, device: torch.device, *, autocast: b
         autocast: Under bfloat16 autocast.
 
     Raises:
-        ConfigurationError: The model is no sequence-to-sequence generator, or this machine does not say how
+        ConfigurationError: The model is no generator, or this machine does not say how
             much memory a process takes.
     """
     if not isinstance(module, QueryGenerator):
         raise ConfigurationError(
-            f"The formulas know encoder-decoder models (model=generator), and {type(module).__name__} is none."
+            f"The formulas know language models (model=generator), and {type(module).__name__} is none."
         )
     found = measure_step(module, plan, device, rows=plan.physical_batch_size, autocast=autocast)
     return {
@@ -185,7 +185,7 @@ def _facts(outline: GeneratorOutline, plan: PrivacyPlan, device: torch.device) -
         "model": outline.name,
         "parameters": outline.parameters,
         "trained_parameters": outline.trained,
-        "passage_tokens": outline.encoder_length,
+        "passage_tokens": outline.source_length,
         "query_tokens": outline.max_query_length,
         "rows": plan.physical_batch_size,
         "device": str(device),

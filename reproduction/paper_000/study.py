@@ -13,7 +13,7 @@ from typing import Any
 
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.modules.language_models import load_seq2seq
+from lit_dpret.modules.language_models import load_language_model
 from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
 from lit_dpret.report.table import RowResult, from_json
 from lit_dpret.tasks.parts import Parts
@@ -208,7 +208,7 @@ class Trainings(Study):
         source = self.source(size)
 
         def work(parts: Parts) -> int:
-            return sum(p.numel() for p in load_seq2seq(source).parameters())
+            return sum(p.numel() for p in load_language_model(source).parameters())
 
         return f"{size} (ours, {self.result(f'size-{size}', source, work) / 1e6:.1f} M)"
 

@@ -102,14 +102,14 @@ def test_a_name_that_cannot_be_reached_is_refused_in_one_line(monkeypatch: pytes
     assert "lit-dpret-tests/no-such-model" in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_an_encoder_is_refused_although_hugging_face_would_invent_its_decoder(tmp_path: Path) -> None:
+def test_an_encoder_alone_is_refused(tmp_path: Path) -> None:
     T5EncoderModel(T5Config(vocab_size=90, **SHAPE)).save_pretrained(tmp_path / "t5")
-    with pytest.raises(UnsupportedModelError, match=r"lacks \d+ of its weights \(decoder"):
+    with pytest.raises(UnsupportedModelError, match=r"model\.pretrained"):
         load(tmp_path / "t5", tokenizer=tokenizer())
     BertModel(BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=90)).save_pretrained(
         tmp_path / "bert"
     )
-    with pytest.raises(UnsupportedModelError, match="BertConfig"):
+    with pytest.raises(UnsupportedModelError, match=r"model\.pretrained"):
         load(tmp_path / "bert", tokenizer=tokenizer())
 
 

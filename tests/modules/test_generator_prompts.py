@@ -32,7 +32,7 @@ from lit_dpret.cards.card import read_card
 from lit_dpret.cards.verification import verify_chain
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.modules import QueryGenerator
-from lit_dpret.modules.fine_tuning import prompt_of
+from lit_dpret.modules.fine_tuning import PromptedEmbedding
 from lit_dpret.modules.generator_folder import CONTRACT_NAME, GeneratorModel, weights_hash
 from lit_dpret.privacy.clipping import ENGINES, make_engine
 from lit_dpret.privacy.clipping.base import room_for_rounding
@@ -65,8 +65,7 @@ def prompted(*, away: float = 0.5, **settings: Any) -> QueryGenerator:
 
 
 def prompt_rows(module: QueryGenerator) -> Tensor:
-    embedding = prompt_of(module.model)
-    assert embedding is not None
+    embedding = module.model.encoder.embed_tokens
     return embedding.prompt.weight
 
 
@@ -246,7 +245,7 @@ def test_the_saved_folder_is_the_start_and_the_rows_of_the_prompt_and_nothing_el
 ) -> None:
     module = prompted(untied=untied)
     folder = module.save_model(tmp_path / "generator")
-    assert prompt_of(module.model) is not None, "the export left the module as it was"
+    assert isinstance(module.model.encoder.embed_tokens, PromptedEmbedding), "the export left the module as it was"
     start = plain(untied=untied).save_model(tmp_path / "start")
     assert {p.name for p in folder.iterdir()} == {p.name for p in start.iterdir()}
     made, known = load_file(folder / "model.safetensors"), load_file(start / "model.safetensors")

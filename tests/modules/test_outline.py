@@ -64,7 +64,7 @@ def test_an_outline_has_the_names_and_shapes_of_the_generator(settings: dict[str
     assert shapes[0] == shapes[1] and shapes[0]
     assert (real.gradient_checkpointing, real.trained) == (paper.gradient_checkpointing, paper.trained)
     assert (real.max_passage_length, real.max_query_length) == (paper.max_passage_length, paper.max_query_length)
-    assert real.encoder_length == paper.encoder_length == 12 + (3 if "prompt_tuning" in settings else 0)
+    assert real.source_length == paper.source_length == 12 + (3 if "prompt_tuning" in settings else 0)
 
 
 def test_what_cannot_be_outlined_is_refused(tmp_path: Path) -> None:

@@ -9,12 +9,12 @@ import pytest
 import torch
 from tiny_generator import lively_generator, passage
 
+from lit_dpret.synthesis.prefill import prefill
 from lit_dpret.synthesis.sampler import (
     Decoding,
     choose_tokens,
     decode,
     drawn_log_probs,
-    encode,
     target_scores,
     uniforms,
 )
@@ -56,7 +56,7 @@ def test_scores_are_those_that_the_sampler_reports_for_what_it_drew() -> None:
     model = module.model.eval()
     ids = module.codec.passages([passage(i, 3 + i) for i in range(4)])
     decoding = Decoding(top_p=1.0, max_new_tokens=6)
-    encoded = encode(model, ids)
+    encoded = prefill(model, ids)
     sampled = decode(model, encoded, np.stack([uniforms(1, str(i), 0, 6) for i in range(4)]), decoding)
     targets = [[*one.tokens, 1] if one.finished else one.tokens for one in sampled]
     scores = target_scores(model, encoded, targets, decoding)
@@ -68,6 +68,6 @@ def test_one_passage_may_stand_for_many_targets() -> None:
     module = lively_generator()
     ids = module.codec.passages([passage(2)])
     targets = module.codec.queries([passage(i, 2) for i in range(5)])
-    once = target_scores(module.model.eval(), encode(module.model, ids), targets).log_probs
-    each = target_scores(module.model.eval(), encode(module.model, ids * 5), targets).log_probs
+    once = target_scores(module.model.eval(), prefill(module.model, ids), targets).log_probs
+    each = target_scores(module.model.eval(), prefill(module.model, ids * 5), targets).log_probs
     assert torch.allclose(once, each, atol=1e-5)

@@ -13,14 +13,13 @@ from tiny_generator import generator, lively_generator, passage
 from transformers import PreTrainedModel
 
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+from lit_dpret.synthesis.prefill import ENCODED_AT_ONCE, prefill
 from lit_dpret.synthesis.sampler import (
-    ENCODED_AT_ONCE,
     HEADS,
     Decoding,
     Sampled,
     choose_tokens,
     decode,
-    encode,
     uniforms,
 )
 
@@ -37,7 +36,7 @@ def numbers(count: int, length: int, draw: int = 0) -> np.ndarray:
 
 def drawn(model: PreTrainedModel, tokens: list[list[int]], u: np.ndarray, **settings: Any) -> list[Sampled]:
     decoding = Decoding(**{"max_new_tokens": 10, **settings})
-    return decode(model, encode(model, tokens), u, decoding)
+    return decode(model, prefill(model, tokens), u, decoding)
 
 
 def nucleus(logits: np.ndarray, decoding: Decoding, forbidden: tuple[int, ...] = ()) -> dict[int, float]:
@@ -138,9 +137,9 @@ def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
 
 def test_encoding_a_few_rows_at_a_time_gives_the_states_of_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokens = model_and_passages(2 * ENCODED_AT_ONCE + 3)
-    few = encode(model, tokens)
-    monkeypatch.setattr("lit_dpret.synthesis.sampler.ENCODED_AT_ONCE", len(tokens))
-    whole = encode(model, tokens)
+    few = prefill(model, tokens)
+    monkeypatch.setattr("lit_dpret.synthesis.prefill.ENCODED_AT_ONCE", len(tokens))
+    whole = prefill(model, tokens)
     assert torch.equal(few.mask, whole.mask)
     shown = whole.mask.bool()
     torch.testing.assert_close(few.states[shown], whole.states[shown])

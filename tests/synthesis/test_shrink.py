@@ -9,7 +9,7 @@ from tiny_generator import SHAPE, WORDS, generator
 from lit_dpret.cards.card import CARD_NAME
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.modules.generator_folder import GeneratorContract, GeneratorModel, load_generator
-from lit_dpret.modules.language_models import load_seq2seq
+from lit_dpret.modules.language_models import load_language_model
 from lit_dpret.synthesis.groups import draw_group
 from lit_dpret.synthesis.sampler import Decoding
 from lit_dpret.synthesis.shrink import shrink_generator, spread
@@ -33,7 +33,7 @@ def test_the_smaller_generator_has_fewer_layers_and_units_and_writes_queries(tea
     small = load_generator(folder)
     assert small.model.config.num_layers == small.model.config.num_decoder_layers == 1
     assert small.model.config.d_ff == 8 and small.contract == CONTRACT
-    assert small.model.num_parameters() < load_seq2seq(teacher).num_parameters()
+    assert small.model.num_parameters() < load_language_model(teacher).num_parameters()
     assert steps[-1] == (32, 32) and steps == sorted(steps)
     assert not (folder / CARD_NAME).exists(), "nothing private went in, and nothing is claimed"
 
@@ -44,7 +44,7 @@ def test_untrained_layers_are_those_of_the_teacher_and_narrow_ones_keep_the_unit
     folder = shrink_generator(
         teacher, PASSAGES, tmp_path / "small", contract=CONTRACT, layers=2, feed_forward=8, epochs=1, batch=16, lr=1e-12
     )  # fmt: skip
-    large, small = load_seq2seq(teacher).state_dict(), load_seq2seq(folder).state_dict()
+    large, small = load_language_model(teacher).state_dict(), load_language_model(folder).state_dict()
     close = torch.testing.assert_close
     for mine, theirs in ((0, spread(3, 2)[0]), (1, spread(3, 2)[1])):
         name = "encoder.block.{}.layer.0.SelfAttention.q.weight"
@@ -67,7 +67,7 @@ def test_training_brings_the_smaller_generator_nearer_to_what_the_teacher_writes
 
 def test_the_same_seed_makes_the_same_generator(teacher: Path, tmp_path: Path) -> None:
     one, two = (
-        load_seq2seq(shrink_generator(teacher, PASSAGES, tmp_path / name, contract=CONTRACT, epochs=1, batch=8))
+        load_language_model(shrink_generator(teacher, PASSAGES, tmp_path / name, contract=CONTRACT, epochs=1, batch=8))
         for name in ("one", "two")
     )
     weights = two.state_dict()

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_generator import generator
+from tiny_generator import DECODERS, decoder_only, generator
+from torch.utils.flop_counter import FlopCounterMode
 
 from lit_dpret.costs.measure import LiveBytes, TrialStep, held_bytes
 from lit_dpret.costs.slices import SLICES, Part, slice_of, taken_apart
+from lit_dpret.costs.work import work_of
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.modules import OptimizerSpec, QueryGenerator
 from lit_dpret.privacy.budget import PrivacyBudget
@@ -152,8 +154,27 @@ def test_bytes_are_counted_while_something_refers_to_them() -> None:
     assert counted.now == 4000
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_operations_of_a_decoder_only_model_are_those_that_run(kind: str) -> None:
+    module = decoder_only(kind, tied=False)
+    rows = module.longest_rows(3)
+    # Fused attention is counted for a whole square and in one operation that the counter does not know on a CPU.
+    module.model.set_attn_implementation("eager")
+    with FlopCounterMode(display=False) as counter:
+        module.per_row_loss(rows)
+    assert 3 * work_of(module.outlined).forward_flops == counter.get_total_flops()
+
+
+def test_slices_of_a_decoder_only_model_add_up_to_the_layers_that_it_has() -> None:
+    config = {"model_type": "gemma3_text", **DECODERS["gemma3_text"], "num_hidden_layers": 7, "vocab_size": 8192}
+    outline = decoder_only(config=config, max_passage_length=24).outlined
+    assert slice_of(outline, 0, 3).model.config.num_hidden_layers == 3
+    found = from_slices(outline, plan(), CPU)
+    assert found["slices"]["encoder_layer"]["seconds"] == 0 and found["seconds_per_step"] > 0
+
+
 def test_a_model_of_another_shape_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="encoder-decoder"):
+    with pytest.raises(ConfigurationError, match="Linear"):
         measure(torch.nn.Linear(2, 2), plan(), CPU)
 
 

@@ -34,7 +34,8 @@ from lit_dpret.audit.statistics.exposure import exposure_of_rank, extrapolated_e
 from lit_dpret.encoders import Side, TextEncoder, Towers
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.modules.generator_folder import GeneratorModel
-from lit_dpret.synthesis.sampler import Decoding, Encoded, decode, encode, target_scores, uniforms
+from lit_dpret.synthesis.prefill import prefill
+from lit_dpret.synthesis.sampler import Decoding, decode, target_scores, uniforms
 
 Span = Literal["secret", "query"]
 
@@ -130,8 +131,8 @@ def _score_text(generator: GeneratorModel, canary: Canary, decoding: Decoding, s
     codec, model = generator.codec, generator.model
     targets = codec.queries([canary.query_with(secret) for secret in canary.candidates])
     passages = [canary.passage_with(secret) for secret in canary.candidates]
-    encoded = encode(model, codec.passages(passages[:1] if canary.side == "query" else passages))
-    log_probs = target_scores(model, encoded, targets).log_probs
+    read = prefill(model, codec.passages(passages[:1] if canary.side == "query" else passages))
+    log_probs = target_scores(model, read, targets).log_probs
     if span == "secret" and canary.side != "passage":
         stem = codec.queries([canary.query])[0][:-1] if canary.query else []
         parts = [slice(_common(stem, target), len(target) - 1) for target in targets]
@@ -149,8 +150,8 @@ def _log_probability_of_draw(
     generator: GeneratorModel, canary: Canary, target: Sequence[int], decoding: Decoding
 ) -> float:
     """Return the log probability that a draw for the passage without the secret begins with query and secret."""
-    encoded = encode(generator.model, generator.codec.passages([prompt_without_secret(canary)]))
-    drawn = target_scores(generator.model, encoded, [target], decoding).drawn
+    read = prefill(generator.model, generator.codec.passages([prompt_without_secret(canary)]))
+    drawn = target_scores(generator.model, read, [target], decoding).drawn
     return -math.inf if drawn is None else float(drawn[0, : len(target) - 1].sum())
 
 
@@ -212,11 +213,10 @@ def draw_leaks(
         raise ConfigurationError(f"task.draws={draws} must be at least 1.")
 
     def drawn(canary: Canary, passage: str) -> list[str]:
-        one = encode(generator.model, generator.codec.passages([passage]))
-        encoded = Encoded(one.states.expand(draws, -1, -1), one.mask.expand(draws, -1))
+        read = prefill(generator.model, generator.codec.passages([passage])).repeated(draws)
         label, length = f"canary:{canary.name}", decoding.max_new_tokens
         numbers = np.stack([uniforms(seed, label, draw, length) for draw in range(draws)])
-        sampled = decode(generator.model, encoded, numbers, decoding)
+        sampled = decode(generator.model, read, numbers, decoding)
         # With special tokens, which `TextCodec.text` leaves out: new-token canaries consist of them.
         return [str(generator.tokenizer.decode(each.tokens, skip_special_tokens=False)) for each in sampled]
 

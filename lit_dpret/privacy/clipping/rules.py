@@ -40,6 +40,8 @@ SCALES = {
     "transformers.models.mistral.modeling_mistral.MistralRMSNorm",
     "transformers.models.qwen2.modeling_qwen2.Qwen2RMSNorm",
     "transformers.models.qwen3.modeling_qwen3.Qwen3RMSNorm",
+    "transformers.models.gemma.modeling_gemma.GemmaRMSNorm",
+    "transformers.models.gemma2.modeling_gemma2.Gemma2RMSNorm",
     "transformers.models.gemma3.modeling_gemma3.Gemma3RMSNorm",
 }
 
@@ -50,6 +52,8 @@ TRANSPOSED_LINEAR = {"transformers.pytorch_utils.Conv1D"}
 LOOKUPS = {
     "transformers.models.bart.modeling_bart.BartLearnedPositionalEmbedding",
     "transformers.models.bart.modeling_bart.BartScaledWordEmbedding",
+    "transformers.models.gemma.modeling_gemma.GemmaTextScaledWordEmbedding",
+    "transformers.models.gemma2.modeling_gemma2.Gemma2TextScaledWordEmbedding",
     "transformers.models.gemma3.modeling_gemma3.Gemma3TextScaledWordEmbedding",
 }
 

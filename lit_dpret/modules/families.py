@@ -1,0 +1,213 @@
+"""The two families of language models that write queries: an encoder with a decoder, and a decoder alone.
+
+All that training has to know of a family is here: how a passage and its query become a row of tensors, and which
+logits are those of the query. A row's tokens are padded at the right, so that in a decoder-only model nothing real
+stands behind padding, and no mask is needed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache, PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from lit_dpret.errors import UnsupportedModelError
+
+IGNORED = -100
+Features = dict[str, Tensor]
+
+
+class Family(Protocol):
+    """How one family reads passages and scores queries.
+
+    Guarantees:
+        - ``logits`` of a row depend on that row alone, not on the other rows, nor on how far the batch was padded,
+          up to rounding.
+    """
+
+    @property
+    def default_prompt(self) -> str:
+        """The prompt of a generator that names none."""
+
+    def collate(self, passages: Sequence[Sequence[int]], queries: Sequence[Sequence[int]], pad: int) -> Features:
+        """Return the features of rows, padded to the longest; ``labels`` of shape ``(rows, query tokens)``."""
+
+    def place(
+        self, features: Features, places: Sequence[int], rows: int, *, source: int, target: int, pad: int
+    ) -> Features:
+        """Return the features as ``rows`` rows, those given at ``places``, with texts filled up to full length.
+
+        ``source`` and ``target`` are the most tokens of a passage and of a query.
+        """
+
+    def logits(self, model: Any, features: Features) -> Tensor:
+        """Return the logits of the query's tokens, ``(rows, query tokens, vocabulary)``."""
+
+
+class EncoderDecoder:
+    """T5, BART and their like: the encoder reads the passage, the decoder writes the query."""
+
+    default_prompt = "generate_query: "
+
+    def collate(self, passages: Sequence[Sequence[int]], queries: Sequence[Sequence[int]], pad: int) -> Features:
+        return {
+            "input_ids": padded(passages, pad),
+            "attention_mask": padded([[1] * len(ids) for ids in passages], 0),
+            "labels": padded(queries, IGNORED),
+        }
+
+    def place(
+        self, features: Features, places: Sequence[int], rows: int, *, source: int, target: int, pad: int
+    ) -> Features:
+        attended = placed(features["attention_mask"], places, (rows, source), 0)
+        attended[:, 0] = 1  # also of a filled-in row: attention to nothing is not defined
+        # Added to the scores as it is: of a mask of zeros and ones, transformers would ask whether all are ones.
+        added = (1.0 - attended.float()) * torch.finfo(torch.float32).min
+        return {
+            "input_ids": placed(features["input_ids"], places, (rows, source), pad),
+            "attention_mask": added[:, None, None, :],
+            "labels": placed(features["labels"], places, (rows, target), IGNORED),
+        }
+
+    def logits(self, model: Any, features: Features) -> Tensor:
+        found: Tensor = model(
+            input_ids=features["input_ids"],
+            attention_mask=features["attention_mask"],
+            decoder_input_ids=model.prepare_decoder_input_ids_from_labels(features["labels"]),
+            use_cache=False,
+        ).logits
+        return found
+
+
+class DecoderOnly:
+    """GPT-2, Llama, Qwen and their like: one sequence, the prompt with the passage and then the query.
+
+    ``starts`` of shape ``(rows,)`` is where a passage's last token stands, which predicts the query's first.
+    """
+
+    default_prompt = "Passage: {passage}\nQuestion: "
+
+    def collate(self, passages: Sequence[Sequence[int]], queries: Sequence[Sequence[int]], pad: int) -> Features:
+        whole = [[*passage, *query[:-1]] for passage, query in zip(passages, queries, strict=True)]
+        return {
+            "input_ids": padded(whole, pad),
+            "labels": padded(queries, IGNORED),
+            "starts": torch.tensor([len(ids) - 1 for ids in passages]),
+        }
+
+    def place(
+        self, features: Features, places: Sequence[int], rows: int, *, source: int, target: int, pad: int
+    ) -> Features:
+        starts = features["starts"].new_zeros(rows)
+        starts[list(places)] = features["starts"]
+        return {
+            "input_ids": placed(features["input_ids"], places, (rows, source + target - 1), pad),
+            "labels": placed(features["labels"], places, (rows, target), IGNORED),
+            "starts": starts,
+        }
+
+    def logits(self, model: Any, features: Features) -> Tensor:
+        labels, ids = features["labels"], features["input_ids"]
+        places = features["starts"][:, None] + torch.arange(labels.shape[1], device=ids.device)
+        # Behind a row's query stands padding, and what is predicted there is not asked for.
+        with only_at(model.get_output_embeddings(), places.clamp(max=ids.shape[1] - 1)):
+            found: Tensor = model(input_ids=ids, use_cache=False).logits
+        if found.shape[:2] != labels.shape:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} does not compute its logits by calling its output layer, so that they cannot "
+                "be computed for the query alone. Choose a model as GPT-2, Llama, Qwen or Gemma are."
+            )
+        return found
+
+
+@contextmanager
+def only_at(head: nn.Module, places: Tensor) -> Iterator[None]:
+    """Let the output layer see the hidden states at ``places`` alone, ``(rows, query tokens)``.
+
+    A vocabulary is a hundred times as wide as a hidden state: logits of a passage's tokens would take most of a step's
+    memory, and nobody reads them. The model's own forward still runs, so whatever it does to logits is done.
+    """
+
+    def gather(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        states, *others = inputs
+        return (states.gather(1, places[..., None].expand(-1, -1, states.shape[-1])), *others)
+
+    handle = head.register_forward_pre_hook(gather)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def family_of(config: PretrainedConfig) -> Family:
+    """Return the family of a model with this config."""
+    return EncoderDecoder() if config.is_encoder_decoder else DecoderOnly()
+
+
+def require_writer(model: PreTrainedModel, source: object) -> None:
+    """Refuse a model that cannot write token by token, by trying it on four tokens.
+
+    Raises:
+        UnsupportedModelError: A token sees those after it, as in BERT, or what was read is not kept as keys and values,
+            as in Mamba.
+    """
+    ids = torch.tensor([[3, 5, 7, 3], [3, 5, 7, 5]]) % int(model.get_input_embeddings().num_embeddings)
+    cache, was_training = DynamicCache(), model.training
+    try:
+        with torch.inference_mode():
+            one, other = with_cache(model.eval(), cache, input_ids=ids.to(model.device)).logits[:, :-1].double()
+    except (IndexError, AttributeError, TypeError, ValueError):  # however a model fails that keeps something else
+        cache.layers.clear()
+    finally:
+        model.train(was_training)
+    if not cache.layers or not all(type(layer) is DynamicLayer for layer in cache.layers):
+        raise UnsupportedModelError(
+            f"{source} is a {type(model).__name__}, which does not keep what it has read as keys and values. Choose a "
+            "T5, or a decoder-only model as Llama, Qwen, Gemma or GPT-2 are."
+        )
+    if not torch.allclose(one, other, rtol=1e-3, atol=1e-3 * float(one.abs().max())):
+        raise UnsupportedModelError(
+            f"{source} is a {type(model).__name__} in which a token sees those that come after it: it fills gaps, and "
+            "does not write. Choose a T5, or a decoder-only model as Llama, Qwen, Gemma or GPT-2 are."
+        )
+
+
+def with_cache(model: PreTrainedModel, cache: Cache, **inputs: Any) -> Any:
+    """Run a model that reads and prolongs ``cache``; the argument was renamed within transformers 5."""
+    name = "cache" if "cache" in arguments_of(model) else "past_key_values"
+    return model(**inputs, **{name: cache}, use_cache=True)
+
+
+def arguments_of(model: PreTrainedModel) -> Mapping[str, Any]:
+    """Return the arguments of the model's forward, behind adapters if it has any."""
+    plain = getattr(model, "get_base_model", lambda: model)()
+    return inspect.signature(type(plain).forward).parameters
+
+
+def padded(rows: Sequence[Sequence[int]], filler: int) -> Tensor:
+    """Return the rows filled up at the end, shape ``(rows, longest)``, int64.
+
+    Example:
+        >>> padded([[5, 6], [7]], 0).tolist()
+        [[5, 6], [7, 0]]
+    """
+    width = max(len(ids) for ids in rows)
+    return torch.tensor([[*ids, *[filler] * (width - len(ids))] for ids in rows], dtype=torch.long)
+
+
+def placed(tensor: Tensor, places: Sequence[int], shape: tuple[int, int], filler: int) -> Tensor:
+    """Return the rows of ``tensor`` at ``places`` of a tensor of that shape, which is otherwise full of ``filler``.
+
+    Example:
+        >>> placed(torch.tensor([[5, 6], [7, 0]]), [0, 2], (3, 3), 0).tolist()
+        [[5, 6, 0], [0, 0, 0], [7, 0, 0]]
+    """
+    found = tensor.new_full(shape, filler)
+    found[list(places), : tensor.shape[1]] = tensor
+    return found

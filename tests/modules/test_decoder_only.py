@@ -1,0 +1,307 @@
+"""Decoder-only language models as generators: their rows, loss, clipping, sampling and refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from stand_ins import KillAt, Killed, dp, fit
+from tiny_generator import (
+    DECODERS,
+    PASSAGES,
+    ROWS,
+    SETTINGS,
+    CopyTask,
+    decoder_only,
+    generator,
+    lines,
+    losses,
+    pair,
+    passage,
+    tokenizer,
+    write_parent_card,
+)
+from torch import Tensor
+
+from lit_dpret.callbacks import PrivacyCard
+from lit_dpret.cards.card import read_card
+from lit_dpret.cards.verification import verify_chain
+from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+from lit_dpret.modules import QueryGenerator
+from lit_dpret.modules.generator_folder import GeneratorContract, GeneratorModel, TextCodec, load_generator
+from lit_dpret.modules.token_scores import TokenScorer
+from lit_dpret.privacy.clipping import ENGINES, make_engine
+from lit_dpret.synthesis.groups import draw_group
+from lit_dpret.synthesis.prefill import prefill
+from lit_dpret.synthesis.sampler import Decoding, decode, target_scores, uniforms
+from lit_dpret.synthesis.writer import synthesize
+
+KINDS = pytest.mark.parametrize("kind", DECODERS)
+TIED = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+#: OPT finds its positions in a way that no rule covers: its position embeddings are frozen.
+TRAINED: dict[str, dict[str, Any]] = {"opt": {"trainable_patterns": ["layers", "embed_tokens"]}}
+
+
+def by_hand(module: QueryGenerator, row: Any) -> Tensor:
+    """The sum of a query's cross entropies, from the logits of one whole, unpadded sequence."""
+    (given,), (target,) = module.codec.passages([row.passage]), module.codec.queries([row.query])
+    logits = module.model(torch.tensor([[*given, *target]])).logits[0].log_softmax(-1)
+    return -torch.stack([logits[len(given) + i - 1, token] for i, token in enumerate(target)]).sum()
+
+
+# -- the loss --------------------------------------------------------------------------------
+
+
+@KINDS
+@TIED
+def test_the_loss_of_a_row_is_that_of_its_own_sequence_whatever_stands_beside_it(kind: str, tied: bool) -> None:
+    module = decoder_only(kind, tied=tied, loss_normalisation="sum").double()
+    expected = torch.stack([by_hand(module, row) for row in ROWS])
+    torch.testing.assert_close(losses(module, ROWS), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_batches_of_a_fixed_shape_have_the_same_losses() -> None:
+    module = decoder_only().double()
+    placed = module.place_rows(module.collate_rows(ROWS), [1, 3, 4], 6)
+    assert placed["input_ids"].shape == (6, 14 + 8 - 1) and placed["labels"].shape == (6, 8)
+    found = module.per_row_loss(placed)
+    torch.testing.assert_close(found[[1, 3, 4]], losses(module, ROWS), rtol=1e-12, atol=1e-12)
+    assert found[[0, 2, 5]].tolist() == [0, 0, 0]
+
+
+def test_logits_are_computed_where_the_query_stands_and_nowhere_else() -> None:
+    module, seen = decoder_only(), []
+    head = module.model.get_output_embeddings()
+    head.register_forward_hook(lambda _, inputs, output: seen.append((inputs[0].shape, output.shape)))
+    batch = module.collate_rows(ROWS)
+    module.per_row_loss(batch)
+    rows, tokens = batch["labels"].shape
+    assert seen == [((rows, tokens, 16), (rows, tokens, head.out_features))]
+    assert batch["input_ids"].shape[1] > tokens
+
+
+# -- clipping --------------------------------------------------------------------------------
+
+
+@KINDS
+@TIED
+@pytest.mark.parametrize("count", [3, "length"], ids=["three rows", "as many rows as tokens"])
+def test_clipping_by_ghost_norms_equals_clipping_one_row_at_a_time(kind: str, tied: bool, count: Any) -> None:
+    rows = ROWS if count == 3 else [pair(passage(i, 3), passage(i + 40, 3)) for i in range(8)]
+    sums = []
+    for engine in ("ghost", "loop"):
+        module = decoder_only(kind, tied=tied, **TRAINED.get(kind, {})).double()
+        batch = module.collate_rows(rows)
+        assert count == 3 or batch["input_ids"].shape == (8, 8)
+        clipper = make_engine(engine, module, max_grad_norm=0.5)
+        real = torch.ones(len(rows), dtype=torch.bool)
+        clipper.add(lambda m=module, b=batch: m.per_row_loss(b), torch.arange(len(rows)), real)
+        sums.append(clipper.take())
+    assert set(sums[0]) == set(sums[1]) and sums[0]
+    for name, total in sums[0].items():
+        torch.testing.assert_close(total, sums[1][name], rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"lora": {"r": 2}}, {"prompt_tuning": {"num_virtual_tokens": 3}}, {"gradient_checkpointing": True}],
+    ids=["all weights", "adapters", "a prompt", "checkpointing"],
+)
+def test_every_engine_clips_every_way_of_fine_tuning_or_refuses_it(engine: str, settings: dict[str, Any]) -> None:
+    found = []
+    for name in (engine, "loop"):
+        module = decoder_only(**settings if name == engine else {**settings, "gradient_checkpointing": False}).double()
+        batch = module.collate_rows(ROWS)
+        try:
+            clipper = make_engine(name, module, max_grad_norm=0.01)
+            clipper.add(lambda m=module, b=batch: m.per_row_loss(b), torch.arange(3), torch.ones(3, dtype=torch.bool))
+        except UnsupportedModelError as refusal:
+            assert engine != "ghost", refusal
+            return
+        found.append(clipper.take())
+    for name, total in found[0].items():
+        torch.testing.assert_close(total, found[1][name], rtol=1e-5, atol=1e-9)
+
+
+# -- tokens ----------------------------------------------------------------------------------
+
+
+def test_a_long_passage_loses_its_end_and_keeps_the_prompt_behind_it() -> None:
+    codec = decoder_only(max_passage_length=6).codec
+    words = tokenizer()
+    (ids,) = codec.passages([passage(2, 20)])
+    head, tail = words("Passage: " + passage(2, 20))["input_ids"], words("Ask:", add_special_tokens=False)["input_ids"]
+    assert ids == [*head[:5], *tail]
+
+
+class Spaces:
+    """Records how it is asked, in place of a tokenizer that keeps spaces."""
+
+    eos_token_id = 9
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[list[str], bool]] = []
+
+    def __call__(self, texts: Any, *, add_special_tokens: bool = True, verbose: bool = True) -> dict[str, Any]:
+        listed = [texts] if isinstance(texts, str) else texts
+        self.asked.append((listed, add_special_tokens))
+        ids = [[1, 2] for _ in listed]
+        return {"input_ids": ids[0] if isinstance(texts, str) else ids}
+
+
+def test_a_space_behind_the_passage_belongs_to_the_first_token_of_the_query_and_no_mark_stands_between() -> None:
+    words: Any = Spaces()
+    codec = TextCodec(words, GeneratorContract(prompt="P: {passage}\nQ: "), continues=True)
+    assert codec.queries(["who"]) == [[1, 2, 9]] and codec.passages(["text"]) == [[1, 2, 1, 2]]
+    assert words.asked == [([" who"], False), (["\nQ:"], False), (["P: text"], True)]
+
+
+def test_a_chat_template_surrounds_the_prompt() -> None:
+    words = tokenizer()
+    words.chat_template = (
+        "{% for message in messages %}<{{ message.role }}> {{ message.content }} </{{ message.role }}>{% endfor %}"
+        "{% if add_generation_prompt %} <assistant> {% endif %}"
+    )
+    module = decoder_only(tokenizer=words, chat=True)
+    assert module.codec.contract.prompt == "<user> Passage: {passage} Ask:  </user> <assistant> "
+
+
+# -- sampling --------------------------------------------------------------------------------
+
+
+def numbers(rows: int, count: int) -> np.ndarray:
+    return np.stack([uniforms(1, str(row), 0, count) for row in range(rows)])
+
+
+@KINDS
+def test_what_is_drawn_with_a_cache_is_what_whole_sequences_give(kind: str) -> None:
+    module = decoder_only(kind, away=0.3)
+    model, decoding = module.model.double().eval(), Decoding(top_k=1, max_new_tokens=6)
+    ids = module.codec.passages([row.passage for row in ROWS])
+    sampled = decode(model, prefill(model, ids), numbers(3, 6), decoding)
+    for given, drawn in zip(ids, sampled, strict=True):
+        sequence, log_prob = list(given), 0.0
+        for _ in range(6):
+            scores = model(torch.tensor([sequence])).logits[0, -1].log_softmax(-1).detach()
+            token = int((scores.index_fill(0, torch.tensor([1]), -torch.inf) if sequence == given else scores).argmax())
+            sequence, log_prob = [*sequence, token], log_prob + float(scores[token])
+            if token == 1:
+                break
+        assert drawn.tokens == [token for token in sequence[len(given) :] if token != 1]
+        assert drawn.log_prob == pytest.approx(log_prob, rel=1e-6)
+
+
+def test_a_row_does_not_depend_on_the_rows_beside_it_and_a_draw_not_on_other_draws() -> None:
+    module = decoder_only(away=0.3)
+    model, codec, decoding = module.model.double().eval(), module.codec, Decoding(max_new_tokens=8)
+    read = GeneratorModel(model, codec, Path())
+    together = draw_group(read, PASSAGES, 3, 5, decoding)
+    for name, text in PASSAGES.items():
+        alone = draw_group(read, {name: text}, [2], 5, decoding)[0]
+        assert alone.text == next(q.text for q in together if (q.passage_id, q.draw) == (name, 2))
+    assert len({query.text for query in together}) > len(PASSAGES)
+
+
+@KINDS
+def test_given_queries_have_the_scores_of_training(kind: str) -> None:
+    module = decoder_only(kind, loss_normalisation="sum").double()
+    ids, targets = module.codec.passages([r.passage for r in ROWS]), module.codec.queries([r.query for r in ROWS])
+    expected = -losses(module, ROWS).detach()
+    model = module.model.eval()
+    read = prefill(model, ids)
+    torch.testing.assert_close(target_scores(model, read, targets).log_probs.sum(1), expected, rtol=1e-6, atol=1e-6)
+    one = target_scores(model, prefill(model, ids[:1]), targets[:1] * 4).log_probs.sum(1)
+    torch.testing.assert_close(one, expected[:1].expand(4), rtol=1e-6, atol=1e-6)
+    scorer = TokenScorer(model, module.codec)
+    found = scorer.score([r.query for r in ROWS], [r.passage for r in ROWS]).sums()
+    assert found == pytest.approx(expected.numpy(), rel=1e-6)
+
+
+# -- runs and folders ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"lora": {"r": 2}}, {"prompt_tuning": {"num_virtual_tokens": 3}}],
+    ids=["all weights", "adapters", "a prompt"],
+)
+@TIED
+def test_a_private_run_leaves_a_generator_with_a_card_that_writes_what_it_learnt(
+    tmp_path: Path, settings: dict[str, Any], tied: bool
+) -> None:
+    module = decoder_only(privacy=dp(tmp_path, eps=8.0, noise_multiplier=3.0), tied=tied, **settings)
+    before = {name: weight.detach().clone() for name, weight in module.named_parameters()}
+    fit(tmp_path / "run", module, CopyTask("poisson"), steps=3, extra=[PrivacyCard()])
+    moved = {name for name, weight in module.named_parameters() if not torch.equal(weight, before[name])}
+    assert moved == {name for name, weight in module.named_parameters() if weight.requires_grad}
+    folder = tmp_path / "run" / "model"
+    assert verify_chain(folder).failed == [] and read_card(folder)["claim"]["epsilon"] <= 8
+    decoding = Decoding(max_new_tokens=6)
+    trained = GeneratorModel(module.model.eval(), module.codec, folder)
+    ours, theirs = (draw_group(each, PASSAGES, 2, 0, decoding) for each in (trained, load_generator(folder)))
+    assert [query.text for query in ours] == [query.text for query in theirs]
+
+
+def test_a_private_run_that_was_killed_goes_on(tmp_path: Path) -> None:
+    def trained(folder: Path, *, resume: bool = False, extra: Any = ()) -> QueryGenerator:
+        module = decoder_only(privacy=dp(tmp_path, eps=8.0, noise_multiplier=3.0), lora={"r": 2})
+        fit(folder, module, CopyTask("poisson"), steps=4, resume=resume, extra=list(extra))
+        return module
+
+    with pytest.raises(Killed):
+        trained(tmp_path / "run", extra=[KillAt(3)])
+    found = dict(trained(tmp_path / "run", resume=True).named_parameters())
+    assert found.keys() == dict(trained(tmp_path / "whole").named_parameters()).keys()
+
+
+def test_queries_are_synthesized_from_it(tmp_path: Path) -> None:
+    folder = decoder_only(away=0.3).save_model(tmp_path / "g")
+    write_parent_card(folder)
+    out = synthesize(folder, PASSAGES, tmp_path / "out", **SETTINGS)
+    again = synthesize(folder, PASSAGES, tmp_path / "again", workers=2, **SETTINGS)
+    assert lines(out / "queries.jsonl") == lines(again / "queries.jsonl")
+    assert read_card(out)["generation"]["decoding"]["top_p"] == 0.8
+
+
+def test_plain_transformers_read_the_folder(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    module = decoder_only()
+    loaded = AutoModelForCausalLM.from_pretrained(module.save_model(tmp_path / "g"))
+    ids = torch.tensor(module.codec.passages([PASSAGES["p1"]]))
+    torch.testing.assert_close(loaded(ids).logits, module.model.eval()(ids).logits)
+
+
+# -- refusals --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [
+        ({"prompt": "generate_query: "}, "model.prompt"),
+        ({"prompt": "a b c d e f g h i j k l m n {passage}"}, "model.max_passage_length"),
+        ({"max_passage_length": 36}, "model.max_passage_length"),
+        ({"chat": True}, "model.chat"),
+        ({"dropout": 0.1}, "model.dropout"),
+        ({"config": {"model_type": "llama", **DECODERS["llama"], "eos_token_id": 7}}, "eos_token_id"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused_by_name(settings: dict[str, Any], word: str) -> None:
+    with pytest.raises(ConfigurationError, match=word.replace(".", r"\.")):
+        decoder_only(**settings)
+
+
+def test_a_model_that_looks_ahead_is_refused() -> None:
+    config = {"model_type": "bert", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    with pytest.raises(UnsupportedModelError, match="bert"):
+        generator(config=config, prompt="{passage} ")
+
+
+def test_a_model_without_keys_and_values_is_refused() -> None:
+    config = {"model_type": "mamba", "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
+    with pytest.raises(UnsupportedModelError, match="mamba"):
+        generator(config=config, prompt="{passage} Ask: ")
