@@ -90,7 +90,7 @@ def main() -> int:
 
 def prepare(folder: Path, count: int) -> None:
     """Passages of InsuranceQA, and the small public T5 with a card that promises nothing."""
-    from lit_dpret.cards.card import build_card, subject_of, write_card
+    from lit_dpret.cards.card import RunFacts, build_card, subject_of, write_card
     from lit_dpret.datamodules import InsuranceQADataModule
     from lit_dpret.modules import OptimizerSpec, QueryGenerator
     from lit_dpret.privacy.accounting.releases import NonPrivateRelease
@@ -113,7 +113,7 @@ def prepare(folder: Path, count: int) -> None:
         ledger.append("intent", attempt=0, step=0, release=release, state_hash=None, sum_tag=None)
         records = ledger.records
     subject = subject_of("weights", "generator", files, root=made)
-    write_card(build_card(ledger_records=records, subject=subject, plan=None, tuning={"data": "none"}), made)
+    write_card(build_card(records, subject, RunFacts(tuning={"data": "none"})), made)
 
 
 def timed(job: str, folder: Path, world: int, turn: int) -> float:

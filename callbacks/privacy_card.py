@@ -19,14 +19,12 @@ from lightning.pytorch.callbacks import Callback
 from lit_dpret.callbacks.averages import averaged, describe
 from lit_dpret.callbacks.planning import accountant_of, ledger_of
 from lit_dpret.cards.amendments import with_notes
-from lit_dpret.cards.card import build_card, inherit_card, subject_of, write_card
+from lit_dpret.cards.card import CardFacts, RunFacts, build_card, inherit_card, subject_of, write_card
 from lit_dpret.cards.facts import declared_start, environment_facts, note_protocols, overlap_facts, protocol_facts
 from lit_dpret.cards.tuning import declared_search, refuse_other_tuning, refuse_told_number
 from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.ledger.facts import leaks
-from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
-from lit_dpret.privacy.noise import PHILOX, SHAKE
 
 MODEL_FOLDER = "model"
 _NEEDS = "PrivacyCard needs the PrivacyAccountant callback before it: the card is made from its ledger."
@@ -145,28 +143,28 @@ class PrivacyCard(Callback):
             card = inherit_card(
                 data.privacy_card_path,
                 subject,
+                CardFacts(
+                    mechanism=mechanism,
+                    tuning=self.tuning,
+                    environment=environment,
+                    assumptions=[*leaks(records), declared_start(began)],
+                ),
                 description=f"training a {own} on it",
                 ledger_records=records,
-                mechanism=mechanism,
-                tuning=self.tuning,
-                environment=environment,
-                assumptions=[*leaks(records), declared_start(began)],
             )
         else:
             card = build_card(
-                ledger_records=records,
-                subject=subject,
-                plan=accountant.plan,
-                ledger_name=LEDGER_NAME,
-                mechanism=mechanism,
-                tuning=self.tuning,
-                environment=environment,
-                pretraining={"model": began, "overlap_check": self.overlap},
-                randomness={"rng": SHAKE if module.privacy.secure_rng else PHILOX,
-                            "secure": module.privacy.secure_rng},
-                duplicates_policy=data.describe_duplicates() if hasattr(data, "describe_duplicates") else "",
-                assumptions=leaks(records),
-            )  # fmt: skip
+                records,
+                subject,
+                RunFacts(
+                    mechanism=mechanism,
+                    tuning=self.tuning,
+                    environment=environment,
+                    assumptions=leaks(records),
+                    pretraining={"model": began, "overlap_check": self.overlap},
+                    duplicates_policy=data.describe_duplicates() if hasattr(data, "describe_duplicates") else "",
+                ),
+            )
         for place in (folder, model):
             card = with_notes(card, place)
         write_card(card, folder)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.cards.card import build_card
+from lit_dpret.cards.card import RunFacts, build_card
 from lit_dpret.cards.file import checksum
 from lit_dpret.privacy.accounting.releases import NonPrivateRelease, Poisson, SamplingLaw
 from lit_dpret.privacy.budget import Neighbours, PrivacyBudget, Unit
@@ -80,7 +80,7 @@ class Run:
 
     def card(self, **facts: Any) -> dict[str, Any]:
         subject = facts.pop("subject", {"artifact_type": "weights", "name": "generator", "sha256": {}})
-        return build_card(ledger_records=self.ledger.records, subject=subject, **facts)
+        return build_card(self.ledger.records, subject, RunFacts(**facts))
 
 
 def forge(card: dict[str, Any], **claim: Any) -> dict[str, Any]:

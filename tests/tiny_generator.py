@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerFast
 
-from lit_dpret.cards.card import build_card, subject_of, write_card
+from lit_dpret.cards.card import RunFacts, build_card, subject_of, write_card
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.query_generator import QueryGenerator
 from lit_dpret.privacy.accounting.releases import Poisson
@@ -101,7 +101,7 @@ def write_parent_card(folder: Path, *, neighbours: Neighbours = "zero_out") -> N
         ledger.append("release", attempt=0, step=0, noise_std=1.0, sensitivity=1.0, denominator=10.0, law=law.to_dict())
         records = ledger.records
     subject = subject_of("weights", "tiny", files, root=folder)
-    write_card(build_card(ledger_records=records, subject=subject, plan=plan, tuning={"data": "none"}), folder)
+    write_card(build_card(records, subject, RunFacts(tuning={"data": "none"})), folder)
 
 
 PASSAGES = {f"p{number}": passage(number, 2 + number % 5) for number in range(11)}

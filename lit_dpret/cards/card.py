@@ -16,22 +16,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.cards.amendments import planted_by
 from lit_dpret.cards.check import verify_card
-from lit_dpret.cards.claim import claim_facts, group_facts, tuning_gaps, uncovered, without_numbers
-from lit_dpret.cards.decided import accounting_facts, ceilings_of, ledger_facts, mechanism_facts
+from lit_dpret.cards.claim import tuning_gaps, uncovered, without_numbers
+from lit_dpret.cards.decided import Decided
 from lit_dpret.cards.facts import (
     environment_facts,
     package_versions,
-    randomness_facts,
-    registered,
-    start_accounting,
     start_assumptions,
     start_parents,
-    start_text,
 )
 from lit_dpret.cards.file import (
     CARD_NAME,
@@ -46,13 +42,12 @@ from lit_dpret.cards.file import (
     write_card,
 )
 from lit_dpret.cards.text import SIGNOFF, contradicted, show_delta, show_epsilon, statement
-from lit_dpret.cards.tuning import search_cost, tuning_facts, with_earlier_tuning
-from lit_dpret.errors import ConfigurationError, DataError, LedgerError
+from lit_dpret.cards.tuning import tuning_facts, with_earlier_tuning
+from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.privacy.ledger.chain import today
 from lit_dpret.privacy.ledger.dataset_ledger import sweep_of
-from lit_dpret.privacy.ledger.facts import Assumption, derived_assumptions, judge, plan_of
-from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, charged_releases, claimed_releases, start_of
-from lit_dpret.privacy.plan import PrivacyPlan
+from lit_dpret.privacy.ledger.facts import Assumption, derived_assumptions, plan_of
+from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, charged_releases, start_of
 
 __all__ = [
     "CARD_NAME",
@@ -71,22 +66,46 @@ __all__ = [
 _NO_CLAIM = "Everything: no guarantee is claimed."
 
 
+@dataclass(frozen=True, kw_only=True)
+class CardFacts:
+    """What a card says that no ledger holds.
+
+    Args:
+        mechanism: ``optimizer``, ``trainable_parameters``, …; they cannot replace facts that the ledger does hold.
+        tuning: ``{"data": none|public|synthetic|private|unknown, "n_trials", "note"}``, and for a search whose
+            cost is to be stated ``{"method": "random_stopping", "mean_runs", "runs_law"}``.
+        generation: How a synthetic set was decoded and filtered.
+        environment: From `environment_facts`.
+        output_released: What has been let out, in words; a default says what usually is.
+        assumptions: Further steps of the argument, in addition to those the ledger decides.
+    """
+
+    mechanism: Mapping[str, Any] = field(default_factory=dict)
+    tuning: Mapping[str, Any] | None = None
+    generation: Mapping[str, Any] | None = None
+    environment: Mapping[str, Any] | None = None
+    output_released: Sequence[str] = ()
+    assumptions: Sequence[Assumption] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts(CardFacts):
+    """The same of a run on private data.
+
+    Args:
+        pretraining: ``{"model", "overlap_check"}``.
+        duplicates_policy: What was done about equal texts; the default says that each is a unit.
+    """
+
+    pretraining: Mapping[str, Any] = field(default_factory=dict)
+    duplicates_policy: str = ""
+
+
+_USUALLY_RELEASED = ("the final weights", "every checkpoint on the way")
+
+
 def build_card(
-    *,
-    ledger_records: Sequence[Mapping[str, Any]],
-    subject: Mapping[str, Any],
-    plan: PrivacyPlan | None = None,
-    ledger_name: str = LEDGER_NAME,
-    mechanism: Mapping[str, Any] | None = None,
-    tuning: Mapping[str, Any] | None = None,
-    pretraining: Mapping[str, Any] | None = None,
-    generation: Mapping[str, Any] | None = None,
-    randomness: Mapping[str, Any] | None = None,
-    environment: Mapping[str, Any] | None = None,
-    output_released: Sequence[str] = ("the final weights", "every checkpoint on the way"),
-    duplicates_policy: str = "",
-    assumptions: Sequence[Assumption] = (),
-    not_covered: Sequence[str] = (),
+    ledger_records: Sequence[Mapping[str, Any]], subject: Mapping[str, Any], facts: RunFacts | None = None
 ) -> dict[str, Any]:
     """The card of an artefact that was computed from private data.
 
@@ -100,74 +119,48 @@ def build_card(
     Args:
         ledger_records: ``PrivacyLedger.records``.
         subject: From `subject_of`.
-        plan: The plan as the caller knows it; refused if it is not the one in the ledger.
-        ledger_name: How the ledger's file is called beside the card.
-        mechanism: Facts that the ledger does not hold: ``optimizer``, ``trainable_parameters``, …;
-            they cannot replace facts that it does hold.
-        tuning: ``{"data": none|public|synthetic|private|unknown, "n_trials", "note"}``, and for a search whose
-            cost is to be stated ``{"method": "random_stopping", "mean_runs", "runs_law"}``.
-        pretraining: ``{"model", "overlap_check"}``.
-        generation: How a synthetic set was decoded and filtered.
-        randomness: ``{"rng", "secure"}``; whether the noise was floating-point noise the ledger says.
-        environment: From `environment_facts`.
-        output_released: What has been let out, in words.
-        duplicates_policy: What was done about equal texts; the default says that each is a unit.
-        assumptions: Further steps of the argument, in addition to those the ledger decides.
-        not_covered: Further gaps, in addition to those that unit and neighbours leave.
+        facts: What the ledger does not hold.
 
     Raises:
-        LedgerError: The records contradict each other or the plan, or hold no plan record.
+        LedgerError: The records contradict each other, or hold no plan record.
         ConfigurationError: ``tuning.data`` is no known word, or the run trained on synthetic data.
     """
+    facts = facts or RunFacts()
     recorded, last = plan_of(ledger_records)
-    if plan is not None and (recorded is None or plan.to_dict() != recorded.to_dict()):
-        raise LedgerError("The plan given to the card is not the plan in the ledger, for which the releases were made.")
     if last.get("mode") == "synthetic":
         raise ConfigurationError(
             "A run on synthetic data has no claim of its own: inherit_card repeats its data's card."
         )
-    own, releases = charged_releases(ledger_records), claimed_releases(ledger_records)
     known = derived_assumptions(ledger_records, recorded) if recorded is not None else []
-    began = (pretraining or {}).get("model")
-    known += [*start_assumptions(ledger_records, began), *assumptions]
-    verdict = judge(releases, recorded, known)
-    delta = recorded.budget.delta if recorded is not None and verdict.guarantee == "dp" else None
+    began = facts.pretraining.get("model")
+    known += [*start_assumptions(ledger_records, began), *facts.assumptions]
+    decided = Decided.by(ledger_records, known)
+    claim = decided.claim(facts.output_released or _USUALLY_RELEASED, facts.duplicates_policy)
+    blocks = decided.blocks(LEDGER_NAME, began)
     start = start_of(ledger_records) or {}
     tuned = with_earlier_tuning(
-        tuning_facts(tuning, search_cost(releases, recorded, verdict), sweep_of(ledger_records), delta),
+        tuning_facts(facts.tuning, decided.cost, sweep_of(ledger_records), decided.delta),
         start.get("tuning"), str(start.get("name")), composed=True,
     )  # fmt: skip
-    random = {"rng": "unknown", **(randomness or {}), **randomness_facts(ledger_records, recorded)}
-    facts = mechanism_facts(ledger_records, recorded, own)
-    claim = claim_facts(recorded, verdict, releases, output_released, duplicates_policy)
-    planted = planted_by(ledger_records)
-    accounting: dict[str, Any] | None = None
-    if recorded is not None:
-        accounting = accounting_facts(ledger_records, releases, recorded, verdict)
-        accounting |= {"groups": group_facts(releases, recorded, verdict)}
-        accounting |= start_accounting(ledger_records, own, recorded, verdict)
+    stated = blocks["mechanism"]
+    told = decided.registered()
     card: dict[str, Any] = {
         "schema": SCHEMA,
         "created": today(),
         "subject": dict(subject),
         "claim": claim,
-        "mechanism": {**facts, **{k: v for k, v in (mechanism or {}).items() if facts.get(k) is None}},
-        "accounting": accounting,
+        "mechanism": {**stated, **{k: v for k, v in facts.mechanism.items() if stated.get(k) is None}},
+        "accounting": blocks["accounting"],
         "assumptions": [assumption.to_dict() for assumption in known],
         "tuning": tuned,
-        "pretraining": dict(pretraining or {}) | start_text(ledger_records, accounting or {}, recorded, verdict, began),
-        "generation": dict(generation or {}),
-        "randomness": random,
-        "empirical": {
-            "pre_registered": registered(ledger_records),
-            "results": [],
-            "ceilings": ceilings_of(releases, recorded, verdict),
-            **({} if planted is None else {"planted": planted}),
-        },
-        "not_covered": [*gaps(claim, (accounting or {}).get("groups", ()), tuned, random), *not_covered],
-        "ledger": ledger_facts(ledger_records, releases, ledger_name),
+        "pretraining": {**facts.pretraining, **blocks["pretraining"]},
+        "generation": dict(facts.generation or {}),
+        "randomness": blocks["randomness"],
+        "empirical": {"pre_registered": told.pop("pre_registered"), "results": [], **blocks["empirical"], **told},
+        "not_covered": gaps(claim, (blocks["accounting"] or {}).get("groups", ()), tuned, blocks["randomness"]),
+        "ledger": blocks["ledger"],
         "parents": start_parents(ledger_records),
-        **_made_with(environment),
+        **_made_with(facts.environment),
     }
     return _finished(card)
 
@@ -175,16 +168,11 @@ def build_card(
 def inherit_card(
     parent_path: str | Path,
     subject: Mapping[str, Any],
+    facts: CardFacts | None = None,
     *,
     description: str,
     parent_ledger: str | Path | None = None,
     ledger_records: Sequence[Mapping[str, Any]] = (),
-    mechanism: Mapping[str, Any] | None = None,
-    tuning: Mapping[str, Any] | None = None,
-    generation: Mapping[str, Any] | None = None,
-    environment: Mapping[str, Any] | None = None,
-    output_released: Sequence[str] = (),
-    assumptions: Sequence[Assumption] = (),
 ) -> dict[str, Any]:
     """Build the card of an artefact that was computed from another artefact and public data alone.
 
@@ -196,22 +184,18 @@ def inherit_card(
     Args:
         parent_path: The parent's ``privacy_card.json``, or the folder that holds it.
         subject: From `subject_of`.
+        facts: About the new artefact; a false assumption among them leaves no guarantee.
         description: What was done with the parent, in a phrase.
         parent_ledger: The parent's ledger; by default the file that the parent names, beside its
             card. If it is there, the parent's arithmetic is checked; if not, the card says so.
         ledger_records: Records of the run that made the new artefact; a release among them is refused.
-        mechanism: Facts about the new run: ``optimizer``, ``steps_done``, …
-        tuning: As in `build_card`.
-        generation: As in `build_card`.
-        environment: As in `build_card`.
-        output_released: What has been published, in words; by default the subject's name.
-        assumptions: Further steps of the argument. A false one leaves no guarantee.
 
     Raises:
         DataError: The parent is missing, malformed, was edited, contradicts its ledger, or describes
             files that are not the ones beside it.
         ConfigurationError: The new run made releases of its own.
     """
+    facts = facts or CardFacts()
     parent_path = card_path(parent_path)
     parent = read_card(parent_path)
     folder = parent_path.parent
@@ -235,19 +219,19 @@ def inherit_card(
     known = [
         Assumption("Nothing but what the parent released, and public data, entered this computation.", "unverified"),
         Assumption("The parent's epsilon follows from the parent's ledger.", True if checked else "unverified"),
-        *assumptions,
+        *facts.assumptions,
     ]
     if contradicted(parent):
         known.insert(2, Assumption(f"An audit of {parent['subject']['name']} does not contradict its claim.", False))
     claim = copy.deepcopy(dict(parent["claim"]))
-    claim["output_released"] = list(output_released) or [str(subject["name"])]
+    claim["output_released"] = list(facts.output_released) or [str(subject["name"])]
     accounting, ceilings = copy.deepcopy(parent["accounting"]), copy.deepcopy(parent["empirical"].get("ceilings"))
     pretraining = copy.deepcopy(dict(parent["pretraining"]))
     if claim["guarantee"] == "dp" and any(assumption.holds is False for assumption in known):
         claim |= {"guarantee": "not_proved", "epsilon": None, "curve": [], "user_level_epsilon": None}
         accounting, ceilings = without_numbers(accounting), None
         pretraining.pop("start", None)
-    tuned, planted = tuning_facts(tuning), parent["empirical"].get("planted")
+    tuned, planted = tuning_facts(facts.tuning), parent["empirical"].get("planted")
     left_out = [f"{subject['name']}: {gap}" for gap in tuning_gaps(tuned)]
     left_out += [gap for gap in parent["not_covered"] if gap not in left_out]  # it may have the same name
     if claim["guarantee"] != "dp":
@@ -257,12 +241,12 @@ def inherit_card(
         "created": today(),
         "subject": dict(subject),
         "claim": claim,
-        "mechanism": {**(mechanism or {}), "kind": "post_processing", "mode": "synthetic", "description": description},
+        "mechanism": {**facts.mechanism, "kind": "post_processing", "mode": "synthetic", "description": description},
         "accounting": accounting,
         "assumptions": [*(a.to_dict() for a in known), *copy.deepcopy(list(parent["assumptions"]))],
         "tuning": with_earlier_tuning(tuned, parent["tuning"], str(parent["subject"]["name"]), composed=False),
         "pretraining": pretraining,
-        "generation": dict(generation or parent["generation"]),
+        "generation": dict(facts.generation or parent["generation"]),
         "randomness": copy.deepcopy(dict(parent["randomness"])),
         "empirical": {
             "pre_registered": copy.deepcopy(parent["empirical"].get("pre_registered", [])),
@@ -276,7 +260,7 @@ def inherit_card(
             {"name": parent["subject"]["name"], "sha256": card_sha256(parent_path), "schema": parent["schema"]},
             *copy.deepcopy(list(parent["parents"])),
         ],
-        **_made_with(environment),
+        **_made_with(facts.environment),
     }
     return _finished(card)
 

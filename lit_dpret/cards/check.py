@@ -1,7 +1,7 @@
 """A card held against the ledger that it was made from, as any reader can.
 
-`verify_card` checks the claim. `recheck` computes everything else that follows from the ledger (ceilings of attacks,
-groups of units, the noise, the assumptions): a card on which one of those was made more pleasant is false as well.
+`verify_card` checks the claim. `recheck` compares everything that follows from the ledger (ceilings of attacks, groups
+of units, the noise, the assumptions as well): a card on which one of those was made more pleasant is false too.
 Sentences are told apart from facts, because another version writes other ones.
 """
 
@@ -12,27 +12,17 @@ import math
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.cards.amendments import planted_by
-from lit_dpret.cards.claim import claim_facts, group_facts, user_level_epsilon
-from lit_dpret.cards.decided import accounting_facts, ceilings_of, ledger_facts, mechanism_facts
-from lit_dpret.cards.facts import randomness_facts, registered, start_accounting, start_assumptions, start_text
+from lit_dpret.cards.decided import Decided
+from lit_dpret.cards.facts import start_assumptions, start_parents
 from lit_dpret.cards.file import file_sha256, malformed
-from lit_dpret.cards.tuning import (
-    SearchCost,
-    declared_search,
-    hides_earlier_tuning,
-    possible_tuning,
-    same_facts,
-    search_cost,
-)
+from lit_dpret.cards.tuning import hides_earlier_tuning, possible_tuning, same_facts
 from lit_dpret.errors import DataError, LedgerError, LitDpretError
-from lit_dpret.privacy.ledger.dataset_ledger import sweep_limit, sweep_of
-from lit_dpret.privacy.ledger.facts import Assumption, Verdict, derived_assumptions, judge, leaks, plan_of
-from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases, claimed_releases, noise_keys, start_of
+from lit_dpret.privacy.ledger.dataset_ledger import sweep_of
+from lit_dpret.privacy.ledger.facts import Assumption, derived_assumptions, leaks, plan_of
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, noise_keys, start_of
 from lit_dpret.privacy.plan import PrivacyPlan
 
 # Two evaluations of one accountant differ by less than this; another library version may not.
@@ -53,7 +43,11 @@ def verify_card(card: Mapping[str, Any], ledger_path: str | Path, *, folder: str
     if problem := malformed(card):
         return [problem]
     problems = [] if folder is None else changed_files(card["subject"]["sha256"], Path(folder))
-    return [*problems, *_ledger_problems(card, ledger_path)]
+    try:
+        ledger = PrivacyLedger.read(ledger_path)
+    except LedgerError as error:
+        return [*problems, str(error)]
+    return [*problems, *recheck(card, ledger, whole=False).problems]
 
 
 def changed_files(digests: Mapping[str, str], folder: Path) -> list[str]:
@@ -66,120 +60,6 @@ def changed_files(digests: Mapping[str, str], folder: Path) -> list[str]:
         except DataError:
             problems.append(f"{name} is on the card and not in {folder}.")
     return problems
-
-
-def _ledger_problems(card: Mapping[str, Any], ledger_path: str | Path) -> list[str]:
-    problems: list[str] = []
-    try:
-        ledger = PrivacyLedger.read(ledger_path)
-    except LedgerError as error:
-        return [str(error)]
-    records, stored = ledger.records, card["ledger"]
-    if ledger.torn_bytes:
-        problems.append(f"The ledger ends in an incomplete line of {ledger.torn_bytes} bytes.")
-    if len(records) < stored["records"]:
-        problems.append(
-            f"The ledger holds {len(records)} records, the card was made from {stored['records']}: "
-            "records were cut off its end."
-        )
-        return problems
-    if stored["records"] == 0 or records[stored["records"] - 1]["hash"] != stored["head"]:
-        problems.append("The ledger's head is not the card's: this is another ledger, or another run's card.")
-        return problems
-    if len(records) > stored["records"]:
-        more = len(noise_keys(records[stored["records"] :]))
-        problems.append(
-            f"The ledger went on after the card was made, by {len(records) - stored['records']} records with "
-            f"{more} announced steps: the card is out of date."
-        )
-    try:
-        problems += _wrong_claim(card, records[: stored["records"]])
-    except LitDpretError as error:
-        problems.append(str(error))
-    return problems
-
-
-def _wrong_claim(card: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Compare the claim with what the records allow, computed anew."""
-    plan, _ = plan_of(records)
-    releases = claimed_releases(records)
-    start, derived = start_of(records), card["mechanism"].get("kind") == "post_processing"
-    if start and start["card_sha256"] and start["card_sha256"] not in [parent["sha256"] for parent in card["parents"]]:
-        return [f"The ledger's run started from {start['name']}, whose card this one does not name."]
-    behind = [] if start is None else start["parents"]
-    if card["parents"] != behind if not derived else card["parents"][len(card["parents"]) - len(behind) :] != behind:
-        return ["The cards that it names are not those that the ledger's run started from."]
-    if card["empirical"].get("pre_registered", []) != registered(records):
-        return ["The protocols on the card are not those that the ledger registered before its first step."]
-    if card["empirical"].get("planted") != planted_by(records):
-        return ["The canaries on the card are not those that the ledger says were planted."]
-    verdict = verdict_of(card, records)
-    claim = card["claim"]
-    if verdict.guarantee != claim["guarantee"]:
-        return [f"The card claims the guarantee {claim['guarantee']!r}, the ledger gives {verdict.guarantee!r}."]
-    cost = cache(search_cost(releases, plan, verdict))
-    problems = (
-        [] if derived else _wrong_tuning(card["tuning"], records, cost, plan if verdict.guarantee == "dp" else None)
-    )
-    if plan is None or verdict.epsilon is None:
-        return [*problems, *_other_number("epsilon with its choice", card["tuning"].get("epsilon"), None)]
-    budget = plan.budget
-    problems += [
-        f"The card says {name} = {claim[name]}, the ledger's plan {name} = {getattr(budget, name)}."
-        for name in ("delta", "unit", "neighbours")
-        if claim[name] != getattr(budget, name)
-    ]
-    if abs(claim["epsilon"] - verdict.epsilon) > TOLERANCE * max(1.0, verdict.epsilon):
-        problems.append(
-            f"The card claims epsilon = {claim['epsilon']:.6g}, the ledger gives {verdict.epsilon:.6g} "
-            f"(delta = {budget.delta:.3g}, unit = {budget.unit}, neighbours = {budget.neighbours})."
-        )
-    problems += _wrong_user_level(claim, user_level_epsilon(releases, plan, verdict), plan)
-    if (search := declared_search(card["tuning"])) is not None:
-        priced, _ = cost(search)
-        problems += _other_number("epsilon with its search", card["tuning"].get("epsilon"), priced)
-    else:
-        problems += _other_number(
-            "epsilon with its sweep", card["tuning"].get("epsilon"), sweep_limit(sweep_of(records), budget.delta)
-        )
-    return problems
-
-
-def _wrong_tuning(
-    stated: Mapping[str, Any], records: Sequence[Mapping[str, Any]], cost: SearchCost, claimed: PrivacyPlan | None
-) -> list[str]:
-    """Compare what is said of the choice of settings with what the sweep and the start in the ledger leave open."""
-    start = start_of(records) or {}
-    earlier = start.get("tuning")
-    delta = None if claimed is None else claimed.budget.delta
-    possible = [same_facts(stated, one) for one in possible_tuning(stated, cost, sweep_of(records), delta, start)]
-    if any(possible) and (earlier is None or not hides_earlier_tuning(stated, earlier, composed=True)):
-        return []
-    return ["What the card says of the choice of hyper-parameters (tuning) does not follow from the ledger."]
-
-
-def verdict_of(card: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> Verdict:
-    """Judge what may be claimed for these records, with what the card admits to be false."""
-    plan, _ = plan_of(records)
-    known = [Assumption(a["text"], a["holds"], a["consequence"]) for a in card["assumptions"]]
-    fresh = [*(derived_assumptions(records, plan) if plan is not None else []), *leaks(records)]
-    fresh += [assumption for assumption in known if assumption.holds is False]
-    return judge(claimed_releases(records), plan, fresh)
-
-
-def _wrong_user_level(claim: Mapping[str, Any], fresh: float | None, plan: PrivacyPlan) -> list[str]:
-    problems = _other_number("user-level epsilon", claim.get("user_level_epsilon"), fresh)
-    if (most := claim.get("max_units_per_user")) != plan.max_units_per_user:
-        problems.append(f"The card says max_units_per_user = {most}, the ledger's plan says {plan.max_units_per_user}.")
-    return problems
-
-
-def _other_number(what: str, stored: float | None, fresh: float | None) -> list[str]:
-    """The complaint that the card has another number than the ledger gives; a card may be silent."""
-    if stored is None or (fresh is not None and abs(stored - fresh) <= TOLERANCE * max(1.0, fresh)):
-        return []
-    given = "none" if fresh is None else f"{fresh:.6g}"
-    return [f"The card claims {what} = {stored:.6g}, the ledger gives {given}."]
 
 
 Place = tuple[str, ...]
@@ -198,55 +78,21 @@ _SENTENCES = (
 
 @dataclass(frozen=True)
 class Recheck:
-    """The outcome: numbers recomputed, wrong facts, wrong sentences, and the entries that the ledger decides."""
+    """A card held against its ledger.
 
-    numbers: int
-    wrong: list[str]
-    words: list[str]
-    decided: set[Place]
-
-
-def recheck(card: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> Recheck:
-    """Recompute what the ledger decides, for a card with a ledger of its own.
-
-    An entry that differs from the ledger, is missing, or stands where the ledger knows none is reported by its place.
-    Every entry that is not among ``decided`` was compared with nothing.
-
-    Raises:
-        LedgerError: The records contradict each other, or hold no plan.
+    Attributes:
+        problems: Of the chain and the claim; where there are any, nothing else was compared.
+        wrong: Facts that are not those of the ledger.
+        words: Sentences that are not those that follow from it.
+        numbers: How many were recomputed.
+        decided: The entries that the ledger decides; every other one was compared with nothing.
     """
-    plan, _ = plan_of(records)
-    own, releases, verdict = charged_releases(records), claimed_releases(records), verdict_of(card, records)
-    fresh: dict[str, Any] = {
-        "claim": claim_facts(plan, verdict, releases, (), ""),
-        "mechanism": mechanism_facts(records, plan, own),
-        "accounting": None,
-        "randomness": randomness_facts(records, plan),
-        "empirical": {"ceilings": ceilings_of(releases, plan, verdict)},
-        "ledger": ledger_facts(records, releases, card["ledger"]["name"]),
-    }
-    if plan is not None:
-        fresh["accounting"] = {
-            **accounting_facts(records, releases, plan, verdict),
-            "groups": group_facts(releases, plan, verdict),
-            **start_accounting(records, own, plan, verdict),
-        }
-    stated = card["accounting"] or {}
-    fresh["pretraining"] = start_text(records, stated, plan, verdict, card["pretraining"].get("model"))
-    found = [*_compared(json.loads(json.dumps(fresh)), card, ()), *_assumed(card, records, plan)]
-    delta = plan.budget.delta if plan is not None and verdict.guarantee == "dp" else None
-    tuning, cost = card["tuning"], search_cost(releases, plan, verdict)
-    possible = possible_tuning(tuning, cost, sweep_of(records), delta, start_of(records))
-    follows = tuning["text"] in [one["text"] for one in possible if same_facts(tuning, one)]
-    problem = None if follows else "tuning.text does not follow from the facts of tuning and the ledger."
-    found.append(_Found(("tuning", "text"), problem, words=True))
-    wrong = [one for one in found if one.problem is not None]
-    return Recheck(
-        numbers=sum(one.number for one in found),
-        wrong=[str(one.problem) for one in wrong if not one.words],
-        words=[str(one.problem) for one in wrong if one.words],
-        decided={one.place for one in found} | {("tuning", name) for name in tuning if name not in _DECLARED["tuning"]},
-    )
+
+    problems: Sequence[str] = ()
+    wrong: Sequence[str] = ()
+    words: Sequence[str] = ()
+    numbers: int = 0
+    decided: frozenset[Place] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -257,6 +103,123 @@ class _Found:
     problem: str | None = None
     number: bool = False
     words: bool = False
+
+
+def recheck(card: Mapping[str, Any], ledger: PrivacyLedger, *, whole: bool = True) -> Recheck:
+    """Compare a card with what its ledger decides, computed again.
+
+    An entry that differs from the ledger, is missing, or stands where the ledger knows none is reported by its place.
+    Of a derived card, and where not the ``whole`` is asked for, the claim alone is compared.
+    """
+    stored = card["ledger"]
+    if broken := _not_its_chain(stored, ledger):
+        return Recheck(broken)
+    problems = _went_on(stored, ledger)
+    derived = card["mechanism"].get("kind") == "post_processing"
+    try:
+        decided = judged(card, ledger.records[: stored["records"]])
+        found = list(_of_claim(card, decided, derived=derived))
+        problems += [str(one.problem) for one in found if one.problem is not None and not one.words]
+        if problems or derived or not whole:
+            return Recheck(problems)
+        found += _of_the_rest(card, decided)
+    except LitDpretError as error:
+        return Recheck([*problems, str(error)])
+    wrong = [one for one in found if one.problem is not None]
+    return Recheck(
+        wrong=[str(one.problem) for one in wrong if not one.words],
+        words=[str(one.problem) for one in wrong if one.words],
+        numbers=sum(one.number for one in found),
+        decided=frozenset(one.place for one in found),
+    )
+
+
+def _not_its_chain(stored: Mapping[str, Any], ledger: PrivacyLedger) -> list[str]:
+    """Return how a ledger shows that the card was not made from it, or from more of it than is left."""
+    records, count = ledger.records, stored["records"]
+    torn = f"The ledger ends in an incomplete line of {ledger.torn_bytes} bytes."
+    problems = [torn] if ledger.torn_bytes else []
+    if len(records) < count:
+        problems.append(
+            f"The ledger holds {len(records)} records, the card was made from {count}: records were cut off its end."
+        )
+    elif count == 0 or records[count - 1]["hash"] != stored["head"]:
+        problems.append("The ledger's head is not the card's: this is another ledger, or another run's card.")
+    return problems
+
+
+def _went_on(stored: Mapping[str, Any], ledger: PrivacyLedger) -> list[str]:
+    """Return how much was announced after the card was made."""
+    later = ledger.records[stored["records"] :]
+    return [] if not later else [
+        f"The ledger went on after the card was made, by {len(later)} records with {len(noise_keys(later))} announced "
+        "steps: the card is out of date."
+    ]  # fmt: skip
+
+
+def judged(card: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> Decided:
+    """Judge what may be claimed for these records, with what the card admits to be false."""
+    plan, _ = plan_of(records)
+    known = [*(derived_assumptions(records, plan) if plan is not None else []), *leaks(records)]
+    known += [Assumption(a["text"], a["holds"], a["consequence"]) for a in card["assumptions"] if a["holds"] is False]
+    return Decided.by(records, known)
+
+
+def _of_claim(card: Mapping[str, Any], decided: Decided, *, derived: bool) -> Iterator[_Found]:
+    """Compare the claim, what it rests on by name, and how the settings behind it were chosen."""
+    behind, named = start_parents(decided.records), card["parents"]
+    if derived:  # what it was made from comes first
+        named = named[len(named) - len(behind) :]
+    other = "The cards that it names are not those that the ledger's run started from."
+    yield _Found(("parents",), None if named == behind else other)
+    told, stated = decided.registered(), card["empirical"]
+    for name, what in (("pre_registered", "protocols"), ("planted", "canaries")):
+        same = stated.get(name, [] if name == "pre_registered" else None) == told.get(name)
+        other = f"The {what} on the card are not those that the ledger knew before its first step."
+        yield _Found(("empirical", name), None if same else other)
+    fresh, claim = _as_json(decided.claim()), card["claim"]
+    if fresh["guarantee"] != claim["guarantee"]:  # all else follows from it
+        yield _Found(("claim",), _differs("claim.guarantee", claim["guarantee"], fresh["guarantee"]))
+        return
+    yield from _compared(fresh, claim, ("claim",))
+    tuning = card["tuning"]
+    if derived and tuning.get("epsilon") is None:
+        return  # it was chosen on what is public, or what is open of it is said
+    earlier = (start_of(decided.records) or {}).get("tuning")
+    if not _possible(card, decided) or (earlier is not None and hides_earlier_tuning(tuning, earlier, composed=True)):
+        text = "What the card says of the choice of hyper-parameters (tuning) does not follow from the ledger."
+        yield _Found(("tuning",), text)
+
+
+def _possible(card: Mapping[str, Any], decided: Decided) -> list[dict[str, Any]]:
+    """The tuning blocks that a run with this ledger may have, and that state the facts and the price of the card's."""
+    records, stated = decided.records, card["tuning"]
+
+    def fits(block: Mapping[str, Any]) -> bool:
+        price, other = stated.get("epsilon"), block.get("epsilon")
+        same = price is None or (other is not None and math.isclose(price, other, rel_tol=TOLERANCE))
+        return same and same_facts(stated, block)
+
+    found = possible_tuning(stated, decided.cost, sweep_of(records), decided.delta, start_of(records))
+    return [block for block in found if fits(block)]
+
+
+def _of_the_rest(card: Mapping[str, Any], decided: Decided) -> Iterator[_Found]:
+    """Compare every other entry of a card with a ledger of its own."""
+    model = card["pretraining"].get("model")
+    fresh = decided.blocks(card["ledger"]["name"], model, card["accounting"] or {})
+    yield from _compared(_as_json(fresh), card, ())
+    yield from _assumed(card, decided.records, decided.plan)
+    tuning = card["tuning"]
+    follows = tuning["text"] in [block["text"] for block in _possible(card, decided)]
+    problem = None if follows else "tuning.text does not follow from the facts of tuning and the ledger."
+    yield _Found(("tuning", "text"), problem, words=True)
+    yield from (_Found(("tuning", name)) for name in tuning if name not in _DECLARED["tuning"])
+
+
+def _as_json(value: Any) -> Any:
+    """The value as a card gives it back: tuples as lists."""
+    return json.loads(json.dumps(value))
 
 
 def _assumed(

@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import cache, cached_property
 from importlib import metadata
 from typing import Any
 
+from lit_dpret.cards.amendments import planted_by
+from lit_dpret.cards.claim import claim_facts, group_facts
+from lit_dpret.cards.facts import randomness_facts, registered, start_accounting, start_text
+from lit_dpret.cards.tuning import SearchCost, search_cost
 from lit_dpret.errors import UnsupportedAccountingError
 from lit_dpret.privacy import clip_fraction
 from lit_dpret.privacy.accounting import composition as accounting
@@ -21,14 +26,87 @@ from lit_dpret.privacy.accounting.releases import GaussianRelease, NonPrivateRel
 from lit_dpret.privacy.budget import AccountantName
 from lit_dpret.privacy.ledger.chain import GENESIS
 from lit_dpret.privacy.ledger.dataset_file import noted_total
-from lit_dpret.privacy.ledger.facts import Verdict, epsilon_by, every_unit_in_every_step, plan_of
-from lit_dpret.privacy.ledger.run_ledger import noise_keys
+from lit_dpret.privacy.ledger.facts import Assumption, Verdict, epsilon_by, every_unit_in_every_step, judge, plan_of
+from lit_dpret.privacy.ledger.run_ledger import charged_releases, claimed_releases, noise_keys
 from lit_dpret.privacy.plan import PrivacyPlan
 
 Record = Mapping[str, Any]
 
 # Distinct releases beyond this number are composed, but not priced one by one.
 PRICED_ALONE = 6
+
+
+@dataclass(frozen=True)
+class Decided:
+    """The records of a ledger, the verdict on them, and the blocks of a card that follow from both.
+
+    Attributes:
+        records: From the first on.
+        plan: The last one; None for a run without privacy.
+        own: What the run released.
+        releases: What the claim is about: those, and what the model had cost that the run started from.
+        verdict: The claim.
+    """
+
+    records: Sequence[Record]
+    plan: PrivacyPlan | None
+    own: Sequence[Release]
+    releases: Sequence[Release]
+    verdict: Verdict
+
+    @classmethod
+    def by(cls, records: Sequence[Record], assumptions: list[Assumption]) -> Decided:
+        """Judge the records under ``assumptions``, to which `judge` may add one.
+
+        Raises:
+            LedgerError: The records contradict each other, or hold no plan.
+        """
+        plan, _ = plan_of(records)
+        own, releases = charged_releases(records), claimed_releases(records)
+        return cls(records, plan, own, releases, judge(releases, plan, assumptions))
+
+    @property
+    def delta(self) -> float | None:
+        """The delta of the claim; None where nothing is claimed."""
+        return None if self.plan is None or self.verdict.guarantee != "dp" else self.plan.budget.delta
+
+    @cached_property
+    def cost(self) -> SearchCost:
+        """The price of a search among runs with these releases."""
+        return cache(search_cost(self.releases, self.plan, self.verdict))
+
+    def claim(self, output_released: Sequence[str] = (), duplicates_policy: str = "") -> dict[str, Any]:
+        """Return the block ``claim``; its statement, which is about the whole card, comes last."""
+        return claim_facts(self.plan, self.verdict, self.releases, output_released, duplicates_policy)
+
+    def registered(self) -> dict[str, Any]:
+        """Return what was written down before the first step of attacks to come: protocols, and planted canaries."""
+        planted = planted_by(self.records)
+        return {"pre_registered": registered(self.records), **({} if planted is None else {"planted": planted})}
+
+    def blocks(self, ledger: str, model: str | None, accounted: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return all other blocks, without the entries that a ledger does not hold.
+
+        Args:
+            ledger: How its file is called beside the card.
+            model: What training started from, where that has no card.
+            accounted: An accounting block whose numbers the words shall name; by default the one returned.
+        """
+        records, plan, verdict = self.records, self.plan, self.verdict
+        accounting: dict[str, Any] | None = None
+        if plan is not None:
+            accounting = accounting_facts(records, self.releases, plan, verdict)
+            accounting |= {"groups": group_facts(self.releases, plan, verdict)}
+            accounting |= start_accounting(records, self.own, plan, verdict)
+        accounted = (accounting or {}) if accounted is None else accounted
+        return {
+            "mechanism": mechanism_facts(records, plan, self.own),
+            "accounting": accounting,
+            "pretraining": start_text(records, accounted, plan, verdict, model),
+            "randomness": randomness_facts(records, plan),
+            "empirical": {"ceilings": ceilings_of(self.releases, plan, verdict)},
+            "ledger": ledger_facts(records, self.releases, ledger),
+        }
 
 
 def mechanism_facts(records: Sequence[Record], plan: PrivacyPlan | None, releases: Sequence[Release]) -> dict[str, Any]:

@@ -216,10 +216,12 @@ def start_in_floating_point(records: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def randomness_facts(records: Sequence[Mapping[str, Any]], plan: PrivacyPlan | None) -> dict[str, Any]:
-    """Read from the ledger whether noise was drawn securely, from a published seed, in floating point."""
+    """Read from the ledger how noise was drawn: by which generator, from a published seed, in floating point."""
     last = plan_of(records)[1]
+    secure = bool(last.get("secure_rng", False))
     return {
-        "secure": bool(last.get("secure_rng", False)),
+        "rng": "SHAKE-256" if secure else "Philox (NumPy), keyed; not cryptographic",
+        "secure": secure,
         "secret": "never stored with the run",
         "seeded": last.get("noise_seed") is not None,
         "floating_point": plan is None or plan.noise != "discrete" or start_in_floating_point(records),

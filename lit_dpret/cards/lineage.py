@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,7 @@ class Lineage:
         self.damaged: list[Path] = []
         self._near: list[Path] = []
         self._cards: dict[Path, dict[str, FoundCard]] = {}
+        self.read = cache(PrivacyLedger.read)  # several checks of one card read its ledger
 
     def look_near(self, card: Path) -> None:
         """Look around this card too from now on."""

@@ -12,22 +12,21 @@ card can: it names all others by hash.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import lit_dpret
 from lit_dpret.cards.amendments import versions
 from lit_dpret.cards.card import gaps, said, signoff
-from lit_dpret.cards.check import Place, Recheck, changed_files, recheck, verify_card
+from lit_dpret.cards.check import Place, Recheck, changed_files, recheck
 from lit_dpret.cards.facts import CHANGED, code_commit, protocol_facts
 from lit_dpret.cards.file import CARD_NAME, SIGNATURE_NAME, card_path, card_sha256, read_card
 from lit_dpret.cards.lineage import FoundCard, Lineage, link_problems, passed_on
 from lit_dpret.cards.signature import Signed, check_signature, public_key_fingerprint
 from lit_dpret.cards.start import MODEL_FOLDER
 from lit_dpret.cards.text import NO_GUARANTEE, audit_problems, card_html, card_markdown, privacy_line, statement
-from lit_dpret.errors import ConfigurationError, DataError, LitDpretError
-from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
+from lit_dpret.errors import ConfigurationError, DataError, LedgerError
 
 SCHEMA = "lit-dpret/verification/1"
 
@@ -182,14 +181,14 @@ def _follow(
     return chain
 
 
-def _tell_undecided(result: Verification, found: FoundCard, decided: set[Place]) -> None:
+def _tell_undecided(result: Verification, found: FoundCard, decided: frozenset[Place]) -> None:
     """Name the entries of a card that no check compared with anything."""
     if places := _undecided(found.card, decided | {("schema",), ("checksum",)}, ()):
         text = f"nothing here decides these, so a signature alone holds them: {', '.join(places)}"
         result.pass_over(_name(found), "entries", text)
 
 
-def _undecided(value: Any, decided: set[Place], place: Place) -> list[str]:
+def _undecided(value: Any, decided: frozenset[Place], place: Place) -> list[str]:
     """The entries at or under ``place`` that say something and are not ``decided``; a block of such is named whole."""
     if place in decided or value in (None, "", [], {}):
         return []
@@ -206,11 +205,11 @@ def _examine(
     *,
     must_have_files: bool,
     allow_missing_ledger: bool,
-) -> set[Place]:
+) -> frozenset[Place]:
     """Check one card: its files, its ledger, its words; return the entries that were compared."""
     lineage.look_near(found.path)
     _check_files(result, found, required=must_have_files)
-    derived, again = found.card["mechanism"].get("kind") == "post_processing", Recheck(0, [], [], set())
+    derived, again = found.card["mechanism"].get("kind") == "post_processing", Recheck()
     if not (derived and any(lineage.card(str(parent["sha256"])) for parent in found.card["parents"][:1])):
         again = _check_ledger(result, lineage, found, allow_missing=allow_missing_ledger)
         _check_audits(result, lineage, found)
@@ -243,7 +242,6 @@ def _check_files(result: Verification, found: FoundCard, *, required: bool) -> N
 
 def _check_ledger(result: Verification, lineage: Lineage, found: FoundCard, *, allow_missing: bool) -> Recheck:
     """The claim and all else that the ledger decides."""
-    nothing = Recheck(0, [], [], set())
     name, stored = _name(found), found.card["ledger"]
     ledger = lineage.ledger(found.card, found.path)
     if ledger is None:
@@ -252,27 +250,25 @@ def _check_ledger(result: Verification, lineage: Lineage, found: FoundCard, *, a
             "Name its folder in task.parents=[DIR], or accept that with task.allow_missing_ledger=true."
         )
         result.pass_over(name, "ledger", why, failed=not allow_missing)
-        return nothing
-    problems = verify_card(found.card, ledger)
-    result.add(name, "ledger", problems, f"{stored['records']} records, whole; they give {privacy_line(found.card)}")
-    if problems or found.card["mechanism"].get("kind") == "post_processing":
-        return nothing
+        return Recheck()
     try:
-        again = recheck(found.card, PrivacyLedger.read(ledger).records[: stored["records"]])
-    except LitDpretError as error:
-        again = replace(nothing, wrong=[str(error)])
-    told = f"{again.numbers} on the card, ceilings and mechanism included, follow from the ledger"
-    result.add(name, "numbers", again.wrong, told)
-    told_by_claim = {("parents",), ("empirical", "pre_registered"), ("empirical", "planted")}
-    return replace(again, decided=again.decided | told_by_claim)
+        again = recheck(found.card, lineage.read(ledger))
+    except LedgerError as error:
+        again = Recheck([str(error)])
+    text = f"{stored['records']} records, whole; they give {privacy_line(found.card)}"
+    result.add(name, "ledger", again.problems, text)
+    if again.decided:
+        told = f"{again.numbers} on the card, ceilings and mechanism included, follow from the ledger"
+        result.add(name, "numbers", again.wrong, told)
+    return again
 
 
 def _check_audits(result: Verification, lineage: Lineage, found: FoundCard) -> None:
     """Nothing that was found by an audit contradicts the card, and nothing that is due is left out of it."""
     ledger, count = lineage.ledger(found.card, found.path), found.card["ledger"]["records"]
     try:
-        records = [] if ledger is None else PrivacyLedger.read(ledger).records[:count]
-    except LitDpretError:  # which the check of the ledger has told
+        records = [] if ledger is None else lineage.read(ledger).records[:count]
+    except LedgerError:  # which the check of the ledger has told
         records = []
     problems, results = audit_problems(found.card, records), found.card["empirical"].get("results")
     if problems or results:

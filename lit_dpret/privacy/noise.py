@@ -78,10 +78,6 @@ which one drew its noise, and no step is repeated under another one."""
 # number would be another one.
 _WHOLE = 0
 
-SHAKE = "SHAKE-256"
-PHILOX = "Philox (NumPy), keyed; not cryptographic"
-"""Names of the noise generator on a card, with ``secure_rng`` and without."""
-
 
 def default_secret_file() -> Path:
     """Where the secret lies when ``privacy.secret_file`` is null: the user's state folder."""

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from lit_dpret.cards.amendments import with_notes
-from lit_dpret.cards.card import CARD_NAME, inherit_card, read_card, write_card
+from lit_dpret.cards.card import CARD_NAME, CardFacts, inherit_card, read_card, write_card
 from lit_dpret.cards.facts import environment_facts, version_of
 from lit_dpret.distributed.job import Job
 from lit_dpret.errors import ConfigurationError, DataError, StorageError
@@ -103,7 +103,7 @@ def synthesize(
         groups_in_flight: Groups that each worker holds at once, computed or waiting.
         language: ISO codes of the texts for the data card, with commas between them.
         license: Licence of the set for the data card, as the Hugging Face hub writes it.
-        tuning: On which data the settings above were chosen, as in ``build_card``.
+        tuning: On which data the settings above were chosen, as in `CardFacts`.
         progress: Called with (passages done, passages in all).
         job: The ranks that share the work, each calling this with the same arguments and a folder that all of
             them see; the first one merges and writes the card, and the others return when they have nothing to do.
@@ -241,18 +241,20 @@ class _Promise:
         return inherit_card(
             self.source / CARD_NAME,
             {"artifact_type": "dataset", "name": name, "sha256": dict(hashes)},
+            CardFacts(
+                tuning=self.tuning,
+                environment=environment,
+                generation={
+                    "doc_source": "declared_public",
+                    "per_doc": self.draws,
+                    "decoding": dict(decoding),
+                    "filters": [],
+                    "seeds": [self.seed],
+                },
+                assumptions=[Assumption(_list_assumption(read_card(self.source)["claim"]["neighbours"]), "unverified")],
+            ),
             description="queries drawn from the generator for a public list of passages",
             parent_ledger=above if above.is_file() and not (self.source / LEDGER_NAME).exists() else None,
-            tuning=self.tuning,
-            environment=environment,
-            generation={
-                "doc_source": "declared_public",
-                "per_doc": self.draws,
-                "decoding": dict(decoding),
-                "filters": [],
-                "seeds": [self.seed],
-            },
-            assumptions=[Assumption(_list_assumption(read_card(self.source)["claim"]["neighbours"]), "unverified")],
         )
 
 

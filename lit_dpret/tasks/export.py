@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lit_dpret.cards.card import inherit_card, read_card, subject_of, write_card
+from lit_dpret.cards.card import CardFacts, inherit_card, read_card, subject_of, write_card
 from lit_dpret.cards.facts import environment_facts
 from lit_dpret.cards.file import CARD_NAME
 from lit_dpret.cards.start import MODEL_FOLDER
@@ -70,7 +70,7 @@ class Export:
         card = inherit_card(
             run_dir / CARD_NAME,
             subject_of("weights", type(module).__name__, files, root=folder),
-            environment=environment_facts(device="cpu", precision=_precision(module)),
+            CardFacts(environment=environment_facts(device="cpu", precision=_precision(module))),
             description=f"writing the checkpoint {path.name} out as a model folder",
         )
         write_card(card, folder)

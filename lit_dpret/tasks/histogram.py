@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from lit_dpret.cards.card import CARD_NAME, build_card, read_card, subject_of, verify_card, write_card
+from lit_dpret.cards.card import CARD_NAME, RunFacts, build_card, read_card, subject_of, verify_card, write_card
 from lit_dpret.cards.facts import environment_facts
 from lit_dpret.cards.start import Start, note_start, read_start
 from lit_dpret.errors import BudgetExceededError, ConfigurationError, ResumeError
@@ -29,7 +29,7 @@ from lit_dpret.privacy.ledger.facts import leaks, owed_releases
 from lit_dpret.privacy.ledger.run import PrivateRun
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
 from lit_dpret.privacy.modes import GaussianMode
-from lit_dpret.privacy.noise import PHILOX, SHAKE, load_secret, published_secret
+from lit_dpret.privacy.noise import load_secret, published_secret
 from lit_dpret.privacy.plan import HISTOGRAM, PrivacyPlan
 from lit_dpret.synthesis.filters.bins import Bins
 from lit_dpret.tasks.parts import Parts, check_run_dir
@@ -108,16 +108,16 @@ class Histogram:
             run.ledger.append("end", reason="finished", steps=1)
             records = run.ledger.records
         card = build_card(
-            ledger_records=records,
-            subject=subject_of("histogram", folder.resolve().name, [file], root=folder),
-            plan=plan,
-            mechanism={"bins": len(noised), "max_count": self.max_count},
-            tuning=_tuning(read_card(self.generator)),
-            environment=environment_facts(),
-            randomness={"rng": SHAKE if mode.secure_rng else PHILOX, "secure": mode.secure_rng},
-            output_released=("the noised histogram", "the generator that it was charged together with"),
-            duplicates_policy=data.describe_duplicates(),
-            assumptions=leaks(records),
+            records,
+            subject_of("histogram", folder.resolve().name, [file], root=folder),
+            RunFacts(
+                mechanism={"bins": len(noised), "max_count": self.max_count},
+                tuning=_tuning(read_card(self.generator)),
+                environment=environment_facts(),
+                output_released=("the noised histogram", "the generator that it was charged together with"),
+                assumptions=leaks(records),
+                duplicates_policy=data.describe_duplicates(),
+            ),
         )
         write_card(card, folder)
         return self._tell(folder)

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lit_dpret.cards.card import CARD_NAME, card_sha256, inherit_card, subject_of, write_card
+from lit_dpret.cards.card import CARD_NAME, CardFacts, card_sha256, inherit_card, subject_of, write_card
 from lit_dpret.cards.facts import environment_facts
 from lit_dpret.cards.file import file_sha256
 from lit_dpret.distributed.job import Job
@@ -455,7 +455,7 @@ def _seal(
     card = None
     if parent is not None:
         subject = subject_of("index", folder.resolve().name, files, root=folder)
-        write_card(inherit_card(parent, subject, description=description, environment=environment), folder)
+        write_card(inherit_card(parent, subject, CardFacts(environment=environment), description=description), folder)
         card = card_sha256(folder)
     digests = {file.name: file_sha256(file) for file in files}
     encoder = {**manifest.encoder, **({"begun": dict(begun)} if begun else {})}

@@ -20,7 +20,7 @@ from lit_dpret.audit.attacks.shadows import shadow_scores
 from lit_dpret.audit.statistics.evidence import check_confidence
 from lit_dpret.audit.statistics.scores import CanaryScores
 from lit_dpret.callbacks import ProgressLine
-from lit_dpret.cards.check import verdict_of
+from lit_dpret.cards.check import judged
 from lit_dpret.cards.decided import ceilings_of
 from lit_dpret.cards.file import CARD_NAME, read_card
 from lit_dpret.cards.start import model_folder
@@ -28,8 +28,7 @@ from lit_dpret.cards.text import privacy_line
 from lit_dpret.encoders import load_towers
 from lit_dpret.errors import ConfigurationError, DataError, PrivacyViolation
 from lit_dpret.modules.generator_folder import is_generator
-from lit_dpret.privacy.ledger.facts import plan_of
-from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, claimed_releases
+from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
 from lit_dpret.report.membership_report import write_membership
 from lit_dpret.synthesis.filters.released import load_released
 from lit_dpret.tasks.membership_shadows import SHIFT, Attacker, Others, Shadows, Suspects, Trained, choose_suspects
@@ -77,8 +76,8 @@ class Claim:
             raise DataError(f"task.run={folder} lacks {CARD_NAME} or {LEDGER_NAME}: it is no finished run.")
         card, records = read_card(folder), PrivacyLedger.read(folder / LEDGER_NAME).records
         found = cls(privacy_line(card))
-        plan, _ = plan_of(records)
-        verdict = verdict_of(card, records)
+        decided = judged(card, records)
+        plan, verdict = decided.plan, decided.verdict
         if plan is None or verdict.epsilon is None:
             found.caveats.append("The run promises nothing, so that there are no ceilings to hold attacks against.")
             return found
@@ -89,11 +88,10 @@ class Claim:
                 "The claim is about single pairs, and the attacks are on whole queries: it gives them no ceiling."
             )
             return found
-        releases = claimed_releases(records)
 
         @lru_cache(maxsize=8)
         def cached(rates: tuple[float, ...]) -> Mapping[str, Any] | None:
-            return ceilings_of(releases, plan, verdict, false_positive_rates=rates)
+            return ceilings_of(decided.releases, plan, verdict, false_positive_rates=rates)
 
         if cached((0.1,)) is None:
             found.caveats.append("No library computes attack ceilings for this sampling: only epsilon is held against.")

@@ -12,7 +12,7 @@ import pytest
 from cards import CHILD, Run, make_plan
 
 from lit_dpret.cards.amendments import AttackResult, add_evidence, note_not_covered, with_evidence, with_notes
-from lit_dpret.cards.card import card_sha256, inherit_card, read_card, subject_of, verify_card, write_card
+from lit_dpret.cards.card import CardFacts, card_sha256, inherit_card, read_card, subject_of, verify_card, write_card
 from lit_dpret.cards.verification import verify_chain
 from lit_dpret.errors import ConfigurationError, DataError
 
@@ -139,7 +139,9 @@ def test_where_no_card_can_be_read_there_are_no_notes_to_keep(folder: Path) -> N
 
 def test_what_is_derived_from_a_noted_card_inherits_the_gap(folder: Path) -> None:
     note(folder)
-    child = inherit_card(folder, subject_of("weights", "child"), description="copied", tuning={"data": "none"})
+    child = inherit_card(
+        folder, subject_of("weights", "child"), CardFacts(tuning={"data": "none"}), description="copied"
+    )
     assert any("BLEU of set" in text for text in child["not_covered"])
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from cards import CHILD, DELTA, LAW, NOISE, Run, forge, make_plan
 
-from lit_dpret.cards.card import Assumption, inherit_card, read_card, verify_card, write_card
+from lit_dpret.cards.card import Assumption, CardFacts, inherit_card, read_card, verify_card, write_card
 from lit_dpret.cards.text import card_html, card_markdown, show_epsilon
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.privacy.accounting.composition import epsilon
@@ -86,7 +86,10 @@ def test_where_copies_have_no_number_the_line_names_a_cap_that_gives_them_one(tm
         for text in (gap, card_markdown(card), card_html(card)):
             assert f"datamodule.cap={wider['cap']}" in text and show_epsilon(wider["epsilon"]) in text
     child = inherit_card(
-        write_card(card, tmp_path), CHILD, description="x", assumptions=[Assumption("The passages are public.", False)]
+        write_card(card, tmp_path),
+        CHILD,
+        CardFacts(assumptions=[Assumption("The passages are public.", False)]),
+        description="x",
     )
     assert "datamodule.cap=" not in card_markdown(child)
 
@@ -147,7 +150,9 @@ def test_a_derived_artefact_inherits_the_user_level_epsilon_and_loses_it_with_th
     path = write_card(run.card(), run.folder)
     child = inherit_card(path, CHILD, description="x")
     assert child["claim"]["user_level_epsilon"] == of(3) and "up to 3 queries" in child["claim"]["statement"]
-    broken = inherit_card(path, CHILD, description="x", assumptions=[Assumption("The passages are public.", False)])
+    broken = inherit_card(
+        path, CHILD, CardFacts(assumptions=[Assumption("The passages are public.", False)]), description="x"
+    )
     assert broken["claim"]["guarantee"] == "not_proved" and broken["claim"]["user_level_epsilon"] is None
     facts = broken["accounting"]
     assert {group["epsilon"] for group in facts["groups"]} == {None}
@@ -156,17 +161,12 @@ def test_a_derived_artefact_inherits_the_user_level_epsilon_and_loses_it_with_th
     assert not any(show_epsilon(of(units)) in card_markdown(broken) for units in (2, 3, 5, 10))
 
 
-@pytest.mark.parametrize(
-    ("claim", "words"),
-    [
-        ({"user_level_epsilon": 0.01}, "user-level epsilon = 0.01, the ledger gives"),
-        ({"max_units_per_user": 30}, "max_units_per_user = 30, the ledger's plan says 3"),
-    ],
-)
-def test_a_forged_user_level_claim_is_found_by_recomputation(tmp_path: Path, claim: dict[str, Any], words: str) -> None:
+@pytest.mark.parametrize("claim", [{"user_level_epsilon": 0.01}, {"max_units_per_user": 30}])
+def test_a_forged_user_level_claim_is_found_by_recomputation(tmp_path: Path, claim: dict[str, Any]) -> None:
     run = trained(tmp_path, max_units_per_user=3)
     assert verify_card(run.card(), run.path) == []
-    assert any(words in problem for problem in verify_card(forge(run.card(), **claim), run.path))
+    [problem] = verify_card(forge(run.card(), **claim), run.path)
+    assert f"claim.{next(iter(claim))}" in problem
 
 
 def test_a_user_level_epsilon_that_is_no_number_is_not_read(tmp_path: Path) -> None:

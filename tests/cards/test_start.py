@@ -11,6 +11,7 @@ from cards import CHILD, DELTA, LAW, NOISE, Run, forge, make_plan
 
 from lit_dpret.cards.card import (
     Assumption,
+    CardFacts,
     build_card,
     card_sha256,
     inherit_card,
@@ -98,9 +99,9 @@ def test_a_card_that_claims_its_own_run_alone_does_not_verify(parent: Path, tmp_
     card = finished(begun(tmp_path / "child", parent), 5)
     ledger = tmp_path / "child" / "privacy_ledger.jsonl"
     forged = forge(card, epsilon=cost(5))
-    assert "the ledger gives" in verify_card(forged, ledger)[0]
+    assert "claim.epsilon" in verify_card(forged, ledger)[0]
     orphan = forge({**card, "parents": []})
-    assert "whose card this one does not name" in verify_card(orphan, ledger)[0]
+    assert len(verify_card(orphan, ledger)) == 1
 
 
 def test_without_a_card_only_a_declaration_makes_a_start_public(tmp_path: Path) -> None:
@@ -217,7 +218,9 @@ def test_what_is_made_from_the_model_inherits_both_and_shows_no_number_where_not
     made = inherit_card(model, CHILD, description="drawing from it")
     assert made["claim"]["epsilon"] == pytest.approx(cost(15), rel=1e-9) and verify_card(made, ledger) == []
     assert [entry["name"] for entry in made["parents"]] == ["child", "parent"]
-    doubted = inherit_card(model, CHILD, description="drawing", assumptions=[Assumption("The list is public.", False)])
+    doubted = inherit_card(
+        model, CHILD, CardFacts(assumptions=[Assumption("The list is public.", False)]), description="drawing"
+    )
     parts = doubted["accounting"]["init_from"]
     assert (parts["epsilon_of_this_run"], parts["epsilon_of_start"]) == (None, None)
     assert "start" not in doubted["pretraining"] and doubted["claim"]["epsilon"] is None

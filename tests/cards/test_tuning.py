@@ -10,7 +10,7 @@ import pytest
 from cards import CHILD, DELTA, LAW, NOISE, Run, make_plan
 
 from lit_dpret.callbacks import PrivacyCard
-from lit_dpret.cards.card import Assumption, inherit_card, verify_card, write_card
+from lit_dpret.cards.card import Assumption, CardFacts, inherit_card, verify_card, write_card
 from lit_dpret.cards.file import checksum
 from lit_dpret.cards.text import card_html, card_markdown, show_epsilon
 from lit_dpret.errors import ConfigurationError
@@ -80,10 +80,10 @@ def test_without_a_guarantee_a_search_has_no_price(tmp_path: Path) -> None:
 def test_a_derived_artefact_keeps_its_parents_price_in_what_is_not_covered(tmp_path: Path) -> None:
     run = trained(tmp_path)
     path = write_card(run.card(tuning=SEARCH), run.folder)
-    child = inherit_card(path, CHILD, description="x", tuning={"data": "none"})
+    child = inherit_card(path, CHILD, CardFacts(tuning={"data": "none"}), description="x")
     assert any(show_epsilon(cost()) in gap for gap in child["not_covered"])
     assert (child["tuning"]["data"], child["tuning"]["epsilon"]) == ("private", cost()), "post-processing of the chosen"
-    searched = inherit_card(path, CHILD, description="x", tuning=SEARCH)
+    searched = inherit_card(path, CHILD, CardFacts(tuning=SEARCH), description="x")
     assert searched["tuning"]["epsilon"] is None and "NOT ACCOUNTED" in searched["cautions"][0]
     assert verify_card(child, run.path) == verify_card(searched, run.path) == []
 
@@ -95,7 +95,7 @@ def test_a_forged_price_is_found_by_recomputation(tmp_path: Path) -> None:
     forged = json.loads(json.dumps(card))
     forged["tuning"]["epsilon"] = 0.01
     forged["checksum"] = checksum(forged)
-    assert any("epsilon with its search = 0.01" in problem for problem in verify_card(forged, run.path))
+    assert ["tuning" in problem for problem in verify_card(forged, run.path)] == [True]
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ def test_a_card_that_was_put_on_a_ledger_with_less_noise_claims_too_little(chain
     head = json.loads(path.read_text(encoding="utf-8").splitlines()[-1])["hash"]
     edit(chain.generator / "privacy_card.json", lambda card: card["ledger"].update(head=head))
     result = verify_chain(chain.generator)
-    assert "ledger gives" in result.failed[0].text and result.failed[0].check == "ledger"
+    assert "claim.epsilon" in result.failed[0].text and result.failed[0].check == "ledger"
 
 
 @pytest.mark.parametrize("link", ["synthetic", "encoder", "index"])
@@ -220,7 +220,7 @@ def test_a_derived_card_that_says_more_than_its_parent_is_rejected(
         (lambda card: card["empirical"]["ceilings"]["tpr_at_fpr"].update({"0.01": 0.01}), "tpr_at_fpr.0.01"),
         (lambda card: card["accounting"]["groups"][0].update(epsilon=0.01), "accounting.groups.0.epsilon"),
         (lambda card: card["claim"]["curve"].pop(), "claim.curve has"),
-        (lambda card: card["claim"].update(user_level_epsilon=0.05), "user-level epsilon"),
+        (lambda card: card["claim"].update(user_level_epsilon=0.05), "claim.user_level_epsilon"),
     ],
 )
 def test_each_number_of_a_card_that_its_ledger_does_not_give_is_rejected(
@@ -434,7 +434,7 @@ def test_what_is_made_from_an_inherited_artefact_is_not_held_against_the_ledger_
 ) -> None:
     plan = make_plan()
     run = Run(tmp_path / "generator", plan).train()
-    write_card(run.card(plan=plan, subject=subject_of("weights", "generator")), run.folder)
+    write_card(run.card(subject=subject_of("weights", "generator")), run.folder)
     encoder = Run(tmp_path / "encoder", None, mode="synthetic").folder  # a run that released nothing has a ledger too
     write_card(inherit_card(run.folder, subject_of("weights", "encoder"), description="training"), encoder)
     export = inherit_card(encoder, subject_of("weights", "export"), description="writing out")

@@ -238,9 +238,7 @@ def card_of(folder: Path, plan: PrivacyPlan, start: dict[str, Any] | None = None
     if start is not None:
         run.ledger.append("event", name="init_from", start=start)
     run.train()
-    return build_card(
-        ledger_records=run.ledger.records, subject=subject_of("weights", "x", []), randomness={"secure": True}
-    )
+    return build_card(run.ledger.records, subject_of("weights", "x", []))
 
 
 def floating(card: dict[str, Any]) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.cards.card import inherit_card, read_card, write_card
+from lit_dpret.cards.card import CardFacts, inherit_card, read_card, write_card
 from lit_dpret.errors import DataError, StorageError
 from lit_dpret.synthesis.dataset_folder import (
     Counts,
@@ -127,7 +127,7 @@ def write_selection(
         kept: The queries.
         out: A new folder.
         applied: Settings and counts of every filter, from `Applied.to_dict`.
-        tuning: On which data the filters' settings were chosen, as in ``build_card``.
+        tuning: On which data the filters' settings were chosen, as in `CardFacts`.
         environment: On which machine they scored, from `environment_facts`.
         language: ISO codes for the data card; null for those of the whole set.
         license: Licence for the data card; null for that of the whole set.
@@ -148,10 +148,12 @@ def write_selection(
         card = inherit_card(
             kept.claim or source,
             {"artifact_type": "dataset", "name": name, "sha256": hashes},
+            CardFacts(
+                tuning=tuning,
+                environment=environment,
+                generation={**generation, "filters": [*generation.get("filters", []), *map(dict, applied)]},
+            ),
             description="a selection of the queries by public means",
-            tuning=tuning,
-            environment=environment,
-            generation={**generation, "filters": [*generation.get("filters", []), *map(dict, applied)]},
         )
         write_card(card, folder)
     origin = [

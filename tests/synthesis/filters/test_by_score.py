@@ -16,7 +16,7 @@ import torch
 from tiny_generator import PASSAGES, generator, lively_generator, write_parent_card
 
 from lit_dpret.cards.amendments import note_not_covered
-from lit_dpret.cards.card import Assumption, card_sha256, inherit_card, read_card, subject_of, write_card
+from lit_dpret.cards.card import Assumption, CardFacts, card_sha256, inherit_card, read_card, subject_of, write_card
 from lit_dpret.cards.file import checksum
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import ConfigurationError, DataError, LitDpretError, PrivateDataError, UnsupportedModelError
@@ -221,7 +221,7 @@ def artefact(folder: Path, parent: Path, **facts: Any) -> Path:
     folder.mkdir()
     (folder / "weights").write_text(folder.name)
     subject = subject_of("weights", folder.name, [folder / "weights"], root=folder)
-    write_card(inherit_card(parent, subject, description="trained on the queries", **facts), folder)
+    write_card(inherit_card(parent, subject, CardFacts(**facts), description="trained on the queries"), folder)
     return folder
 
 
