@@ -187,6 +187,10 @@ def make_module(
         from tiny_generator import generator
 
         return generator(privacy=privacy, **settings), source
+    if kind == "llama":
+        from tiny_generator import decoder_only
+
+        return decoder_only(privacy=privacy, **settings), source
     return stand_ins.Regression(privacy=privacy, dropout=dropout, **settings), source
 
 

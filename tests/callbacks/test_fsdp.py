@@ -12,6 +12,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from rank_runs import Server, ledger, told, weights
 from safetensors.torch import load_file
 from stand_ins import Numbers, Regression, dp
+from tiny_generator import DECODERS
 
 from lit_dpret.callbacks import PrivacyAccountant
 from lit_dpret.callbacks.refusals import refuse_broken_claims
@@ -99,10 +100,16 @@ def test_a_run_goes_on_with_another_number_of_processes(
     assert ledger(tmp_path / "alone") == ledger(tmp_path / "moved")
 
 
+DECODER_ONLY: dict[str, Any] = {
+    "config": {"model_type": "llama", **DECODERS["llama"], "tie_word_embeddings": True}, "prompt": "{passage} Ask: ",
+}  # fmt: skip
 SETTINGS: dict[str, dict[str, Any]] = {
     "activation checkpointing": {"model": {"gradient_checkpointing": True}},
     "LoRA": {"lora": True},
     "LoRA, merged": {"model": {"lora": {"r": 2, "target_modules": ["q", "v"]}}},
+    "decoder only": {"model": DECODER_ONLY},
+    "decoder only, LoRA, merged": {"model": DECODER_ONLY | {"lora": {"r": 2}}},
+    "decoder only, prompt tuning": {"model": DECODER_ONLY | {"prompt_tuning": {"num_virtual_tokens": 3}}},
     "prompt tuning": {"model": {"prompt_tuning": {"num_virtual_tokens": 3}}},
     "frozen encoder": {"model": {"trainable_patterns": ["decoder"]}},
     "per layer": {"privacy": {"clip_groups": "per_layer"}},
@@ -114,7 +121,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("given", SETTINGS.values(), ids=SETTINGS)
-def test_a_tied_t5_is_trained_as_by_one_process(given: dict[str, Any], server: Server, tmp_path: Path) -> None:
+def test_a_tied_generator_is_trained_as_by_one_process(given: dict[str, Any], server: Server, tmp_path: Path) -> None:
     assert server.run("shard_jobs:generate", tmp_path / "1", world=1, sharded=False, **given) == [0]
     assert server.run("shard_jobs:generate", tmp_path / "2", **given) == [0, 0]
     assert distance(told(tmp_path / "1", 0), told(tmp_path / "2", 0)) < 1e-5

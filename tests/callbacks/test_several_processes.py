@@ -31,6 +31,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("dp_sgd, opacus", {"mode": {"name": "dp_sgd", "engine": "opacus"}, "data": SPARSE}),
     ("dp_sgd, loop", {"mode": {"name": "dp_sgd", "engine": "loop", "clip": "automatic"}, "data": SPARSE}),
     ("dp_sgd, T5 with tied weights", {"module": "t5", "data": SPARSE | {"sample_rate": 0.1}, "steps": 4}),
+    ("dp_sgd, Llama with tied weights", {"module": "llama", "data": SPARSE | {"sample_rate": 0.1}, "steps": 4}),
     ("dp_sgd, share of clipped units", {"mode": {"name": "dp_sgd", "clip_fraction_budget": 0.1}, "data": SPARSE}),
     ("batch_clip", {"module": "pairs", "data": COUPLED,
                     "mode": {"name": "batch_clip", "max_grad_norm": 0.1, "sub_batches": 3}}),

@@ -101,6 +101,14 @@ def test_a_t5_takes_the_update_and_the_ledger_of_one_process(stage: str, server:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["stage 2", "stage 3"])
+def test_a_decoder_only_model_takes_the_update_and_the_ledger_of_one_process(
+    stage: str, server: ZeroServer, alone: Path
+) -> None:
+    compare(server, alone / "llama", stage, {"module": "llama", "data": SPARSE})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["stage 2", "stage 3"])
 @pytest.mark.parametrize("name", list(MODES))
 def test_every_mode_takes_the_update_and_the_ledger_of_one_process(
     name: str, stage: str, server: ZeroServer, alone: Path

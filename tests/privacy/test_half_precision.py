@@ -15,7 +15,7 @@ import pytest
 import torch
 from half_precision import LONGEST, STILL, Log, encoder, largest_ratio, moved, sums_of, tower
 from stand_ins import Regression
-from tiny_generator import generator
+from tiny_generator import decoder_only, generator
 
 from lit_dpret.callbacks.fixed_shapes import rests_on_shapes
 from lit_dpret.distributed.ranks import Ranks
@@ -97,10 +97,12 @@ def test_no_engine_lets_a_unit_move_other_rows(tmp_path: Path, engine: str, prec
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("cut", [64, 24])
-def test_the_generator_lets_no_unit_move_other_rows(tmp_path: Path, precision: str, cut: int) -> None:
+@pytest.mark.parametrize(("build", "cut"), [(generator, 64), (generator, 24), (decoder_only, 24)])
+def test_the_generator_lets_no_unit_move_other_rows(
+    tmp_path: Path, precision: str, build: Callable[..., Any], cut: int
+) -> None:
     def make() -> Any:
-        module = generator(privacy=private(tmp_path))
+        module = build(privacy=private(tmp_path))
         module.optimizer_spec = STILL
         return module
 
