@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.files import write_whole
+from lit_dpret.report.page import INTERNAL, Written, write_short
 
 Facts = Mapping[str, Any]
 
-INTERNAL = (
-    "Internal: computed from private queries, and covered by no guarantee. Keep it where the queries are kept; nothing "
-    "of it belongs on a card."
-)
 LIMIT = (
     "These numbers are evidence of leakage of at least so much; absence of evidence is no guarantee. None of them "
     "bounds an epsilon, and no epsilon in these tables was checked by them: what a defence promises, its accountant "
@@ -24,44 +18,23 @@ LIMIT = (
 _NONE = "–"
 
 
-@dataclass(frozen=True)
-class Written:
-    """The files, and the lines that are told on the console."""
-
-    files: tuple[Path, ...]
-    lines: tuple[str, ...]
-
-
 def write_federated_attacks(facts: Facts, folder: Path) -> Written:
     """Write the report; about private silos under ``internal_federated_attacks``, readable for its owner alone.
 
     Raises:
         StorageError: A file cannot be written.
     """
-    lines = _lines(facts)
-    name = "internal_federated_attacks" if facts["internal"] else "federated_attacks"
-    texts = {".json": json.dumps(facts, indent=2, allow_nan=False) + "\n", ".md": "\n".join(lines) + "\n"}
-    files = []
-    for ending, text in texts.items():
-        files.append(write_whole(folder / f"{name}{ending}", text, owner_only=bool(facts["internal"])))
-    return Written(tuple(files), (*lines, "", *(f"written: {path}" for path in files)))
-
-
-def _lines(facts: Facts) -> list[str]:
     train = [one["train"] for one in facts["silos"].values()]
     layers = "" if facts["layers"] is None else f", its first {facts['layers']} layers"
-    lines = ["# Attacks from inside a federation", ""]
-    if facts["internal"]:
-        lines += [f"**{INTERNAL}**", ""]
-    lines += [
+    lines = [
         f"{len(train)} silos with {min(train):,} to {max(train):,} train queries; encoder {facts['encoder']}{layers}.",
         "",
+        *(_silo_part(facts) if facts["requests"] else []),
+        *(_server_part(facts) if facts["updates"] else []),
+        LIMIT,
     ]
-    if facts["requests"]:
-        lines += _silo_part(facts)
-    if facts["updates"]:
-        lines += _server_part(facts)
-    return [*lines, LIMIT]
+    internal = INTERNAL.format(what="queries") if facts["internal"] else ""
+    return write_short(folder, "federated_attacks", "Attacks from inside a federation", facts, lines, internal=internal)
 
 
 def _silo_part(facts: Facts) -> list[str]:

@@ -6,7 +6,7 @@ guarantee (what each silo spent) and the measures stand side by side and are nev
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,14 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from lit_dpret.cards.page import Banner, Block, Bullets, Code, Grid, Paragraph, Section, to_html, to_markdown
+from lit_dpret.cards.page import Banner, Block, Bullets, Code, Grid, Paragraph, Section
 from lit_dpret.files import write_whole
-from lit_dpret.privacy.ledger.chain import today
-from lit_dpret.report.federated_words import ends, megabytes, signed, spent, verdict
-from lit_dpret.report.gain_figure import gain_figure
+from lit_dpret.report.chart import gain_chart
 from lit_dpret.report.html import Drawing
-from lit_dpret.report.paper_004 import COLUMNS, ORDERS, TABLE_1, WITHOUT_QUERIES, impossible_cells
-from lit_dpret.report.paper_004_tables import table_1
+from lit_dpret.report.page import Page
+from lit_dpret.report.paper_004 import COLUMNS, ORDERS, TABLE_1, WITHOUT_QUERIES, impossible_cells, table_1
+from lit_dpret.report.table import ends
 from lit_dpret.retrieval.statistics import Interval, seed_interval
 
 NAME = "pdd_as2"
@@ -147,18 +146,16 @@ def write_federated_report(folder: Path, rows: Sequence[FederatedRow], facts: Fe
     """
     by_name = {row.system: row for row in rows}
     ordered = [by_name[name] for name in TABLE_1 if name in by_name]
-    title = "PDD-AS2 over silos, beside the paper"
-    subtitle = f"lit-dpret report, {today()}"
-    figure = gain_figure("Gain in sentence R@1 of stage 1 over a silo alone (STAR)", _gains(by_name, "stage1"))
-    lead, sections = _lead(facts), _sections(ordered, by_name, facts, figure)
-    written = {
-        f"{NAME}.html": to_html(title, subtitle, lead, sections),
-        f"{NAME}.md": to_markdown(title, subtitle, lead, sections),
-        f"{NAME}.json": json.dumps(_data(ordered, by_name, facts), indent=1, allow_nan=False) + "\n",
-    }
+    figure = gain_chart("Gain in sentence R@1 of stage 1 over a silo alone (STAR)", _gains(by_name, "stage1"))
+    page = Page(
+        name=NAME, title="PDD-AS2 over silos, beside the paper", lead=_lead(facts),
+        sections=_sections(ordered, by_name, facts, figure), facts=_data(ordered, by_name, facts),
+    )  # fmt: skip
+    written = page.write(folder)
     if figure:
-        written["gain_per_client.svg"] = figure
-    return {name: write_whole(folder / name, text, owner_only=True) for name, text in written.items()}
+        path = folder / "gain_per_client.svg"
+        written[path.name] = write_whole(path, figure, owner_only=True)
+    return written
 
 
 def _lead(facts: FederatedFacts) -> list[Block]:
@@ -240,7 +237,7 @@ def _orders(by_name: Mapping[str, FederatedRow]) -> list[Block]:
             gain = seed_interval(paired)
             paper = theirs[0][0] - theirs[1][0]
             body.append(
-                (f"{TABLE_1[better][1]} over {TABLE_1[worse][1]}", f"{paper:+.3f}", signed(gain), verdict(gain))
+                (f"{TABLE_1[better][1]} over {TABLE_1[worse][1]}", f"{paper:+.3f}", _signed(gain), verdict(gain))
             )
     head = ("the paper's order", "the paper's difference", "ours", "here")
     said = (
@@ -260,7 +257,7 @@ def _bought(by_name: Mapping[str, FederatedRow]) -> list[Block]:
         found = [_paired(by_name[name].over_silos(metric), by_name[base].over_silos(metric)) for base in bases]
         if bases and all(found):
             gains = [seed_interval(paired) for paired in found]
-            body.append((TABLE_1[name][1], *(text for gain in gains for text in (signed(gain), verdict(gain)))))
+            body.append((TABLE_1[name][1], *(text for gain in gains for text in (_signed(gain), verdict(gain)))))
     head = ("system", *(text for base in bases for text in (f"over: {TABLE_1[base][1]}", "above it")))
     said = (
         "Differences in sentence MRR@10 from what no train query had a say in, given the collections; paired by seed, "
@@ -287,7 +284,7 @@ def _gain_blocks(by_name: Mapping[str, FederatedRow], facts: FederatedFacts, fig
     if not found:
         return [Paragraph("Needs the systems single_star and stage1.")]
     clients = sorted(next(iter(found.values())), key=lambda name: -facts.silos[name]["train"])
-    body = [(name, facts.silos[name]["train"], *(signed(gains[name]) for gains in found.values())) for name in clients]
+    body = [(name, facts.silos[name]["train"], *(_signed(gains[name]) for gains in found.values())) for name in clients]
     head = ("client", "train queries", *(TABLE_1[name][1] for name in found))
     said = "Sentence R@1 against the same silo trained alone with static hard negatives; paired by seed."
     return [Paragraph(said), Drawing(figure), Grid(head, body, frozenset(range(1, len(head))))]
@@ -301,11 +298,11 @@ def _traffic(rows: Sequence[FederatedRow]) -> list[Block]:
     body = []
     for row in sending:
         totals = [sum(sent.get(phase, 0.0) for sent in row.sent.values()) for phase in phases]
-        body.append((row.label, "all silos", *(megabytes(total) for total in (*totals, sum(totals)))))
+        body.append((row.label, "all silos", *(_megabytes(total) for total in (*totals, sum(totals)))))
     most = sending[-1]
     for name, sent in most.sent.items():
         each = [sent.get(phase, 0.0) for phase in phases]
-        body.append((most.label, name, *(megabytes(value) for value in (*each, sum(each)))))
+        body.append((most.label, name, *(_megabytes(value) for value in (*each, sum(each)))))
     head = ("system", "silo", *phases, "together")
     said = (
         "Megabytes of tensors, without envelopes, the mean over seeds. Stage 1 counts both ways; requests count for "
@@ -319,7 +316,7 @@ def _epsilon(rows: Sequence[FederatedRow], facts: FederatedFacts) -> list[Block]
         return [Paragraph("No privacy: epsilon is infinite for every silo and every unit.")]
     private = [row for row in rows if row.epsilon]
     clients = list(dict.fromkeys(name for row in private for name in row.epsilon))
-    body = [(name, *(spent(row.epsilon.get(name)) for row in private)) for name in clients]
+    body = [(name, *(_spent(row.epsilon.get(name)) for row in private)) for name in clients]
     head = (f"silo (unit: {facts.unit})", *(row.label for row in private))
     said = f"{_PER_SYSTEM} The largest over seeds, of a budget of {facts.eps:g}, at {facts.terms}."
     return [Paragraph(said), Grid(head, body, frozenset(range(1, len(head))))]
@@ -358,13 +355,14 @@ def _systems(rows: Sequence[FederatedRow]) -> dict[str, Any]:
     """Each system as data."""
     table = {}
     for row in rows:
+        paper = dict(zip(COLUMNS, TABLE_1[row.system][2] or (), strict=False))
         measures = {
             name: {
                 "over_silos": _of_seeds(row, name) | {"per_seed": _keyed(row.over_silos(name))},
                 "over_queries": {"per_seed": _keyed(row.over_queries(name))},
-                "paper": paper,
+                "paper": paper.get(name),
             }
-            for name, paper in zip(COLUMNS, TABLE_1[row.system][2] or [None] * len(COLUMNS), strict=True)
+            for name in COLUMNS
         }
         clients = {client: {name: _keyed(row.of_client(client, name)) for name in COLUMNS} for client in row.clients}
         table[row.system] = {
@@ -395,3 +393,28 @@ def _paired(one: Mapping[int, float], other: Mapping[int, float]) -> list[float]
 
 def _keyed(by_seed: Mapping[int, float]) -> dict[str, float]:
     return {str(seed): value for seed, value in by_seed.items()}
+
+
+def _signed(interval: Interval) -> str:
+    """``+0.026 [+0.005, +0.047]``, or the mean alone where there is one run."""
+    if not math.isfinite(interval.low):
+        return f"{interval.mean:+.3f}"
+    return f"{interval.mean:+.3f} [{interval.low:+.3f}, {interval.high:+.3f}]"
+
+
+def verdict(gain: Interval) -> str:
+    """What a difference over seeds says about an order that was claimed."""
+    if not math.isfinite(gain.low):
+        return "one seed: not known"
+    if gain.low > 0:
+        return "holds"
+    return "the other way round" if gain.high < 0 else "not decided"
+
+
+def _megabytes(count: float) -> str:
+    return f"{count / 1e6:.3f}" if count < 1e6 else f"{count / 1e6:.1f}"
+
+
+def _spent(value: float | None) -> str:
+    """An epsilon, rounded up; none is infinite."""
+    return "infinite" if value is None else f"{math.ceil(value * 1000) / 1000:.3f}"

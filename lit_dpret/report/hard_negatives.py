@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_dpret.cards.page import Grid
-from lit_dpret.report.page import Written, write_internal
+from lit_dpret.report.page import Written, write_short
 
 INTERNAL = "Internal: private questions, word for word. Keep it where they are kept."
 
@@ -38,15 +38,11 @@ def write_cases(facts: Mapping[str, Any], folder: Path) -> Written:
     Raises:
         StorageError: A file cannot be written.
     """
-    name = "internal_hard_negatives" if facts["internal"] else "hard_negatives"
-    lines = [f"# Nearest sentences that are no labelled answers, in {facts['silo']}", ""]
-    lines += [f"**{INTERNAL}**", ""] if facts["internal"] else []
-    lines += [
-        f"By {facts['encoder']}, among {facts['sentences']:,} sentences.",
-        "",
-        case_grid(facts["cases"]).markdown(),
-    ]
-    return write_internal(facts, lines, folder / name, owner_only=bool(facts["internal"]))
+    return write_short(
+        folder, "hard_negatives", f"Nearest sentences that are no labelled answers, in {facts['silo']}", facts,
+        [f"By {facts['encoder']}, among {facts['sentences']:,} sentences.", "", case_grid(facts["cases"]).markdown()],
+        internal=INTERNAL if facts["internal"] else "",
+    )  # fmt: skip
 
 
 def case_grid(cases: Sequence[Mapping[str, Any]]) -> Grid:

@@ -7,14 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from lit_dpret.cards.page import md
-from lit_dpret.report.page import Written, write_internal
+from lit_dpret.report.page import INTERNAL, Written, write_short
 
 Facts = Mapping[str, Any]
 
-INTERNAL = (
-    "Internal: computed from private texts, and covered by no guarantee. Keep it where the texts are kept; nothing of "
-    "it belongs on a card."
-)
 LIMIT = (
     "What these attacks do not recover, a better one may: they are evidence of leakage, and absence of evidence is no "
     "guarantee."
@@ -27,18 +23,16 @@ def write_inversion(facts: Facts, folder: Path) -> Written:
     Raises:
         StorageError: A file cannot be written.
     """
-    name = "internal_inversion" if facts["internal"] else "inversion"
-    return write_internal(facts, _lines(facts), folder / name, owner_only=bool(facts["internal"]))
+    internal = INTERNAL.format(what="texts") if facts["internal"] else ""
+    title = f"Inversion of embeddings by {facts['encoder']}"
+    return write_short(folder, "inversion", title, facts, _lines(facts), internal=internal)
 
 
 def _lines(facts: Facts) -> list[str]:
     texts, probe, ranking = facts["texts"], facts["probe"], facts["ranking"]
     sure = f"{100 * facts['confidence']:g} %"
     verdict = "more than shuffled ones" if probe["significant"] else "no more than shuffled ones, as far as this sees"
-    lines = [f"# Inversion of embeddings by {facts['encoder']}", ""]
-    if facts["internal"]:
-        lines += [f"**{INTERNAL}**", ""]
-    lines += [
+    lines = [
         f"{texts['attacked']:,} {texts['whose']} texts are attacked, embedded as {texts['side']}; the attacker knows "
         f"{texts['known']:,} others with their embeddings. Decoder: {facts['language_model']}, {facts['steps']:,} "
         f"steps, embeddings as {facts['how']}.", "",

@@ -6,15 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.report.page import Written, write_internal
+from lit_dpret.report.page import INTERNAL, Written, write_short
 
 Facts = Mapping[str, Any]
-NAME = "internal_membership"
-
-INTERNAL = (
-    "Internal: computed from private queries, and covered by no guarantee. Keep it where the queries are kept; nothing "
-    "of it belongs on a card."
-)
 EVIDENCE = (
     "A lower bound is evidence of leakage; absence of evidence is no guarantee. The ceilings come from the accountant "
     "alone, and the two are never one number."
@@ -27,7 +21,8 @@ def write_membership(facts: Facts, folder: Path) -> Written:
     Raises:
         StorageError: A file cannot be written.
     """
-    return write_internal(facts, _lines(facts), folder / NAME, owner_only=True)
+    title, internal = f"Membership attacks on {facts['target']['name']}", INTERNAL.format(what="queries")
+    return write_short(folder, "membership", title, facts, _lines(facts), internal=internal)
 
 
 def membership_table(attacks: Sequence[Facts], ceilings: Facts | None) -> list[str]:
@@ -55,7 +50,6 @@ def _lines(facts: Facts) -> list[str]:
     unanswered = suspects.get("left_out_without_passage", 0)
     nor = f", nor are {unanswered:,} that have no passage" if unanswered else ""
     lines = [
-        f"# Membership attacks on {target['name']}", "", f"**{INTERNAL}**", "",
         f"A {target['kind']}; {target['privacy']}. {suspects['attacked']:,} queries, {suspects['members']:,} of them "
         f"trained on, the others chosen {drawn}; {suspects['left_out_as_copies']:,} queries whose text occurs several "
         f"times are not attacked{nor}.", "",

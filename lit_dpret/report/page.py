@@ -100,15 +100,33 @@ class Written:
     lines: tuple[str, ...]
 
 
-def write_internal(facts: Mapping[str, Any], lines: Sequence[str], stem: Path, *, owner_only: bool) -> Written:
-    """Write a short report without a page: ``STEM.json`` for programs and ``STEM.md`` for people.
+INTERNAL = (
+    "Internal: computed from private {what}, and covered by no guarantee. Keep it where the {what} are kept; nothing "
+    "of it belongs on a card."
+)
+
+
+def write_short(
+    folder: Path, name: str, title: str, facts: Mapping[str, Any], lines: Sequence[str], *, internal: str
+) -> Written:
+    """Write a short report without a page: ``NAME.json`` for programs and ``NAME.md`` for people.
+
+    Args:
+        folder: Of the run.
+        name: Of the files, ``internal_NAME`` where the report is internal.
+        title: Heading.
+        facts: All of it as data.
+        lines: In Markdown.
+        internal: Why the report is for its owner alone, said first; empty where everybody may read it.
 
     Raises:
         StorageError: A file cannot be written.
     """
+    lines = [f"# {title}", "", *([f"**{internal}**", ""] if internal else []), *lines]
+    stem = folder / (f"internal_{name}" if internal else name)
     texts = {".json": json.dumps(facts, indent=2, allow_nan=False), ".md": "\n".join(lines)}
     files = tuple(
-        write_whole(stem.with_name(f"{stem.name}{ending}"), f"{text}\n", owner_only=owner_only)
+        write_whole(stem.with_name(f"{stem.name}{ending}"), f"{text}\n", owner_only=bool(internal))
         for ending, text in texts.items()
     )
     return Written(files, (*lines, "", *(f"written: {path}" for path in files)))

@@ -1,61 +1,32 @@
-"""The numbers that paper 004 (PDD-AS2) prints in its Table 1, to stand beside ours, and what cannot be in them."""
+"""Table 1 of paper 004 (PDD-AS2): the paper's numbers, ours beside them, and what cannot be among them."""
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
-#: Columns of Table 1 by our names; the paper's R@k has one positive for a query, where it is the any-hit measure.
-COLUMNS: Mapping[str, str] = {
-    "sentence/mrr@10": "sentence MRR@10",
-    "sentence/success@1": "sentence R@1",
-    "sentence/success@20": "sentence R@20",
-    "sentence/success@100": "sentence R@100",
-    "passage/mrr@10": "passage MRR@10",
-    "passage/success@1": "passage R@1",
-    "passage/success@20": "passage R@20",
-    "passage/success@100": "passage R@100",
+from lit_dpret.cards.page import Grid
+from lit_dpret.report.table import show
+from lit_dpret.retrieval.statistics import Interval
+
+_PAPER: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+#: Columns of Table 1 by our names, with their titles.
+COLUMNS: Mapping[str, str] = _PAPER["columns"]
+#: Rows in the paper's order: by our name the group's heading, the paper's name and its numbers; none for a row of ours.
+TABLE_1: Mapping[str, tuple[str, str, list[float] | None]] = {
+    row["system"]: (row["group"], row["label"], row["values"]) for row in _PAPER["rows"]
 }
-#: Rows in the paper's order and groups: our name, the group's heading, the paper's name, its numbers; none for a row
-#: of ours.
-TABLE_1: Mapping[str, tuple[str, str, tuple[float, ...] | None]] = {
-    "central": ("Upper bound", "Central-training", (0.338, 0.284, 0.629, 0.781, 0.502, 0.447, 0.553, 0.821)),
-    "bm25": ("Sparse retriever", "BM25", (0.172, 0.152, 0.343, 0.533, 0.343, 0.288, 0.345, 0.598)),
-    "zero_shot": ("Without any query, not in the paper", "Untrained encoder", None),
-    "pseudo_queries": ("Without any query, not in the paper", "Pseudo-queries of each silo's own sentences", None),
-    "single_random": (
-        "Dense retriever, each silo alone", "Random negatives",
-        (0.194, 0.171, 0.466, 0.620, 0.376, 0.323, 0.401, 0.702),
-    ),
-    "single_bm25": (
-        "Dense retriever, each silo alone", "BM25 negatives",
-        (0.188, 0.151, 0.475, 0.639, 0.353, 0.303, 0.388, 0.679),
-    ),
-    "single_star": (
-        "Dense retriever, each silo alone", "STAR", (0.232, 0.190, 0.535, 0.679, 0.403, 0.350, 0.421, 0.709)
-    ),
-    "stage1": ("Federated", "PDD-AS2 (stage 1)", (0.261, 0.217, 0.546, 0.695, 0.429, 0.395, 0.479, 0.745)),
-    "customised": (
-        "Federated", "+ client-customised query encoding", (0.289, 0.232, 0.556, 0.711, 0.445, 0.414, 0.489, 0.750)
-    ),
-    "fed_negative": ("Federated", "+ fed-negative", (0.309, 0.252, 0.577, 0.720, 0.458, 0.431, 0.504, 0.762)),
-}  # fmt: skip
 #: Rows that no train query has a say in, given the collections; the second learns from a silo's sentences.
 WITHOUT_QUERIES: tuple[Literal["zero_shot", "pseudo_queries"], ...] = ("zero_shot", "pseudo_queries")
 #: What the paper says is better than what, in its text or by its table.
-ORDERS: tuple[tuple[str, str], ...] = (
-    ("single_star", "single_random"),
-    ("single_random", "single_bm25"),
-    ("single_star", "bm25"),
-    ("stage1", "single_star"),
-    ("customised", "stage1"),
-    ("fed_negative", "customised"),
-    ("central", "fed_negative"),
-)
+ORDERS: list[tuple[str, str]] = [(better, worse) for better, worse in _PAPER["orders"]]
 
 
 def impossible_cells() -> list[tuple[str, str, float, float]]:
-    """Rows whose passage R@k is below their sentence R@k, which equation 9 excludes.
+    """Return rows whose passage R@k is below their sentence R@k, which equation 9 excludes.
 
     A passage scores as its best sentence, so the passage of a sentence among the first k is among the first k.
 
@@ -73,3 +44,32 @@ def impossible_cells() -> list[tuple[str, str, float, float]]:
             if passage < sentence:
                 found.append((name, level.replace("success", "R"), sentence, passage))
     return found
+
+
+def table_1(systems: Mapping[str, Any]) -> Grid:
+    """Each cell ours / the paper's, in the paper's order and under its headings.
+
+    Args:
+        systems: By name, as ``systems`` of ``pdd_as2.json``.
+    """
+    body: list[list[object]] = []
+    heading = ""
+    for system, (group, label, theirs) in TABLE_1.items():
+        if system not in systems:
+            continue
+        if group != heading:
+            heading = group
+            body.append([group, *([""] * len(COLUMNS))])
+        measures = systems[system]["measures"]
+        papers = ["–"] * len(COLUMNS) if theirs is None else [f"{paper:.3f}" for paper in theirs]
+        ours = [_cell(measures[name]["over_silos"]) for name in COLUMNS]
+        body.append([label, *(f"{mine} / {paper}" for mine, paper in zip(ours, papers, strict=True))])
+    return Grid(("ours / paper", *COLUMNS.values()), body, frozenset(range(1, 1 + len(COLUMNS))))
+
+
+def _cell(found: Mapping[str, float | None]) -> str:
+    """The mean with its interval over seeds; nothing where silos elsewhere keep their measures."""
+    if found.get("mean") is None:
+        return "withheld"
+    mean, low, high = (math.nan if (end := found.get(name)) is None else end for name in ("mean", "low", "high"))
+    return show(Interval(mean, low, high))

@@ -57,6 +57,12 @@ def show(interval: Interval | None) -> str:
     return f"{interval.mean:.3f} [{interval.low:.3f}, {interval.high:.3f}]"
 
 
+def ends(interval: Interval) -> dict[str, float | None]:
+    """Return mean, low and high for JSON, which has no NaN: null stands for it."""
+    found = {"mean": interval.mean, "low": interval.low, "high": interval.high}
+    return {name: value if math.isfinite(value) else None for name, value in found.items()}
+
+
 @dataclass(frozen=True)
 class Table:
     """Rows whose cells are texts, numbers or intervals.
@@ -151,18 +157,11 @@ def write_csv(rows: Sequence[RowResult], path: Path) -> None:
 
 
 def to_json(rows: Sequence[RowResult]) -> list[dict[str, Any]]:
-    """The rows as plain JSON values; NaN becomes null."""
-
-    def number(value: float) -> float | None:
-        return value if math.isfinite(value) else None
-
+    """Return the rows as plain JSON values; NaN becomes null."""
     return [
         {
             "system": row.system,
-            "metrics": {
-                name: {"mean": number(i.mean), "low": number(i.low), "high": number(i.high)}
-                for name, i in row.metrics.items()
-            },
+            "metrics": {name: ends(interval) for name, interval in row.metrics.items()},
             "privacy": row.privacy,
             "note": row.note,
         }

@@ -32,7 +32,7 @@ from lit_dpret.federated.synthetic import (
 )
 from lit_dpret.modules import QueryGenerator
 from lit_dpret.privacy.modes import NoPrivacy
-from lit_dpret.report.page import write_internal
+from lit_dpret.report.page import write_short
 from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.stages import Stages
 
@@ -185,7 +185,7 @@ class FederatedGenerators:
         privacy = settings.privacy
         state = parts.run_dir / PRIVATE
         lines = [
-            f"Queries by each silo's own generator: epsilon of each {privacy.unit} of the silo, {privacy.neighbours}.",
+            f"Epsilon is that of each {privacy.unit} of the silo, {privacy.neighbours}.",
             "",
             "| silo | queries | spent | budget | left | delta |",
             "| :-- | --: | --: | --: | --: | --: |",
@@ -201,7 +201,8 @@ class FederatedGenerators:
             f"Next: federated.state={state} with federated.stage2.response=synthetic or federated.train_on=synthetic, "
             f"or lit-dpret silo --state {state}/NAME.",
         ]
-        written = write_internal({"silos": found}, lines, parts.run_dir / "internal_generators", owner_only=True)
+        title, internal = "Queries by each silo's own generator", "Internal: what each silo spent."
+        written = write_short(parts.run_dir, "generators", title, {"silos": found}, lines, internal=internal)
         sys.stdout.write("\n".join(written.lines) + "\n")
 
 

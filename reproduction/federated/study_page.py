@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.cards.page import Banner, Block, Bullets, Code, Grid, Paragraph, Section, to_html, to_markdown
+from lit_dpret.cards.page import Banner, Block, Bullets, Code, Grid, Paragraph, Section
 from lit_dpret.errors import DataError
-from lit_dpret.files import write_whole
 from lit_dpret.privacy.ledger.chain import today
-from lit_dpret.report.page import Picture
+from lit_dpret.report.page import Page, Picture
 from lit_dpret.report.paper_004 import COLUMNS
+from lit_dpret.report.table import Table, ends
 from lit_dpret.retrieval.statistics import Interval, seed_interval
 
 INTERNAL = (
@@ -116,30 +114,18 @@ def with_reach(interval: Interval) -> str:
 
 
 def write_study(page: StudyPage, folder: Path, name: str, *, picture: Path | None = None) -> dict[str, Path]:
-    """Write ``NAME.md``, ``.html``, ``.json`` and ``.csv``.
-
-    Args:
-        page: What is told.
-        folder: Where to.
-        name: Of the files.
-        picture: The plot, in the same folder.
+    """Write ``NAME.md``, ``.html``, ``.json`` and ``.csv``; ``picture`` is the plot, in the same folder.
 
     Returns:
-        The files by ending.
+        The files by name.
 
     Raises:
         StorageError: A file cannot be written.
     """
-    sections = _sections(page, picture)
-    made = today()
-    lead: list[Block] = [Banner(INTERNAL, "caution"), Paragraph(page.promise)]
-    texts = {
-        "md": to_markdown(page.title, made, lead, sections),
-        "html": to_html(page.title, made, lead, sections),
-        "json": json.dumps(_facts(page), indent=2, allow_nan=False) + "\n",
-        "csv": _csv(page),
-    }
-    return {ending: write_whole(folder / f"{name}.{ending}", text, owner_only=True) for ending, text in texts.items()}
+    return Page(
+        name=name, title=page.title, subtitle=today(), lead=[Banner(INTERNAL, "caution"), Paragraph(page.promise)],
+        sections=_sections(page, picture), facts=_facts(page), tables={f"{name}.csv": _sheet(page)},
+    ).write(folder)  # fmt: skip
 
 
 def read_study(path: Path) -> StudyPage:
@@ -230,10 +216,6 @@ def _mb(count: float) -> str:
     return f"{count / 1e6:.3g}" if count else "0"
 
 
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
 def _facts(page: StudyPage) -> dict[str, Any]:
     return {
         "title": page.title,
@@ -250,9 +232,7 @@ def _facts(page: StudyPage) -> dict[str, Any]:
                 "at": row.at,
                 "measures": {
                     name: {
-                        "mean": row.interval(name).mean,
-                        "low": _number(row.interval(name).low),
-                        "high": _number(row.interval(name).high),
+                        **ends(row.interval(name)),
                         "per_seed": list(row.per_seed[name]),
                         "paper": row.paper.get(name),
                     }
@@ -264,26 +244,18 @@ def _facts(page: StudyPage) -> dict[str, Any]:
             }
             for row in page.rows
         ],
-        "gains": [
-            {"client": gain.client, "queries": gain.queries, "gains": {k: list(v) for k, v in gain.gains.items()}}
-            for gain in page.gains
-        ],
+        "gains": [asdict(gain) for gain in page.gains],
     }
 
 
-def _csv(page: StudyPage) -> str:
+def _sheet(page: StudyPage) -> Table:
     names = list(dict.fromkeys(name for row in page.rows for name in row.per_seed))
-    file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    columns = [f"{name}{end}" for name in names for end in ("", " low", " high", " paper")]
-    writer.writerow(
-        ["line", "label", "at", *columns, "stage 1 bytes per client", "stage 2 bytes per client", "epsilon"]
-    )
-    for row in page.rows:
-        numbers: list[object] = []
-        for name in names:
-            found = row.interval(name)
-            numbers += [found.mean, _number(found.low), _number(found.high), row.paper.get(name)]
-        sent = [row.bytes_per_client.get("stage 1", 0.0), row.stage2_bytes]
-        writer.writerow([row.line, row.label, row.at, *numbers, *sent, row.epsilon])
-    return file.getvalue()
+    header = ["line", "label", "at", *(f"{name}{end}" for name in names for end in ("", " paper"))]
+    header += ["stage 1 bytes per client", "stage 2 bytes per client", "epsilon"]
+    rows = [
+        [row.line, row.label, row.at,
+         *(cell for name in names for cell in (row.interval(name), row.paper.get(name))),
+         row.bytes_per_client.get("stage 1", 0.0), row.stage2_bytes, row.epsilon]
+        for row in page.rows
+    ]  # fmt: skip
+    return Table(header, rows, measured=frozenset(range(3, 3 + 2 * len(names), 2)))

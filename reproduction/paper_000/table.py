@@ -15,7 +15,7 @@ from typing import Any
 from lit_dpret.cards.page import Block, Bullets, Grid, Paragraph
 from lit_dpret.report.figures import new_figure, tidy
 from lit_dpret.report.page import Picture
-from lit_dpret.report.table import Table
+from lit_dpret.report.table import Table, ends
 from lit_dpret.retrieval.statistics import Interval
 from reproduction.published import Point, by_point
 
@@ -154,7 +154,7 @@ class PaperTable:
                 "group": row.group,
                 "source": row.source,
                 "epsilon": row.epsilon,
-                "ours": {name: _ends(interval) for name, interval in row.ours.items()},
+                "ours": {name: ends(interval) for name, interval in row.ours.items()},
                 "paper": dict(row.paper),
                 "papers_row": row.beside,
                 "privacy": row.privacy,
@@ -172,11 +172,6 @@ def _their(value: float | None) -> str:
     if value is None:
         return "–"
     return f"{value:.4f}" if isinstance(value, float) else str(value)  # a rank is a whole number
-
-
-def _ends(interval: Interval) -> dict[str, float | None]:
-    ends = {"mean": interval.mean, "low": interval.low, "high": interval.high}
-    return {name: value if math.isfinite(value) else None for name, value in ends.items()}
 
 
 # -- the picture -----------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from lit_dpret.errors import DataError
 from lit_dpret.report.chart import bar_chart
 from lit_dpret.report.html import Drawing
 from lit_dpret.report.page import Page
-from lit_dpret.report.table import RowResult, console_table, show
+from lit_dpret.report.table import RowResult, console_table, ends, show
 from lit_dpret.retrieval.statistics import (
     Interval,
     bootstrap_interval,
@@ -307,10 +307,10 @@ def _results(rows: Sequence[ModeRow], metrics: Sequence[str]) -> list[Block]:
 
 def _claims(rows: Sequence[ModeRow]) -> tuple[list[str], str]:
     """The claims for a narrow column, and a sentence with what all epsilons have in common, if they have."""
-    ends = {row.privacy.partition(", ")[2] for row in rows if row.privacy.startswith("epsilon = ")}
-    if len(ends) != 1:
+    shared = {row.privacy.partition(", ")[2] for row in rows if row.privacy.startswith("epsilon = ")}
+    if len(shared) != 1:
         return [row.privacy for row in rows], ""
-    (end,) = ends
+    (end,) = shared
     return [row.privacy.removesuffix(f", {end}") for row in rows], f" Every epsilon is at {end}."
 
 
@@ -354,8 +354,8 @@ def _row_facts(row: ModeRow, metrics: Sequence[str]) -> dict[str, Any]:
     measured = {
         metric: {
             "per_run": list(row.per_run[metric]),
-            "over_runs": _ends(row.over_runs(metric)),
-            "over_queries": _ends(row.over_queries(metric)),
+            "over_runs": ends(row.over_runs(metric)),
+            "over_queries": ends(row.over_queries(metric)),
         }
         for metric in metrics
     }
@@ -376,22 +376,18 @@ def _difference_facts(each: Difference) -> dict[str, Any]:
 def _row_table(rows: Sequence[ModeRow], metrics: Sequence[str]) -> Grid:
     """Every number, for a spreadsheet."""
     names = list(dict.fromkeys(name for row in rows for name in row.settings))
-    ends = [f"{metric} {end}" for metric in metrics for end in ("mean", *_ENDS)]
+    titles = [f"{metric} {end}" for metric in metrics for end in ("mean", *_ENDS)]
     lines = []
     for row in rows:
         cells: list[object] = [row.name, row.runs if row.settings else None]
         for metric in metrics:
-            runs, queries = _ends(row.over_runs(metric)), row.over_queries(metric)
+            runs, queries = ends(row.over_runs(metric)), row.over_queries(metric)
             cells += [*runs.values(), queries.low, queries.high]
         lines.append([*cells, row.privacy, *(row.settings.get(name) for name in names)])
-    return Grid(["system", "runs", *ends, "privacy", *names], lines)
+    return Grid(["system", "runs", *titles, "privacy", *names], lines)
 
 
 _ENDS = ("low over runs", "high over runs", "low over queries", "high over queries")
-
-
-def _ends(interval: Interval) -> dict[str, float | None]:
-    return {name: value if math.isfinite(value) else None for name, value in asdict(interval).items()}
 
 
 def _bounds(interval: Interval) -> str:

@@ -14,7 +14,7 @@ from lit_dpret.files import write_whole
 from lit_dpret.report.figures import can_draw
 from lit_dpret.report.hard_negatives import case_grid
 from lit_dpret.report.page import Picture, copied_picture
-from lit_dpret.report.paper_004_tables import table_1
+from lit_dpret.report.paper_004 import table_1
 from reproduction.federated.study_page import gain_grid, read_study, study_grid
 from reproduction.report.reproduction import Item, Paper, Show
 

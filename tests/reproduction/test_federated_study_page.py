@@ -75,7 +75,7 @@ CLIENTS = replace(
 
 def test_a_number_stands_with_its_interval_and_the_papers_beside_it(tmp_path: Path) -> None:
     files = write_study(LINES, tmp_path, "hubness")
-    page = files["md"].read_text(encoding="utf-8")
+    page = files["hubness.md"].read_text(encoding="utf-8")
     lines = [line for line in page.splitlines() if line.startswith("| stage 1") or line.startswith("|  | k=300")]
     assert "0.200 ±.025 (.121)" in lines[0] and "0.300 ±.025 (.217)" in lines[1]
     assert "| alone | k=10 |" in page and "covered by no guarantee" in page and "epsilon is infinite" in page
@@ -85,23 +85,23 @@ def test_a_number_stands_with_its_interval_and_the_papers_beside_it(tmp_path: Pa
 def test_json_and_csv_say_what_the_page_says(tmp_path: Path) -> None:
     files = write_study(replace(LINES, rows=[replace(LINES.rows[0], epsilon=7.5)]), tmp_path, "hubness")
     assert {stat.S_IMODE(file.stat().st_mode) for file in files.values()} == {0o600}
-    told = json.loads(files["json"].read_text(encoding="utf-8"))
+    told = json.loads(files["hubness.json"].read_text(encoding="utf-8"))
     measure = told["rows"][0]["measures"]["sentence/success@1"]
     assert measure["per_seed"] == pytest.approx([0.19, 0.2, 0.21])
     assert measure["paper"] == 0.121 and told["internal"] is True
     assert measure["mean"] == pytest.approx(0.2) and measure["high"] - 0.2 == pytest.approx(0.02484, abs=1e-4)
-    header, line = files["csv"].read_text(encoding="utf-8").splitlines()
+    header, line = files["hubness.csv"].read_text(encoding="utf-8").splitlines()
     cells = dict(zip(header.split(","), line.split(","), strict=True))
     assert float(cells["sentence/success@1 paper"]) == 0.121 and float(cells["epsilon"]) == 7.5
-    assert "7.5" in files["md"].read_text(encoding="utf-8")
+    assert "7.5" in files["hubness.md"].read_text(encoding="utf-8")
 
 
 def test_one_seed_has_no_interval(tmp_path: Path) -> None:
     one = replace(LINES.rows[0], per_seed={name: [0.25] for name in MEASURES}, paper={})
     files = write_study(replace(LINES, rows=[one]), tmp_path, "hubness")
-    measure = json.loads(files["json"].read_text(encoding="utf-8"))["rows"][0]["measures"]["sentence/success@1"]
+    measure = json.loads(files["hubness.json"].read_text(encoding="utf-8"))["rows"][0]["measures"]["sentence/success@1"]
     assert (measure["mean"], measure["low"], measure["high"]) == (0.25, None, None)
-    assert "| 0.250 |" in files["md"].read_text(encoding="utf-8")
+    assert "| 0.250 |" in files["hubness.md"].read_text(encoding="utf-8")
     assert with_reach(Interval(0.5, 0.4, 0.6)) == "0.500 ±.100"
 
 
@@ -112,8 +112,8 @@ def test_each_form_of_plot_is_written_and_stands_in_the_page(page: StudyPage, tm
     picture = draw_study(page, tmp_path / "plot.png")
     assert picture.read_bytes().startswith(PNG)
     files = write_study(page, tmp_path, "study", picture=picture)
-    assert "](plot.png)" in files["md"].read_text(encoding="utf-8")
-    html = files["html"].read_text(encoding="utf-8")
+    assert "](plot.png)" in files["study.md"].read_text(encoding="utf-8")
+    html = files["study.html"].read_text(encoding="utf-8")
     assert 'src="data:image/png;base64,' in html and "http" not in html.partition("</style>")[2]
 
 
@@ -130,7 +130,7 @@ def test_every_point_lies_within_the_axes(page: StudyPage) -> None:
 
 
 def test_gains_are_told_for_each_client_with_a_sign(tmp_path: Path) -> None:
-    page = write_study(CLIENTS, tmp_path, "gain")["md"].read_text(encoding="utf-8")
+    page = write_study(CLIENTS, tmp_path, "gain")["gain.md"].read_text(encoding="utf-8")
     assert "stage 1: gain in sentence R@1" in page
     rank = next(line for line in page.splitlines() if line.startswith("| #3") or line.startswith("| \\#3"))
     assert "+0.210" in rank and "| 15 |" in rank
