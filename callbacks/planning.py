@@ -81,6 +81,7 @@ class PlannedRun:
 
     def sampler(self, data: Any, stream: KeyedStream, *, ranks: Ranks | None = None) -> PrivateBatchSampler:
         """The sampler of the law, in batches as ``data`` asks; with ``ranks``, of this rank's part of each draw."""
+        n_max = None if self.plan is None or self.plan.coupling is None else self.plan.coupling.n_max
         return PrivateBatchSampler(
             self.law,
             units=self.units,
@@ -88,8 +89,7 @@ class PlannedRun:
             steps_per_epoch=self.steps_per_epoch,
             physical_batch_size=data.physical_batch_size,
             stream=stream,
-            sub_batches=self.sub_batches,
-            n_max=None if self.plan is None or self.plan.coupling is None else self.plan.coupling.n_max,
+            sub_batches=None if self.sub_batches is None else (self.sub_batches, n_max),
             ranks=ranks,
         )
 

@@ -55,7 +55,7 @@ from lit_dpret.privacy.ledger.dataset_file import EarlierRun
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger, note_sweep
 from lit_dpret.privacy.ledger.facts import PRIVATE_LOG_EVENT, UNITS_UNNAMED
 from lit_dpret.privacy.ledger.gate import ReleaseGate, SharedGate, unaccounted
-from lit_dpret.privacy.ledger.run import Position, PrivateRun, state_hash
+from lit_dpret.privacy.ledger.run import Fingerprints, Position, PrivateRun, state_hash
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, ledger_identity
 from lit_dpret.privacy.ledger.trained import TrainedIn, mark, weights
 from lit_dpret.privacy.modes import PrivacyMode
@@ -254,7 +254,6 @@ class PrivacyAccountant(Callback):
             self._ledger_path,
             resume=self.resume,
             secret=secret,
-            secure_rng=mode.secure_rng,
             described={
                 **planned.describe(mode, data),
                 "log_private_loss": bool(module.log_private_loss),
@@ -267,9 +266,11 @@ class PrivacyAccountant(Callback):
                 "planted": planted,
                 **({"mode_facts": facts} if (facts := mode.recorded_facts()) else {}),
             },
-            data_fingerprint=data.data_fingerprint,
-            unplanted_fingerprint=partial(data.data_fingerprint, planted=False) if planted else None,
-            files_fingerprint=partial(fingerprint_of_files, module),
+            fingerprints=Fingerprints(
+                data=data.data_fingerprint,
+                unplanted=partial(data.data_fingerprint, planted=False) if planted else None,
+                files=partial(fingerprint_of_files, module),
+            ),
             run_id=None if mode.noise_seed is None else "seeded",
         )
         note_start(self._run.ledger, self.start())

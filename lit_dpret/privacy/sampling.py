@@ -148,9 +148,8 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
         steps_per_epoch: How many logical steps one pass of ``__iter__`` hands out at most.
         physical_batch_size: How many units a physical batch holds at most.
         stream: The keyed stream of the run.
-        sub_batches: Into how many sub-batches a logical batch falls; None to cut it by
-            ``physical_batch_size``.
-        n_max: Most units of a sub-batch; None for no bound.
+        sub_batches: Into how many sub-batches a logical batch falls, and the most units of one, None for no bound;
+            None to cut it by ``physical_batch_size``.
         ranks: The processes that share each draw; this one hands out its part.
         unit: What a unit is, ``privacy.unit``.
 
@@ -166,8 +165,7 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
         steps_per_epoch: int,
         physical_batch_size: int,
         stream: KeyedStream,
-        sub_batches: int | None = None,
-        n_max: int | None = None,
+        sub_batches: tuple[int, int | None] | None = None,
         ranks: Ranks | None = None,
         unit: str = "query",
     ) -> None:
@@ -177,8 +175,9 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
         self.units = units
         self.steps_per_epoch = steps_per_epoch
         self.physical_batch_size = physical_batch_size
-        self.sub_batches = sub_batches
-        self.n_max = n_max
+        self.sub_batches: int | None
+        self.n_max: int | None
+        self.sub_batches, self.n_max = (None, None) if sub_batches is None else sub_batches
         self.ranks = ranks or Ranks()
         self.scatters = False
         self.attempt = 0

@@ -26,7 +26,7 @@ from lit_dpret.privacy.ledger.dataset_account import RunLock, note_not_counted, 
 from lit_dpret.privacy.ledger.dataset_file import TOTAL_EVENT, Charge, EarlierRun
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.ledger.facts import leaks, owed_releases
-from lit_dpret.privacy.ledger.run import PrivateRun
+from lit_dpret.privacy.ledger.run import Fingerprints, PrivateRun
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
 from lit_dpret.privacy.modes import GaussianMode
 from lit_dpret.privacy.noise import load_secret, published_secret
@@ -154,7 +154,6 @@ class Histogram:
             folder / LEDGER_NAME,
             resume=parts.resume,
             secret=load_secret(mode.secret_file, run_dir=folder) if seed is None else published_secret(seed),
-            secure_rng=mode.secure_rng,
             described={
                 "mode": HISTOGRAM,
                 "unit": mode.unit,
@@ -169,7 +168,7 @@ class Histogram:
                 "bins": bins,
                 "dataset_ledger": None if dataset is None else dataset.begin(),
             },
-            data_fingerprint=data.data_fingerprint,
+            fingerprints=Fingerprints(data=data.data_fingerprint),
             run_id=None if seed is None else "seeded",
         )
         note_start(run.ledger, start)

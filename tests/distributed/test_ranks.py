@@ -110,12 +110,12 @@ def test_the_ranks_share_out_one_draw_and_wait_for_none(law: SamplingLaw, world:
 @pytest.mark.parametrize("world", [2, 3])
 def test_sub_batches_are_dealt_whole(sub_batches: int, world: int) -> None:
     law = Poisson(sample_rate=0.3)
-    whole = dealt(law, 1, 0, sub_batches=sub_batches, n_max=6)
+    whole = dealt(law, 1, 0, sub_batches=(sub_batches, 6))
     for step in range(20):
         told_whole = [[d.unit for d in batch] for batch in whole.physical_batches(step)]
         found: list[list[int]] = []
         for rank in range(world):
-            own = dealt(law, world, rank, sub_batches=sub_batches, n_max=6).physical_batches(step)
+            own = dealt(law, world, rank, sub_batches=(sub_batches, 6)).physical_batches(step)
             assert len(own) == -(-sub_batches // world)
             found += [[d.unit for d in batch] for batch in own if batch[0].part < sub_batches]
             for batch in own:

@@ -24,7 +24,7 @@ from lit_dpret.privacy.histogram import (
     shares,
 )
 from lit_dpret.privacy.ledger.facts import plan_of
-from lit_dpret.privacy.ledger.run import PrivateRun
+from lit_dpret.privacy.ledger.run import Fingerprints, PrivateRun
 from lit_dpret.privacy.ledger.run_ledger import charged_releases
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
@@ -107,8 +107,8 @@ def opened(folder: Path, plan: PrivacyPlan, *, resume: bool = False, secret: byt
         "plan": plan.to_dict(), "rows_per_unit": "one", "secure_rng": False,
     }  # fmt: skip
     return PrivateRun.open(
-        folder / "privacy_ledger.jsonl", resume=resume, secret=secret, secure_rng=False, described=described,
-        data_fingerprint=lambda key: "data",
+        folder / "privacy_ledger.jsonl", resume=resume, secret=secret, described=described,
+        fingerprints=Fingerprints(data=lambda key: "data"),
     )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ LAWS: list[SamplingLaw] = [
 
 
 def sampler(law: SamplingLaw, **settings: Any) -> PrivateBatchSampler:
-    known = {"units": 200, "steps_per_epoch": 50, "physical_batch_size": 8, "sub_batches": 4, "n_max": None}
+    known = {"units": 200, "steps_per_epoch": 50, "physical_batch_size": 8, "sub_batches": (4, None)}
     return PrivateBatchSampler(law, stream=KeyedStream(b"k" * 32, "run"), **{**known, **settings})
 
 
@@ -76,7 +76,7 @@ def test_units_are_assigned_independently_and_evenly() -> None:
 
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.kind)
 def test_no_sub_batch_holds_more_than_n_max_and_the_rest_is_left_out_evenly(law: SamplingLaw) -> None:
-    drawn = sampler(law, n_max=9)
+    drawn = sampler(law, sub_batches=(4, 9))
     took, drew = np.zeros(200), np.zeros(200)
     for step in range(300):
         parts = members(drawn.physical_batches(step))

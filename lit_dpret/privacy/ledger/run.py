@@ -125,6 +125,21 @@ class Position:
             raise ResumeError(f"{place}: the accountant's state is malformed ({error}).") from error
 
 
+@dataclass(frozen=True, kw_only=True)
+class Fingerprints:
+    """Keyed hashes of what a run is trained on, each given its key.
+
+    Attributes:
+        data: Of the data set.
+        unplanted: The same without what was planted in it; None where nothing was.
+        files: Of files that are read beside the data set; None of it where there are none.
+    """
+
+    data: Callable[[bytes], str]
+    unplanted: Callable[[bytes], str] | None = None
+    files: Callable[[bytes], str | None] = lambda key: None
+
+
 class PrivateRun:
     """The ledger of a run, opened for writing, with what identifies the run.
 
@@ -170,11 +185,8 @@ class PrivateRun:
         *,
         resume: bool,
         secret: bytes,
-        secure_rng: bool,
         described: Mapping[str, Any],
-        data_fingerprint: Callable[[bytes], str],
-        unplanted_fingerprint: Callable[[bytes], str] | None = None,
-        files_fingerprint: Callable[[bytes], str | None] | None = None,
+        fingerprints: Fingerprints,
         run_id: str | None = None,
     ) -> PrivateRun:
         """Begin a ledger, or go on with the one at ``path``.
@@ -183,11 +195,9 @@ class PrivateRun:
             path: Of the ledger.
             resume: Go on with the one that is there.
             secret: Keys noise and coins.
-            secure_rng: Draw noise from SHAKE-256.
-            described: The mechanism as public JSON values; becomes the ``plan`` record.
-            data_fingerprint: Given a key, a keyed hash of the data set.
-            unplanted_fingerprint: The same without what was planted in it; None where nothing was.
-            files_fingerprint: The same of files that are read beside the data set; None of it where there are none.
+            described: The mechanism as public JSON values; becomes the ``plan`` record. Its ``secure_rng`` says
+                whether noise is drawn from SHAKE-256.
+            fingerprints: Of the data set.
             run_id: Of a ledger that is begun; None for one that no other run has.
 
         Raises:
@@ -206,15 +216,15 @@ class PrivateRun:
         try:
             earlier = [record for record in ledger.records if record["kind"] == "plan"]
             run_id = earlier[0]["run_id"] if earlier else run_id or random_secrets.token_hex(8)
-            stream = KeyedStream(secret, run_id, secure_rng=secure_rng)
+            stream = KeyedStream(secret, run_id, secure_rng=bool(described["secure_rng"]))
             run = cls(ledger, stream, run_id)
             now = dict(described)
             now["secret_tag"], now["noise_stream"] = stream.tag("secret"), NOISE_STREAM
             key = bytes.fromhex(stream.tag("data-fingerprint"))
-            now["data_fingerprint"] = data_fingerprint(key)
-            if unplanted_fingerprint is not None:
-                now["unplanted_fingerprint"] = unplanted_fingerprint(key)
-            now["files_fingerprint"] = None if files_fingerprint is None else files_fingerprint(key)
+            now["data_fingerprint"] = fingerprints.data(key)
+            if fingerprints.unplanted is not None:
+                now["unplanted_fingerprint"] = fingerprints.unplanted(key)
+            now["files_fingerprint"] = fingerprints.files(key)
             if earlier:
                 if counted_in(ledger.records) - {now.get("dataset_ledger")}:
                     raise ResumeError(

@@ -12,7 +12,7 @@ import pytest
 from lit_dpret.errors import ResumeError
 from lit_dpret.privacy.accounting.releases import NonPrivateRelease
 from lit_dpret.privacy.ledger import chain
-from lit_dpret.privacy.ledger.run import Position, PrivateRun
+from lit_dpret.privacy.ledger.run import Fingerprints, Position, PrivateRun
 from lit_dpret.privacy.ledger.run_ledger import Key, PrivacyLedger, check_no_key_reuse
 
 DESCRIBED = {
@@ -32,9 +32,8 @@ def open_run(folder: Path, *, secret: bytes = b"k" * 32, resume: bool = False, *
         folder / "privacy_ledger.jsonl",
         resume=resume,
         secret=secret,
-        secure_rng=False,
         described=DESCRIBED | described,
-        data_fingerprint=lambda key: "data",
+        fingerprints=Fingerprints(data=lambda key: "data"),
         run_id="run",
     )
 
