@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -257,55 +255,6 @@ def test_a_reservation_that_a_crash_tore_was_never_made(tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").write_bytes(torn)
     assert reserve(ledger(tmp_path), "c", trained(count=1)).runs == 2
     assert (tmp_path / "data.jsonl").read_bytes().startswith(whole)
-
-
-# -- concurrent runs ---------------------------------------------------------------------------
-
-RACE = """
-import sys, time
-from pathlib import Path
-from lit_dpret.errors import BudgetExceededError
-from lit_dpret.privacy.budget import PrivacyBudget
-from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
-from lit_dpret.privacy.accounting.releases import GaussianRelease, Poisson
-
-folder, name, limit, rounds = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3]), int(sys.argv[4])
-(folder / f"ready-{name}").touch()
-while not (folder / "go").exists():
-    time.sleep(0.001)
-book = DatasetLedger(folder / "data.jsonl", total_eps=limit, budget=PrivacyBudget(eps=3.0, delta=1e-5))
-planned = [GaussianRelease(noise_multiplier=2.0, law=Poisson(sample_rate=0.02), count=100)]
-for index in range(rounds):
-    try:
-        book.reserve(f"{name}{index}", spent=[], planned=planned, heads=["h"], name=name)
-        print("granted", flush=True)
-    except BudgetExceededError:
-        print("refused", flush=True)
-"""
-
-
-def race(folder: Path, limit: float, rounds: int) -> list[str]:
-    """What two processes were answered that reserve at the same moment, ``rounds`` times each."""
-    runs = [
-        subprocess.Popen(
-            [sys.executable, "-c", RACE, str(folder), name, repr(limit), str(rounds)], stdout=subprocess.PIPE, text=True
-        )
-        for name in ("a", "b")
-    ]
-    while not all((folder / f"ready-{name}").exists() for name in ("a", "b")):
-        assert all(run.poll() is None for run in runs)
-    (folder / "go").touch()
-    answers = [run.communicate(timeout=120)[0].split() for run in runs]
-    assert [run.returncode for run in runs] == [0, 0]
-    return [answer for answered in answers for answer in answered]
-
-
-def test_two_processes_never_overspend_together(tmp_path: Path) -> None:
-    limit = 1.001 * cost(trained(count=300))
-    answers = race(tmp_path, limit, rounds=4)
-    assert (answers.count("granted"), answers.count("refused")) == (3, 5)
-    total = ledger(tmp_path, limit).total()
-    assert (total.epsilon, total.runs) == (cost(trained(count=300)), 3)
 
 
 # -- composition across accountants ------------------------------------------------------------
