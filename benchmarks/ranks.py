@@ -43,13 +43,13 @@ def synthesize(folder: Path, passages: dict[str, str], out: Path) -> float:
 
 def encode(folder: Path, passages: dict[str, str], out: Path) -> float:
     from lit_dpret.distributed.job import job_here
-    from lit_dpret.tasks.index_folder import encode_folder
+    from lit_dpret.tasks.index_folder import Encoding, encode_folder
 
     begun: list[float] = []
     with job_here() as job:
         start = time.monotonic()
         encode_folder(
-            "minilm", passages, out, batch_size=2, job=job,  # 16 batches are one piece of work
+            "minilm", passages, out, Encoding(batch_size=2), job=job,  # 16 batches are one piece of work
             progress=lambda done, total: begun.append(time.monotonic()),
         )  # fmt: skip
     return begun[-1] - start

@@ -81,7 +81,10 @@ class ZeroShot:
         self.download, self.min_free_mb = download, min_free_mb
         self.lengths = max_query_length, max_passage_length
         self.ranker = Ranker(
-            encoder, max_query_length=max_query_length, max_passage_length=max_passage_length, cache_dir=cache_dir
+            encoder=encoder,
+            max_query_length=max_query_length,
+            max_passage_length=max_passage_length,
+            cache_dir=cache_dir,
         )
 
     def run(self, parts: Parts) -> dict[str, float]:

@@ -62,7 +62,7 @@ def encode(folder: Path) -> None:
     """Embeddings of texts by the encoder in ``folder/encoder``, in ``folder/set``."""
     from lit_dpret.distributed.job import job_here
     from lit_dpret.encoders import embedding_cache
-    from lit_dpret.tasks.index_folder import encode_folder
+    from lit_dpret.tasks.index_folder import Encoding, encode_folder
 
     embedding_cache._BATCHES_PER_GROUP = 1
     slow = embedding_cache.WindowGroups.embed
@@ -74,7 +74,7 @@ def encode(folder: Path) -> None:
     embedding_cache.WindowGroups.embed = embed  # type: ignore[method-assign]
     texts = json.loads((folder / "texts.json").read_text(encoding="utf-8"))
     with job_here() as job:
-        encode_folder(folder / "encoder", texts, folder / "set", batch_size=8, job=job)
+        encode_folder(folder / "encoder", texts, folder / "set", Encoding(batch_size=8), job=job)
 
 
 def refuse(folder: Path) -> None:

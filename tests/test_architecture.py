@@ -25,6 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "memory": set(),
     "progress": set(),
     "files": set(),
+    "settings": set(),
     "assets": set(),
     "distributed": set(),
     "privacy": {"distributed", "evaluation_mode", "matmul_precision"},
@@ -61,11 +62,12 @@ ALLOWED: dict[str, set[str]] = {
     },
     "federated": {
         "files", "privacy", "cards", "retrieval", "encoders", "losses", "negatives", "modules", "datamodules",
-        "callbacks", "progress", "report", "synthesis",
+        "callbacks", "progress", "report", "synthesis", "settings",
     },
     # The roof.
     "tasks": {
-        "files", "distributed", "privacy", "cards", "retrieval", "report", "callbacks", "datamodules", "synthesis",
+        "files", "settings", "distributed", "privacy", "cards", "retrieval", "report", "callbacks", "datamodules",
+        "synthesis",
         "modules", "encoders", "assets", "losses", "evaluation_mode", "negatives", "audit", "federated",
         "progress", "costs", "sweeps",
     },
@@ -75,7 +77,8 @@ ALLOWED: dict[str, set[str]] = {
     "__init__": set(),
     # It stands beside the product and is no part of the wheel. Nobody may import it.
     "reproduction": {
-        "files", "progress", "privacy", "cards", "retrieval", "losses", "audit", "encoders", "negatives", "datamodules",
+        "files", "settings", "progress", "privacy", "cards", "retrieval", "losses", "audit", "encoders", "negatives",
+        "datamodules",
         "modules", "synthesis", "callbacks", "federated", "report", "tasks", "evaluation_mode", "assets", "costs",
     },
 }  # fmt: skip

@@ -95,12 +95,6 @@ def check_weights(whose: str, weights: Mapping[str, Tensor], like: Mapping[str, 
 def check_norm(whose: str, start: Mapping[str, Tensor], update: Mapping[str, Tensor], most: float | None) -> None:
     """Refuse a change of the weights that is too long beside the weights themselves (L2, over all of them).
 
-    Args:
-        whose: For the message.
-        start: The weights before.
-        update: The weights after.
-        most: ``federated.update_norm``; null for no bound.
-
     Raises:
         DataError: Naming whose, and how long it is.
     """

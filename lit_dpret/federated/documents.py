@@ -19,8 +19,9 @@ from lit_dpret.datamodules.silo_folder import read_silo
 from lit_dpret.errors import ConfigurationError, schema_problem
 from lit_dpret.federated.fed_negatives import Site
 from lit_dpret.federated.model import AS2Maker
-from lit_dpret.federated.settings import PHASES, PddAs2, Phase, built, plain, require_number, require_whole
+from lit_dpret.federated.settings import PHASES, PddAs2, Phase
 from lit_dpret.federated.silo import SiloClient
+from lit_dpret.settings import built, plain, require_number, require_whole
 
 SILO_SCHEMA = "lit-dpret/silo-settings/1"
 LEDGERS = "ledgers"
@@ -81,10 +82,6 @@ class SiloSettings:
 
 def read_silo_settings(path: Path, **given: Path | None) -> SiloSettings:
     """Read a silo's document.
-
-    Args:
-        path: The YAML file.
-        given: ``data`` and ``state``, where they were given on the command line.
 
     Raises:
         ConfigurationError: It cannot be read, is of another schema, or has a setting that is wrong, by its name.

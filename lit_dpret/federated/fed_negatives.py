@@ -71,14 +71,6 @@ def select_clients(
         - A function of public facts and public coins: nothing that a client holds decides whether it is asked.
         - At most ``count`` clients, all others where it is null.
 
-    Args:
-        asker: Who asks.
-        sites: Of all clients.
-        how: ``all``, ``random``, ``region`` or ``latency``.
-        count: How many to ask.
-        seed: Of the coins; public.
-        refresh: The number of the refresh.
-
     """
     others = sorted(set(sites) - {asker})
     if how == "all":
@@ -186,17 +178,10 @@ class FedPool:
 
 
 def respond(client: str, request_rows: Tensor, candidates: Tensor, n: int, *, send_as: str = "float16") -> Block:
-    """Answer every request row with the ``n`` candidates of highest dot product.
+    """Answer every request row, ``(rows, dim)``, with the ``n`` candidates of highest dot product.
 
     Guarantees:
         - Candidates are compared as they are sent, so that the asker, who sees no others, ranks them alike.
-
-    Args:
-        client: Who answers.
-        request_rows: ``(rows, dim)``.
-        candidates: The embeddings that may be sent, ``(candidates, dim)``.
-        n: For each row.
-        send_as: ``float16`` or ``float32``.
 
     """
     sent = as_sent(candidates, send_as)

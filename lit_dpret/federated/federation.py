@@ -154,15 +154,7 @@ class Federation(ABC):
     def combine(
         self, weights: Weights, updates: Mapping[str, Weights], examples: Mapping[str, int], number: int, *, least: int
     ) -> Weights:
-        """Return the next global weights, made of updates that are known in clear.
-
-        Args:
-            weights: The global weights of the round.
-            updates: Each silo's weights after it.
-            examples: How many train queries each silo says it has.
-            number: Of the round.
-            least: Fewer good updates than these are not combined.
-        """
+        """Return the next global weights, made of updates that are known in clear."""
         stage, where = self.settings.stage1, f"stage 1, round {number}"
         shares = client_weights({name: examples[name] for name in updates}, stage.weighting, n_hat=stage.n_hat)
         with self.giving_reasons(where):

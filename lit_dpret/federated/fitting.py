@@ -35,14 +35,6 @@ def fit_epochs(
     """Train ``module`` on ``data`` for so many epochs, its ledger in ``folder``.
 
     Nothing is logged, validated or checkpointed: a local epoch yields the weights, and the ledger.
-
-    Args:
-        module: Of this project.
-        data: Its DataModule.
-        folder: New; it holds the round's own ledger.
-        epochs: How many.
-        callbacks: More of them.
-        progress: Reports the steps; null where an outer progress line does.
     """
     told = [] if progress is None else [progress]
     quiet = logging.getLogger("lightning.pytorch")

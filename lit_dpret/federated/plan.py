@@ -18,9 +18,10 @@ from lit_dpret.federated.data import planted_silos, silos_by_domain
 from lit_dpret.federated.data.planted import Planted
 from lit_dpret.federated.documents import SuperLinkTarget
 from lit_dpret.federated.model import AS2Maker
-from lit_dpret.federated.settings import FederatedPrivacy, PddAs2, Safeguards, Stage1, Stage2, built, require_whole
+from lit_dpret.federated.settings import FederatedPrivacy, PddAs2, Safeguards, Stage1, Stage2
 from lit_dpret.federated.synthetic import PUBLIC, check_generated
 from lit_dpret.federated.transport import ELSEWHERE, FederationRun, check_transport, silo_state
+from lit_dpret.settings import built, require_whole
 
 _HOW = ("secret_file", "note", "stage1", "stage2")  # no result depends on these, but by `FederationPlan.run`
 INSURANCEQA, PLANTED = "insuranceqa", "planted"

@@ -103,12 +103,6 @@ class Sealer:
     def seal(self, refresh: Refresh, kind: Kind, content: bytes, to: Mapping[int, bytes]) -> Letter:
         """Seal a letter to the silos with these keys.
 
-        Args:
-            refresh: That was begun.
-            kind: Of the letter.
-            content: In clear.
-            to: The keys that `begin` gave, by the readers' numbers.
-
         Raises:
             DataError: The refresh is another one, or a key is not signed by the roster.
         """
@@ -123,14 +117,6 @@ class Sealer:
 
     def open(self, refresh: Refresh, kind: Kind, body: bytes, box: bytes, *, sender: int, public: bytes) -> bytes:
         """Open a letter.
-
-        Args:
-            refresh: That was begun.
-            kind: That is expected.
-            body: Of the letter.
-            box: For this silo.
-            sender: Its alleged sender.
-            public: The key that `begin` gave the sender.
 
         Raises:
             DataError: Naming the sender and the reason: it is of another refresh, for another silo, from another silo,

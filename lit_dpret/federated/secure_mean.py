@@ -76,12 +76,6 @@ def vector_of(
 ) -> tuple[Values, int]:
     """Return the vector that a client masks, its change times its weight and the weight; and how many were clipped.
 
-    Args:
-        start: The global weights of the round.
-        update: The client's weights after it.
-        weight: In (0, 1].
-        limit: The largest change of one weight; larger ones are clipped to it and counted.
-
     Raises:
         DataError: The update is not of the model, or holds values that are not finite.
     """
@@ -150,13 +144,7 @@ def secure_mean(
 ) -> Weights:
     """Return ``start`` plus the weighted mean of the clients' changes; all roles run in this process, with new keys.
 
-    Args:
-        start: The global weights of the round.
-        updates: Each client's weights after it.
-        weights: In (0, 1].
-        run: Its ``update_limit``, ``update_norm`` and ``sum_threshold`` count here.
-        name: Of the sum; no two may share one.
-        faults: Receives the clients that are left out.
+    Weights lie in (0, 1], and no two sums may share a ``name``. ``faults`` receives the clients that are left out.
 
     Raises:
         DataError: Fewer clients than the threshold are left, or the sum cannot be one of honest clients.

@@ -109,12 +109,7 @@ class Session:
 
 
 def threshold_for(least: int | None, clients: int) -> int:
-    """Return the threshold of a sum that so many clients begin: more than half of them, whatever the setting.
-
-    Args:
-        least: ``federated.sum_threshold``; null for more than two thirds.
-        clients: That begin the sum.
-    """
+    """Return the threshold of a sum that so many clients begin: more than half of them, whatever the setting."""
     return 2 * clients // 3 + 1 if least is None else max(least, clients // 2 + 1)
 
 
@@ -275,10 +270,7 @@ class Client:
     ) -> Unmasking:
         """Act 5: reveal a share of the seed of every client whose vector arrived, and of the key of every other one.
 
-        Args:
-            active: Clients whose vectors arrived.
-            dead: Clients whose vectors were lost.
-            signatures: Of act 4, by client; needed where there is a roster.
+        With a roster the signatures of act 4 are needed, by client.
 
         Raises:
             DataError: As for `statement`; it has signed other lists, fewer than ``threshold`` of the active clients

@@ -135,10 +135,6 @@ class SiloClient:
     def train_shared(self, weights: Mapping[str, Tensor], number: int) -> Weights:
         """Train one local epoch of stage 1 from the global weights; return the same weights whenever it is asked.
 
-        Args:
-            weights: Of the server.
-            number: Of the round, counting the warm-up as well.
-
         Raises:
             DataError: The round was served with other weights, or is over (`Served`).
         """
@@ -281,14 +277,7 @@ class SiloClient:
         split: str = "test",
         metrics: Sequence[str] = METRICS,
     ) -> dict[str, Values]:
-        """Measure every query of a split on the client's own collection; the values are as private as the queries.
-
-        Args:
-            weights: The global weights; None for BM25.
-            personal: With the client's own query encoder.
-            split: Of the queries.
-            metrics: As ``mrr@10``.
-        """
+        """Measure every query of a split on the client's own collection; the values are as private as the queries."""
         queries, qrels = self.data.evaluation_set(split)
         if weights is None:
             levels = self.collection.bm25(list(queries.values()))

@@ -108,10 +108,7 @@ class SiloLedger:
     def training(self, *, noise_multiplier: float, max_grad_norm: float, **settings: Any) -> DPSGD:
         """Return the privacy mode of one round of training, charged to this silo.
 
-        Args:
-            noise_multiplier: From `split_budget`, which plans it for all rounds together.
-            max_grad_norm: L2 bound on one unit's gradient.
-            settings: Further arguments of `DPSGD`.
+        The noise is that of `split_budget`, which plans it for all rounds together; ``settings`` go to `DPSGD`.
         """
         budget = self.budget
         return DPSGD(
@@ -210,10 +207,6 @@ class SiloLedger:
         """Return what a private run was charged with here, given the records of its own ledger.
 
         After it returns, everything that the run released is counted in this file.
-
-        Args:
-            records: Of the run's ledger.
-            what: The run, for messages.
 
         Raises:
             PrivateDataError: The run was not charged to this ledger, or with something else, or started from the model

@@ -117,13 +117,6 @@ class SiloSum:
     ) -> Keys:
         """Act 1: keep the vector of this round, and advertise keys; an earlier sum is given up.
 
-        Args:
-            plan: Of the server.
-            number: This silo's, as the server states it.
-            start: The global weights.
-            update: The silo's weights after the round.
-            examples: Its number of train queries, for its weight, which is masked as well.
-
         Raises:
             DataError: The silo has agreed to a list of this round already, has another number, or its update is not
                 finite or longer than ``federated.update_norm`` allows.

@@ -18,7 +18,7 @@ rounds and requests compose to one epsilon.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -87,15 +87,28 @@ def public_sentences(folder: Path) -> dict[str, str]:
     return found
 
 
+@dataclass(frozen=True, kw_only=True)
+class GeneratorTerms:
+    """How a silo's generator is trained.
+
+    Args:
+        eps: The part of the silo's budget that the generator may cost by itself.
+        epochs: Over the train queries.
+        batch_size: Queries of a step on average.
+    """
+
+    eps: float
+    epochs: int = 1
+    batch_size: int = 32
+
+
 def train_generator(
     silo: str | Path,
     state: str | Path,
     settings: PddAs2,
     make_generator: Callable[..., Any],
+    terms: GeneratorTerms,
     *,
-    eps: float,
-    epochs: int = 1,
-    batch_size: int = 32,
     secret_file: str | Path | None = None,
     ledgers: str | Path | None = None,
     label: str | None = None,
@@ -113,9 +126,7 @@ def train_generator(
         state: Of the client, as for `SiloClient`.
         settings: Of the federation; with ``privacy.eps``, the silo's budget.
         make_generator: Builds the generator; takes ``privacy``.
-        eps: The part of the budget that the generator may cost by itself.
-        epochs: Over the train queries.
-        batch_size: Queries of a step on average.
+        terms: How it is trained.
         secret_file: Keys the noise; null for the user's state folder.
         ledgers: As for `SiloClient`.
         label: Of a progress line; null shows none.
@@ -129,23 +140,23 @@ def train_generator(
         ResumeError: The state folder has a generator of other settings.
     """
     privacy, root = settings.privacy, Path(state) / GENERATOR
-    data, budget = check_generator(silo, settings, eps=eps, epochs=epochs, batch_size=batch_size)
-    steps = epochs * max(1, round(data.n_units / batch_size))
-    terms = {"eps": eps, "epochs": epochs, "batch_size": batch_size, "budget": budget.to_dict(), "seed": settings.seed}
-    keep_facts(root / "run.json", "generator", terms)
+    data, budget = check_generator(silo, settings, terms)
+    steps = terms.epochs * max(1, round(data.n_units / terms.batch_size))
+    facts = {**asdict(terms), "budget": budget.to_dict(), "seed": settings.seed}
+    keep_facts(root / "run.json", "generator", facts)
     if (done := finished_generator(state)) is not None:
         return done
     noise = calibrate_noise(
-        eps=eps, delta=budget.delta, neighbours=budget.neighbours, law=Poisson(sample_rate=batch_size / data.n_units),
-        steps=steps, accountant=privacy.accountant,
+        eps=terms.eps, delta=budget.delta, neighbours=budget.neighbours,
+        law=Poisson(sample_rate=terms.batch_size / data.n_units), steps=steps, accountant=privacy.accountant,
     )  # fmt: skip
     spent = Path(state) / "private" if ledgers is None else Path(ledgers)
     ledger = SiloLedger(spent, budget, accountant=privacy.accountant, noise=privacy.noise, secret_file=secret_file)
     ledger.require_whole(Path(state))
     module = make_generator(privacy=ledger.training(noise_multiplier=noise, max_grad_norm=privacy.max_grad_norm))
     folder = attempt_folder(root)
-    told = None if label is None else StepProgress(label, steps=steps)
-    fit_epochs(module, data, folder, epochs=epochs, callbacks=[PrivacyCard(run_dir=folder)], progress=told)
+    line = None if label is None else StepProgress(label, steps=steps)
+    fit_epochs(module, data, folder, epochs=terms.epochs, callbacks=[PrivacyCard(run_dir=folder)], progress=line)
     return folder
 
 
@@ -155,14 +166,13 @@ def finished_generator(state: str | Path) -> Path | None:
     return next((run for run in runs if (run / MODEL_FOLDER / CARD_NAME).is_file()), None)
 
 
-def check_generator(
-    silo: str | Path, settings: PddAs2, *, eps: float, epochs: int, batch_size: int
-) -> tuple[SiloDataModule, PrivacyBudget]:
+def check_generator(silo: str | Path, settings: PddAs2, terms: GeneratorTerms) -> tuple[SiloDataModule, PrivacyBudget]:
     """Refuse what `train_generator` could not train; return what it trains on, and the silo's whole budget.
 
     Raises:
         ConfigurationError: A number is out of range, or there is no budget.
     """
+    eps, epochs, batch_size = terms.eps, terms.epochs, terms.batch_size
     data, budget = units_and_budget(
         silo, settings.privacy, sampling="poisson", expected_batch_size=batch_size, physical_batch_size=batch_size,
         seed=settings.seed,
@@ -186,11 +196,6 @@ def write_synthetic(silo: str | Path, generator: str | Path, **decoding: Any) ->
 
     A query reveals the sentence that it was written for, and the generator's claim protects queries, not sentences. So
     the generator sees only sentences that the silo declares public.
-
-    Args:
-        silo: The client's folder; it holds ``public_sids.txt``.
-        generator: The run folder of `train_generator`.
-        decoding: Further arguments of `lit_dpret.synthesis.writer.synthesize`.
     """
     folder = Path(silo)
     return synthesize(
@@ -211,18 +216,15 @@ def read_synthetic(
 ) -> SyntheticSet:
     """Read the synthetic queries of a silo, and verify everything that they claim.
 
+    Their generator's card and ledger are looked for in the folders ``near`` as well. Budget and ledger are None where
+    the federation promises nothing.
+
     Guarantees, after it returns:
         - The files are those that the card describes, the card follows from the generator's ledger by an unbroken
           chain, and no audit contradicts it.
         - No query was written for a sentence of the collection that is not declared public.
         - With a budget: unit and neighbours are those of the budget, and the generator's run is charged to ``ledger``
           once.
-
-    Args:
-        silo: The client's folder, with ``synthetic/``.
-        budget: Of the silo; None where the federation promises nothing.
-        ledger: Of the silo; None without a budget.
-        near: Further folders to look for the generator's card and ledger in.
 
     Raises:
         DataError: There is no such set, or it differs from its card.
@@ -271,11 +273,6 @@ def units_and_budget(
     silo: str | Path, privacy: FederatedPrivacy, **sampling: Any
 ) -> tuple[SiloDataModule, PrivacyBudget]:
     """Return a silo's train queries in units of privacy, and its whole budget.
-
-    Args:
-        silo: The client's folder.
-        privacy: With ``eps``.
-        sampling: Further arguments of `SiloDataModule`.
 
     Raises:
         ConfigurationError: There is no budget, or its delta is out of range.

@@ -257,15 +257,6 @@ def trained_alone(
     Guarantees:
         - Given a silo's collection, ``pseudo_queries`` depends on no train query. They are made of its sentences, which
           may be private: what trains on them is no public model.
-
-    Args:
-        system: ``zero_shot``, ``single_random``, ``single_bm25``, ``single_star``, ``pseudo_queries`` or ``central``,
-            one model of all silos' data, the paper's upper bound.
-        settings: Of the federation.
-        silos: The data folder of each client.
-        make_module: Builds the model.
-        folder: Of the state, and for the time of the training of a copy of the data.
-        split: On which questions it is measured.
     """
     negatives: dict[str, Stage1Negatives] = {"single_random": "random", "single_bm25": "bm25"}
     settings = alone(settings, negatives.get(system, "static"))

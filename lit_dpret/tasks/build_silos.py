@@ -6,6 +6,7 @@ import gzip
 import json
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -18,12 +19,13 @@ from lit_dpret.federated.data import planted_silos, silos_by_article, silos_by_d
 from lit_dpret.federated.data.newsqa import read_genres, read_newsqa
 from lit_dpret.federated.data.planted import Planted
 from lit_dpret.federated.data.squad import Question, squad_json
-from lit_dpret.federated.settings import built
+from lit_dpret.settings import built, picked
 from lit_dpret.tasks.parts import Parts, check_run_dir
 
 Source = Literal["insuranceqa", "medquad", "squad", "newsqa", "planted"]
 
 
+@dataclass(kw_only=True)
 class BuildSilos:
     """Write the silos of a source into ``RUN/silos``, and print how large each client is.
 
@@ -46,33 +48,30 @@ class BuildSilos:
         ConfigurationError: The source is unknown, or a file that it needs is not named.
     """
 
-    def __init__(
-        self,
-        *,
-        source: Source,
-        folder: str | Path | None = None,
-        newsqa: str | Path | None = None,
-        cnn_urls: str | Path | None = None,
-        merge_world: bool = False,
-        clients: int | None = 10,
-        min_train: int = 20,
-        min_test: int = 5,
-        max_train_queries: int | None = None,
-        max_passages: int | None = None,
-        planted: Mapping[str, Any] | None = None,
-    ) -> None:
-        if source not in get_args(Source):
-            raise ConfigurationError(f"task.source={source!r} is not one of {', '.join(get_args(Source))}.")
+    source: Source
+    folder: str | Path | None = None
+    newsqa: str | Path | None = None
+    cnn_urls: str | Path | None = None
+    merge_world: bool = False
+    clients: int | None = 10
+    min_train: int = 20
+    min_test: int = 5
+    max_train_queries: int | None = None
+    max_passages: int | None = None
+    planted: Planted = field(default_factory=Planted)
+
+    def __post_init__(self) -> None:
+        if self.source not in get_args(Source):
+            raise ConfigurationError(f"task.source={self.source!r} is not one of {', '.join(get_args(Source))}.")
         needed = {"newsqa": ("newsqa", "cnn_urls"), "medquad": ("folder",), "squad": ("folder",)}
-        given = {"newsqa": newsqa, "cnn_urls": cnn_urls, "folder": folder}
-        for name in needed.get(source, ()):
+        given = {"newsqa": self.newsqa, "cnn_urls": self.cnn_urls, "folder": self.folder}
+        for name in needed.get(self.source, ()):
             if given[name] is None:
-                raise ConfigurationError(f"task.source={source} needs task.{name}. Name the user's own copy.")
-        self.source, self.folder, self.newsqa, self.cnn_urls = source, folder, newsqa, cnn_urls
-        self.merge_world = merge_world
-        self.sizes: dict[str, Any] = {"clients": clients, "min_train": min_train, "min_test": min_test}
-        self.sample: dict[str, Any] = {"max_train_queries": max_train_queries, "max_passages": max_passages}
-        self.planted = built(Planted, planted, "task.planted")
+                raise ConfigurationError(f"task.source={self.source} needs task.{name}. Name the user's own copy.")
+        self.sizes = picked(self, "clients", "min_train", "min_test")
+        self.sample = picked(self, "max_train_queries", "max_passages")
+        if not isinstance(self.planted, Planted):
+            self.planted = built(Planted, self.planted, "task.planted")
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Build, write and tell; returns how many clients there are."""

@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -20,7 +20,8 @@ from lit_dpret.errors import ConfigurationError, DataError, LitDpretError
 from lit_dpret.files import write_whole
 from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.report.data_check import PRIVATE, format_check
-from lit_dpret.tasks.parts import Parts, check_run_dir, require_whole
+from lit_dpret.settings import require_whole
+from lit_dpret.tasks.parts import Parts, check_run_dir
 
 Side = Literal["query", "passage"]
 
@@ -79,6 +80,7 @@ PAGE = "check_data.private.md"
 _FRACTIONS = {"train": 0.8, "dev": 0.1, "test": 0.1}
 
 
+@dataclass(kw_only=True)
 class CheckData:
     """Read the datamodule's files to the end, collect every problem, and report on what is in them.
 
@@ -97,24 +99,21 @@ class CheckData:
         ConfigurationError: A setting is out of range.
     """
 
-    def __init__(
-        self,
-        *,
-        examples: int = 5,
-        max_texts: int = 20_000,
-        write_split: str | Path | None = None,
-        fractions: Mapping[str, float] | None = None,
-        split_by: SplitBy = "auto",
-        split_seed: int = 0,
-        resplit: bool = False,
-    ) -> None:
-        require_whole(examples=(examples, 0), max_texts=(max_texts, 1), split_seed=(split_seed, 0))
-        if split_by not in get_args(SplitBy):
-            raise ConfigurationError(f"task.split_by={split_by!r} is not one of {', '.join(get_args(SplitBy))}.")
-        self.examples, self.max_texts, self.resplit = examples, max_texts, resplit
-        self.write_split = None if write_split is None else Path(write_split)
-        self.fractions = checked_fractions(_FRACTIONS if fractions is None else fractions)
-        self.split_by, self.split_seed = split_by, split_seed
+    examples: int = 5
+    max_texts: int = 20_000
+    write_split: Path | None = None
+    fractions: Mapping[str, float] = field(default_factory=lambda: _FRACTIONS)
+    split_by: SplitBy = "auto"
+    split_seed: int = 0
+    resplit: bool = False
+
+    def __post_init__(self) -> None:
+        require_whole("task", self, 0, "examples", "split_seed")
+        require_whole("task", self, 1, "max_texts")
+        if self.split_by not in get_args(SplitBy):
+            raise ConfigurationError(f"task.split_by={self.split_by!r} is not one of {', '.join(get_args(SplitBy))}.")
+        self.write_split = None if self.write_split is None else Path(self.write_split)
+        self.fractions = checked_fractions(_FRACTIONS if self.fractions is None else self.fractions)
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Write and print the report, and the split where one is asked for; returns how many problems there are.

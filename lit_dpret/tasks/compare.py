@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -12,10 +13,12 @@ from lit_dpret.report.comparison_table import comparison_table, write_comparison
 from lit_dpret.retrieval.comparison import compare_values
 from lit_dpret.retrieval.metrics import Metric, Values
 from lit_dpret.retrieval.runs import DEFAULT_METRICS, evaluate, read_qrels, read_run
-from lit_dpret.tasks.parts import Parts, check_run_dir, require_whole, say
+from lit_dpret.settings import require_whole
+from lit_dpret.tasks.parts import Parts, check_run_dir, say
 from lit_dpret.tasks.ranking import JUDGEMENTS, find_runs
 
 
+@dataclass(kw_only=True)
 class Compare:
     """The difference of two systems by every metric on every data set that both have a run for.
 
@@ -29,26 +32,24 @@ class Compare:
         seed: Of bootstrap and swaps.
     """
 
-    def __init__(
-        self,
-        *,
-        run_a: str | Path,
-        run_b: str | Path,
-        qrels: str | Path | None = None,
-        metrics: Sequence[str] = DEFAULT_METRICS,
-        level: float = 0.95,
-        resamples: int = 10_000,
-        seed: int = 0,
-    ) -> None:
-        if not metrics:
+    run_a: Path
+    run_b: Path
+    qrels: Path | None = None
+    metrics: Sequence[str] = DEFAULT_METRICS
+    level: float = 0.95
+    resamples: int = 10_000
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.metrics:
             raise ConfigurationError("task.metrics names no metric; name at least one, as [ndcg@10].")
-        if not 0 < level < 1:
-            raise ConfigurationError(f"task.level={level} must lie strictly between 0 and 1.")
-        require_whole(resamples=(resamples, 1))
-        self.run_a, self.run_b = Path(run_a), Path(run_b)
-        self.qrels = None if qrels is None else Path(qrels)
-        self.metrics = tuple(str(Metric.parse(name)) for name in metrics)
-        self.level, self.resamples, self.seed = level, resamples, seed
+        if not 0 < self.level < 1:
+            raise ConfigurationError(f"task.level={self.level} must lie strictly between 0 and 1.")
+        require_whole("task", self, 1, "resamples")
+        self.run_a = Path(self.run_a)
+        self.run_b = Path(self.run_b)
+        self.qrels = None if self.qrels is None else Path(self.qrels)
+        self.metrics = tuple(str(Metric.parse(name)) for name in self.metrics)
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Write ``comparison.json`` and ``comparison.md``, and print the table; returns the differences.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import dataclass
 
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.retrieval.metrics import Metric
@@ -15,53 +15,25 @@ from lit_dpret.tasks.ranking import Ranker, write_evaluation
 SUMMARY = "evaluation.json"
 
 
-class Evaluate:
-    """An encoder, or BM25, on one split, by any measure at any cut-off.
+@dataclass(kw_only=True)
+class Evaluate(Ranker):
+    """Measure an encoder, or BM25, on one split, by any measure at any cut-off; how it ranks is set as for `Ranker`.
 
     Args:
-        encoder: ``minilm``, the folder of a trained encoder, a hub name, or ``bm25``.
         split: Which queries of the datamodule; null for the one that the data set's protocol names
             (``datamodule.evaluation_split``), else test.
         metrics: What to measure, as ``ndcg@10``.
         top_k: How deep to rank; at least the deepest of the metrics.
-        max_passage_length: Tokens of a passage that are read; null for what the encoder's folder says.
-        max_query_length: The same for a query.
-        cache_dir: Where to keep passage embeddings between runs, and to go on with them after an
-            interruption; null keeps none, and searches each piece of the corpus while the next is encoded.
-        search: ``exact``; ``faiss:FACTORY`` (extra ``faiss-cpu`` or ``faiss-gpu``), ``scann`` (extra
-            ``scann``), which hold all passages.
-        dtype: In which the encoder computes: ``float32``, ``bfloat16``, ``float64``, or ``float16`` except for T5.
-        batch_size: Texts per forward pass.
-        device: Where to encode and search: ``cpu``, ``cuda`` and so on.
     """
 
-    def __init__(
-        self,
-        *,
-        encoder: str = "minilm",
-        split: str | None = None,
-        metrics: Sequence[str] = DEFAULT_METRICS,
-        top_k: int = 100,
-        max_passage_length: int | None = None,
-        max_query_length: int | None = None,
-        cache_dir: str | Path | None = None,
-        search: str = "exact",
-        dtype: str = "float32",
-        batch_size: int = 64,
-        device: str = "cpu",
-    ) -> None:
-        self.metrics = checked_metrics(metrics, top_k)
-        self.encoder, self.split, self.top_k = encoder, split, top_k
-        self.ranker = Ranker(
-            encoder,
-            max_passage_length=max_passage_length,
-            max_query_length=max_query_length,
-            cache_dir=cache_dir,
-            search=search,
-            dtype=dtype,
-            batch_size=batch_size,
-            device=device,
-        )
+    encoder: str = "minilm"
+    split: str | None = None
+    metrics: Sequence[str] = DEFAULT_METRICS
+    top_k: int = 100
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.metrics = checked_metrics(self.metrics, self.top_k)
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Write ``evaluation.json``, the run, the judgements and the values per query; returns the means."""
@@ -72,7 +44,7 @@ class Evaluate:
         passages = data.public_passages()
         check_qrels(qrels, query_ids=queries, passage_ids=passages)
         drops = bool(getattr(data, "drops_self_matches", False))
-        ranking = self.ranker.rank(queries, passages, k=self.top_k, drop_self_matches=drops)
+        ranking = self.rank(queries, passages, k=self.top_k, drop_self_matches=drops)
         result = evaluate(ranking, qrels, self.metrics)
         facts = {"encoder": self.encoder, "split": split, "top_k": self.top_k, "drops_self_matches": drops}
         path = write_evaluation(

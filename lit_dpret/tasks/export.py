@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from lit_dpret.tasks.parts import Parts, check_run_dir
 OURS = "lit_dpret.modules."
 
 
+@dataclass(kw_only=True)
 class Export:
     """Write ``model/`` from a checkpoint, with a model card and a privacy card.
 
@@ -40,9 +42,12 @@ class Export:
         evaluation: An ``evaluation.json`` of ``task=evaluate`` whose metrics go into the model card.
     """
 
-    def __init__(self, *, checkpoint: str | Path, evaluation: str | Path | None = None) -> None:
-        self.checkpoint = Path(checkpoint)
-        self.evaluation = None if evaluation is None else Path(evaluation)
+    checkpoint: Path
+    evaluation: Path | None = None
+
+    def __post_init__(self) -> None:
+        self.checkpoint = Path(self.checkpoint)
+        self.evaluation = None if self.evaluation is None else Path(self.evaluation)
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Write the folder; returns the number of its bytes."""

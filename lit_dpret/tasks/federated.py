@@ -10,7 +10,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -40,6 +40,7 @@ PRIVATE = "private"
 _HOW_NOT_WHAT = ("hydra.run.dir=", "federated.secret_file=")
 
 
+@dataclass(kw_only=True)
 class Federated:
     """Run the systems that are not finished, and report their results.
 
@@ -59,28 +60,25 @@ class Federated:
 
     takes_federation: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        *,
-        systems: Sequence[str],
-        seeds: Sequence[int] = (0, 1, 2),
-        split: str = "test",
-        note: str = "",
-        save_encoder: bool = False,
-        keep_models: bool = False,
-        min_free_mb: float = 1000,
-    ) -> None:
-        self.systems = check_systems(systems)
-        if save_encoder and not set(FEDERATED) & set(self.systems):
+    systems: Sequence[System]
+    seeds: Sequence[int] = (0, 1, 2)
+    split: str = "test"
+    note: str = ""
+    save_encoder: bool = False
+    keep_models: bool = False
+    min_free_mb: float = 1000
+
+    def __post_init__(self) -> None:
+        self.systems = check_systems(self.systems)
+        if self.save_encoder and not set(FEDERATED) & set(self.systems):
             raise ConfigurationError(
-                f"task.save_encoder=true saves the model of stage 1, and task.systems={list(systems)} trains none."
+                f"task.save_encoder=true saves the model of stage 1, and task.systems={list(self.systems)} trains none."
             )
+        seeds = self.seeds = list(self.seeds)
         if not seeds or len(set(seeds)) != len(seeds) or any(isinstance(s, bool) or s < 0 for s in seeds):
-            raise ConfigurationError(f"task.seeds={list(seeds)} must be some different whole numbers, none below 0.")
-        if split not in ("dev", "test"):
-            raise ConfigurationError(f"task.split={split!r} must be dev or test.")
-        self.seeds, self.split, self.note = list(seeds), split, note
-        self.save_encoder, self.keep_models, self.min_free_mb = save_encoder, keep_models, min_free_mb
+            raise ConfigurationError(f"task.seeds={seeds} must be some different whole numbers, none below 0.")
+        if self.split not in ("dev", "test"):
+            raise ConfigurationError(f"task.split={self.split!r} must be dev or test.")
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Run every system and seed that is not finished; return sentence MRR@10 by system, the mean over silos."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -20,6 +20,7 @@ from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.federated.centroids import CentroidPlan
 from lit_dpret.federated.model import AS2Maker
 from lit_dpret.report.federated_attacks import write_federated_attacks
+from lit_dpret.settings import require_whole
 from lit_dpret.tasks.federated_requests import Asker, Way, asker_of, attack_requests, ways
 from lit_dpret.tasks.federated_updates import (
     Defence,
@@ -38,6 +39,7 @@ Whose = Literal["public", "private"]
 Attack = Literal["requests", "updates"]
 
 
+@dataclass(kw_only=True)
 class FederatedAttacks:
     """A silo that matches requests, and a server that reads word embeddings, on a folder of silos.
 
@@ -69,59 +71,53 @@ class FederatedAttacks:
         ConfigurationError: A setting is out of range.
     """
 
-    def __init__(
-        self,
-        *,
-        silos: str | Path,
-        whose: Whose | None = None,
-        attacks: Sequence[Attack] = ("requests", "updates"),
-        encoder: str | Path = "minilm",
-        layers: int | None = None,
-        candidates: int = 100,
-        request_eps: Sequence[float] = (8.0, 4.0, 1.0),
-        update_eps: Sequence[float] = (8.0, 1.0),
-        delta: float | None = None,
-        centroids: int = 16,
-        centroid_iterations: int = 3,
-        batch_size: int = 8,
-        negatives: int = 8,
-        lr: float = 3e-5,
-        weight_decay: float = 0.01,
-        max_query_length: int = 32,
-        max_passage_length: int = 128,
-        confidence: float = 0.95,
-        min_free_mb: float = 1000,
-    ) -> None:
-        if whose not in get_args(Whose):
+    silos: Path
+    whose: Whose | None = None
+    attacks: Sequence[Attack] = ("requests", "updates")
+    encoder: str | Path = "minilm"
+    layers: int | None = None
+    candidates: int = 100
+    request_eps: Sequence[float] = (8.0, 4.0, 1.0)
+    update_eps: Sequence[float] = (8.0, 1.0)
+    delta: float | None = None
+    centroids: int = 16
+    centroid_iterations: int = 3
+    batch_size: int = 8
+    negatives: int = 8
+    lr: float = 3e-5
+    weight_decay: float = 0.01
+    max_query_length: int = 32
+    max_passage_length: int = 128
+    confidence: float = 0.95
+    min_free_mb: float = 1000
+
+    def __post_init__(self) -> None:
+        if self.whose not in get_args(Whose):
             raise ConfigurationError(
-                f"task.whose={whose}: the numbers are about these silos' queries, so say whose they are: public or "
-                "private."
+                f"task.whose={self.whose}: the numbers are about these silos' queries, so say whose they are: public "
+                "or private."
             )
-        if not attacks or set(attacks) - set(get_args(Attack)):
-            raise ConfigurationError(f"task.attacks={list(attacks)} must be some of {', '.join(get_args(Attack))}.")
-        for knob, value, least in (
-            ("candidates", candidates, 2), ("centroids", centroids, 1), ("centroid_iterations", centroid_iterations, 1),
-            ("batch_size", batch_size, 1), ("negatives", negatives, 1), ("max_query_length", max_query_length, 3),
-            ("max_passage_length", max_passage_length, 3),
-        ):  # fmt: skip
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigurationError(f"task.{knob}={value} must be a whole number, at least {least}.")
-        for knob, listed in (("request_eps", request_eps), ("update_eps", update_eps)):
+        if not self.attacks or set(self.attacks) - set(get_args(Attack)):
+            raise ConfigurationError(
+                f"task.attacks={list(self.attacks)} must be some of {', '.join(get_args(Attack))}."
+            )
+        require_whole("task", self, 1, "centroids", "centroid_iterations", "batch_size", "negatives")
+        require_whole("task", self, 2, "candidates")
+        require_whole("task", self, 3, "max_query_length", "max_passage_length")
+        require_whole("task", self, 1, "layers", null=True)
+        for knob, listed in (("request_eps", self.request_eps), ("update_eps", self.update_eps)):
             if any(not 0 < eps < float("inf") for eps in listed) or len(set(listed)) != len(listed):
                 raise ConfigurationError(f"task.{knob}={list(listed)} must be positive, finite and all different.")
-        if layers is not None and (isinstance(layers, bool) or not isinstance(layers, int) or layers < 1):
-            raise ConfigurationError(f"task.layers={layers} must be a whole number, at least 1, or null for all.")
-        if not lr > 0 or not 0 <= weight_decay < 1:
-            raise ConfigurationError(f"task.lr={lr} must be above 0, and task.weight_decay={weight_decay} in [0, 1).")
-        check_confidence(confidence)
-        self.silos, self.whose, self.encoder, self.layers = Path(silos), whose, encoder, layers
-        self.attacks = sorted(set(attacks))
-        self.candidates, self.delta, self.confidence = candidates, delta, confidence
-        self.request_eps, self.update_eps = [float(e) for e in request_eps], [float(e) for e in update_eps]
-        self.centroids, self.centroid_iterations = centroids, centroid_iterations
-        self.batch_size, self.negatives, self.lr, self.weight_decay = batch_size, negatives, float(lr), weight_decay
-        self.max_query_length, self.max_passage_length = max_query_length, max_passage_length
-        self.min_free_mb = min_free_mb
+        if not self.lr > 0 or not 0 <= self.weight_decay < 1:
+            raise ConfigurationError(
+                f"task.lr={self.lr} must be above 0, and task.weight_decay={self.weight_decay} in [0, 1)."
+            )
+        check_confidence(self.confidence)
+        self.silos = Path(self.silos)
+        self.attacks = sorted(set(self.attacks))
+        self.request_eps = [float(e) for e in self.request_eps]
+        self.update_eps = [float(e) for e in self.update_eps]
+        self.lr = float(self.lr)
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Write ``federated_attacks.json`` and ``.md``, or ``internal_federated_attacks`` about private silos.

@@ -10,6 +10,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,6 +23,7 @@ from lit_dpret.federated.plan import FederationPlan
 from lit_dpret.federated.settings import PddAs2
 from lit_dpret.federated.synthetic import (
     SYNTHETIC,
+    GeneratorTerms,
     check_generated,
     check_generator,
     finished_generator,
@@ -33,12 +35,14 @@ from lit_dpret.federated.synthetic import (
 from lit_dpret.modules import QueryGenerator
 from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.report.page import write_short
+from lit_dpret.settings import picked, require_number, require_whole
 from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.stages import Stages
 
 PRIVATE = "private"
 
 
+@dataclass(kw_only=True)
 class FederatedGenerators:
     """Train the generators that are not trained yet, let them write, and report the spending of each budget.
 
@@ -68,39 +72,32 @@ class FederatedGenerators:
 
     takes_federation: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        *,
-        eps: float,
-        names: Sequence[str] | None = None,
-        data: str | Path | None = None,
-        epochs: int = 1,
-        batch_size: int = 32,
-        queries_per_passage: int = 2,
-        top_p: float = 0.8,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        max_new_tokens: int = 32,
-        min_new_tokens: int = 1,
-        group_size: int = 64,
-        min_free_mb: float = 1000,
-    ) -> None:
-        if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 < eps < float("inf"):
-            raise ConfigurationError(f"task.eps={eps} must be positive and finite: no generator is trained without it.")
-        numbers = {"epochs": epochs, "batch_size": batch_size, "queries_per_passage": queries_per_passage,
-                   "max_new_tokens": max_new_tokens, "group_size": group_size}  # fmt: skip
-        for knob, value in numbers.items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigurationError(f"task.{knob}={value} must be a whole number, at least 1.")
-        if names is not None and data is not None:
+    eps: float
+    names: Sequence[str] | None = None
+    data: Path | None = None
+    epochs: int = 1
+    batch_size: int = 32
+    queries_per_passage: int = 2
+    top_p: float = 0.8
+    temperature: float = 1.0
+    top_k: int | None = None
+    max_new_tokens: int = 32
+    min_new_tokens: int = 1
+    group_size: int = 64
+    min_free_mb: float = 1000
+
+    def __post_init__(self) -> None:
+        require_number("task", self, "eps")  # no generator is trained without it
+        require_whole("task", self, 1, "epochs", "batch_size", "queries_per_passage", "max_new_tokens", "group_size")
+        if self.names is not None and self.data is not None:
             raise ConfigurationError("task.names chooses among the silos of a folder, and task.data is one. Give one.")
-        self.eps, self.names, self.data = float(eps), names, None if data is None else Path(data)
-        self.training: dict[str, Any] = {"eps": self.eps, "epochs": epochs, "batch_size": batch_size}
-        self.writing: dict[str, Any] = {
-            "queries_per_passage": queries_per_passage, "top_p": top_p, "temperature": temperature, "top_k": top_k,
-            "max_new_tokens": max_new_tokens, "min_new_tokens": min_new_tokens, "group_size": group_size,
-        }  # fmt: skip
-        self.min_free_mb = min_free_mb
+        self.eps = float(self.eps)
+        self.data = None if self.data is None else Path(self.data)
+        self.training = GeneratorTerms(eps=self.eps, epochs=self.epochs, batch_size=self.batch_size)
+        self.writing = picked(
+            self, "queries_per_passage", "top_p", "temperature", "top_k", "max_new_tokens", "min_new_tokens",
+            "group_size",
+        )  # fmt: skip
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Return the largest epsilon that a silo has spent; write ``internal_generators.json``.
@@ -119,7 +116,7 @@ class FederatedGenerators:
         settings = plan.settings(parts.seed)
         folders = self._folders(plan, parts.run_dir)
         self._check(folders, settings, parts)
-        facts = {**self.training, **self.writing, "plan": plan.describe(), "seed": parts.seed}
+        facts = {**asdict(self.training), **self.writing, "plan": plan.describe(), "seed": parts.seed}
         fingerprint = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
         stages = Stages(parts.run_dir, resume=parts.resume, fingerprint=fingerprint)
         found: dict[str, dict[str, Any]] = {}
@@ -155,7 +152,7 @@ class FederatedGenerators:
     def _check(self, folders: dict[str, Path], settings: PddAs2, parts: Parts) -> None:
         """Whatever would be refused in the middle of the work, before it begins."""
         for name, data in folders.items():
-            check_generator(data, settings, **self.training)
+            check_generator(data, settings, self.training)
             public_sentences(data)
             if (data / SYNTHETIC).exists() and finished_generator(parts.run_dir / PRIVATE / name) is None:
                 raise ConfigurationError(
@@ -168,7 +165,7 @@ class FederatedGenerators:
         state = parts.run_dir / PRIVATE / name
         L.seed_everything(parts.seed, verbose=False)
         run = train_generator(
-            data, state, settings, lambda *, privacy: _generator(parts, privacy), **self.training,
+            data, state, settings, lambda *, privacy: _generator(parts, privacy), self.training,
             secret_file=plan.secret_file, label=f"generator of {name}",
         )  # fmt: skip
         with ProgressLine(f"queries of {name}") as progress:

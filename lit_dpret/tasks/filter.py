@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
@@ -13,14 +14,16 @@ from lit_dpret.cards.facts import environment_facts
 from lit_dpret.cards.tuning import TuningData
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.budget import require_choice
+from lit_dpret.settings import require_whole
 from lit_dpret.synthesis.filters import QueryFilter, apply_filters, load_released, write_selection
 from lit_dpret.synthesis.filters.selection import Applied, check_is_new
-from lit_dpret.tasks.parts import Parts, check_run_dir, require_whole
+from lit_dpret.tasks.parts import Parts, check_run_dir
 
 _SHOWN_WORDS = 25
 FILTERED = "filtered"
 
 
+@dataclass(kw_only=True)
 class Filter:
     """Apply filters in order to a folder of synthetic queries.
 
@@ -38,40 +41,39 @@ class Filter:
         min_free_mb: Refuse to start with less free disk.
     """
 
-    def __init__(
-        self,
-        *,
-        data: str | Path,
-        filters: Mapping[str, QueryFilter],
-        corpus: str | Path | None = None,
-        queries_are_public: bool = False,
-        examples: int = 5,
-        tuning_data: str = "unknown",
-        tuning_note: str | None = None,
-        min_free_mb: float = 50,
-    ) -> None:
-        if not filters:
+    data: Path
+    filters: Mapping[str, QueryFilter]
+    corpus: str | Path | None = None
+    queries_are_public: bool = False
+    examples: int = 5
+    tuning_data: str = "unknown"
+    tuning_note: str | None = None
+    min_free_mb: float = 50
+
+    def __post_init__(self) -> None:
+        if not self.filters:
             raise ConfigurationError(
                 "task.filters is empty: name at least one filter, as filter=round_trip or filter=[round_trip,best_of]."
             )
-        require_whole(examples=(examples, 0))
-        require_choice("task.tuning_data", tuning_data, get_args(TuningData))
-        self.data, self.corpus, self.filters = Path(data), corpus, list(filters.values())
-        self.queries_are_public, self.examples = queries_are_public, examples
-        self.tuning_data, self.tuning_note = tuning_data, tuning_note
-        self.min_free_mb = min_free_mb
+        require_whole("task", self, 0, "examples")
+        require_choice("task.tuning_data", self.tuning_data, get_args(TuningData))
+        self.data = Path(self.data)
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Write ``run_dir/filtered``, ``filter.json`` and ``examples.md``; returns the kept share."""
         check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
         check_is_new(parts.run_dir / FILTERED)
         released = load_released(self.data, corpus=self.corpus, declared_public=self.queries_are_public)
+        filters = list(self.filters.values())
         kept, applied = apply_filters(
-            released, self.filters, lambda name: ProgressLine(f"scoring by {name}"), examples=self.examples
+            released,
+            filters,
+            lambda name: ProgressLine(f"scoring by {name}"),
+            examples=self.examples,
         )
         facts = [one.to_dict() for one in applied]
         tuning = {"data": self.tuning_data, "note": self.tuning_note or ""}
-        devices = [one.device for one in self.filters]
+        devices = [one.device for one in filters]
         made_on = environment_facts(device=next((d for d in devices if d != "cpu"), "cpu"), precision="float32")
         folder = write_selection(kept, parts.run_dir / FILTERED, applied=facts, tuning=tuning, environment=made_on)
         report = {"data": str(self.data), "queries": len(released), "kept": len(kept), "filters": facts}

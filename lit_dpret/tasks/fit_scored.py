@@ -18,12 +18,13 @@ from lit_dpret.cards.start import MODEL_FOLDER
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.modules.generator_folder import load_generator
 from lit_dpret.privacy.budget import require_choice
+from lit_dpret.settings import require_whole
 from lit_dpret.synthesis.groups import canonical_groups, draw_group, fixed_arithmetic
 from lit_dpret.synthesis.sampler import Decoding
 from lit_dpret.synthesis.textsim.bleu import corpus_bleu, references_by_passage
 from lit_dpret.synthesis.textsim.words import need
 from lit_dpret.tasks.fit import Fit
-from lit_dpret.tasks.parts import Parts, require_whole
+from lit_dpret.tasks.parts import Parts
 from lit_dpret.tasks.synthesize import public_sample
 from lit_dpret.tasks.uncovered import Whose
 
@@ -66,11 +67,12 @@ class FitScored(Fit):
                 "private ones stays in the run folder, and choosing settings by it has a cost (docs/sweeps.md)."
             )
         require_choice("task.data", data, get_args(Whose))
-        require_whole(group_size=(group_size, 1), max_passages=(1 if max_passages is None else max_passages, 1))
         need("sacrebleu")  # before hours of training
         self.data, self.datamodule, self.split, self.max_passages = data, datamodule, split, max_passages
         self.decoding = {"top_p": top_p, "temperature": temperature}
         self.group_size = group_size
+        require_whole("task", self, 1, "group_size")
+        require_whole("task", self, 1, "max_passages", null=True)
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Train, score; the loggers learn the score unless it is of private queries."""

@@ -7,7 +7,7 @@ unlabelled, is for a person to read.
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -21,12 +21,14 @@ from lit_dpret.encoders import Towers, load_towers
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.report.hard_negatives import Case, write_cases
 from lit_dpret.retrieval.search import search
-from lit_dpret.tasks.parts import Parts, check_run_dir, require_whole
+from lit_dpret.settings import require_whole
+from lit_dpret.tasks.parts import Parts, check_run_dir
 
 Whose = Literal["public", "private"]
 _SPARE = 16  # sentences that repeat an answer and count as none
 
 
+@dataclass(kw_only=True)
 class HardNegatives:
     """Write ``hard_negatives.json`` and ``.md``, or ``internal_hard_negatives`` about private questions.
 
@@ -44,25 +46,21 @@ class HardNegatives:
         ConfigurationError: A number is below 1, or nobody said whose the questions are.
     """
 
-    def __init__(
-        self,
-        *,
-        silo: str | Path,
-        encoder: str | Path,
-        whose: Whose | None = None,
-        questions: int = 4,
-        negatives: int = 2,
-        batch_size: int = 64,
-        min_free_mb: float = 50,
-    ) -> None:
-        if whose not in get_args(Whose):
+    silo: Path
+    encoder: str | Path
+    whose: Whose | None = None
+    questions: int = 4
+    negatives: int = 2
+    batch_size: int = 64
+    min_free_mb: float = 50
+
+    def __post_init__(self) -> None:
+        if self.whose not in get_args(Whose):
             raise ConfigurationError(
-                f"task.whose={whose}: the report holds the questions, so say whose they are: public or private."
+                f"task.whose={self.whose}: the report holds the questions, so say whose they are: public or private."
             )
-        require_whole(questions=(questions, 1), negatives=(negatives, 1), batch_size=(batch_size, 1))
-        self.silo, self.encoder, self.whose = Path(silo), encoder, whose
-        self.questions, self.negatives, self.batch_size = questions, negatives, batch_size
-        self.min_free_mb = min_free_mb
+        require_whole("task", self, 1, "questions", "negatives", "batch_size")
+        self.silo = Path(self.silo)
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Returns how often one of the negatives ranks above every answer."""

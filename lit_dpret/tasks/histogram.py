@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from lit_dpret.synthesis.filters.bins import Bins
 from lit_dpret.tasks.parts import Parts, check_run_dir
 
 
+@dataclass(kw_only=True)
 class Histogram:
     """Release a histogram of the private train queries over public bins.
 
@@ -50,17 +52,14 @@ class Histogram:
         min_free_mb: Refuse to start with less free disk.
     """
 
-    def __init__(
-        self,
-        *,
-        generator: str | Path,
-        bins: Bins,
-        noise_multiplier: float = 10.0,
-        max_count: int = 1,
-        min_free_mb: float = 50,
-    ) -> None:
-        self.generator, self.bins = Path(generator).expanduser(), bins
-        self.noise_multiplier, self.max_count, self.min_free_mb = noise_multiplier, max_count, min_free_mb
+    generator: Path
+    bins: Bins
+    noise_multiplier: float = 10.0
+    max_count: int = 1
+    min_free_mb: float = 50
+
+    def __post_init__(self) -> None:
+        self.generator = Path(self.generator).expanduser()
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Write ``histogram.json``, its ledger and its card to the run folder; returns the epsilons."""

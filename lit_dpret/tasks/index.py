@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from lit_dpret.distributed.job import job_here
@@ -13,6 +14,7 @@ from lit_dpret.tasks.parts import Parts, check_run_dir
 INDEX = "index"
 
 
+@dataclass(kw_only=True)
 class Index:
     """Write an index folder, with the embeddings linked into it.
 
@@ -23,10 +25,13 @@ class Index:
         device: ``cpu``, or ``cuda`` to build faiss's structure on GPUs.
     """
 
-    def __init__(
-        self, *, embeddings: str | Path, search: str = "exact", private: bool = False, device: str = "cpu"
-    ) -> None:
-        self.embeddings, self.search, self.private, self.device = Path(embeddings), search, private, device
+    embeddings: Path
+    search: str = "exact"
+    private: bool = False
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        self.embeddings = Path(self.embeddings)
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Write ``run_dir/index``; of several ranks, the first one does."""

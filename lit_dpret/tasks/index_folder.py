@@ -34,6 +34,7 @@ from lit_dpret.retrieval.backends import Faiss, search_with
 from lit_dpret.retrieval.rows import STORAGES, FileRows, Storage
 from lit_dpret.retrieval.search import lexicographic_rank, search
 from lit_dpret.retrieval.topk import TopK
+from lit_dpret.settings import require_whole
 
 SCHEMA = "lit-dpret/index/1"
 MANIFEST = "index.json"
@@ -209,18 +210,62 @@ def _read_manifest(folder: Path) -> Manifest:
 Declared = Literal["public", "private"]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Encoding:
+    """How texts are embedded, and what they are.
+
+    Args:
+        side: ``passage``, which is public, or ``query``.
+        queries: Where they are queries, whether those are ``public`` (synthetic ones under their claim,
+            published ones) or ``private``; has to be said.
+        dtype: In which the encoder computes: ``float32``, ``bfloat16``, ``float64``, or ``float16`` except for T5.
+        storage: ``float32``, or ``bfloat16`` for half the disk; scores are compared in float32 either way.
+        batch_size: Texts per forward pass.
+        max_length: Tokens of a text that are read; null for what the encoder's folder says.
+        device: ``cpu``, ``cuda`` and so on.
+
+    Raises:
+        ConfigurationError: A setting is impossible, or queries are neither declared public nor private.
+    """
+
+    side: Side = "passage"
+    queries: Declared | None = None
+    dtype: str = "float32"
+    storage: Storage = "float32"
+    batch_size: int = 64
+    max_length: int | None = None
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.side not in ("passage", "query"):
+            raise ConfigurationError(f"task.side={self.side!r} is neither passage nor query.")
+        require_whole("task", self, 1, "batch_size")
+        if self.storage not in STORAGES:
+            raise ConfigurationError(f"task.storage={self.storage!r} is not one of {', '.join(STORAGES)}.")
+        if self.side == "passage" and self.queries is not None:
+            raise ConfigurationError(
+                f"task.queries={self.queries} says something about queries, but task.side=passage."
+            )
+        if self.side == "query" and self.queries not in ("public", "private"):
+            raise ConfigurationError(
+                f"task.side=query with task.queries={self.queries or 'null'}: embeddings of private queries are "
+                "private, since texts can be guessed from them. Say task.queries=private, which keeps the files to "
+                "their owner and gives them no card, or task.queries=public for queries that are published or covered "
+                "by a claim."
+            )
+
+    @property
+    def is_private(self) -> bool:
+        """Whether the texts are private, and so everything that is computed of them."""
+        return self.queries == "private"
+
+
 def encode_folder(
     encoder: str | Path,
     texts: Mapping[str, str],
     out: str | Path,
+    how: Encoding | None = None,
     *,
-    side: Side = "passage",
-    queries: Declared | None = None,
-    dtype: str = "float32",
-    storage: Storage = "float32",
-    batch_size: int = 64,
-    max_length: int | None = None,
-    device: str | None = None,
     progress: Progress | None = None,
     job: Job | None = None,
 ) -> IndexFolder:
@@ -236,52 +281,44 @@ def encode_folder(
         encoder: As for `load_towers`.
         texts: Text by id; passages are public.
         out: The folder to write or to go on with.
-        side: Whether the texts are passages or queries.
-        queries: Where they are queries, whether those are ``public`` (synthetic ones under their claim,
-            published ones) or ``private``.
-        dtype: In which the encoder computes: ``float32``, ``bfloat16``, ``float64``, or ``float16`` except for T5.
-        storage: ``float32``, or ``bfloat16`` for half the disk; scores are compared in float32 either way.
-        batch_size: Texts per forward pass.
-        max_length: Tokens of a text that are read; None for what the encoder's folder says.
-        device: Where to compute.
+        how: As passages in float32, where it is None.
         progress: Called with (texts done, texts in all).
         job: The ranks that share the work, each calling this with the same arguments and a folder that all of them
             see; the first one writes the folder, and the others wait for it.
 
     Raises:
-        ConfigurationError: A setting is impossible, or queries are neither declared public nor private.
+        ConfigurationError: The encoder cannot compute so.
         DataError: There are no texts, an embedding is not finite, or the encoder's card is not about these weights.
         ResumeError: ``out`` was begun with another encoder, texts or settings.
         StorageError: ``out`` cannot be written.
         WorkerError: Another rank died.
     """
     job = job or Job()
-    folder, private = Path(out), _is_private(side, queries)
-    if storage not in STORAGES:
-        raise ConfigurationError(f"storage={storage!r} is not one of {', '.join(STORAGES)}.")
+    how = how or Encoding()
+    folder, side, private = Path(out), how.side, how.is_private
     if not texts:
         raise DataError(f"There are no {'passages' if side == 'passage' else 'queries'} to encode.")
     parent = _card_of(encoder)
-    towers = load_towers(encoder, dtype=dtype)
+    towers = load_towers(encoder, dtype=how.dtype)
     asked_by = towers.query_encoder.fingerprint()
-    towers = cut(towers, **{f"{side}_max_length": max_length})
+    towers = cut(towers, **{f"{side}_max_length": how.max_length})
     tower = towers.query_encoder if side == "query" else towers.passage_encoder
     manifest = Manifest(
         side=side,
         count=len(texts),
         dim=tower.dim,
-        storage=storage,
+        storage=how.storage,
         encoder={
             "folder": told_from(folder, encoder),
-            "dtype": dtype,
+            "dtype": how.dtype,
             "fingerprints": {"query": asked_by} | ({"passage": tower.fingerprint()} if side == "passage" else {}),
             "contract": asdict(tower.contract),
         },
         private=private,
     )
-    key = content_hash(["texts", storage], {}, (part for pair in texts.items() for part in pair))
+    key = content_hash(["texts", how.storage], {}, (part for pair in texts.items() for part in pair))
     begun = {"encoder": tower.fingerprint(), "side": side, "texts": key}
-    where = None if device is None else str(job.place(torch.device(device)))
+    where = None if how.device is None else str(job.place(torch.device(how.device)))
 
     def prepare() -> bool:
         """Prepare the folder; return whether there is anything to compute."""
@@ -298,7 +335,7 @@ def encode_folder(
         for name in (EMBEDDINGS, TEXTS, OFFSETS):
             (folder / name).chmod(0o600 if private else 0o644)
         what = "embedding public passages with it" if side == "passage" else "embedding public queries with it"
-        made_on = environment_facts(device=where or next(tower.parameters()).device, precision=dtype)
+        made_on = environment_facts(device=where or next(tower.parameters()).device, precision=how.dtype)
         names = (EMBEDDINGS, TEXTS, OFFSETS)
         _seal(folder, manifest, names, None if private else parent, what, begun, environment=made_on)
 
@@ -308,9 +345,9 @@ def encode_folder(
                 tower.one_side(side, where),
                 in_order(texts),
                 folder / EMBEDDINGS,
-                dtype=STORAGES[storage],
+                dtype=STORAGES[how.storage],
                 facts=begun,
-                batch_size=batch_size,
+                batch_size=how.batch_size,
                 progress=progress,
                 job=job,
             )
@@ -380,20 +417,6 @@ def index_folder(
     what = f"building a search structure ({search}) over it"
     made_on = environment_facts(device=device, precision="float32")
     return _seal(folder, manifest, names, parent, what, {}, environment=made_on)
-
-
-def _is_private(side: Side, queries: Declared | None) -> bool:
-    if side == "passage":
-        if queries is not None:
-            raise ConfigurationError(f"task.queries={queries} says something about queries, but task.side=passage.")
-        return False
-    if queries not in ("public", "private"):
-        raise ConfigurationError(
-            f"task.side=query with task.queries={queries or 'null'}: embeddings of private queries are private, since "
-            "texts can be guessed from them. Say task.queries=private, which keeps the files to their owner and gives "
-            "them no card, or task.queries=public for queries that are published or covered by a claim."
-        )
-    return queries == "private"
 
 
 def _card_of(encoder: str | Path) -> Path | None:

@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -33,8 +34,9 @@ from lit_dpret.encoders import Side, TextEncoder, load_towers
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.files import write_whole
 from lit_dpret.report.inversion_report import write_inversion
+from lit_dpret.settings import require_whole
 from lit_dpret.synthesis.textsim.words import need
-from lit_dpret.tasks.parts import Parts, check_run_dir, require_whole, say
+from lit_dpret.tasks.parts import Parts, check_run_dir, say
 from lit_dpret.tasks.stages import Stages
 
 Whose = Literal["public", "private"]
@@ -45,6 +47,7 @@ _LABELS: dict[Arm, str] = {
 }  # fmt: skip
 
 
+@dataclass(kw_only=True)
 class Inversion:
     """Three attacks on embeddings: a probe with its control, naming a candidate, and writing the text out.
 
@@ -76,57 +79,51 @@ class Inversion:
         ConfigurationError: A setting is out of range.
     """
 
-    def __init__(
-        self,
-        *,
-        encoder: str | Path,
-        whose: Whose | None = None,
-        texts: str | Path | None = None,
-        split: str = "test",
-        side: Side = "query",
-        known: int = 4000,
-        attacked: int = 500,
-        language_model: str | Path | None = None,
-        how: How = "key_value",
-        places: int = 1,
-        max_tokens: int = 32,
-        steps: int = 1000,
-        batch_size: int = 64,
-        lr: float | None = None,
-        candidates: int = 100,
-        samples: int = 0,
-        attacker_encoder: str | Path | None = None,
-        confidence: float = 0.95,
-        device: str = "cpu",
-        min_free_mb: float = 500,
-    ) -> None:
-        if whose not in get_args(Whose):
+    encoder: str | Path
+    whose: Whose | None = None
+    texts: str | Path | None = None
+    split: str = "test"
+    side: Side = "query"
+    known: int = 4000
+    attacked: int = 500
+    language_model: str | Path | None = None
+    how: How = "key_value"
+    places: int = 1
+    max_tokens: int = 32
+    steps: int = 1000
+    batch_size: int = 64
+    lr: float | None = None
+    candidates: int = 100
+    samples: int = 0
+    attacker_encoder: str | Path | None = None
+    confidence: float = 0.95
+    device: str = "cpu"
+    min_free_mb: float = 500
+
+    def __post_init__(self) -> None:
+        if self.whose not in get_args(Whose):
             raise ConfigurationError(
-                f"task.whose={whose}: the numbers are about these texts, so say whose they are: public or private."
+                f"task.whose={self.whose}: the numbers are about these texts, so say whose they are: public or private."
             )
-        if side not in get_args(Side) or how not in get_args(How):
+        if self.side not in get_args(Side) or self.how not in get_args(How):
             raise ConfigurationError(
-                f"task.side={side!r} must be query or passage, task.how={how!r} one of {', '.join(get_args(How))}."
+                f"task.side={self.side!r} must be query or passage, task.how={self.how!r} one of "
+                f"{', '.join(get_args(How))}."
             )
-        require_whole(
-            known=(known, 20), attacked=(attacked, 20), places=(places, 1), max_tokens=(max_tokens, 2),
-            steps=(steps, 1), batch_size=(batch_size, 1), candidates=(candidates, 2), samples=(samples, 0),
-        )  # fmt: skip
-        if candidates > attacked:
-            raise ConfigurationError(f"task.candidates={candidates} are more than task.attacked={attacked} texts.")
-        if lr is not None and not lr > 0:
-            raise ConfigurationError(f"task.lr={lr} must be above 0.")
-        if samples > attacked:
-            raise ConfigurationError(f"task.samples={samples} are more than task.attacked={attacked} texts.")
-        if samples and whose != "public":
-            raise ConfigurationError(f"task.samples={samples} would print private texts. Set it to 0.")
-        self.encoder, self.whose, self.texts, self.split, self.side = encoder, whose, texts, split, side
-        self.known, self.attacked, self.language_model, self.how = known, attacked, language_model, how
-        self.places, self.max_tokens, self.steps, self.batch_size = places, max_tokens, steps, batch_size
-        self.lr = lr if lr is not None else (1e-3 if language_model is None else 5e-5)
-        self.candidates, self.attacker_encoder, self.confidence = candidates, attacker_encoder, confidence
-        self.samples = samples
-        self.device, self.min_free_mb = device, min_free_mb
+        require_whole("task", self, 20, "known", "attacked")
+        require_whole("task", self, 1, "places", "steps", "batch_size")
+        require_whole("task", self, 2, "max_tokens", "candidates")
+        require_whole("task", self, 0, "samples")
+        if self.candidates > self.attacked:
+            raise ConfigurationError(
+                f"task.candidates={self.candidates} are more than task.attacked={self.attacked} texts."
+            )
+        if self.lr is not None and not self.lr > 0:
+            raise ConfigurationError(f"task.lr={self.lr} must be above 0.")
+        if self.samples > self.attacked:
+            raise ConfigurationError(f"task.samples={self.samples} are more than task.attacked={self.attacked} texts.")
+        if self.samples and self.whose != "public":
+            raise ConfigurationError(f"task.samples={self.samples} would print private texts. Set it to 0.")
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Write ``inversion.json`` and ``.md``, or ``internal_inversion`` about private texts; returns the scores.
@@ -239,7 +236,8 @@ class Inversion:
         inverter: dict[str, Any] = {}
         arms: dict[str, Any] = {}
         for arm in given:
-            work = partial(self._arm, arm=arm, make=make, words=words, tower=tower, attacked=attacked, ids=ids)
+            write = partial(self._written, words=words, tower=tower, attacked=attacked)
+            work = partial(self._arm, arm=arm, make=make, write=write, ids=ids)
             result = stages.run(arm, lambda folder, _, w=work, g=given[arm]: w(folder, given=g, seed=parts.seed))  # type: ignore[misc]
             losses[arm] = torch.load(parts.run_dir / arm / LOSSES, weights_only=True)
             inverter[arm] = result["written"]
@@ -278,15 +276,16 @@ class Inversion:
         return make, words
 
     def _arm(
-        self, folder: Path, *, arm: Arm, make: Any, words: Words, tower: TextEncoder, attacked: Sequence[str],
-        ids: Sequence[list[list[int]]], given: Sequence[Tensor | None], seed: int,
+        self, folder: Path, *, arm: Arm, make: Any, write: Any, ids: Sequence[list[list[int]]],
+        given: Sequence[Tensor | None], seed: int,
     ) -> dict[str, Any]:  # fmt: skip
         """Train and ask one language model; nothing of it is kept but losses and scores: it knows the texts."""
         decoder = make(arm).to(self.device)
+        lr = self.lr or (1e-3 if self.language_model is None else 5e-5)
         begun, counts = losses_of(decoder, ids[1], given[1], batch_size=self.batch_size)
         with ProgressLine(f"language model {_LABELS[arm]}") as progress:
             seen = fit_decoder(
-                decoder, ids[0], given[0], steps=self.steps, batch_size=self.batch_size, lr=self.lr, seed=seed,
+                decoder, ids[0], given[0], steps=self.steps, batch_size=self.batch_size, lr=lr, seed=seed,
                 progress=progress,
             )  # fmt: skip
         sums, _ = losses_of(decoder, ids[1], given[1], batch_size=self.batch_size)
@@ -296,11 +295,11 @@ class Inversion:
         facts = {"losses": _thinned(seen), "untrained": float(torch.exp(begun.sum() / counts.sum()))}
         if arm == "none":
             return {**facts, "written": None, "samples": []}
-        scores, written = self._written(decoder, words, tower, attacked)
+        scores, written = write(decoder)
         return {**facts, "written": scores, "samples": written[: self.samples]}
 
     def _written(
-        self, decoder: PrefixDecoder, words: Words, tower: TextEncoder, attacked: Sequence[str]
+        self, decoder: PrefixDecoder, *, words: Words, tower: TextEncoder, attacked: Sequence[str]
     ) -> tuple[dict[str, Any], list[str]]:
         """Scores of the texts that the decoder writes for the attacked texts' own embeddings, and those texts."""
         written: list[str] = []

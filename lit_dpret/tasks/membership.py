@@ -6,6 +6,7 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, get_args
@@ -30,9 +31,10 @@ from lit_dpret.errors import ConfigurationError, DataError, PrivacyViolation
 from lit_dpret.modules.generator_folder import is_generator
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
 from lit_dpret.report.membership_report import write_membership
+from lit_dpret.settings import require_number, require_whole
 from lit_dpret.synthesis.filters.released import load_released
 from lit_dpret.tasks.membership_shadows import SHIFT, Attacker, Others, Shadows, Suspects, Trained, choose_suspects
-from lit_dpret.tasks.parts import Parts, check_run_dir, require_whole, say
+from lit_dpret.tasks.parts import Parts, check_run_dir, say
 from lit_dpret.tasks.stages import Stages
 
 #: What a coin that leaves a query out does, where the relation of the claim is another one.
@@ -107,14 +109,11 @@ class Claim:
 MEMORISED_MOST = 10
 
 
-class Membership:
-    """Attack a finished run with everything at hand, and hold what is found against its claim.
-
-    The composed configuration is the target's: its ``datamodule`` finds the queries, and its ``model``,
-    ``privacy`` and ``trainer`` are what shadow models are trained with.
+@dataclass(kw_only=True)
+class MembershipSettings:
+    """How a run is attacked, besides the folder of the run.
 
     Args:
-        run: The run folder that saw private queries, with its ledger and, where there are any, its coins.
         model: What is attacked, where it is not the run's own model: a folder of anything derived from it.
         others: Where queries that were not trained on come from: ``coins``, ``dev`` or ``test``. Null for the coins
             where the run has some, else ``dev``.
@@ -138,6 +137,58 @@ class Membership:
         batch_size: Texts per forward pass.
         device: Where to compute signals: ``cpu``, ``cuda`` and so on.
         min_free_mb: Refuse to start with less free disk.
+    """
+
+    model: Path | None = None
+    others: Others | None = None
+    queries: int = 1000
+    rows_per_query: int = 2
+    reference: str | None = "start"
+    shadows: int = 8
+    minutes: float = 20.0
+    pool: int = 500
+    temperature: float = 0.05
+    release: str | Path | None = None
+    release_reference: str | Path | None = None
+    release_encoder: str = "minilm"
+    repeats: float = 0.8
+    confidence: float = 0.95
+    alarm: float = 0.9999
+    resamples: int = 1000
+    batch_size: int = 32
+    device: str = "cpu"
+    min_free_mb: float = 500
+
+    def __post_init__(self) -> None:
+        if self.others is not None and self.others not in get_args(Others):
+            raise ConfigurationError(f"task.others={self.others!r} is not one of {', '.join(get_args(Others))}.")
+        require_whole("task", self, 20, "queries")
+        require_whole("task", self, 2, "pool")
+        require_whole("task", self, 1, "rows_per_query", "batch_size", "resamples")
+        require_number("task", self, "minutes", "temperature")
+        if self.shadows != 0 and (not isinstance(self.shadows, int) or self.shadows < 4 or self.shadows % 2):
+            raise ConfigurationError(f"task.shadows={self.shadows} must be 0, or an even number from 4 on.")
+        if self.release is None and self.release_reference is not None:
+            raise ConfigurationError("task.release_reference is compared with task.release, which is null.")
+        if self.model is not None and self.shadows:
+            raise ConfigurationError(
+                f"task.model={self.model} is something derived from the run, and shadow models repeat the run's own "
+                "training alone. Set task.shadows=0, or task.model to null."
+            )
+        check_confidence(self.confidence)
+        check_confidence(self.alarm)
+        self.model = None if self.model is None else Path(self.model)
+
+
+class Membership(MembershipSettings):
+    """Attack a finished run with everything at hand, and hold what is found against its claim.
+
+    The composed configuration is the target's: its ``datamodule`` finds the queries, and its ``model``,
+    ``privacy`` and ``trainer`` are what shadow models are trained with.
+
+    Args:
+        run: The run folder that saw private queries, with its ledger and, where there are any, its coins.
+        settings: Those of `MembershipSettings`.
 
     Raises:
         ConfigurationError: A setting is out of range.
@@ -145,56 +196,9 @@ class Membership:
 
     private_results = True  # of the queries that are attacked
 
-    def __init__(
-        self,
-        *,
-        run: str | Path,
-        model: str | Path | None = None,
-        others: Others | None = None,
-        queries: int = 1000,
-        rows_per_query: int = 2,
-        reference: str | None = "start",
-        shadows: int = 8,
-        minutes: float = 20.0,
-        pool: int = 500,
-        temperature: float = 0.05,
-        release: str | Path | None = None,
-        release_reference: str | Path | None = None,
-        release_encoder: str = "minilm",
-        repeats: float = 0.8,
-        confidence: float = 0.95,
-        alarm: float = 0.9999,
-        resamples: int = 1000,
-        batch_size: int = 32,
-        device: str = "cpu",
-        min_free_mb: float = 500,
-    ) -> None:
-        if others is not None and others not in get_args(Others):
-            raise ConfigurationError(f"task.others={others!r} is not one of {', '.join(get_args(Others))}.")
-        require_whole(
-            queries=(queries, 20), rows_per_query=(rows_per_query, 1), pool=(pool, 2), batch_size=(batch_size, 1),
-            resamples=(resamples, 1),
-        )  # fmt: skip
-        if shadows != 0 and (not isinstance(shadows, int) or shadows < 4 or shadows % 2):
-            raise ConfigurationError(f"task.shadows={shadows} must be 0, or an even number from 4 on.")
-        if not minutes > 0 or not temperature > 0:
-            raise ConfigurationError(f"task.minutes={minutes} and task.temperature={temperature} must be above 0.")
-        if release is None and release_reference is not None:
-            raise ConfigurationError("task.release_reference is compared with task.release, which is null.")
-        if model is not None and shadows:
-            raise ConfigurationError(
-                f"task.model={model} is something derived from the run, and shadow models repeat the run's own "
-                "training alone. Set task.shadows=0, or task.model to null."
-            )
-        check_confidence(confidence)
-        check_confidence(alarm)
-        self.run_folder, self.others, self.queries, self.rows_per_query = Path(run), others, queries, rows_per_query
-        self.model = None if model is None else Path(model)
-        self.reference, self.shadows, self.minutes, self.pool = reference, shadows, float(minutes), pool
-        self.temperature, self.release, self.release_reference = temperature, release, release_reference
-        self.release_encoder, self.repeats = release_encoder, repeats
-        self.confidence, self.alarm, self.resamples = confidence, alarm, resamples
-        self.batch_size, self.device, self.min_free_mb = batch_size, device, min_free_mb
+    def __init__(self, *, run: str | Path, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.run_folder = Path(run)
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Write ``internal_membership.json`` and ``.md``; returns AUC by attack.

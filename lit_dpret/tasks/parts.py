@@ -101,17 +101,6 @@ def say(*lines: str) -> None:
         console.print(line, highlight=False, soft_wrap=True)
 
 
-def require_whole(**numbers: tuple[object, int]) -> None:
-    """Refuse settings of a task, given as ``name=(value, least)``, that are no whole number or below the least.
-
-    Raises:
-        ConfigurationError: Naming the first of them.
-    """
-    for name, (value, least) in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ConfigurationError(f"task.{name}={value} must be a whole number of at least {least}.")
-
-
 def check_run_dir(folder: Path, *, min_free_mb: float) -> None:
     """Refuse a run folder that cannot be written or lies on a disk that is nearly full.
 

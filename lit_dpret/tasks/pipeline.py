@@ -11,8 +11,8 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
@@ -24,11 +24,10 @@ from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.card import read_card
 from lit_dpret.cards.text import privacy_line
 from lit_dpret.datamodules import PairsDataModule, SyntheticDataModule
-from lit_dpret.datamodules.records import Row
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode, SyntheticData
 from lit_dpret.privacy.noise import load_secret
-from lit_dpret.report.html import Artefact, RoundTrip, Sample, write_report
+from lit_dpret.report.html import Artefact, Sample, write_report
 from lit_dpret.report.table import RowResult, console_table, write_csv, write_json
 from lit_dpret.retrieval.runs import EvaluationResult
 from lit_dpret.retrieval.statistics import Interval
@@ -40,67 +39,6 @@ from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.pipeline_stages import KEPT, as_round_trip, check_round_trip, stage_callbacks, train_retriever
 from lit_dpret.tasks.ranking import score_bm25, score_embeddings
 from lit_dpret.tasks.stages import Stages
-
-
-def tell(
-    run_dir: Path,
-    rows: Sequence[RowResult],
-    pairs: Sequence[Row],
-    round_trip: RoundTrip,
-    *,
-    samples: int,
-    evaluated_on: str,
-    notes: Sequence[str],
-    command: str,
-    seconds: Mapping[str, float],
-) -> dict[str, float]:
-    """Write results and report, print the same in short; returns nDCG@10 by system.
-
-    Args:
-        run_dir: Of the pipeline.
-        rows: The table.
-        pairs: Synthetic queries; ``samples`` of them, chosen by hash of id, are shown.
-        round_trip: How many synthetic queries find their passage.
-        samples: How many queries to show.
-        evaluated_on: Test set and model, in words.
-        notes: More for the report than it says of every such run.
-        command: What was called.
-        seconds: By stage.
-    """
-    shown = sorted(pairs, key=lambda row: hashlib.sha256(row.query_id.encode()).digest())[:samples]
-    console = _told_rows(run_dir, rows)
-    artefacts = _artefacts(run_dir)
-    report = write_report(
-        run_dir,
-        title="Retrieval from private queries: what it reached, and what was promised",
-        table=list(rows),
-        card=read_card(run_dir / "synthetic" / "data"),
-        samples=[Sample(passage=r.passage, queries=[r.query], passage_id=r.passage_id) for r in shown],
-        round_trip=round_trip,
-        artefacts=artefacts,
-        command=command,
-        evaluated_on=evaluated_on,
-        notes=[*_notes(rows), *notes],
-    )
-    for row in shown:
-        console.print(f"[bold]{escape(row.query)}[/bold]\n    {escape(row.passage[:160])}", highlight=False)
-    console.print(
-        f"Round trip: {round_trip.recall.mean:.3f} of {round_trip.queries} synthetic queries find their own "
-        f"passage among the first {round_trip.k}; with shuffled passages {round_trip.control.mean:.3f}.",
-        highlight=False,
-    )
-    for artefact in [*artefacts, Artefact("report", str(report))]:
-        console.print(f"{artefact.label}: {artefact.path}", highlight=False, soft_wrap=True)
-    return _closed(console, rows, seconds)
-
-
-def tell_baselines(
-    run_dir: Path, rows: Sequence[RowResult], *, evaluated_on: str, seconds: Mapping[str, float]
-) -> dict[str, float]:
-    """Write and print the results of a pipeline without synthetic queries, about which there is no page to write."""
-    console = _told_rows(run_dir, rows)
-    console.print(evaluated_on, highlight=False)
-    return _closed(console, rows, seconds)
 
 
 def _notes(rows: Sequence[RowResult]) -> list[str]:
@@ -120,22 +58,6 @@ def _notes(rows: Sequence[RowResult]) -> list[str]:
             "their numbers."
         )
     return found
-
-
-def _told_rows(run_dir: Path, rows: Sequence[RowResult]) -> Console:
-    """Write the results and print their table."""
-    write_json(list(rows), run_dir / "results.json")
-    write_csv(list(rows), run_dir / "results.csv")
-    console = Console()
-    console.print(console_table(list(rows), title="Retrieval"))
-    return console
-
-
-def _closed(console: Console, rows: Sequence[RowResult], seconds: Mapping[str, float]) -> dict[str, float]:
-    console.print(
-        f"Stages took {sum(seconds.values()):.0f} s: " + ", ".join(f"{k} {v:.0f}" for k, v in seconds.items())
-    )
-    return {row.system: row.metrics["nDCG@10"].mean for row in rows}
 
 
 def _artefacts(folder: Path) -> list[Artefact]:
@@ -164,6 +86,7 @@ SCORE = "synthetic/nDCG@10"
 """The result by which pipelines are compared: that of the retriever trained on synthetic queries."""
 
 
+@dataclass(kw_only=True)
 class Pipeline:
     """Generator, synthetic queries, retriever, baselines, report.
 
@@ -192,51 +115,37 @@ class Pipeline:
     unprivate_results: ClassVar[tuple[str, ...]] = (_UNPROTECTED,)
     """Results by which no private runs may be chosen."""
 
-    def __init__(
-        self,
-        *,
-        generator: Callable[..., Any],
-        retriever: Callable[..., Any],
-        generator_steps: int,
-        generator_batch: int,
-        generator_physical_batch: int,
-        generator_max_grad_norm: float,
-        retriever_steps: int,
-        retriever_batch: int,
-        retriever_max_grad_norm: float,
-        max_passages: int | None = None,
-        queries_per_passage: int = 1,
-        top_p: float = 0.8,
-        temperature: float = 1.0,
-        group_size: int = 64,
-        round_trip_filter: int | None = None,
-        samples: int = 10,
-        tuning_note: str | None = None,
-        tuning_data: str = "unknown",
-        only: Sequence[System] | None = None,
-        embeddings: str | Path | None = None,
-        min_free_mb: float = 500,
-    ) -> None:
-        chosen = get_args(System) if only is None else tuple(only)
+    generator: Callable[..., Any]
+    retriever: Callable[..., Any]
+    generator_steps: int
+    generator_batch: int
+    generator_physical_batch: int
+    generator_max_grad_norm: float
+    retriever_steps: int
+    retriever_batch: int
+    retriever_max_grad_norm: float
+    max_passages: int | None = None
+    queries_per_passage: int = 1
+    top_p: float = 0.8
+    temperature: float = 1.0
+    group_size: int = 64
+    round_trip_filter: int | None = None
+    samples: int = 10
+    tuning_note: str | None = None
+    tuning_data: str = "unknown"
+    only: Sequence[System] = get_args(System)
+    embeddings: Path | None = None
+    min_free_mb: float = 500
+
+    def __post_init__(self) -> None:
+        chosen = self.only = get_args(System) if self.only is None else tuple(self.only)
         if not chosen or not set(chosen) <= set(get_args(System)):
             raise ConfigurationError(
                 f"task.only={list(chosen)} must name at least one of {', '.join(get_args(System))}, and no other."
             )
-        self.only = chosen
-        self.embeddings = None if embeddings is None else Path(embeddings)
-        self.make_generator, self.make_retriever = generator, retriever
-        self.generator_steps, self.generator_batch = generator_steps, generator_batch
-        self.generator_physical_batch = generator_physical_batch
-        self.generator_max_grad_norm = generator_max_grad_norm
-        self.retriever_steps, self.retriever_batch = retriever_steps, retriever_batch
-        self.retriever_max_grad_norm = retriever_max_grad_norm
-        self.max_passages, self.queries_per_passage = max_passages, queries_per_passage
-        self.top_p, self.temperature, self.group_size = top_p, temperature, group_size
-        if round_trip_filter is not None and round_trip_filter < 1:
-            raise ConfigurationError(f"task.round_trip_filter={round_trip_filter} must be at least 1, or null.")
-        self.round_trip_filter = round_trip_filter
-        self.samples, self.min_free_mb = samples, min_free_mb
-        self.tuning_note, self.tuning_data = tuning_note, tuning_data
+        self.embeddings = None if self.embeddings is None else Path(self.embeddings)
+        if self.round_trip_filter is not None and self.round_trip_filter < 1:
+            raise ConfigurationError(f"task.round_trip_filter={self.round_trip_filter} must be at least 1, or null.")
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Run every stage that is not done yet; returns the headline numbers."""
@@ -281,9 +190,9 @@ class Pipeline:
         planned: list[PlannedFit] = []
         for system, steps, batch, physical, clip, passages, make in (
             ("direct", self.retriever_steps, self.retriever_batch, self.retriever_batch, self.retriever_max_grad_norm,
-             self.max_passages, self.make_retriever),
+             self.max_passages, self.retriever),
             ("synthetic", self.generator_steps, self.generator_batch, self.generator_physical_batch,
-             self.generator_max_grad_norm, None, self.make_generator),
+             self.generator_max_grad_norm, None, self.generator),
         ):  # fmt: skip
             if system not in self.only:
                 continue
@@ -292,7 +201,7 @@ class Pipeline:
             data.prepare_data()
             data.setup("fit")
             data.use_unit(mode.unit, mode.neighbours)  # type: ignore[arg-type]
-            data.expected_batch_size = batch if make is self.make_generator else min(batch, data.n_units)
+            data.expected_batch_size = batch if make is self.generator else min(batch, data.n_units)
             planned += plan_fit(mode, data, self._trainer(steps)(logger=False), make_module=make)
         return planned
 
@@ -343,7 +252,7 @@ class Pipeline:
         return _row("zero-shot encoder", self._score(model), PUBLIC)
 
     def _retriever(self, privacy: Any) -> Any:
-        return self.make_retriever(privacy=privacy, cache_dir=self.embeddings or self._parts.run_dir / EMBEDDINGS)
+        return self.retriever(privacy=privacy, cache_dir=self.embeddings or self._parts.run_dir / EMBEDDINGS)
 
     def _score(self, model: Any) -> EvaluationResult:
         queries, qrels = self._searched.evaluation_set("test")
@@ -390,7 +299,7 @@ class Pipeline:
         return self._trained("from_synthetic", label, SyntheticData, made)
 
     def _train_generator(self, folder: Path, resume: bool, privacy: PrivacyMode) -> dict[str, Any]:
-        model = self.make_generator(privacy=privacy)
+        model = self.generator(privacy=privacy)
         return train(
             model,
             self._log,
@@ -459,32 +368,60 @@ class Pipeline:
         return RowResult(system=row.system, metrics=row.metrics, privacy=PUBLIC)
 
     def _tell(self, rows: dict[System, RowResult]) -> dict[str, float]:
+        """Write and print the results, and the page where there are synthetic queries; return nDCG@10 by system."""
+        folder, table, console = self._parts.run_dir, list(rows.values()), Console()
+        write_json(table, folder / "results.json")
+        write_csv(table, folder / "results.csv")
+        console.print(console_table(table, title="Retrieval"))
         passages, queries = len(self._searched.public_passages()), len(self._searched.evaluation_set("test")[0])
         where = f"{queries} test queries over {passages} passages; frozen encoder with a linear query head"
-        command, seconds = self._parts.command, self._stages.seconds
-        if "synthetic" not in rows:
-            return tell_baselines(self._parts.run_dir, list(rows.values()), evaluated_on=where, seconds=seconds)
-        synthetic = self._made(self._parts.run_dir / "synthetic" / "data")
+        if "synthetic" in rows:
+            self._report(table, where, console)
+        else:
+            console.print(where, highlight=False)
+        seconds = self._stages.seconds
+        console.print(
+            f"Stages took {sum(seconds.values()):.0f} s: " + ", ".join(f"{k} {v:.0f}" for k, v in seconds.items())
+        )
+        return {row.system: row.metrics["nDCG@10"].mean for row in table}
+
+    def _report(self, table: list[RowResult], evaluated_on: str, console: Console) -> None:
+        """Write the page, and print what it shows in short; its sample of queries is chosen by hash of id."""
+        folder = self._parts.run_dir
+        synthetic = self._made(folder / "synthetic" / "data")
         synthetic.setup("fit")
+        pairs = synthetic.pair_rows("train")
+        shown = sorted(pairs, key=lambda row: hashlib.sha256(row.query_id.encode()).digest())[: self.samples]
         trip = self._trips["round_trip"]
-        notes = []
+        notes = _notes(table)
         if self.round_trip_filter is not None:
             notes.append(
                 f"The retriever learned from the {trip['kept']} of {trip['queries']} synthetic queries that find their "
                 f"own passage among the first {trip['k']} results of the zero-shot encoder; the pseudo-queries were "
                 "chosen in the same way."
             )
-        return tell(
-            self._parts.run_dir,
-            list(rows.values()),
-            synthetic.pair_rows("train"),
-            as_round_trip(trip),
-            samples=self.samples,
-            evaluated_on=where,
+        round_trip, artefacts = as_round_trip(trip), _artefacts(folder)
+        report = write_report(
+            folder,
+            title="Retrieval from private queries: what it reached, and what was promised",
+            table=table,
+            card=read_card(folder / "synthetic" / "data"),
+            samples=[Sample(passage=r.passage, queries=[r.query], passage_id=r.passage_id) for r in shown],
+            round_trip=round_trip,
+            artefacts=artefacts,
+            command=self._parts.command,
+            evaluated_on=evaluated_on,
             notes=notes,
-            command=command,
-            seconds=seconds,
         )
+        for row in shown:
+            console.print(f"[bold]{escape(row.query)}[/bold]\n    {escape(row.passage[:160])}", highlight=False)
+        console.print(
+            f"Round trip: {round_trip.recall.mean:.3f} of {round_trip.queries} synthetic queries find their own "
+            f"passage among the first {round_trip.k}; with shuffled passages {round_trip.control.mean:.3f}.",
+            highlight=False,
+        )
+        for artefact in [*artefacts, Artefact("report", str(report))]:
+            console.print(f"{artefact.label}: {artefact.path}", highlight=False, soft_wrap=True)
 
 
 def _row(system: str, result: EvaluationResult, privacy: str) -> RowResult:

@@ -8,6 +8,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -28,7 +29,8 @@ from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.sampling import steps_per_epoch
 from lit_dpret.report.figures import can_draw, require_matplotlib
 from lit_dpret.report.plan_figure import draw_plan
-from lit_dpret.tasks.parts import Parts, check_run_dir, require_whole
+from lit_dpret.settings import require_whole
+from lit_dpret.tasks.parts import Parts, check_run_dir
 
 OVERHEAD = 1.3
 """Products of a clipped batch over those of its linear layers in an ordinary one: what norms take."""
@@ -247,6 +249,7 @@ class _Progress:
             sys.stderr.flush()
 
 
+@dataclass(kw_only=True)
 class Plan:
     """Print, write and draw the plan: noise, epsilon under each law and relation, ceilings, time and memory.
 
@@ -264,36 +267,30 @@ class Plan:
         ConfigurationError: A number is out of range, or ``plot`` is asked for and matplotlib is missing.
     """
 
-    def __init__(
-        self,
-        *,
-        units: int | None = None,
-        epochs: float | None = None,
-        measure: bool | Literal["slices"] = False,
-        device: str | None = None,
-        world_size: int = 1,
-        strategy: str = "ddp",
-        plot: bool | None = None,
-    ) -> None:
-        if units is not None:
-            require_whole(units=(units, 1))
-        if epochs is not None and not (isinstance(epochs, (int, float)) and 0 < epochs < math.inf):
-            raise ConfigurationError(f"task.epochs={epochs} must be a positive number.")
-        if not isinstance(measure, bool) and measure != "slices":
-            raise ConfigurationError(f"task.measure={measure} must be true, false or slices.")
-        if device is not None:
-            check_devices(device, world_size, strategy)
-        elif (world_size, strategy) != (1, "ddp"):
+    units: int | None = None
+    epochs: float | None = None
+    measure: bool | Literal["slices"] = False
+    device: str | None = None
+    world_size: int = 1
+    strategy: str = "ddp"
+    plot: bool | None = None
+
+    def __post_init__(self) -> None:
+        require_whole("task", self, 1, "units", null=True)
+        if self.epochs is not None and not (isinstance(self.epochs, (int, float)) and 0 < self.epochs < math.inf):
+            raise ConfigurationError(f"task.epochs={self.epochs} must be a positive number.")
+        if not isinstance(self.measure, bool) and self.measure != "slices":
+            raise ConfigurationError(f"task.measure={self.measure} must be true, false or slices.")
+        if self.device is not None:
+            check_devices(self.device, self.world_size, self.strategy)
+        elif (self.world_size, self.strategy) != (1, "ddp"):
             raise ConfigurationError(
-                f"task.world_size={world_size} and task.strategy={strategy} are of a prediction: name task.device too."
+                f"task.world_size={self.world_size} and task.strategy={self.strategy} are of a prediction: name "
+                "task.device too."
             )
-        if not isinstance(plot, bool) and plot is not None:
-            raise ConfigurationError(f"task.plot={plot} must be true or false.")
-        self.units = units
-        self.epochs = epochs
-        self.measure = measure
-        self.device, self.world_size, self.strategy = device, world_size, strategy
-        self.plot = can_draw() if plot is None else plot
+        if not isinstance(self.plot, bool) and self.plot is not None:
+            raise ConfigurationError(f"task.plot={self.plot} must be true or false.")
+        self.plot = can_draw() if self.plot is None else self.plot
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Write ``plan.json`` and ``plan.png`` and print the tables; returns sigma and epsilon."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,17 @@ from lit_dpret.cards.page import Banner, Block, Bullets, Code, Grid, Section, to
 from lit_dpret.datamodules.readers import RecordFile
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.files import write_whole
+from lit_dpret.settings import require_whole
 from lit_dpret.synthesis.textsim.overlap import Share
 from lit_dpret.synthesis.textsim.pretraining_overlap import bounds, find_in_corpus
-from lit_dpret.tasks.parts import Parts, check_run_dir, require_whole, say
+from lit_dpret.tasks.parts import Parts, check_run_dir, say
 from lit_dpret.tasks.uncovered import Whose, check_declared, check_synthetic, declare, refuse_training_data
 
 NAME = "pretraining_overlap"
 _QUERIES, _PASSAGES = "queries", "passages"
 
 
+@dataclass(kw_only=True)
 class PretrainingOverlap:
     """Look for the datamodule's queries and passages in the corpus that a public model was trained on.
 
@@ -42,29 +45,27 @@ class PretrainingOverlap:
             are no random sample, or nobody knows. It gives bounds for the whole corpus.
     """
 
-    def __init__(
-        self,
-        *,
-        corpus: str | Path,
-        queries: Whose | None = None,
-        card_entry: bool = False,
-        card: str | Path | None = None,
-        field: str = "text",
-        split: str = "train",
-        max_texts: int | None = 10_000,
-        subsets: int = 1,
-        ngram: int = 13,
-        sampled: float | None = None,
-    ) -> None:
+    corpus: Path
+    queries: Whose | None = None
+    card_entry: bool = False
+    card: Path | None = None
+    field: str = "text"
+    split: str = "train"
+    max_texts: int | None = 10_000
+    subsets: int = 1
+    ngram: int = 13
+    sampled: float | None = None
+
+    def __post_init__(self) -> None:
         self.queries = check_declared(
-            queries, card_entry, knob="task.queries", measured="the share found in a corpus"
-        )  # fmt: skip
-        require_whole(ngram=(ngram, 1), subsets=(subsets, 1), max_texts=(1 if max_texts is None else max_texts, 1))
-        if sampled is not None and not 0 < sampled <= 1:
-            raise ConfigurationError(f"task.sampled={sampled} is no share of a corpus; give one above 0, up to 1.")
-        self.corpus, self.card = Path(corpus), None if card is None else Path(card)
-        self.field, self.split, self.max_texts, self.subsets = field, split, max_texts, subsets
-        self.ngram, self.sampled = ngram, sampled
+            self.queries, self.card_entry, knob="task.queries", measured="the share found in a corpus"
+        )
+        require_whole("task", self, 1, "ngram", "subsets")
+        require_whole("task", self, 1, "max_texts", null=True)
+        if self.sampled is not None and not 0 < self.sampled <= 1:
+            raise ConfigurationError(f"task.sampled={self.sampled} is no share of a corpus; give one above 0, up to 1.")
+        self.corpus = Path(self.corpus)
+        self.card = None if self.card is None else Path(self.card)
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Write ``pretraining_overlap.json``, ``.md`` and ``.html``; returns the shares found.

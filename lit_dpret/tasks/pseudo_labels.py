@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from lit_dpret.callbacks import ProgressLine
@@ -15,6 +16,7 @@ from lit_dpret.tasks.ranking import Ranker
 PSEUDO_LABELS = "pseudo_labels"
 
 
+@dataclass(kw_only=True)
 class PseudoLabels:
     """Label synthetic queries against passages that a retriever confuses with their own.
 
@@ -38,29 +40,23 @@ class PseudoLabels:
         min_free_mb: Refuse to start with less free disk.
     """
 
-    def __init__(
-        self,
-        *,
-        data: str | Path,
-        cross_encoder: str | Path,
-        cross_encoder_is_public: bool = False,
-        encoder: str = "minilm",
-        encoder_is_public: bool = False,
-        corpus: str | Path | None = None,
-        queries_are_public: bool = False,
-        depth: int = 50,
-        per_query: int = 5,
-        batch_size: int = 32,
-        max_length: int | None = None,
-        min_free_mb: float = 50,
-    ) -> None:
-        if not 1 <= per_query <= depth:
-            raise ConfigurationError(f"task.per_query={per_query} is not between 1 and task.depth={depth}.")
-        self.data, self.corpus, self.queries_are_public = Path(data), corpus, queries_are_public
-        self.cross_encoder, self.cross_encoder_is_public = cross_encoder, cross_encoder_is_public
-        self.encoder, self.encoder_is_public = encoder, encoder_is_public
-        self.depth, self.per_query = depth, per_query
-        self.batch_size, self.max_length, self.min_free_mb = batch_size, max_length, min_free_mb
+    data: Path
+    cross_encoder: str | Path
+    cross_encoder_is_public: bool = False
+    encoder: str = "minilm"
+    encoder_is_public: bool = False
+    corpus: str | Path | None = None
+    queries_are_public: bool = False
+    depth: int = 50
+    per_query: int = 5
+    batch_size: int = 32
+    max_length: int | None = None
+    min_free_mb: float = 50
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.per_query <= self.depth:
+            raise ConfigurationError(f"task.per_query={self.per_query} is not between 1 and task.depth={self.depth}.")
+        self.data = Path(self.data)
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Write ``run_dir/pseudo_labels``; returns how many queries were labelled."""
@@ -70,7 +66,7 @@ class PseudoLabels:
             folder = label(
                 released,
                 parts.run_dir / PSEUDO_LABELS,
-                ranker=Ranker(self.encoder),
+                ranker=Ranker(encoder=self.encoder),
                 cross_encoder=self.cross_encoder,
                 cross_encoder_is_public=self.cross_encoder_is_public,
                 encoder_is_public=self.encoder_is_public,

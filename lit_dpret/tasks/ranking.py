@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,7 @@ def score_bm25(
     return evaluate(Ranking(query_ids=list(queries), passage_ids=passage_ids, top=top), qrels)
 
 
+@dataclass(kw_only=True)
 class Ranker:
     """Ranks passages for queries, best first.
 
@@ -91,10 +93,11 @@ class Ranker:
         encoder: ``minilm``, the folder of a trained encoder, a hub name, or ``bm25``.
         max_passage_length: Tokens of a passage that are read; null for what the encoder's folder says.
         max_query_length: The same for a query.
-        cache_dir: Where to keep passage embeddings between runs; null keeps none, and searches each piece of
-            the corpus while the next is encoded.
-        search: ``exact``, ``faiss:FACTORY`` or ``scann``; the last two hold all passages.
-        dtype: In which the encoder computes.
+        cache_dir: Where to keep passage embeddings between runs, and to go on with them after an interruption; null
+            keeps none, and searches each piece of the corpus while the next is encoded.
+        search: ``exact``; ``faiss:FACTORY`` (extra ``faiss-cpu`` or ``faiss-gpu``) or ``scann`` (extra ``scann``),
+            which hold all passages.
+        dtype: In which the encoder computes: ``float32``, ``bfloat16``, ``float64``, or ``float16`` except for T5.
         batch_size: Texts per forward pass.
         device: Where to encode and search.
 
@@ -102,29 +105,21 @@ class Ranker:
         ConfigurationError: A setting of encoders is given for ``bm25``.
     """
 
-    def __init__(
-        self,
-        encoder: str,
-        *,
-        max_passage_length: int | None = None,
-        max_query_length: int | None = None,
-        cache_dir: str | Path | None = None,
-        search: str = "exact",
-        dtype: str = "float32",
-        batch_size: int = 64,
-        device: str = "cpu",
-    ) -> None:
-        check_search(search)
-        if encoder == "bm25" and (max_passage_length is not None or max_query_length is not None):
+    encoder: str
+    max_passage_length: int | None = None
+    max_query_length: int | None = None
+    cache_dir: str | Path | None = None
+    search: str = "exact"
+    dtype: str = "float32"
+    batch_size: int = 64
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        check_search(self.search)
+        if self.encoder == "bm25" and (self.max_passage_length is not None or self.max_query_length is not None):
             raise ConfigurationError(
                 "task.encoder=bm25 reads whole texts: set task.max_passage_length and task.max_query_length to null."
             )
-        self.encoder = encoder
-        self._lengths = max_query_length, max_passage_length
-        self._cache_dir = None if cache_dir is None else Path(cache_dir)
-        self._search, self._dtype = search, dtype
-        self.device = device
-        self._how: dict[str, Any] = {"batch_size": batch_size, "device": device}
         self._towers: Towers | None = None
 
     def rank(
@@ -149,27 +144,24 @@ class Ranker:
 
     def _nearest(self, queries: Mapping[str, str], passages: Mapping[str, str], k: int) -> Ranking:
         if self._towers is None:
-            self._towers = self._load()
-        device = self._how["device"]
-        asked = self._towers.query_encoder.encode(list(queries.values()), "query", **self._how)
+            towers = load_towers(self.encoder, dtype=self.dtype)
+            lengths = {"query_max_length": self.max_query_length, "passage_max_length": self.max_passage_length}
+            self._towers = cut(towers, **lengths)
+        how: dict[str, Any] = {"batch_size": self.batch_size, "device": self.device}
+        asked = self._towers.query_encoder.encode(list(queries.values()), "query", **how)
         ids, texts, tower = list(passages), in_order(passages), self._towers.passage_encoder
         with ProgressLine("encoding passages") as progress:
-            if self._cache_dir is None and self._search == "exact":
-                pieces = tower.encode_stream(texts, "passage", progress=progress, **self._how)
+            if self.cache_dir is None and self.search == "exact":
+                pieces = tower.encode_stream(texts, "passage", progress=progress, **how)
                 # On a CPU the two would only take each other's cores.
-                pieces = pieces if device == "cpu" else ahead(pieces)
-                return rank_stream(list(queries), asked, ids, pieces, k=k, device=device)
-            if self._cache_dir is None:
-                found = tower.encode(texts, "passage", progress=progress, **self._how)
+                pieces = pieces if self.device == "cpu" else ahead(pieces)
+                return rank_stream(list(queries), asked, ids, pieces, k=k, device=self.device)
+            if self.cache_dir is None:
+                found = tower.encode(texts, "passage", progress=progress, **how)
             else:
-                found = tower.encode_cached(texts, "passage", self._cache_dir, progress=progress, **self._how)
-        find = make_search(self._search, device=device)
+                found = tower.encode_cached(texts, "passage", Path(self.cache_dir), progress=progress, **how)
+        find = make_search(self.search, device=self.device)
         return rank_embeddings(list(queries), asked, ids, found, k=k, find=find)
-
-    def _load(self) -> Towers:
-        of_queries, of_passages = self._lengths
-        towers = load_towers(self.encoder, dtype=self._dtype)
-        return cut(towers, query_max_length=of_queries, passage_max_length=of_passages)
 
 
 RUN = "run.trec"

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.retrieval.search import MISSING
+from lit_dpret.settings import require_whole
 from lit_dpret.tasks.index_folder import IndexFolder
-from lit_dpret.tasks.parts import Parts, require_whole
+from lit_dpret.tasks.parts import Parts
 
 _SHOWN = 200  # characters of a passage
 
 
+@dataclass(kw_only=True)
 class Search:
     """Print the passages that are nearest to a query.
 
@@ -28,14 +31,18 @@ class Search:
         device: ``cpu``, ``cuda`` and so on.
     """
 
-    def __init__(
-        self, *, index: str | Path, query: str, top_k: int = 10, encoder: str | None = None, device: str = "cpu"
-    ) -> None:
-        require_whole(top_k=(top_k, 1))
-        if not str(query).strip():
+    index: Path
+    query: str
+    top_k: int = 10
+    encoder: str | None = None
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        require_whole("task", self, 1, "top_k")
+        if not str(self.query).strip():
             raise ConfigurationError("task.query is empty.")
-        self.index, self.query, self.top_k = Path(index), str(query), top_k
-        self.encoder, self.device = encoder, device
+        self.index = Path(self.index)
+        self.query = str(self.query)
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Print rank, score, id and text."""

@@ -16,12 +16,13 @@ from lit_dpret.datamodules.readers import RecordFile
 from lit_dpret.encoders import Towers, load_towers
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.report.similarity_report import write_similarity
+from lit_dpret.settings import require_whole
 from lit_dpret.synthesis.textsim import diversity
 from lit_dpret.synthesis.textsim.bleu import corpus_bleu, references_by_passage
 from lit_dpret.synthesis.textsim.mauve import mauve
 from lit_dpret.synthesis.textsim.overlap import overlap
 from lit_dpret.synthesis.textsim.words import need
-from lit_dpret.tasks.parts import Parts, check_run_dir, require_whole, say
+from lit_dpret.tasks.parts import Parts, check_run_dir, say
 from lit_dpret.tasks.uncovered import Whose, check_declared, check_synthetic, declare, refuse_training_data
 
 Qrels = Mapping[str, Mapping[str, int]]
@@ -73,6 +74,7 @@ class Texts:
         return [(self.queries[query], self.passages[passage]) for query, passage in chosen]
 
 
+@dataclass(kw_only=True)
 class Similarity:
     """Hold the queries of a synthetic data set against original ones.
 
@@ -98,53 +100,50 @@ class Similarity:
         device: Where to encode: ``cpu``, ``cuda`` and so on.
     """
 
-    def __init__(
-        self,
-        *,
-        synthetic: str | Path,
-        reference: Whose | None = None,
-        card_entry: bool = False,
-        split: str = "train",
-        reference_file: str | Path | None = None,
-        held_out: str | None = None,
-        measures: Sequence[Measure] | None = None,
-        ngram: int = 8,
-        encoder: str = "minilm",
-        features: Sequence[Features] = ("query", "query_passage"),
-        max_texts: int = 5000,
-        seeds: int = 5,
-        buckets: int | None = None,
-        ceiling: bool = True,
-        plot: bool | None = None,
-        batch_size: int = 64,
-        device: str = "cpu",
-    ) -> None:
-        self.reference = check_declared(reference, card_entry, knob="task.reference", measured="similarity")
-        require_whole(ngram=(ngram, 1), max_texts=(max_texts, 1), seeds=(seeds, 1), batch_size=(batch_size, 1))
-        chosen = get_args(Measure) if measures is None else tuple(measures)
-        for knob, given, known in (("measures", chosen, Measure), ("features", features, Features)):
+    synthetic: Path
+    reference: Whose | None = None
+    card_entry: bool = False
+    split: str = "train"
+    reference_file: Path | None = None
+    held_out: str | None = None
+    measures: Sequence[Measure] | None = None
+    ngram: int = 8
+    encoder: str = "minilm"
+    features: Sequence[Features] = ("query", "query_passage")
+    max_texts: int = 5000
+    seeds: int = 5
+    buckets: int | None = None
+    ceiling: bool = True
+    plot: bool | None = None
+    batch_size: int = 64
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        self.reference = check_declared(self.reference, self.card_entry, knob="task.reference", measured="similarity")
+        require_whole("task", self, 1, "ngram", "max_texts", "seeds", "batch_size")
+        chosen = get_args(Measure) if self.measures is None else tuple(self.measures)
+        for knob, given, known in (("measures", chosen, Measure), ("features", self.features, Features)):
             if not given or not set(given) <= set(get_args(known)):
                 raise ConfigurationError(
                     f"task.{knob}={list(given)} must name at least one of {', '.join(get_args(known))}, and no other."
                 )
-        if reference_file is not None and held_out is not None:
+        if self.reference_file is not None and self.held_out is not None:
             raise ConfigurationError(
-                f"task.held_out={held_out} is a split of the datamodule, which task.reference_file replaces; set one."
+                f"task.held_out={self.held_out} is a split of the datamodule, which task.reference_file replaces; set "
+                "one."
             )
-        if reference_file is not None and measures is not None and "bleu" in measures:
+        if self.reference_file is not None and self.measures is not None and "bleu" in self.measures:
             raise ConfigurationError(
                 f"task.measures names bleu, which compares queries of one passage; {_NO_PASSAGES}."
             )
-        if reference_file is not None and reference == "synthetic":
+        if self.reference_file is not None and self.reference == "synthetic":
             raise ConfigurationError(
                 "task.reference=synthetic is held against a privacy card, and task.reference_file has none. Give the "
                 "folder as datamodule=synthetic, or say whose the queries are."
             )
-        self.synthetic, self.card_entry, self.split, self.held_out = Path(synthetic), card_entry, split, held_out
-        self.reference_file = None if reference_file is None else Path(reference_file)
-        self.measures, self.ngram, self.encoder, self.features = chosen, ngram, encoder, tuple(features)
-        self.max_texts, self.seeds, self.buckets, self.plot = max_texts, seeds, buckets, plot
-        self.ceiling, self.batch_size, self.device = ceiling, batch_size, device
+        self.synthetic = Path(self.synthetic)
+        self.reference_file = None if self.reference_file is None else Path(self.reference_file)
+        self.chosen: Sequence[Measure] = chosen
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Write ``similarity.json``, ``.md``, ``.html`` and, with matplotlib, ``similarity.png``; returns the scores.
@@ -155,11 +154,11 @@ class Similarity:
         """
         check_run_dir(parts.run_dir, min_free_mb=50)
         for measure, package in _PACKAGES.items():
-            if measure in self.measures:
+            if measure in self.chosen:
                 need(package)  # before the card is marked and texts are encoded for nothing
         made, original, held_out = self._made(), self._original(parts), self._held_out(parts)
         warning = declare(
-            self.synthetic, self.reference, measured=f"Similarity ({', '.join(self.measures)})", where="this folder",
+            self.synthetic, self.reference, measured=f"Similarity ({', '.join(self.chosen)})", where="this folder",
         )  # fmt: skip
         facts: dict[str, Any] = {
             "synthetic": {
@@ -177,13 +176,13 @@ class Similarity:
             "not_covered": warning,
             "not_computed": {},
         }
-        if "bleu" in self.measures:
+        if "bleu" in self.chosen:
             facts["bleu"] = self._bleu(made, original, facts["not_computed"])
-        if "mauve" in self.measures:
+        if "mauve" in self.chosen:
             facts["mauve"] = self._mauve(made, original, facts["not_computed"])
-        if "diversity" in self.measures:
+        if "diversity" in self.chosen:
             facts["diversity"] = self._diversity(made, original)
-        if "overlap" in self.measures:
+        if "overlap" in self.chosen:
             facts["overlap"] = self._overlap(made, original, held_out)
         internal = self.reference == "private"
         written = write_similarity(facts, parts.run_dir, command=parts.command, plot=self.plot, owner_only=internal)

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.tuning import TuningData
 from lit_dpret.distributed.job import Job, job_here
 from lit_dpret.privacy.budget import require_choice
+from lit_dpret.settings import picked, require_whole
 from lit_dpret.synthesis.writer import synthesize
-from lit_dpret.tasks.parts import Parts, check_run_dir, require_whole
+from lit_dpret.tasks.parts import Parts, check_run_dir
 
 SYNTHETIC = "synthetic"
 
 
+@dataclass(kw_only=True)
 class Synthesize:
     """Write synthetic queries in BEIR's layout, with the generator's privacy card attached.
 
@@ -46,45 +49,37 @@ class Synthesize:
 
     takes_ranks = True
 
-    def __init__(
-        self,
-        *,
-        generator: str | Path,
-        passages_are_public: bool = False,
-        queries_per_passage: int = 1,
-        max_passages: int | None = None,
-        top_p: float = 0.8,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        max_new_tokens: int = 32,
-        min_new_tokens: int = 1,
-        group_size: int = 64,
-        precision: str = "32-true",
-        device: str = "auto",
-        threads: int = 1,
-        workers: int = 0,
-        groups_in_flight: int = 2,
-        language: str = "en",
-        license: str = "other",
-        tuning_data: str = "unknown",
-        tuning_note: str | None = None,
-    ) -> None:
-        require_whole(
-            queries_per_passage=(queries_per_passage, 1), group_size=(group_size, 1), threads=(threads, 1),
-            workers=(workers, 0), groups_in_flight=(groups_in_flight, 1),
-            max_passages=(1 if max_passages is None else max_passages, 1),
+    generator: Path
+    passages_are_public: bool = False
+    queries_per_passage: int = 1
+    max_passages: int | None = None
+    top_p: float = 0.8
+    temperature: float = 1.0
+    top_k: int | None = None
+    max_new_tokens: int = 32
+    min_new_tokens: int = 1
+    group_size: int = 64
+    precision: str = "32-true"
+    device: str = "auto"
+    threads: int = 1
+    workers: int = 0
+    groups_in_flight: int = 2
+    language: str = "en"
+    license: str = "other"
+    tuning_data: str = "unknown"
+    tuning_note: str | None = None
+
+    def __post_init__(self) -> None:
+        require_whole("task", self, 1, "queries_per_passage", "group_size", "threads", "groups_in_flight")
+        require_whole("task", self, 1, "max_passages", null=True)
+        require_whole("task", self, 0, "workers")
+        require_choice("task.tuning_data", self.tuning_data, get_args(TuningData))
+        self.generator = Path(self.generator)
+        self.settings = picked(
+            self, "top_p", "temperature", "top_k", "max_new_tokens", "min_new_tokens", "group_size", "precision",
+            "device", "threads", "workers", "groups_in_flight", "language", "license",
         )  # fmt: skip
-        require_choice("task.tuning_data", tuning_data, get_args(TuningData))
-        self.generator = Path(generator)
-        self.passages_are_public = passages_are_public
-        self.queries_per_passage = queries_per_passage
-        self.max_passages = max_passages
-        self.settings: dict[str, Any] = {
-            "top_p": top_p, "temperature": temperature, "top_k": top_k, "max_new_tokens": max_new_tokens,
-            "min_new_tokens": min_new_tokens, "group_size": group_size, "precision": precision, "device": device,
-            "threads": threads, "workers": workers, "groups_in_flight": groups_in_flight, "language": language,
-            "license": license, "tuning": {"data": tuning_data, "note": tuning_note or ""},
-        }  # fmt: skip
+        self.settings["tuning"] = {"data": self.tuning_data, "note": self.tuning_note or ""}
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Write ``run_dir/synthetic``; an interrupted run goes on where it stopped, on however many ranks."""

@@ -98,7 +98,7 @@ def _is_data_of(plan: Mapping[str, Any], data: Any) -> bool:
     return found in (plan["data_fingerprint"], plan.get("unplanted_fingerprint"))
 
 
-def declare(folder: Path | None, whose: Whose, *, measured: str, where: str) -> str | None:
+def declare(folder: Path | None, whose: Whose | None, *, measured: str, where: str) -> str | None:
     """Write on the card in ``folder`` that numbers about private queries are about to be computed.
 
     Args:

@@ -110,8 +110,8 @@ def tables(study: Trainings, grid: Grid) -> list[PaperTable]:
 def _point(study: Trainings, grid: Grid, point: tuple[float, float, int, float]) -> tuple[float, str]:
     lr, clip, batch, epochs = point
     base, source = study.base, study.source(study.choices.main)
-    optimizer = replace(base.make_generator.keywords["optimizer"], lr=lr)  # type: ignore[attr-defined]
-    make = partial(base.make_generator, pretrained=source, optimizer=optimizer)
+    optimizer = replace(base.generator.keywords["optimizer"], lr=lr)  # type: ignore[attr-defined]
+    make = partial(base.generator, pretrained=source, optimizer=optimizer)
     name = f"grid-lr{lr:g}-clip{clip:g}-batch{batch}-epochs{epochs:g}"
 
     def privacy() -> Any:
@@ -150,6 +150,6 @@ def _point(study: Trainings, grid: Grid, point: tuple[float, float, int, float])
         return [result[BLEU], privacy_line(read_card(parts.run_dir))]
 
     settings = [grid.eps, grid.split, grid.max_passages, point, study.choices.sizes[study.choices.main],
-                str(base.make_generator), base.generator_physical_batch]  # fmt: skip
+                str(base.generator), base.generator_physical_batch]  # fmt: skip
     bleu, line = study.result(name, settings, work)
     return float(bleu), str(line)

@@ -26,7 +26,7 @@ SHRUNK = "shrunk"
 """In place of a folder or name: a smaller generator that is made of the public one, from public passages alone."""
 BASELINES = "baselines"
 # Settings of the pipeline that no training depends on, or that are named beside those that do.
-_SETTING = ("make_generator", "only", "embeddings", "min_free_mb")
+_SETTING = ("generator", "only", "embeddings", "min_free_mb")
 
 
 class LeftOut(Exception):
@@ -185,8 +185,8 @@ class Trainings(Study):
         # The generator is none of the baselines' business, and its settings must not send them to be made again.
         settings: list[Any] = [shared, systems, eps]
         if size is not None:
-            changes["generator"] = partial(self.base.make_generator, pretrained=self.source(size))
-            settings += [self.base.make_generator, self.choices.sizes[size]]
+            changes["generator"] = partial(self.base.generator, pretrained=self.source(size))
+            settings += [self.base.generator, self.choices.sizes[size]]
 
         def work(parts: Parts) -> Any:
             self._make(**changes).run(replace(parts, make_privacy=lambda **_: self.privacy(eps)()))
@@ -218,7 +218,7 @@ class Trainings(Study):
             data.prepare_data()
             data.setup("fit")
             teacher = getattr(self._shrink, "keywords", {}).get("teacher", "public_t5")
-            codec = self.base.make_generator(privacy=NoPrivacy(), pretrained=teacher).codec
+            codec = self.base.generator(privacy=NoPrivacy(), pretrained=teacher).codec
             with ProgressLine("making the smaller generator") as progress:
                 self._shrink(
                     passages=data.public_passages(), folder=parts.run_dir / "model", contract=codec.contract,

@@ -108,7 +108,7 @@ def _systems(study: Trainings) -> list[_System]:
                 study.synthetic(cell).privacy, (MAIN, eps),
             ),
         ]  # fmt: skip
-    encoder = getattr(study.base.make_retriever, "keywords", {}).get("encoder", "minilm")
+    encoder = getattr(study.base.retriever, "keywords", {}).get("encoder", "minilm")
     public = "no private data"
     if isinstance(encoder, str):
         found.append(_System("zero-shot", PUBLIC_NAMES["zero_shot"], PUBLIC_ONLY, encoder, public, None))

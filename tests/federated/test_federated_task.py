@@ -287,12 +287,7 @@ def test_what_the_task_refuses(settings: dict[str, Any], message: str) -> None:
     ({"secure_sum": True, "roster": True}, r"federated\.roster=true says whose keys .* federated=flower"),
     ({"transport": "pigeons"}, r"federated\.transport='pigeons' is not one of flower, inprocess, simulation"),
     ({"stage1": {"eps": 3}}, r"federated\.stage1\.eps"),
-    ({"stage1": {"negatives": "hard"}}, r"federated\.stage1\.negatives"),
-    ({"stage1": {"optimizer_state": "lose"}}, r"federated\.stage1\.optimizer_state"),
     ({"privacy": {"eps": 8.0}, "stage1": {"in_batch": True}}, r"federated\.stage1\.in_batch=true"),
-    ({"privacy": {"eps": 8.0}, "stage2": {"request": "exact"}}, r"federated\.stage2\.request=exact"),
-    ({"privacy": {"eps": 8.0}, "stage2": {"response": "raw"}}, r"federated\.stage2\.response=raw"),
-    ({"privacy": {"eps": 8.0}, "stage1": {"weighting": "examples"}}, r"federated\.stage1\.weighting=examples"),
     ({"privacy": {"eps": 8.0}, "declare_public": False}, r"Set federated\.privacy\.collection_eps"),
 ])  # fmt: skip
 def test_what_a_federation_refuses_before_any_data_is_read(changes: dict[str, Any], message: str) -> None:

@@ -34,7 +34,7 @@ from lit_dpret.federated.fed_negatives import Site
 from lit_dpret.federated.flower import submit
 from lit_dpret.federated.flower.components import REFUSAL, RESULT
 from lit_dpret.federated.model import AS2Maker
-from lit_dpret.federated.settings import built
+from lit_dpret.settings import built
 
 MAKE = AS2Maker(encoder="planted", planted=SIZE, max_query_length=8, max_sentence_length=12)
 METRICS = ("mrr@10", "success@1", "success@20", "success@100", "recall@20", "recall@100")

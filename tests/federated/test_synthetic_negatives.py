@@ -31,7 +31,7 @@ from lit_dpret.federated.inprocess import InProcessFederation
 from lit_dpret.federated.settings import PddAs2, Stage1, Stage2
 from lit_dpret.federated.silo import SiloClient
 from lit_dpret.federated.silo_ledger import SiloLedger, silo_budget
-from lit_dpret.federated.synthetic import read_synthetic, train_generator, write_synthetic
+from lit_dpret.federated.synthetic import GeneratorTerms, read_synthetic, train_generator, write_synthetic
 from lit_dpret.federated.trust import trust_table
 from lit_dpret.privacy.ledger.run_ledger import START_EVENT, PrivacyLedger
 from lit_dpret.privacy.modes import NoPrivacy
@@ -77,7 +77,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     declare_public(root)
     for name, folder in silo_folders(root / "silos").items():
         run = train_generator(
-            folder, root / "state" / name, PRIVATE, make_generator, eps=EPS, batch_size=8, secret_file=root / "secret"
+            folder,
+            root / "state" / name,
+            PRIVATE,
+            make_generator,
+            GeneratorTerms(eps=EPS, batch_size=8),
+            secret_file=root / "secret",
         )
         write_synthetic(folder, run, queries_per_passage=2, min_new_tokens=3, max_new_tokens=4)
     return root
@@ -178,7 +183,12 @@ def test_a_generator_that_the_ledger_does_not_cover_is_refused_before_any_noise(
     shutil.rmtree(state / "generator")  # what it cost stays in the ledger
     with pytest.raises(BudgetExceededError):
         train_generator(
-            silo(world), state, PRIVATE, make_generator, eps=19.9, batch_size=8, secret_file=world / "secret"
+            silo(world),
+            state,
+            PRIVATE,
+            make_generator,
+            GeneratorTerms(eps=19.9, batch_size=8),
+            secret_file=world / "secret",
         )
     assert ledger_of(world).epsilon() <= EPS
 
@@ -186,11 +196,11 @@ def test_a_generator_that_the_ledger_does_not_cover_is_refused_before_any_noise(
 def test_a_finished_generator_is_not_trained_again_nor_with_other_settings(world: Path) -> None:
     state, spent = world / "state" / "client0", ledger_of(world).epsilon()
     again = train_generator(
-        silo(world), state, PRIVATE, make_generator, eps=EPS, batch_size=8, secret_file=world / "secret"
+        silo(world), state, PRIVATE, make_generator, GeneratorTerms(eps=EPS, batch_size=8), secret_file=world / "secret"
     )
     assert again == state / "generator" / "attempt-0" and ledger_of(world).epsilon() == spent
     with pytest.raises(ResumeError, match=r"generator\.eps=5"):
-        train_generator(silo(world), state, PRIVATE, make_generator, eps=2.0, batch_size=8)
+        train_generator(silo(world), state, PRIVATE, make_generator, GeneratorTerms(eps=2.0, batch_size=8))
 
 
 # -- what is refused --------------------------------------------------------------------------
@@ -333,7 +343,7 @@ def test_settings_that_make_no_sense_with_synthetic_queries_are_refused(settings
 )  # fmt: skip
 def test_a_generator_that_cannot_be_trained_is_refused(world: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        train_generator(silo(world), world / "state" / "new", PRIVATE, make_generator, **changes)
+        train_generator(silo(world), world / "state" / "new", PRIVATE, make_generator, GeneratorTerms(**changes))
 
 
 def test_the_tokenizer_of_these_tests_knows_the_planted_words() -> None:

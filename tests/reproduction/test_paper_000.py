@@ -45,7 +45,7 @@ class StandIn:
         self, only: Any = ("synthetic",), embeddings: Any = None, generator: Any = None, steps: int = 1
     ) -> None:
         self.only, self.embeddings, self.steps = tuple(only), embeddings, steps
-        self.make_generator, self.make_retriever = generator or partial(dict), partial(dict)
+        self.generator, self.retriever = generator or partial(dict), partial(dict)
         self.max_passages = 20
 
     def run(self, own: Any) -> dict[str, float]:

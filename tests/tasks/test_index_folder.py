@@ -20,7 +20,7 @@ from lit_dpret.encoders.st_folder import save_sentence_transformer
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.retrieval.search import search
 from lit_dpret.tasks import index_folder as build
-from lit_dpret.tasks.index_folder import IndexFolder, encode_folder, index_folder
+from lit_dpret.tasks.index_folder import Encoding, IndexFolder, encode_folder, index_folder
 
 WORDS = ["how", "to", "file", "a", "claim", "flood", "insurance", "cover", "my", "house"]
 PASSAGES = {f"p{i}{j}": f"{one} {two} house" for i, one in enumerate(WORDS) for j, two in enumerate(WORDS)}
@@ -97,19 +97,19 @@ def test_a_folder_that_was_begun_with_another_encoder_is_not_gone_on_with(
     with monkeypatch.context() as patch:
         patch.setattr(build, "encode_to_file", stopped)
         with pytest.raises(KeyboardInterrupt):
-            encode_folder(encoder, PASSAGES, tmp_path / "index", batch_size=2)
+            encode_folder(encoder, PASSAGES, tmp_path / "index", Encoding(batch_size=2))
     with pytest.raises(DataError, match=r"has no index.json: it is no index, or one that is not finished"):
         IndexFolder(tmp_path / "index")
     with pytest.raises(ResumeError, match="begun with another encoder"):
-        encode_folder(saved(tmp_path / "other", seed=1), PASSAGES, tmp_path / "index", batch_size=2)
-    encode_folder(encoder, PASSAGES, tmp_path / "index", batch_size=2)
-    encode_folder(encoder, PASSAGES, tmp_path / "whole", batch_size=2)
+        encode_folder(saved(tmp_path / "other", seed=1), PASSAGES, tmp_path / "index", Encoding(batch_size=2))
+    encode_folder(encoder, PASSAGES, tmp_path / "index", Encoding(batch_size=2))
+    encode_folder(encoder, PASSAGES, tmp_path / "whole", Encoding(batch_size=2))
     for name in ("embeddings.bin", "texts.jsonl", "texts.offsets"):
         assert (tmp_path / "index" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
 def test_half_the_storage_is_ranked_by_its_own_numbers_in_float32(encoder: Path, tmp_path: Path) -> None:
-    half = encode_folder(encoder, PASSAGES, tmp_path / "half", storage="bfloat16", dtype="bfloat16")
+    half = encode_folder(encoder, PASSAGES, tmp_path / "half", Encoding(storage="bfloat16", dtype="bfloat16"))
     assert (tmp_path / "half" / "embeddings.bin").stat().st_size == 100 * 16 * 2
     query = half.query_encoder().encode(["my house"], "query")
     expected = search(query, half.rows.chunk(0, 100).float(), 9, tie_rank=half.tie_rank)
@@ -138,11 +138,11 @@ def test_private_queries_are_refused_until_declared_and_then_kept_to_their_owner
     queries = {"q1": "flood insurance", "q2": "my house"}
     for declared in (None, "yes"):
         with pytest.raises(ConfigurationError, match="texts can be guessed from them"):
-            encode_folder(encoder, queries, tmp_path / "refused", side="query", queries=declared)  # type: ignore[arg-type]
+            encode_folder(encoder, queries, tmp_path / "refused", Encoding(side="query", queries=declared))  # type: ignore[arg-type]
     assert not (tmp_path / "refused").exists()
     with pytest.raises(ConfigurationError, match=r"task.side=passage"):
-        encode_folder(encoder, PASSAGES, tmp_path / "refused", queries="private")
-    made = encode_folder(encoder, queries, tmp_path / "private", side="query", queries="private")
+        encode_folder(encoder, PASSAGES, tmp_path / "refused", Encoding(queries="private"))
+    made = encode_folder(encoder, queries, tmp_path / "private", Encoding(side="query", queries="private"))
     assert made.manifest.private and made.manifest.card is None
     assert not (tmp_path / "private" / "privacy_card.json").exists()
     for name in ("embeddings.bin", "texts.jsonl", "texts.offsets"):
@@ -153,12 +153,12 @@ def test_private_queries_are_refused_until_declared_and_then_kept_to_their_owner
     assert index_folder(tmp_path / "private", tmp_path / "index", private=True).manifest.private
     with pytest.raises(ConfigurationError, match="only passages can be searched"):
         made.query_encoder()
-    public = encode_folder(encoder, queries, tmp_path / "public", side="query", queries="public")
+    public = encode_folder(encoder, queries, tmp_path / "public", Encoding(side="query", queries="public"))
     assert public.manifest.card is not None and not public.manifest.private
 
 
 def test_a_query_is_embedded_by_the_encoder_of_its_passages_or_not_at_all(encoder: Path, tmp_path: Path) -> None:
-    made = encode_folder(encoder, PASSAGES, tmp_path / "index", max_length=4)
+    made = encode_folder(encoder, PASSAGES, tmp_path / "index", Encoding(max_length=4))
     assert made.manifest.encoder["contract"]["passage_max_length"] == 4
     moved = encoder.rename(tmp_path / "moved")
     assert made.query_encoder(moved).contract == CONTRACT
@@ -170,12 +170,12 @@ def test_what_cannot_be_encoded_is_refused_in_one_line(encoder: Path, tmp_path: 
     with pytest.raises(DataError, match="There are no passages to encode"):
         encode_folder(encoder, {}, tmp_path / "index")
     with pytest.raises(ConfigurationError, match="storage='int8'"):
-        encode_folder(encoder, PASSAGES, tmp_path / "index", storage="int8")  # type: ignore[arg-type]
+        encode_folder(encoder, PASSAGES, tmp_path / "index", Encoding(storage="int8"))  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="passage_max_length=0"):
-        encode_folder(encoder, PASSAGES, tmp_path / "index", max_length=0)
+        encode_folder(encoder, PASSAGES, tmp_path / "index", Encoding(max_length=0))
     t5 = saved(tmp_path / "t5", backbone=tiny_t5())
     with pytest.raises(ConfigurationError, match="T5 overflows in float16; choose bfloat16"):
-        encode_folder(t5, PASSAGES, tmp_path / "index", dtype="float16")
+        encode_folder(t5, PASSAGES, tmp_path / "index", Encoding(dtype="float16"))
     broken = tiny_bert()
     with torch.no_grad():
         broken.embeddings.word_embeddings.weight[7] = float("nan")  # the word "file"

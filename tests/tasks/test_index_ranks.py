@@ -11,7 +11,7 @@ from tiny_models import tiny_bert, tiny_tokenizer
 
 from lit_dpret.encoders import Contract, TextEncoder, embedding_cache
 from lit_dpret.encoders.st_folder import save_sentence_transformer
-from lit_dpret.tasks.index_folder import IndexFolder, encode_folder
+from lit_dpret.tasks.index_folder import Encoding, IndexFolder, encode_folder
 
 WORDS = ["how", "to", "file", "a", "claim", "flood", "insurance", "cover", "my", "house"]
 TEXTS = {
@@ -32,7 +32,7 @@ def folder(tmp_path: Path) -> Path:
 def whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
     """The folder of one process."""
     monkeypatch.setattr(embedding_cache, "_BATCHES_PER_GROUP", 1)
-    encode_folder(folder / "encoder", TEXTS, folder / "whole", batch_size=8)
+    encode_folder(folder / "encoder", TEXTS, folder / "whole", Encoding(batch_size=8))
     return content(folder / "whole")
 
 
@@ -87,5 +87,5 @@ def test_a_part_that_is_torn_or_of_another_matrix_is_not_believed(
     monkeypatch.setattr(
         embedding_cache.WindowGroups, "embed", lambda self, start: seen.append(start) or embed(self, start)
     )
-    encode_folder(folder / "encoder", TEXTS, folder / "set", batch_size=8)
+    encode_folder(folder / "encoder", TEXTS, folder / "set", Encoding(batch_size=8))
     assert content(folder / "set") == whole and 0 in seen and not parts.exists()

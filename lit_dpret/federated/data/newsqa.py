@@ -43,10 +43,6 @@ def section_of(url: str, *, merge_world: bool = False) -> str | None:
         'health'
         >>> section_of("http://www.cnn.com/2013/04/02/opinions/y/index.html"), section_of("http://cnn.com/video/z")
         ('opinion', None)
-
-    Args:
-        url: The address, of the archive or of the site.
-        merge_world: Take the parts of the world for one genre.
     """
     site = _SITE.search(url.strip())
     if site is None:
@@ -94,10 +90,6 @@ def read_newsqa(
     combined: str | Path, genres: Mapping[str, str]
 ) -> tuple[dict[str, tuple[str, str]], list[Question], dict[str, int]]:
     """Read stories and answered questions of ``combined-newsqa-data-v1.json``.
-
-    Args:
-        combined: The file.
-        genres: Genre by story id (`read_genres`).
 
     Returns:
         Genre and text by story, the questions with the span that their annotators agreed on and their official

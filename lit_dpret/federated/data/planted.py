@@ -15,7 +15,7 @@ import numpy as np
 
 from lit_dpret.datamodules.silo_folder import Silo, SiloQuery
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.federated.settings import require_number, require_switch, require_whole
+from lit_dpret.settings import require_number, require_switch, require_whole
 
 
 @dataclass(frozen=True, kw_only=True)

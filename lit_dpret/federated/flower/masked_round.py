@@ -83,8 +83,7 @@ class MaskedRound:
     def run(self, marker: Path) -> tuple[Weights, list[str]]:
         """Run all acts; return the next global weights, and the names of the silos that they are made of.
 
-        Args:
-            marker: A file that records that silos were asked to agree to a list of this round.
+        The file ``marker`` records that silos were asked to agree to a list of this round.
 
         Raises:
             DataError: Too few silos were left before it was written: the round may be begun again.

@@ -246,14 +246,7 @@ def build_server_app(
     split: str = "test",
     on_result: Callable[[FedResult], None] | None = None,
 ) -> ServerApp:
-    """Build the server's app, which runs the federation and writes ``federation.json`` beside its weights.
-
-    Args:
-        federation: The run.
-        measure: As for `Federation.run`.
-        split: The same.
-        on_result: Called at the end.
-    """
+    """Build the server's app, which runs the federation and writes ``federation.json`` beside its weights."""
     app = ServerApp()
 
     def main(grid: Grid, context: Context) -> None:

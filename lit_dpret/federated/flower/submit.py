@@ -26,9 +26,10 @@ from lit_dpret.federated.flower.node import check_certificates, flower_program
 from lit_dpret.federated.flower.payloads import digest_of
 from lit_dpret.federated.flower.reach import Reach
 from lit_dpret.federated.model import AS2Maker
-from lit_dpret.federated.settings import PHASES, PddAs2, Phase, plain
+from lit_dpret.federated.settings import PHASES, PddAs2, Phase
 from lit_dpret.federated.storage import save_json
 from lit_dpret.federated.transport import FederationRun
+from lit_dpret.settings import plain
 
 APP = """\
 # A Flower app without code: both components are those of the installed package.

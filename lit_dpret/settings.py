@@ -1,0 +1,118 @@
+"""Settings objects: refusals of single settings by name, and how settings are read from plain mappings and written."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from lit_dpret.errors import ConfigurationError
+
+
+def require_switch(where: str, settings: object, *names: str) -> None:
+    """Refuse settings that are not booleans; ``where`` comes before each name in the message."""
+    for name in names:
+        value = getattr(settings, name)
+        if not isinstance(value, bool):
+            raise ConfigurationError(f"{where}.{name}={value!r} must be true or false.")
+
+
+def require_whole(where: str, settings: object, least: int, *names: str, null: bool = False) -> None:
+    """Refuse settings that are not whole numbers of at least ``least``, nor null where ``null`` allows it."""
+    for name in names:
+        value = getattr(settings, name)
+        wrong = isinstance(value, bool) or not isinstance(value, int) or value < least
+        if wrong and not (null and value is None):
+            raise ConfigurationError(
+                f"{where}.{name}={value!r} must be a whole number of at least {least}{', or null' if null else ''}."
+            )
+
+
+def require_number(where: str, settings: object, *names: str, zero: bool = False, null: bool = False) -> None:
+    """Refuse settings that are not positive and finite, nor 0 or null where ``zero`` and ``null`` allow it."""
+    for name in names:
+        value = getattr(settings, name)
+        wrong = isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf")
+        if (wrong or (value == 0 and not zero)) and not (null and value is None):
+            raise ConfigurationError(
+                f"{where}.{name}={value!r} must be a positive, finite number{', or 0' if zero else ''}"
+                f"{', or null' if null else ''}."
+            )
+
+
+def picked(settings: object, *names: str) -> dict[str, Any]:
+    """Return some settings by name, to hand them on."""
+    return {name: getattr(settings, name) for name in names}
+
+
+T = TypeVar("T")
+
+
+def built(kind: type[T], found: object, where: str) -> T:
+    """Build a dataclass, and the dataclasses in it, from a mapping; null is an empty one.
+
+    Unknown keys, missing keys and values of another type are refused by their full name, which begins with ``where``.
+    ``3e-5``, which YAML takes for a string, counts as a number.
+
+    Raises:
+        ConfigurationError: Naming the key.
+    """
+    if found is None:
+        found = {}
+    if not isinstance(found, Mapping):
+        raise ConfigurationError(f"{where} is {found!r}, and settings by name are needed.")
+    hints = get_type_hints(kind)
+    known = {one.name: one for one in fields(kind) if one.init}  # type: ignore[arg-type]
+    for key in found:
+        if key not in known:
+            raise ConfigurationError(f"{where}.{key} is not known; there are {', '.join(known)}.")
+    values: dict[str, Any] = {}
+    for name, one in known.items():
+        if name in found:
+            values[name] = _value(hints[name], found[name], f"{where}.{name}")
+        elif one.default is MISSING and one.default_factory is MISSING:
+            raise ConfigurationError(f"{where}.{name} is missing.")
+    return kind(**values)
+
+
+def plain(value: Any) -> Any:
+    """Return a dataclass, or a value in one, as mappings and plain values that YAML and `built` read back."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {one.name: plain(getattr(value, one.name)) for one in fields(value) if one.init}
+    if isinstance(value, Mapping):
+        return {str(key): plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def _value(hint: Any, found: Any, where: str) -> Any:
+    origin, choices = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return found
+    if origin in (Union, types.UnionType):
+        if found is None and type(None) in choices:
+            return None
+        return _value(next(one for one in choices if one is not type(None)), found, where)
+    if origin is Literal:
+        if found not in choices:
+            raise ConfigurationError(f"{where}={found!r} is not one of {', '.join(map(str, choices))}.")
+        return found
+    if origin is tuple and isinstance(found, list | tuple):
+        return tuple(_value(choices[0], one, where) for one in found)
+    if isinstance(origin, type) and issubclass(origin, Mapping) and isinstance(found, Mapping):
+        return {str(key): _value(choices[1], one, f"{where}.{key}") for key, one in found.items()}
+    if isinstance(hint, type) and is_dataclass(hint):
+        return built(hint, found, where)
+    if hint is Path and isinstance(found, str) and found:
+        return Path(found).expanduser()
+    if hint is float and not isinstance(found, bool) and isinstance(found, int | float | str):
+        try:
+            return float(found)
+        except ValueError:
+            pass
+    if isinstance(hint, type) and type(found) is hint:
+        return found
+    raise ConfigurationError(f"{where}={found!r} is no {getattr(hint, '__name__', hint)}.")
