@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, get_args
 
 import numpy as np
@@ -39,7 +40,7 @@ from lit_dpret.privacy.accounting.releases import (
     Shuffle,
     TruncatedPoisson,
 )
-from lit_dpret.privacy.budget import AccountantName, Neighbours, PrivacyBudget
+from lit_dpret.privacy.budget import AccountantName, Neighbours
 from lit_dpret.privacy.plan import PrivacyPlan
 
 OTHER_BOUND = "the loss couples units, and under this law and relation one of them moves the sum further than planned"
@@ -75,6 +76,21 @@ class Planned:
     n: int | None
     batch: float
     holds: Callable[[SamplingLaw, Neighbours], bool] = lambda law, neighbours: True
+
+    @classmethod
+    def of(cls, plan: PrivacyPlan) -> Planned:
+        """Return the releases of a plan; under a coupled loss a batch is counted in units, not by the denominator."""
+        coupling, budget = plan.coupling, plan.budget
+        return cls(
+            law=plan.law,
+            noise_multiplier=plan.noise_multiplier,
+            steps=plan.steps,
+            delta=budget.delta,
+            neighbours=budget.neighbours,
+            n=plan.n_public,
+            batch=plan.denominator if coupling is None else coupling.expected * coupling.sub_batches,
+            holds=plan.holds_under,
+        )
 
     def releases(self, law: SamplingLaw, steps: int | None = None) -> list[GaussianRelease]:
         """The planned steps, or the first ``steps`` of them, as if drawn by ``law``."""
@@ -250,166 +266,138 @@ def _number(value: float, why: str = "beyond all bounds") -> dict[str, Any]:
 BUDGETS = (1.0, 3.0, 8.0, 16.0)
 
 
-@dataclass(frozen=True)
-class Forecast:
-    """The cost of ``steps`` releases like ``release``.
+def describe_plan(plan: PrivacyPlan, progress: Callable[[str], None] = lambda what: None) -> dict[str, Any]:
+    """What the plan promises and costs, as JSON values: noise, epsilon by every way of counting, ceilings.
 
-    Args:
-        release: What one step lets out.
-        budget: The guarantee that was asked for.
-        accountant: The accountant that states the claim.
-        steps: Steps planned.
-        denominator: The public constant that the noised sum is divided by.
-        n_public: The number of units, where it is public or declared.
-        progress: Told what is computed next, before it is.
-        batch: Units in a batch on average; None where that is the denominator.
-        holds: Whether the noise may be read under a law and a relation.
+    Takes some ten seconds for long runs with little noise; ``progress`` is told what is computed next.
+    ``format_plan`` makes a text of it. What cannot be computed is None and says why beside it. Of a plan that is not
+    `PrivacyPlan.proved` no epsilon is stated: it is None, and nothing that follows from it is there.
     """
+    facts: dict[str, Any] = {
+        "plan": plan.to_dict(),
+        "fingerprint": plan.fingerprint(),
+        "law": plan.law.describe(),
+        "noise_std": plan.noise_std,
+    }
+    noise = {
+        "noise_multiplier": plan.noise_multiplier,
+        "noise_to_batch": plan.noise_multiplier / plan.denominator,
+    }
+    if not plan.proved:
+        counts = {"expected_batch_size": plan.denominator, "steps": plan.steps, "epochs": None, "epsilon": None}
+        return {**facts, **noise, **counts}
 
-    release: GaussianRelease
-    budget: PrivacyBudget
-    accountant: AccountantName
-    steps: int
-    denominator: float
-    n_public: int | None = None
-    progress: Callable[[str], None] = lambda what: None
-    batch: float | None = None
-    holds: Callable[[SamplingLaw, Neighbours], bool] = lambda law, neighbours: True
+    def doing(what: str) -> Callable[[], None]:
+        progress(what)
+        return lambda: progress(what)
 
-    def to_dict(self) -> dict[str, Any]:
-        """The whole forecast as JSON values; what cannot be computed is None and says why beside it."""
-        law = self.release.law
-        planned = Planned(
-            law=law,
-            noise_multiplier=self.release.noise_multiplier,
-            steps=self.steps,
-            delta=self.budget.delta,
-            neighbours=self.budget.neighbours,
-            n=self.n_public,
-            batch=self.batch or self.denominator,
-            holds=self.holds,
-        )
-        return {
-            "noise_multiplier": self.release.noise_multiplier,
-            "noise_to_batch": self.release.noise_multiplier / self.denominator,
-            "sample_rate": _sample_rate(law),
-            "expected_batch_size": self.denominator,
-            "cap": law.cap if isinstance(law, TruncatedPoisson) else None,
-            "steps": self.steps,
-            "epochs": self._epochs(),
-            "epsilon_matrix": epsilon_matrix(planned, self._doing("epsilon under each law and relation")),
-            "user_level": user_levels(planned, self._doing("epsilon of several units")),
-            "epsilon_over_steps": epsilon_over_steps(planned),
-            "audit_power": audit_power(self.budget.eps, self.budget.delta),
-            "knee": self._knee(),
-            "ceilings": self._ceilings(),
-            "epsilon_without_amplification": self._answer(
-                lambda: epsilon_without_amplification(
-                    [self._all(law)], delta=self.budget.delta, neighbours=self.budget.neighbours
-                )
-            ),
-            "epsilon_by": self._table(),
-            "noise_for": self._noise_for(),
-        }
+    law, budget, planned = plan.law, plan.budget, Planned.of(plan)
+    return {
+        **facts,
+        "epsilon": plan.epsilon(),
+        **noise,
+        "sample_rate": _sample_rate(law),
+        "expected_batch_size": plan.denominator,
+        "cap": law.cap if isinstance(law, TruncatedPoisson) else None,
+        "steps": plan.steps,
+        "epochs": _epochs(plan),
+        "epsilon_matrix": epsilon_matrix(planned, doing("epsilon under each law and relation")),
+        "user_level": user_levels(planned, doing("epsilon of several units")),
+        "epsilon_over_steps": epsilon_over_steps(planned),
+        "audit_power": audit_power(budget.eps, budget.delta),
+        "knee": _knee(plan, planned.batch, doing),
+        "ceilings": _ceilings(plan),
+        "epsilon_without_amplification": _answer(
+            lambda: epsilon_without_amplification(
+                planned.releases(law), delta=budget.delta, neighbours=budget.neighbours
+            )
+        ),
+        "epsilon_by": _epsilon_by(plan, planned),
+        "noise_for": [_noise_for(eps, plan, progress) for eps in sorted({*BUDGETS, budget.eps})],
+    }
 
-    def _all(self, law: SamplingLaw) -> GaussianRelease:
-        return replace(self.release, law=law, count=self.steps)
 
-    def _epochs(self) -> float | None:
-        law = self.release.law
-        if isinstance(law, Shuffle):
-            return self.steps / law.steps_per_epoch
-        rate = _sample_rate(law)
-        return None if rate is None else self.steps * rate
+def _epochs(plan: PrivacyPlan) -> float | None:
+    if isinstance(plan.law, Shuffle):
+        return plan.steps / plan.law.steps_per_epoch
+    rate = _sample_rate(plan.law)
+    return None if rate is None else plan.steps * rate
 
-    def _doing(self, what: str) -> Callable[[], None]:
-        self.progress(what)
-        return lambda: self.progress(what)
 
-    def _knee(self) -> dict[str, Any] | None:
-        """The grid of noise over batch; None where no number of units is public or declared."""
-        rate, epochs = _sample_rate(self.release.law), self._epochs()
-        units = self.n_public
-        if units is None and rate is not None and rate < 1:
-            # Both are declared constants, and so is their quotient.
-            units = max(1, round((self.batch or self.denominator) / rate))
-        if units is None or epochs is None:
-            return None
-        return knee_table(
-            n=units,
-            eps=self.budget.eps,
-            delta=self.budget.delta,
-            neighbours=self.budget.neighbours,
-            batch=min(units, max(1, round(self.batch or self.denominator))),
-            epochs=epochs,
-            heartbeat=self._doing("noise over batch, for other batches and passes"),
-        )
-
-    def _ceilings(self) -> dict[str, Any] | None:
-        accountants: tuple[AccountantName, ...] = ("pld", "rdp")
-        for name in accountants:
-            try:
-                return attack_ceilings(
-                    [self._all(self.release.law)], neighbours=self.budget.neighbours, accountant=name
-                ) | {"accountant": name}
-            except UnsupportedAccountingError:
-                continue
+def _knee(plan: PrivacyPlan, batch: float, doing: Callable[[str], Callable[[], None]]) -> dict[str, Any] | None:
+    """The grid of noise over batch; None where no number of units is public or declared."""
+    rate, epochs, units = _sample_rate(plan.law), _epochs(plan), plan.n_public
+    if units is None and rate is not None and rate < 1:
+        # Both are declared constants, and so is their quotient.
+        units = max(1, round(batch / rate))
+    if units is None or epochs is None:
         return None
+    return knee_table(
+        n=units,
+        eps=plan.budget.eps,
+        delta=plan.budget.delta,
+        neighbours=plan.budget.neighbours,
+        batch=min(units, max(1, round(batch))),
+        epochs=epochs,
+        heartbeat=doing("noise over batch, for other batches and passes"),
+    )
 
-    def _table(self) -> list[dict[str, Any]]:
-        """Epsilon of the same noise by other ways of counting, the planned one first."""
-        law, stated = self.release.law, self.budget.neighbours
-        uncapped = _uncapped(law)
-        others: list[tuple[AccountantName, Neighbours, SamplingLaw]] = [(self.accountant, stated, law)]
-        others += [(self.accountant, stated, uncapped)]
-        others += [(name, stated, uncapped) for name in get_args(AccountantName)]
-        others += [(self.accountant, relation, uncapped) for relation in get_args(Neighbours)]
-        if isinstance(law, TruncatedPoisson):
-            size = max(1, round(law.sample_rate * law.n))
-            others += [("rdp", "replace_one", FixedSize(batch_size=size, n=law.n))]
-            others += [("pld", stated, Shuffle(batch_size=size, n=law.n))]
-        rows = []
-        for accountant, neighbours, other in dict.fromkeys(others):
-            if not self.holds(other, neighbours):
-                unread = {"epsilon": None, "why": OTHER_BOUND}
-                rows.append({"accountant": accountant, "neighbours": neighbours, "sampling": other.kind, **unread})
-                continue
-            answer = self._answer(
-                lambda a=accountant, r=neighbours, o=other: epsilon(  # type: ignore[misc]
-                    [self._all(o)], delta=self.budget.delta, neighbours=r, accountant=a
-                )
-            )
-            rows.append({"accountant": accountant, "neighbours": neighbours, "sampling": other.kind, **answer})
-        return rows
 
-    def _noise_for(self) -> list[dict[str, Any]]:
-        """The noise that the asked budget and others ask for without a cap, each at most a thousandth too large."""
-        return [self._noise_row(eps) for eps in sorted({*BUDGETS, self.budget.eps})]
-
-    def _noise_row(self, eps: float) -> dict[str, Any]:
-        self.progress(f"noise for epsilon {eps:g}")
+def _ceilings(plan: PrivacyPlan) -> dict[str, Any] | None:
+    accountants: tuple[AccountantName, ...] = ("pld", "rdp")
+    for name in accountants:
         try:
-            noise = calibrate_noise(
-                eps=eps,
-                delta=self.budget.delta,
-                neighbours=self.budget.neighbours,
-                law=_uncapped(self.release.law),
-                steps=self.steps,
-                accountant=self.accountant,
-            )
-        except ConfigurationError as error:
-            return {"eps": eps, "noise_multiplier": None, "noise_to_batch": None, "why": str(error)}
-        return {"eps": eps, "noise_multiplier": noise, "noise_to_batch": noise / self.denominator}
+            found = attack_ceilings([plan.release(plan.steps)], neighbours=plan.budget.neighbours, accountant=name)
+        except UnsupportedAccountingError:
+            continue
+        return found | {"accountant": name}
+    return None
 
-    @staticmethod
-    def _answer(question: Callable[[], float]) -> dict[str, Any]:
-        try:
-            value = question()
-        except ConfigurationError as error:
-            return {"epsilon": None, "why": str(error)}
-        if math.isinf(value):
-            return {"epsilon": None, "why": "beyond all bounds"}
-        return {"epsilon": value}
+
+def _epsilon_by(plan: PrivacyPlan, planned: Planned) -> list[dict[str, Any]]:
+    """Epsilon of the same noise by other ways of counting, the planned one first."""
+    law, stated, counted = plan.law, plan.budget.neighbours, plan.accountant
+    uncapped = _uncapped(law)
+    others: list[tuple[AccountantName, Neighbours, SamplingLaw]] = [(counted, stated, law), (counted, stated, uncapped)]
+    others += [(name, stated, uncapped) for name in get_args(AccountantName)]
+    others += [(counted, relation, uncapped) for relation in get_args(Neighbours)]
+    if isinstance(law, TruncatedPoisson):
+        size = max(1, round(law.sample_rate * law.n))
+        others += [("rdp", "replace_one", FixedSize(batch_size=size, n=law.n))]
+        others += [("pld", stated, Shuffle(batch_size=size, n=law.n))]
+    rows = []
+    for accountant, neighbours, other in dict.fromkeys(others):
+        if planned.holds(other, neighbours):
+            count = partial(epsilon, delta=planned.delta, neighbours=neighbours, accountant=accountant)
+            answer = _answer(partial(count, planned.releases(other)))
+        else:
+            answer = {"epsilon": None, "why": OTHER_BOUND}
+        rows.append({"accountant": accountant, "neighbours": neighbours, "sampling": other.kind, **answer})
+    return rows
+
+
+def _noise_for(eps: float, plan: PrivacyPlan, progress: Callable[[str], None]) -> dict[str, Any]:
+    """The noise that a budget asks for without a cap, at most a thousandth too large."""
+    progress(f"noise for epsilon {eps:g}")
+    try:
+        noise = calibrate_noise(
+            eps=eps,
+            delta=plan.budget.delta,
+            neighbours=plan.budget.neighbours,
+            law=_uncapped(plan.law),
+            steps=plan.steps,
+            accountant=plan.accountant,
+        )
+    except ConfigurationError as error:
+        return {"eps": eps, "noise_multiplier": None, "noise_to_batch": None, "why": str(error)}
+    return {"eps": eps, "noise_multiplier": noise, "noise_to_batch": noise / plan.denominator}
+
+
+def _answer(question: Callable[[], float]) -> dict[str, Any]:
+    try:
+        return _number(question())
+    except ConfigurationError as error:
+        return {"epsilon": None, "why": str(error)}
 
 
 def _sample_rate(law: SamplingLaw) -> float | None:
@@ -423,45 +411,3 @@ def _sample_rate(law: SamplingLaw) -> float | None:
 def _uncapped(law: SamplingLaw) -> SamplingLaw:
     law = plain(law)
     return Poisson(sample_rate=law.sample_rate) if isinstance(law, TruncatedPoisson) else law
-
-
-def describe_plan(plan: PrivacyPlan, progress: Callable[[str], None] = lambda what: None) -> dict[str, Any]:
-    """What the plan promises and costs, as JSON values: noise, epsilon by every way of counting, ceilings.
-
-    Takes some ten seconds for long runs with little noise; ``progress`` is told what is computed next.
-    ``format_plan`` makes a text of it. Of a plan that is not `PrivacyPlan.proved` no epsilon is stated: it is None,
-    and nothing that follows from it is there.
-    """
-    if not plan.proved:
-        return {
-            "plan": plan.to_dict(),
-            "fingerprint": plan.fingerprint(),
-            "law": plan.law.describe(),
-            "noise_std": plan.noise_std,
-            "noise_multiplier": plan.noise_multiplier,
-            "noise_to_batch": plan.noise_multiplier / plan.denominator,
-            "expected_batch_size": plan.denominator,
-            "steps": plan.steps,
-            "epochs": None,
-            "epsilon": None,
-        }
-    coupling = plan.coupling
-    forecast = Forecast(
-        plan.release(),
-        plan.budget,
-        plan.accountant,
-        plan.steps,
-        plan.denominator,
-        plan.n_public,
-        progress,
-        batch=plan.denominator if coupling is None else coupling.expected * coupling.sub_batches,
-        holds=plan.holds_under,
-    )
-    return {
-        "plan": plan.to_dict(),
-        "fingerprint": plan.fingerprint(),
-        "law": plan.law.describe(),
-        "noise_std": plan.noise_std,
-        "epsilon": plan.epsilon(),
-        **forecast.to_dict(),
-    }

@@ -342,16 +342,7 @@ def test_the_bound_that_is_chosen_is_cut_less_often_than_delta_allows(parts: int
 
 
 def cells(plan: Any) -> dict[tuple[str, str], float | None]:
-    planned = Planned(
-        law=plan.law,
-        noise_multiplier=plan.noise_multiplier,
-        steps=plan.steps,
-        delta=plan.budget.delta,
-        neighbours=plan.budget.neighbours,
-        n=plan.n_public,
-        batch=10,
-        holds=plan.holds_under,
-    )
+    planned = Planned.of(plan)
     return {(row["sampling"], row["neighbours"]): row["epsilon"] for row in epsilon_matrix(planned)}
 
 
