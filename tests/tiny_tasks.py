@@ -60,8 +60,7 @@ def write_synthetic(folder: Path, log: PairsDataModule) -> Path:
     write_pseudo_queries(log.public_passages(), folder)
     files = [path for path in folder.rglob("*") if path.is_file()]
     subject = subject_of("dataset", "synthetic queries", files, root=folder)
-    plan = make_plan()
-    write_card(Run(folder.with_name("generator"), plan).train().card(plan=plan, subject=subject), folder)
+    write_card(Run(folder.with_name("generator"), make_plan()).train().card(subject=subject), folder)
     return folder
 
 

@@ -9,7 +9,7 @@ run used. The earlier card must agree with its ledger and with the model's files
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -151,14 +151,45 @@ def model_folder(run: str | Path) -> Path:
     return folder / MODEL_FOLDER if (folder / MODEL_FOLDER).is_dir() else folder
 
 
+def traces_of_training(model: str | Path) -> Iterator[tuple[Path, str]]:
+    """Yield each file that tells which run trained a model, with that run's mode, or the guarantee on its card.
+
+    Asked are cards, ledgers and the notes of `save_model`, in the folder, in its ``model/``, in the run folder whose
+    ``model/`` it is, and the card above that lists its files. Either of them survives where another one was lost.
+
+    Raises:
+        DataError: A card or a note cannot be read.
+        LedgerError: A ledger cannot be read.
+    """
+    from lit_dpret.privacy.ledger.trained import NOTE_NAME, noted_in  # it needs torch, and verification reads this file
+
+    folder = Path(model).expanduser()
+    places = [folder.resolve(), model_folder(folder).resolve()]
+    if places[0].name == MODEL_FOLDER:
+        places.append(places[0].parent)
+    for place in dict.fromkeys(places):
+        if (place / CARD_NAME).is_file():
+            yield place / CARD_NAME, str(read_card(place)["claim"]["guarantee"])
+        yield from ((place / NOTE_NAME, run.privacy) for run in sorted(noted_in(place)))
+        if (ledger := place / LEDGER_NAME).is_file():
+            records = PrivacyLedger.read(ledger).records
+            yield from ((ledger, str(record["mode"])) for record in records if record["kind"] == "plan")
+            start = start_of(records)
+            if start is not None and not start["public"]:  # also a run under privacy=none hands on what it began with
+                yield ledger, "dp" if start["releases"] else str(start["guarantee"])
+    if (above := card_above(folder)) is not None:
+        yield above, str(read_card(above)["claim"]["guarantee"])
+
+
 def read_start(run: str | Path, *, public: bool, knob: str = "init_from") -> Start:
     """Read the start that ``init_from=run`` means.
 
     Guarantees:
         - A private start is taken only if its card agrees with its ledger, file for file and number for number.
         - A start whose card an audit contradicts has no guarantee to pass on.
-        - Without a card, only a declaration makes a start public; a card that tells of private data cannot be declared
-          away.
+        - Without a card, only a declaration makes a start public; a card, note or ledger that tells of a training under
+          any mode but ``privacy=none`` cannot be declared away. Whether the data of ``privacy=none`` were public is the
+          declaration.
 
     Args:
         run: A run folder with ``model/``, card and ledger; or any model folder that is declared public.
@@ -166,23 +197,21 @@ def read_start(run: str | Path, *, public: bool, knob: str = "init_from") -> Sta
         knob: The setting that named it, for messages.
 
     Raises:
-        ConfigurationError: There is no such folder, or no card and no declaration, or both disagree.
-        DataError: The card does not agree with its ledger or with the model's files.
+        ConfigurationError: There is no such folder, or no card and no declaration, or the declaration is contradicted.
+        DataError: The card does not agree with its ledger or with the model's files, or a note cannot be read.
+        LedgerError: The ledger of a start that is declared public cannot be read.
     """
     folder = Path(run).expanduser()
     if not folder.is_dir():
         raise ConfigurationError(f"{knob}={run} is no folder. Give the folder of a run, or a model folder.")
     name = folder.resolve().name
+    if public:
+        _refuse_what_was_private(folder, knob, run)
     if not (folder / CARD_NAME).is_file():
         if not public:
             raise ConfigurationError(
                 f"{knob}={run} has no {CARD_NAME}: nobody can say which private data its weights have seen. If it "
                 "was trained on public data alone, say init_from_is_public=true."
-            )
-        if (above := card_above(folder)) is not None:
-            raise ConfigurationError(
-                f"{knob}={run} is declared public, but it is a part of what {above} describes, and that card tells of "
-                "private data. Name the run that it lies in, without init_from_is_public=true."
             )
         return Start(folder, {"name": name, "card_sha256": None, "public": True, "guarantee": None,
                               "releases": [], "parents": [], "runs": _runs_of(folder / LEDGER_NAME)}, knob)  # fmt: skip
@@ -192,11 +221,6 @@ def read_start(run: str | Path, *, public: bool, knob: str = "init_from") -> Sta
     facts: dict[str, Any] = {"name": name, "card_sha256": sha256, "public": public, "guarantee": claim["guarantee"],
                              "releases": [], "parents": parents, "runs": []}  # fmt: skip
     if public:
-        if claim["guarantee"] != "none":
-            raise ConfigurationError(
-                f"{knob}={run} is declared public, but its card tells of private data (guarantee: "
-                f"{claim['guarantee']}). As init_from, without init_from_is_public=true, its claim would be composed."
-            )
         return Start(folder, facts | {"runs": _runs_of(folder / LEDGER_NAME)}, knob)
     if card["mechanism"]["kind"] == "post_processing":
         raise ConfigurationError(
@@ -228,6 +252,21 @@ def read_start(run: str | Path, *, public: bool, knob: str = "init_from") -> Sta
         facts |= {key: claim[key] for key in ("unit", "neighbours", "epsilon", "delta")}
         facts["floating_point"] = card["randomness"].get("floating_point", True)
     return Start(folder, facts, knob)
+
+
+def _refuse_what_was_private(folder: Path, knob: str, run: str | Path) -> None:
+    if not (folder / CARD_NAME).is_file() and (above := card_above(folder)) is not None:
+        raise ConfigurationError(
+            f"{knob}={run} is declared public, but it is a part of what {above} describes, and that card tells of "
+            "private data. Name the run that it lies in, without init_from_is_public=true."
+        )
+    for place, privacy in traces_of_training(folder):
+        if privacy != "none":
+            raise ConfigurationError(
+                f"{knob}={run} is declared public, but {place} tells of private data ({privacy}). Name the whole "
+                "folder of that run, without init_from_is_public=true: its claim is then composed.",
+                trap="T30",
+            )
 
 
 def _last_noise(records: Sequence[Mapping[str, Any]]) -> str | None:

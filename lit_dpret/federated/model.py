@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lit_dpret.cards.file import CARD_NAME, card_above
+from lit_dpret.cards.start import traces_of_training
 from lit_dpret.encoders import Contract, TextEncoder, load_towers
 from lit_dpret.encoders.backbones import keep_layers
 from lit_dpret.encoders.st_folder import cut
@@ -21,7 +21,6 @@ from lit_dpret.federated.aggregation import Weights, take_weights
 from lit_dpret.federated.data.planted import Planted, planted_words
 from lit_dpret.modules.as2 import AS2DualEncoder
 from lit_dpret.modules.optimizers import OptimizerSpec
-from lit_dpret.privacy.ledger.trained import noted_in
 from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
 
 PLANTED = "planted"
@@ -114,12 +113,12 @@ def refuse_private_start(make: Callable[..., AS2DualEncoder]) -> None:
     """Refuse an encoder that was trained on private data, for a federation whose silos count what they spend.
 
     Raises:
-        ConfigurationError: The folder of the encoder has a privacy card, or a note of the run that trained it.
+        ConfigurationError: A card, note or ledger in or around its folder tells of the run that trained it.
     """
     place = Path(str(getattr(make, "encoder", PLANTED))).expanduser()
     if not place.is_dir():
         return
-    if (place / CARD_NAME).is_file() or card_above(place) is not None or noted_in(place):
+    if next(traces_of_training(place), None) is not None:
         raise ConfigurationError(
             f"federated.model.encoder={place} was trained on private data, and the epsilon of no silo would count "
             "that. Start from a public encoder, or set federated.privacy.eps=null and claim nothing.",

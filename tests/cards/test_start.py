@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,12 +22,15 @@ from lit_dpret.cards.card import (
     verify_card,
     write_card,
 )
+from lit_dpret.cards.file import CARD_NAME
 from lit_dpret.cards.start import note_start, read_start
 from lit_dpret.cards.text import card_markdown
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.accounting.releases import FixedSize, GaussianRelease
 from lit_dpret.privacy.ledger.facts import RANDOM_WEIGHTS
+from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
+from lit_dpret.privacy.ledger.trained import NOTE_NAME, TRAINED_KEY
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy, SyntheticData
 
 ONE = GaussianRelease(noise_multiplier=NOISE, law=LAW)
@@ -114,9 +119,51 @@ def test_without_a_card_only_a_declaration_makes_a_start_public(tmp_path: Path) 
     assert [a["holds"] for a in card["assumptions"] if "as declared" in a["text"]] == ["unverified"]
 
 
-def test_a_private_start_cannot_be_declared_public(parent: Path) -> None:
-    with pytest.raises(ConfigurationError, match="is declared public, but its card"):
-        read_start(parent, public=True)
+def note(model: Path, privacy: str) -> None:
+    (model / NOTE_NAME).write_text(json.dumps({TRAINED_KEY: [["a run", privacy]]}), encoding="utf-8")
+
+
+LEFT = ["card", "ledger", "card of the model", "note of the model", "note alone", "ledger of the run around"]
+
+
+@pytest.mark.parametrize("left", LEFT)
+def test_a_private_start_cannot_be_declared_public_while_anything_tells_of_its_run(left: str, parent: Path) -> None:
+    model, start = parent / "model", parent
+    if left == "card of the model":
+        shutil.copy2(parent / CARD_NAME, model)
+    if left != "card":
+        (parent / CARD_NAME).unlink()
+    if left not in ("card", "ledger", "ledger of the run around"):
+        (parent / LEDGER_NAME).unlink()
+    if left.startswith("note"):
+        note(model, "dp_sgd")
+    if left in ("note alone", "ledger of the run around"):
+        start = model
+    with pytest.raises(ConfigurationError, match=r"init_from=.* is declared public") as refused:
+        read_start(start, public=True)
+    assert refused.value.trap == "T30"
+    for name in (NOTE_NAME, CARD_NAME):
+        (model / name).unlink(missing_ok=True)
+    for name in (LEDGER_NAME, CARD_NAME):
+        (parent / name).unlink(missing_ok=True)
+    assert read_start(start, public=True).facts["public"], "nothing tells of it any more: it is taken on trust"
+
+
+def test_a_run_without_privacy_from_a_private_one_is_no_public_start(parent: Path, tmp_path: Path) -> None:
+    finished(begun(tmp_path / "child", parent, mode="none"), 3)
+    for _ in ("with its card", "without"):
+        with pytest.raises(ConfigurationError, match="is declared public"):
+            read_start(tmp_path / "child", public=True)
+        (tmp_path / "child" / CARD_NAME).unlink(missing_ok=True)
+
+
+def test_a_model_that_was_noted_without_privacy_may_be_declared_public(tmp_path: Path) -> None:
+    finished(begun(tmp_path / "base", mode="none"), 3)
+    model = tmp_path / "base" / "model"
+    note(model, "none")
+    shutil.copy2(tmp_path / "base" / CARD_NAME, model)
+    for start in (tmp_path / "base", model):
+        assert read_start(start, public=True).facts["public"]
 
 
 def test_a_run_without_privacy_on_declared_public_data_is_a_public_start(tmp_path: Path) -> None:

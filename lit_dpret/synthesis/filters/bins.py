@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from lit_dpret.cards.card import CARD_NAME
-from lit_dpret.cards.file import card_above
+from lit_dpret.cards.start import traces_of_training
 from lit_dpret.encoders import load_towers
 from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError
 from lit_dpret.synthesis.filters.released import shown
@@ -205,10 +204,11 @@ class TopicBins(Bins):
 
 def _require_public(encoder: str, declared: bool) -> None:
     folder = Path(str(encoder)).expanduser()
-    if (folder / CARD_NAME).is_file() or (folder.is_dir() and card_above(folder) is not None):
+    if folder.is_dir() and (trace := next(traces_of_training(folder), None)) is not None:
         raise PrivateDataError(
-            f"task.bins.encoder={encoder} has a privacy card, or is a part of what one describes, so private queries "
-            "went into it, and bins that it makes would tell of them. Take minilm or another public encoder."
+            f"task.bins.encoder={encoder} has a privacy card, or is a part of what one describes, or was trained by a "
+            f"run that left its name ({trace[0]}): private queries went into it, and bins that it makes would tell of "
+            "them. Take minilm or another public encoder."
         )
     if (str(encoder) != "minilm" or folder.is_dir()) and not declared:
         raise ConfigurationError(

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from lit_dpret.cards.card import CARD_NAME, read_card
 from lit_dpret.cards.file import card_above, card_names, check_artefact, check_dataset_card
+from lit_dpret.cards.start import traces_of_training
 from lit_dpret.datamodules.layouts import folder_parts, open_corpus
 from lit_dpret.datamodules.readers import RecordFile
 from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError
@@ -224,7 +225,8 @@ def require_covered(model: str | Path, released: ReleasedQueries, *, declared_pu
     """Refuse a model that would bring private data into the selection of released queries.
 
     Guarantees, after it returns, that one of these holds:
-        - The model is ``bm25`` or ``minilm``, or was declared public and has no privacy card.
+        - The model is ``bm25`` or ``minilm``, or was declared public and no card, note or ledger in or around its
+          folder tells of a run that trained it.
         - Its card is that of an artefact that the queries were made from.
         - It was made by post-processing from such an artefact, and its card tells of no private data beside:
           neither in the choice of its settings nor in an assumption that does not hold.
@@ -238,7 +240,8 @@ def require_covered(model: str | Path, released: ReleasedQueries, *, declared_pu
         knob: What the user set to name it.
 
     Raises:
-        PrivateDataError: It has a card of other private training, or of a choice on private data.
+        PrivateDataError: It has a card of other private training, or of a choice on private data, or a note or ledger
+            of a run that trained it and no card.
         DataError: Its card is of something else.
         ConfigurationError: It has no card, and was not declared public.
     """
@@ -268,6 +271,11 @@ def require_covered(model: str | Path, released: ReleasedQueries, *, declared_pu
         raise PrivateDataError(
             f"{knob}={model} is a part of what {above} describes, without its card. Name the whole folder that the "
             "card lies with."
+        )
+    if folder.is_dir() and (trace := next(traces_of_training(folder), None)) is not None:
+        raise PrivateDataError(
+            f"{knob}={model} lost its privacy card, and {trace[0]} tells that a run trained it (privacy={trace[1]}). "
+            "Name the whole folder that the run wrote, or take a public model."
         )
     if not declared_public:
         raise ConfigurationError(

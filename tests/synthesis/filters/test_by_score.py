@@ -21,6 +21,7 @@ from lit_dpret.cards.file import checksum
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import ConfigurationError, DataError, LitDpretError, PrivateDataError, UnsupportedModelError
 from lit_dpret.modules.token_scores import TokenScorer
+from lit_dpret.privacy.ledger.trained import NOTE_NAME, TRAINED_KEY
 from lit_dpret.retrieval.runs import Ranking
 from lit_dpret.retrieval.topk import TopK
 from lit_dpret.synthesis.filters import (
@@ -34,6 +35,7 @@ from lit_dpret.synthesis.filters import (
     apply_filters,
     load_released,
 )
+from lit_dpret.synthesis.filters.bins import TopicBins
 from lit_dpret.synthesis.filters.by_score import Progress
 from lit_dpret.synthesis.filters.cross_encoder import CrossEncoder
 from lit_dpret.synthesis.filters.released import require_covered
@@ -305,6 +307,23 @@ def test_a_part_of_a_private_model_without_the_card_is_refused_whatever_is_decla
     for folder in (run / "model", weights.parent, tmp_path / "link"):
         with pytest.raises(PrivateDataError, match="without its card"):
             require_covered(folder, released, declared_public=True, knob="encoder")
+
+
+@pytest.mark.parametrize("privacy", ["dp_sgd", "none"])
+@pytest.mark.parametrize("place", ["run", "model"])
+def test_a_model_whose_card_was_lost_is_no_public_one_whatever_is_declared(
+    place: str, privacy: str, released: ReleasedQueries, tmp_path: Path
+) -> None:
+    model = tmp_path / "run" / "model"
+    model.mkdir(parents=True)
+    require_covered(tmp_path / "run", released, declared_public=True, knob="encoder")
+    note = json.dumps({TRAINED_KEY: [["a run", privacy]]})
+    (model / NOTE_NAME).write_text(note, encoding="utf-8")
+    folder = model if place == "model" else model.parent
+    with pytest.raises(PrivateDataError, match="encoder="):
+        require_covered(folder, released, declared_public=True, knob="encoder")
+    with pytest.raises(PrivateDataError, match=r"task\.bins\.encoder="):
+        TopicBins(encoder=str(folder), encoder_is_public=True)
 
 
 def test_a_folder_that_is_called_as_a_public_model_is_asked_for_its_card(
