@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from lit_dpret.cards.check import verify_card
-from lit_dpret.cards.claim import tuning_gaps, uncovered, without_numbers
-from lit_dpret.cards.decided import Decided
+from lit_dpret.cards.claim import claim_facts, tuning_gaps, uncovered, without_numbers
+from lit_dpret.cards.decided import decided_blocks, registered_facts
 from lit_dpret.cards.facts import (
     environment_facts,
     package_versions,
@@ -42,12 +42,11 @@ from lit_dpret.cards.file import (
     write_card,
 )
 from lit_dpret.cards.text import SIGNOFF, contradicted, show_delta, show_epsilon, statement
-from lit_dpret.cards.tuning import tuning_facts, with_earlier_tuning
+from lit_dpret.cards.tuning import tuning_facts, tuning_of_run, with_earlier_tuning
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.privacy.ledger.chain import today
-from lit_dpret.privacy.ledger.dataset_ledger import sweep_of
-from lit_dpret.privacy.ledger.facts import Assumption, derived_assumptions, plan_of
-from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, charged_releases, start_of
+from lit_dpret.privacy.ledger.facts import Assumption, Judged, derived_assumptions, plan_of
+from lit_dpret.privacy.ledger.run_ledger import charged_releases
 
 __all__ = [
     "CARD_NAME",
@@ -134,16 +133,12 @@ def build_card(
     known = derived_assumptions(ledger_records, recorded) if recorded is not None else []
     began = facts.pretraining.get("model")
     known += [*start_assumptions(ledger_records, began), *facts.assumptions]
-    decided = Decided.by(ledger_records, known)
-    claim = decided.claim(facts.output_released or _USUALLY_RELEASED, facts.duplicates_policy)
-    blocks = decided.blocks(LEDGER_NAME, began)
-    start = start_of(ledger_records) or {}
-    tuned = with_earlier_tuning(
-        tuning_facts(facts.tuning, decided.cost, sweep_of(ledger_records), decided.delta),
-        start.get("tuning"), str(start.get("name")), composed=True,
-    )  # fmt: skip
+    judged = Judged.by(ledger_records, known)
+    claim = claim_facts(judged, facts.output_released or _USUALLY_RELEASED, facts.duplicates_policy)
+    blocks = decided_blocks(judged, began)
+    tuned = tuning_of_run(facts.tuning, judged)
     stated = blocks["mechanism"]
-    told = decided.registered()
+    told = registered_facts(ledger_records)
     card: dict[str, Any] = {
         "schema": SCHEMA,
         "created": today(),

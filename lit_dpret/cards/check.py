@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.cards.decided import Decided
+from lit_dpret.cards.claim import claim_facts
+from lit_dpret.cards.decided import decided_blocks, registered_facts
 from lit_dpret.cards.facts import start_assumptions, start_parents
 from lit_dpret.cards.file import file_sha256, malformed
 from lit_dpret.cards.tuning import hides_earlier_tuning, possible_tuning, same_facts
 from lit_dpret.errors import DataError, LedgerError, LitDpretError
-from lit_dpret.privacy.ledger.dataset_ledger import sweep_of
-from lit_dpret.privacy.ledger.facts import Assumption, derived_assumptions, leaks, plan_of
+from lit_dpret.privacy.ledger.facts import Assumption, Judged, derived_assumptions, leaks, plan_of
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, noise_keys, start_of
 from lit_dpret.privacy.plan import PrivacyPlan
 
@@ -117,12 +117,12 @@ def recheck(card: Mapping[str, Any], ledger: PrivacyLedger, *, whole: bool = Tru
     problems = _went_on(stored, ledger)
     derived = card["mechanism"].get("kind") == "post_processing"
     try:
-        decided = judged(card, ledger.records[: stored["records"]])
-        found = list(_of_claim(card, decided, derived=derived))
+        judged = judge_card(card, ledger.records[: stored["records"]])
+        found = list(_of_claim(card, judged, derived=derived))
         problems += [str(one.problem) for one in found if one.problem is not None and not one.words]
         if problems or derived or not whole:
             return Recheck(problems)
-        found += _of_the_rest(card, decided)
+        found += _of_the_rest(card, judged)
     except LitDpretError as error:
         return Recheck([*problems, str(error)])
     wrong = [one for one in found if one.problem is not None]
@@ -157,27 +157,27 @@ def _went_on(stored: Mapping[str, Any], ledger: PrivacyLedger) -> list[str]:
     ]  # fmt: skip
 
 
-def judged(card: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> Decided:
+def judge_card(card: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> Judged:
     """Judge what may be claimed for these records, with what the card admits to be false."""
     plan, _ = plan_of(records)
     known = [*(derived_assumptions(records, plan) if plan is not None else []), *leaks(records)]
     known += [Assumption(a["text"], a["holds"], a["consequence"]) for a in card["assumptions"] if a["holds"] is False]
-    return Decided.by(records, known)
+    return Judged.by(records, known)
 
 
-def _of_claim(card: Mapping[str, Any], decided: Decided, *, derived: bool) -> Iterator[_Found]:
+def _of_claim(card: Mapping[str, Any], judged: Judged, *, derived: bool) -> Iterator[_Found]:
     """Compare the claim, what it rests on by name, and how the settings behind it were chosen."""
-    behind, named = start_parents(decided.records), card["parents"]
+    behind, named = start_parents(judged.records), card["parents"]
     if derived:  # what it was made from comes first
         named = named[len(named) - len(behind) :]
     other = "The cards that it names are not those that the ledger's run started from."
     yield _Found(("parents",), None if named == behind else other)
-    told, stated = decided.registered(), card["empirical"]
+    told, stated = registered_facts(judged.records), card["empirical"]
     for name, what in (("pre_registered", "protocols"), ("planted", "canaries")):
         same = stated.get(name, [] if name == "pre_registered" else None) == told.get(name)
         other = f"The {what} on the card are not those that the ledger knew before its first step."
         yield _Found(("empirical", name), None if same else other)
-    fresh, claim = _as_json(decided.claim()), card["claim"]
+    fresh, claim = _as_json(claim_facts(judged)), card["claim"]
     if fresh["guarantee"] != claim["guarantee"]:  # all else follows from it
         yield _Found(("claim",), _differs("claim.guarantee", claim["guarantee"], fresh["guarantee"]))
         return
@@ -185,33 +185,32 @@ def _of_claim(card: Mapping[str, Any], decided: Decided, *, derived: bool) -> It
     tuning = card["tuning"]
     if derived and tuning.get("epsilon") is None:
         return  # it was chosen on what is public, or what is open of it is said
-    earlier = (start_of(decided.records) or {}).get("tuning")
-    if not _possible(card, decided) or (earlier is not None and hides_earlier_tuning(tuning, earlier, composed=True)):
+    earlier = (start_of(judged.records) or {}).get("tuning")
+    if not _possible(card, judged) or (earlier is not None and hides_earlier_tuning(tuning, earlier, composed=True)):
         text = "What the card says of the choice of hyper-parameters (tuning) does not follow from the ledger."
         yield _Found(("tuning",), text)
 
 
-def _possible(card: Mapping[str, Any], decided: Decided) -> list[dict[str, Any]]:
+def _possible(card: Mapping[str, Any], judged: Judged) -> list[dict[str, Any]]:
     """The tuning blocks that a run with this ledger may have, and that state the facts and the price of the card's."""
-    records, stated = decided.records, card["tuning"]
+    stated = card["tuning"]
 
     def fits(block: Mapping[str, Any]) -> bool:
         price, other = stated.get("epsilon"), block.get("epsilon")
         same = price is None or (other is not None and math.isclose(price, other, rel_tol=TOLERANCE))
         return same and same_facts(stated, block)
 
-    found = possible_tuning(stated, decided.cost, sweep_of(records), decided.delta, start_of(records))
-    return [block for block in found if fits(block)]
+    return [block for block in possible_tuning(stated, judged) if fits(block)]
 
 
-def _of_the_rest(card: Mapping[str, Any], decided: Decided) -> Iterator[_Found]:
+def _of_the_rest(card: Mapping[str, Any], judged: Judged) -> Iterator[_Found]:
     """Compare every other entry of a card with a ledger of its own."""
     model = card["pretraining"].get("model")
-    fresh = decided.blocks(card["ledger"]["name"], model, card["accounting"] or {})
+    fresh = decided_blocks(judged, model, card["accounting"] or {})
     yield from _compared(_as_json(fresh), card, ())
-    yield from _assumed(card, decided.records, decided.plan)
+    yield from _assumed(card, judged.records, judged.plan)
     tuning = card["tuning"]
-    follows = tuning["text"] in [block["text"] for block in _possible(card, decided)]
+    follows = tuning["text"] in [block["text"] for block in _possible(card, judged)]
     problem = None if follows else "tuning.text does not follow from the facts of tuning and the ledger."
     yield _Found(("tuning", "text"), problem, words=True)
     yield from (_Found(("tuning", name)) for name in tuning if name not in _DECLARED["tuning"])

@@ -23,7 +23,7 @@ from lit_dpret.privacy.accounting.composition import delta_at, epsilon_curve
 from lit_dpret.privacy.accounting.groups import group_epsilon
 from lit_dpret.privacy.accounting.releases import GaussianRelease, Release, TruncatedPoisson
 from lit_dpret.privacy.budget import AccountantName, Neighbours, Unit
-from lit_dpret.privacy.ledger.facts import Verdict, derived_assumptions, every_unit_in_every_step, judge, plan_of
+from lit_dpret.privacy.ledger.facts import Judged, derived_assumptions, judge, plan_of
 from lit_dpret.privacy.ledger.run_ledger import charged_releases
 from lit_dpret.privacy.plan import PrivacyPlan
 
@@ -33,14 +33,9 @@ GROUPS = (2, 5, 10)
 _NO_GUARANTEE = "not computed: no guarantee"
 
 
-def claim_facts(
-    plan: PrivacyPlan | None,
-    verdict: Verdict,
-    releases: Sequence[Release],
-    output_released: Sequence[str],
-    duplicates_policy: str,
-) -> dict[str, Any]:
+def claim_facts(judged: Judged, output_released: Sequence[str] = (), duplicates_policy: str = "") -> dict[str, Any]:
     """Return what is claimed, for whom, and for which neighbours; never a number where none is proved."""
+    plan, verdict = judged.plan, judged.verdict
     if plan is None:
         return {
             "flavour": None,
@@ -65,7 +60,7 @@ def claim_facts(
     follows = n is not None and math.isclose(budget.delta, 1 / (2 * n), rel_tol=1e-9)
     curve: list[list[float]] = []
     if verdict.basis == "as_charged":
-        pairs = epsilon_curve(releases, neighbours=budget.neighbours, accountant=plan.accountant)
+        pairs = epsilon_curve(judged.releases, neighbours=budget.neighbours, accountant=plan.accountant)
         curve = [[epsilon, delta] for epsilon, delta in pairs if math.isfinite(epsilon)]
     proved = verdict.guarantee == "dp"
     return {
@@ -81,7 +76,7 @@ def claim_facts(
         "neighbours": budget.neighbours,
         "neighbours_text": describe_neighbours(budget.unit, budget.neighbours),
         "max_units_per_user": plan.max_units_per_user,
-        "user_level_epsilon": user_level_epsilon(releases, plan, verdict),
+        "user_level_epsilon": user_level_epsilon(judged, plan),
         "duplicates_policy": duplicates_policy
         or f"equal texts are separate {plural(budget.unit)}; none were merged or capped",
         "protected": protected(budget.unit, budget.neighbours) if proved else [],
@@ -90,41 +85,40 @@ def claim_facts(
     }
 
 
-def user_level_epsilon(releases: Sequence[Release], plan: PrivacyPlan, verdict: Verdict) -> float | None:
+def user_level_epsilon(judged: Judged, plan: PrivacyPlan) -> float | None:
     """Return the epsilon of everything that one user contributed; None where it is not declared or not proved.
 
     With ``unit=user`` it is the claim's own. Otherwise it is that of ``max_units_per_user`` units together, a bound
     that the run declared before its first step; nothing is concluded from the data.
     """
     if plan.budget.unit == "user":
-        return verdict.epsilon
+        return judged.verdict.epsilon
     if plan.max_units_per_user is None:
         return None
-    value: float | None = _of_units(plan.max_units_per_user, releases, plan, verdict)["epsilon"]
+    value: float | None = _of_units(plan.max_units_per_user, judged, plan)["epsilon"]
     return value
 
 
-def group_facts(releases: Sequence[Release], plan: PrivacyPlan | None, verdict: Verdict) -> list[dict[str, Any]]:
+def group_facts(judged: Judged, plan: PrivacyPlan) -> list[dict[str, Any]]:
     """For each of `GROUPS`: how many units, the epsilon of them together or None, and then why."""
-    if plan is None:
-        return []
-    return [_of_units(units, releases, plan, verdict) for units in GROUPS]
+    return [_of_units(units, judged, plan) for units in GROUPS]
 
 
-def _of_units(units: int, releases: Sequence[Release], plan: PrivacyPlan, verdict: Verdict) -> dict[str, Any]:
+def _of_units(units: int, judged: Judged, plan: PrivacyPlan) -> dict[str, Any]:
     fact: dict[str, Any] = {"units": units, "epsilon": None, "why": _NO_GUARANTEE}
-    if verdict.guarantee != "dp":
+    if judged.claimed is None:
         return fact
     if units == 1:
-        return {**fact, "epsilon": verdict.epsilon, "why": None}
-    charged = releases if verdict.basis == "as_charged" else every_unit_in_every_step(releases)
+        return {**fact, "epsilon": judged.verdict.epsilon, "why": None}
     try:
-        value = group_epsilon(charged, delta=plan.budget.delta, max_units=units, neighbours=plan.budget.neighbours)
+        value = group_epsilon(
+            judged.charged, delta=plan.budget.delta, max_units=units, neighbours=plan.budget.neighbours
+        )
     except UnsupportedAccountingError as error:
         return {**fact, "why": f"not proved: {error}"}
     if math.isfinite(value):
         return {**fact, "epsilon": value, "why": None}
-    return {**fact, "why": "infinite", "wider": _wider(units, charged, plan)}
+    return {**fact, "why": "infinite", "wider": _wider(units, judged.charged, plan)}
 
 
 def _wider(units: int, charged: Sequence[Release], plan: PrivacyPlan) -> dict[str, Any] | None:
@@ -336,18 +330,17 @@ def claimed_curve(records: Sequence[Mapping[str, Any]]) -> ClaimedCurve | None:
     plan, _ = plan_of(records)
     if plan is None:
         return None
-    releases = charged_releases(records)
-    verdict = judge(releases, plan, derived_assumptions(records, plan))
-    if verdict.guarantee != "dp" or verdict.epsilon is None:
+    own = charged_releases(records)
+    judged = Judged(records, plan, own, own, judge(own, plan, derived_assumptions(records, plan)))
+    verdict = judged.verdict
+    if judged.claimed is None or verdict.epsilon is None:
         return None
-    sampled = verdict.basis == "as_charged"
-    charged = releases if sampled else every_unit_in_every_step(releases)
-    accountant: AccountantName = plan.accountant if sampled else "pld"
+    accountant: AccountantName = plan.accountant if verdict.basis == "as_charged" else "pld"
     stated = (verdict.epsilon, plan.budget.delta)
     grid = [float(eps) for eps in np.linspace(0.0, 2.0 * verdict.epsilon + 4.0, _PAIRS)]
     neighbours = plan.budget.neighbours
     try:
-        deltas = delta_at(grid, charged, neighbours=neighbours, accountant=accountant)
+        deltas = delta_at(grid, judged.charged, neighbours=neighbours, accountant=accountant)
     except UnsupportedAccountingError:  # an accountant that bounds epsilon only
         deltas = []
     pairs = [(eps, delta) for eps, delta in zip(grid, deltas, strict=False) if _LEAST_DELTA <= delta < 1]

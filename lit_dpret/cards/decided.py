@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import cache, cached_property
+from dataclasses import asdict
 from importlib import metadata
 from typing import Any
 
 from lit_dpret.cards.amendments import planted_by
-from lit_dpret.cards.claim import claim_facts, group_facts
+from lit_dpret.cards.claim import group_facts
 from lit_dpret.cards.facts import randomness_facts, registered, start_accounting, start_text
-from lit_dpret.cards.tuning import SearchCost, search_cost
 from lit_dpret.errors import UnsupportedAccountingError
 from lit_dpret.privacy import clip_fraction
 from lit_dpret.privacy.accounting import composition as accounting
@@ -26,8 +24,8 @@ from lit_dpret.privacy.accounting.releases import GaussianRelease, NonPrivateRel
 from lit_dpret.privacy.budget import AccountantName
 from lit_dpret.privacy.ledger.chain import GENESIS
 from lit_dpret.privacy.ledger.dataset_file import noted_total
-from lit_dpret.privacy.ledger.facts import Assumption, Verdict, epsilon_by, every_unit_in_every_step, judge, plan_of
-from lit_dpret.privacy.ledger.run_ledger import charged_releases, claimed_releases, noise_keys
+from lit_dpret.privacy.ledger.facts import Judged, epsilon_by, plan_of
+from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, noise_keys
 from lit_dpret.privacy.plan import PrivacyPlan
 
 Record = Mapping[str, Any]
@@ -36,85 +34,43 @@ Record = Mapping[str, Any]
 PRICED_ALONE = 6
 
 
-@dataclass(frozen=True)
-class Decided:
-    """The records of a ledger, the verdict on them, and the blocks of a card that follow from both.
+def registered_facts(records: Sequence[Record]) -> dict[str, Any]:
+    """Return what was written down before the first step of attacks to come: protocols, and planted canaries."""
+    planted = planted_by(records)
+    return {"pre_registered": registered(records), **({} if planted is None else {"planted": planted})}
 
-    Attributes:
-        records: From the first on.
-        plan: The last one; None for a run without privacy.
-        own: What the run released.
-        releases: What the claim is about: those, and what the model had cost that the run started from.
-        verdict: The claim.
+
+def decided_blocks(judged: Judged, model: str | None, accounted: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the blocks of a card beside its claim, without the entries that a ledger does not hold.
+
+    Args:
+        judged: The ledger.
+        model: What training started from, where that has no card.
+        accounted: An accounting block whose numbers the words shall name; by default the one returned.
     """
-
-    records: Sequence[Record]
-    plan: PrivacyPlan | None
-    own: Sequence[Release]
-    releases: Sequence[Release]
-    verdict: Verdict
-
-    @classmethod
-    def by(cls, records: Sequence[Record], assumptions: list[Assumption]) -> Decided:
-        """Judge the records under ``assumptions``, to which `judge` may add one.
-
-        Raises:
-            LedgerError: The records contradict each other, or hold no plan.
-        """
-        plan, _ = plan_of(records)
-        own, releases = charged_releases(records), claimed_releases(records)
-        return cls(records, plan, own, releases, judge(releases, plan, assumptions))
-
-    @property
-    def delta(self) -> float | None:
-        """The delta of the claim; None where nothing is claimed."""
-        return None if self.plan is None or self.verdict.guarantee != "dp" else self.plan.budget.delta
-
-    @cached_property
-    def cost(self) -> SearchCost:
-        """The price of a search among runs with these releases."""
-        return cache(search_cost(self.releases, self.plan, self.verdict))
-
-    def claim(self, output_released: Sequence[str] = (), duplicates_policy: str = "") -> dict[str, Any]:
-        """Return the block ``claim``; its statement, which is about the whole card, comes last."""
-        return claim_facts(self.plan, self.verdict, self.releases, output_released, duplicates_policy)
-
-    def registered(self) -> dict[str, Any]:
-        """Return what was written down before the first step of attacks to come: protocols, and planted canaries."""
-        planted = planted_by(self.records)
-        return {"pre_registered": registered(self.records), **({} if planted is None else {"planted": planted})}
-
-    def blocks(self, ledger: str, model: str | None, accounted: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return all other blocks, without the entries that a ledger does not hold.
-
-        Args:
-            ledger: How its file is called beside the card.
-            model: What training started from, where that has no card.
-            accounted: An accounting block whose numbers the words shall name; by default the one returned.
-        """
-        records, plan, verdict = self.records, self.plan, self.verdict
-        accounting: dict[str, Any] | None = None
-        if plan is not None:
-            accounting = accounting_facts(records, self.releases, plan, verdict)
-            accounting |= {"groups": group_facts(self.releases, plan, verdict)}
-            accounting |= start_accounting(records, self.own, plan, verdict)
-        accounted = (accounting or {}) if accounted is None else accounted
-        return {
-            "mechanism": mechanism_facts(records, plan, self.own),
-            "accounting": accounting,
-            "pretraining": start_text(records, accounted, plan, verdict, model),
-            "randomness": randomness_facts(records, plan),
-            "empirical": {"ceilings": ceilings_of(self.releases, plan, verdict)},
-            "ledger": ledger_facts(records, self.releases, ledger),
-        }
+    accounting: dict[str, Any] | None = None
+    if judged.plan is not None:
+        accounting = accounting_facts(judged, judged.plan)
+        accounting |= {"groups": group_facts(judged, judged.plan)}
+        accounting |= start_accounting(judged, judged.plan)
+    accounted = (accounting or {}) if accounted is None else accounted
+    return {
+        "mechanism": mechanism_facts(judged),
+        "accounting": accounting,
+        "pretraining": start_text(judged, accounted, model),
+        "randomness": randomness_facts(judged),
+        "empirical": {"ceilings": ceilings_of(judged)},
+        "ledger": ledger_facts(judged),
+    }
 
 
-def mechanism_facts(records: Sequence[Record], plan: PrivacyPlan | None, releases: Sequence[Release]) -> dict[str, Any]:
+def mechanism_facts(judged: Judged) -> dict[str, Any]:
     """Return what the steps did, from their own records; a range where they differ."""
+    records, plan = judged.records, judged.plan
     stated = [record for record in records if record.get("kind") == "release"]
     last = plan_of(records)[1]
     keys = noise_keys(records)
-    gaussian = [release for release in releases if isinstance(release, GaussianRelease)]
+    gaussian = [release for release in judged.own if isinstance(release, GaussianRelease)]
     laws = list(dict.fromkeys(release.law for release in gaussian))
     facts: dict[str, Any] = {
         "kind": "gaussian_sum" if plan is not None else "no_noise",
@@ -164,10 +120,9 @@ def mechanism_facts(records: Sequence[Record], plan: PrivacyPlan | None, release
     return facts
 
 
-def accounting_facts(
-    records: Sequence[Record], releases: Sequence[Release], plan: PrivacyPlan, verdict: Verdict
-) -> dict[str, Any]:
+def accounting_facts(judged: Judged, plan: PrivacyPlan) -> dict[str, Any]:
     """The accountant, its other answers to the same releases, the price of each part, and of all runs together."""
+    releases, verdict = judged.releases, judged.verdict
     delta, neighbours = plan.budget.delta, plan.budget.neighbours
     skipped: dict[str, str] = {}
 
@@ -213,7 +168,7 @@ def accounting_facts(
             lambda: accounting.underreported_epsilon(releases, delta=delta, neighbours=neighbours),
         ),
     }
-    return {**facts, "dataset_total": noted_total(records), "not_computed": skipped}
+    return {**facts, "dataset_total": noted_total(judged.records), "not_computed": skipped}
 
 
 def _replace_one_epsilon(releases: Sequence[Release], plan: PrivacyPlan) -> float:
@@ -236,33 +191,30 @@ def _rounding(accountant: AccountantName) -> dict[str, Any]:
     return {"discretisation": FINE if accountant == "pld" else None, "error_bound": errors[accountant]}
 
 
-def ceilings_of(
-    releases: Sequence[Release], plan: PrivacyPlan | None, verdict: Verdict, **settings: Any
-) -> dict[str, Any] | None:
+def ceilings_of(judged: Judged, **settings: Any) -> dict[str, Any] | None:
     """Return the ceilings of attacks on one unit, from the accountant's curve; None without a guarantee.
 
     ``settings`` go to `attack_ceilings`.
     """
-    if plan is None or verdict.guarantee != "dp":
+    if (plan := judged.claimed) is None:
         return None
-    sampled = verdict.basis == "as_charged"
-    accountant: AccountantName = "rdp" if sampled and plan.accountant == "rdp" else "pld"
-    charged = releases if sampled else every_unit_in_every_step(releases)
+    rdp = judged.verdict.basis == "as_charged" and plan.accountant == "rdp"
+    accountant: AccountantName = "rdp" if rdp else "pld"
+    delta, neighbours = plan.budget.delta, plan.budget.neighbours
     try:
-        return attack_ceilings(
-            charged, delta=plan.budget.delta, neighbours=plan.budget.neighbours, accountant=accountant, **settings
-        )
+        return attack_ceilings(judged.charged, delta=delta, neighbours=neighbours, accountant=accountant, **settings)
     except UnsupportedAccountingError:
         return None
 
 
-def ledger_facts(records: Sequence[Record], releases: Sequence[Release], name: str) -> dict[str, Any]:
+def ledger_facts(judged: Judged) -> dict[str, Any]:
     """Where the chain ended when the card was made; ``verify_card`` holds a ledger against it."""
+    records = judged.records
     return {
-        "name": name,
+        "name": LEDGER_NAME,
         "head": str(records[-1]["hash"]) if records else GENESIS,
         "records": len(records),
-        "releases": [release.to_dict() for release in releases],
+        "releases": [release.to_dict() for release in judged.releases],
     }
 
 

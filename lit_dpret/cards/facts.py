@@ -22,8 +22,8 @@ from lit_dpret.cards.file import file_sha256
 from lit_dpret.cards.text import show_delta, show_epsilon
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.privacy.accounting import composition as accounting
-from lit_dpret.privacy.accounting.releases import Release, release_from_dict
-from lit_dpret.privacy.ledger.facts import RANDOM_WEIGHTS, Assumption, Verdict, plan_of
+from lit_dpret.privacy.accounting.releases import release_from_dict
+from lit_dpret.privacy.ledger.facts import RANDOM_WEIGHTS, Assumption, Judged, plan_of
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, start_of
 from lit_dpret.privacy.plan import HISTOGRAM, PrivacyPlan
 
@@ -215,29 +215,27 @@ def start_in_floating_point(records: Sequence[Mapping[str, Any]]) -> bool:
     return start is not None and not start["public"] and bool(start.get("floating_point", True))
 
 
-def randomness_facts(records: Sequence[Mapping[str, Any]], plan: PrivacyPlan | None) -> dict[str, Any]:
+def randomness_facts(judged: Judged) -> dict[str, Any]:
     """Read from the ledger how noise was drawn: by which generator, from a published seed, in floating point."""
-    last = plan_of(records)[1]
+    plan, last = judged.plan, plan_of(judged.records)[1]
     secure = bool(last.get("secure_rng", False))
     return {
         "rng": "SHAKE-256" if secure else "Philox (NumPy), keyed; not cryptographic",
         "secure": secure,
         "secret": "never stored with the run",
         "seeded": last.get("noise_seed") is not None,
-        "floating_point": plan is None or plan.noise != "discrete" or start_in_floating_point(records),
+        "floating_point": plan is None or plan.noise != "discrete" or start_in_floating_point(judged.records),
     }
 
 
-def start_accounting(
-    records: Sequence[Mapping[str, Any]], own: Sequence[Release], plan: PrivacyPlan, verdict: Verdict
-) -> dict[str, Any]:
+def start_accounting(judged: Judged, plan: PrivacyPlan) -> dict[str, Any]:
     """The two parts of the claim: what this run cost alone, and what the start had cost alone, at one delta."""
-    start = start_of(records)
+    start = start_of(judged.records)
     if start is None or start["public"]:
         return {}
-    parts = {"epsilon_of_this_run": own, "epsilon_of_start": [release_from_dict(r) for r in start["releases"]]}
+    parts = {"epsilon_of_this_run": judged.own, "epsilon_of_start": [release_from_dict(r) for r in start["releases"]]}
     facts: dict[str, Any] = {"name": start["name"], "card_sha256": start["card_sha256"], **dict.fromkeys(parts)}
-    if verdict.basis == "as_charged":
+    if judged.verdict.basis == "as_charged":
         for name, releases in parts.items():
             facts[name] = accounting.epsilon(
                 releases, delta=plan.budget.delta, neighbours=plan.budget.neighbours, accountant=plan.accountant
@@ -245,14 +243,9 @@ def start_accounting(
     return {"init_from": facts}
 
 
-def start_text(
-    records: Sequence[Mapping[str, Any]],
-    accounted: Mapping[str, Any],
-    plan: PrivacyPlan | None,
-    verdict: Verdict,
-    model: str | None = None,
-) -> dict[str, str]:
+def start_text(judged: Judged, accounted: Mapping[str, Any], model: str | None = None) -> dict[str, str]:
     """Say where training started and which part of the claim is whose; ``accounted`` has `start_accounting`."""
+    records = judged.records
     start = start_of(records)
     if start is None:
         if _is_histogram(records):
@@ -266,7 +259,7 @@ def start_text(
     counted = _is_histogram(records)
     text = "This histogram is charged together with" if counted else "Training started from"
     text += f" {start['name']}, which was trained on private data (card sha256 {start['card_sha256']})."
-    if plan is None or verdict.guarantee != "dp":
+    if (plan := judged.claimed) is None:
         return {"start": text}
     parts = accounted["init_from"]
     both = "training and histogram" if counted else "both trainings"

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import cache
 from typing import Any, Literal, TypeAlias, get_args
 
 from lit_dpret.cards.text import show_delta, show_epsilon
 from lit_dpret.errors import ConfigurationError, UnsupportedAccountingError
-from lit_dpret.privacy.accounting.releases import Release
 from lit_dpret.privacy.accounting.selection import RandomStopping, selection_epsilon
 from lit_dpret.privacy.budget import require_choice
-from lit_dpret.privacy.ledger.dataset_ledger import sweep_limit
-from lit_dpret.privacy.ledger.facts import Verdict, every_unit_in_every_step
-from lit_dpret.privacy.plan import PrivacyPlan
+from lit_dpret.privacy.ledger.dataset_ledger import sweep_limit, sweep_of
+from lit_dpret.privacy.ledger.facts import Judged
+from lit_dpret.privacy.ledger.run_ledger import start_of
 
 TuningData = Literal["none", "public", "synthetic", "private", "unknown"]
 SearchCost: TypeAlias = Callable[[RandomStopping], tuple[float | None, str | None]]
@@ -111,25 +111,28 @@ def hides_earlier_tuning(own: Mapping[str, Any], earlier: Mapping[str, Any], *, 
     return bool(own["accounted"]) or not graver or not (told or own["data"] == earlier["data"])
 
 
-def possible_tuning(
-    stated: Mapping[str, Any],
-    cost: SearchCost,
-    sweep: Mapping[str, Any] | None,
-    delta: float | None,
-    start: Mapping[str, Any] | None,
-) -> list[dict[str, Any]]:
+def tuning_of_run(tuning: Mapping[str, Any] | None, judged: Judged, cost: SearchCost | None = None) -> dict[str, Any]:
+    """Return the tuning block of a run: what was declared, with what its ledger says of its sweep and of its start.
+
+    ``cost`` is `search_cost`, for who asks several times.
+    """
+    start = start_of(judged.records) or {}
+    delta = None if judged.claimed is None else judged.claimed.budget.delta
+    own = tuning_facts(tuning, cost or search_cost(judged), sweep_of(judged.records), delta)
+    return with_earlier_tuning(own, start.get("tuning"), str(start.get("name")), composed=True)
+
+
+def possible_tuning(stated: Mapping[str, Any], judged: Judged) -> list[dict[str, Any]]:
     """Return the tuning blocks that a run may have, given its ledger, whatever was declared of its own choice.
 
-    ``stated`` is the block on its card, for what the run alone declares; the rest is as in `tuning_facts`.
+    ``stated`` is the block on its card, for what the run alone declares.
     """
     declared = {name: stated.get(name) for name in ("n_trials", "method", "mean_runs", "runs_law", "note")}
-    found = []
-    for data in get_args(TuningData) if sweep is None else ("unknown",):
+    cost, found = search_cost(judged), []
+    for data in get_args(TuningData) if sweep_of(judged.records) is None else ("unknown",):
         for trials in {declared["n_trials"], None}:
             with suppress(ConfigurationError):
-                own = tuning_facts({**declared, "n_trials": trials, "data": data}, cost, sweep, delta)
-                earlier = (start or {}).get("tuning")
-                found.append(with_earlier_tuning(own, earlier, str((start or {}).get("name")), composed=True))
+                found.append(tuning_of_run({**declared, "n_trials": trials, "data": data}, judged, cost))
     return found
 
 
@@ -161,16 +164,16 @@ def refuse_told_number(tuning: Mapping[str, Any], teller: str, *, knob: str = "c
         )
 
 
-def search_cost(releases: Sequence[Release], plan: PrivacyPlan | None, verdict: Verdict) -> SearchCost:
+def search_cost(judged: Judged) -> SearchCost:
     """Return the function that prices a search among runs with these releases: its epsilon, or None and why."""
 
+    @cache
     def cost(stopping: RandomStopping) -> tuple[float | None, str | None]:
-        if plan is None or verdict.guarantee != "dp":
+        if (plan := judged.claimed) is None:
             return None, "not computed, for there is no guarantee"
-        charged = releases if verdict.basis == "as_charged" else every_unit_in_every_step(releases)
         budget = plan.budget
         try:
-            value = selection_epsilon(charged, stopping, delta=budget.delta, neighbours=budget.neighbours)
+            value = selection_epsilon(judged.charged, stopping, delta=budget.delta, neighbours=budget.neighbours)
         except UnsupportedAccountingError as error:
             return None, f"not proved ({str(error).rstrip('.')})"
         return (value, None) if math.isfinite(value) else (None, "infinite")

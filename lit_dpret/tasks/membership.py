@@ -21,7 +21,7 @@ from lit_dpret.audit.attacks.shadows import shadow_scores
 from lit_dpret.audit.statistics.evidence import check_confidence
 from lit_dpret.audit.statistics.scores import CanaryScores
 from lit_dpret.callbacks import ProgressLine
-from lit_dpret.cards.check import judged
+from lit_dpret.cards.check import judge_card
 from lit_dpret.cards.decided import ceilings_of
 from lit_dpret.cards.file import CARD_NAME, read_card
 from lit_dpret.cards.start import model_folder
@@ -78,8 +78,8 @@ class Claim:
             raise DataError(f"task.run={folder} lacks {CARD_NAME} or {LEDGER_NAME}: it is no finished run.")
         card, records = read_card(folder), PrivacyLedger.read(folder / LEDGER_NAME).records
         found = cls(privacy_line(card))
-        decided = judged(card, records)
-        plan, verdict = decided.plan, decided.verdict
+        judged = judge_card(card, records)
+        plan, verdict = judged.plan, judged.verdict
         if plan is None or verdict.epsilon is None:
             found.caveats.append("The run promises nothing, so that there are no ceilings to hold attacks against.")
             return found
@@ -93,7 +93,7 @@ class Claim:
 
         @lru_cache(maxsize=8)
         def cached(rates: tuple[float, ...]) -> Mapping[str, Any] | None:
-            return ceilings_of(decided.releases, plan, verdict, false_positive_rates=rates)
+            return ceilings_of(judged, false_positive_rates=rates)
 
         if cached((0.1,)) is None:
             found.caveats.append("No library computes attack ceilings for this sampling: only epsilon is held against.")

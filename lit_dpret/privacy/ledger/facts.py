@@ -22,7 +22,13 @@ from lit_dpret.privacy.accounting.releases import (
     Shuffle,
 )
 from lit_dpret.privacy.budget import NAMES, ROUNDING_SHARE, AccountantName
-from lit_dpret.privacy.ledger.run_ledger import ROUNDING, charged_releases, departed_attempts, noise_keys
+from lit_dpret.privacy.ledger.run_ledger import (
+    ROUNDING,
+    charged_releases,
+    claimed_releases,
+    departed_attempts,
+    noise_keys,
+)
 from lit_dpret.privacy.plan import HISTOGRAM, PrivacyPlan
 
 Record = Mapping[str, Any]
@@ -188,6 +194,46 @@ def _bound_assumption(plan: PrivacyPlan) -> Assumption:
     if coupling.claim == "declared":
         text += ". The number rests on bounds that were declared for this loss, and not proved here"
     return Assumption(f"{text}.", "unverified")
+
+
+@dataclass(frozen=True)
+class Judged:
+    """The records of a ledger, and the verdict on them.
+
+    Attributes:
+        records: From the first on.
+        plan: The last one; None for a run without privacy.
+        own: What the run released.
+        releases: What the claim is about: those, and what the model had cost that the run started from.
+        verdict: The claim.
+    """
+
+    records: Sequence[Record]
+    plan: PrivacyPlan | None
+    own: Sequence[Release]
+    releases: Sequence[Release]
+    verdict: Verdict
+
+    @classmethod
+    def by(cls, records: Sequence[Record], assumptions: list[Assumption]) -> Judged:
+        """Judge the records under ``assumptions``, to which `judge` may add one.
+
+        Raises:
+            LedgerError: The records contradict each other, or hold no plan.
+        """
+        plan, _ = plan_of(records)
+        own, releases = charged_releases(records), claimed_releases(records)
+        return cls(records, plan, own, releases, judge(releases, plan, assumptions))
+
+    @property
+    def claimed(self) -> PrivacyPlan | None:
+        """The plan, where an epsilon is claimed for it."""
+        return self.plan if self.verdict.guarantee == "dp" else None
+
+    @property
+    def charged(self) -> Sequence[Release]:
+        """The releases as they are charged: without amplification by sampling, where that cannot be claimed."""
+        return self.releases if self.verdict.basis == "as_charged" else every_unit_in_every_step(self.releases)
 
 
 def judge(releases: Sequence[Release], plan: PrivacyPlan | None, assumptions: list[Assumption]) -> Verdict:
