@@ -190,7 +190,7 @@ class Stage2:
 
 @dataclass(frozen=True, kw_only=True)
 class FederatedPrivacy:
-    """The budget of each silo, for everything that leaves it.
+    """The budget of each silo, for everything that leaves it in one run, or in all that share its folder of ledgers.
 
     Args:
         eps: Of each silo, over all rounds and refreshes; null promises nothing.

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,12 +23,12 @@ from typing import Any
 
 from torch import Tensor
 
-from lit_dpret.errors import ConfigurationError, LedgerError, PrivateDataError
+from lit_dpret.errors import ConfigurationError, LedgerError, PrivateDataError, UnsupportedAccountingError
 from lit_dpret.privacy.accounting.accountant import DecimalGrid, calibrate_noise, least
 from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.accounting.releases import FullBatch, GaussianRelease, Release, SamplingLaw, merge
 from lit_dpret.privacy.budget import AccountantName, Neighbours, NoiseName, PrivacyBudget, Unit, charged
-from lit_dpret.privacy.ledger.dataset_file import DatasetFile, Total
+from lit_dpret.privacy.ledger.dataset_file import DatasetFile, Total, compose_across_runs, composed
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.ledger.facts import owed_releases
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, start_of
@@ -37,6 +37,8 @@ from lit_dpret.privacy.noise import KeyedStream, load_secret, noise_source
 
 _DIGITS = 3
 _RELEASES = "releases"
+QUERY_LEDGER, PASSAGE_LEDGER = "silo_ledger.query.jsonl", "silo_ledger.passage.jsonl"
+"""The names of a silo's ledgers, of its queries and of its passages, in the folder of its ledgers."""
 
 
 class SiloLedger:
@@ -68,7 +70,7 @@ class SiloLedger:
     ) -> None:
         self.folder, self.budget, self.accountant, self.noise = Path(folder), budget, accountant, noise
         self.secret_file = None if secret_file is None else Path(secret_file)
-        self.path = self.folder / f"silo_ledger.{_side(budget.unit)}.jsonl"
+        self.path = self.folder / (PASSAGE_LEDGER if _side(budget.unit) == "passage" else QUERY_LEDGER)
         self._ledger = DatasetLedger(self.path, total_eps=budget.eps, budget=budget, accountant=accountant)
         self._require_same_limit()
         self._require_known(sorted((self.folder / _RELEASES).glob("*.jsonl")))
@@ -335,6 +337,37 @@ def silo_budget(
     if public is not None:
         budget.check_delta(public)
     return budget
+
+
+def spent_together(ledgers: Iterable[Path], *, accountant: AccountantName = "pld") -> float:
+    """Return the epsilon of everything that several ledgers of one silo are charged with, all of one unit.
+
+    Systems and seeds of one study go on in copies of a ledger; whoever sees what several of them released has all of
+    it, composed.
+
+    Guarantees:
+        - A run or release that stands in several copies counts once; where copies charge it differently, all that they
+          charge counts.
+        - It is stated at the smallest delta of all, so that it is never less than what one of them says.
+
+    Raises:
+        LedgerError: One of them is damaged.
+        UnsupportedAccountingError: They are of different neighbours, and nothing is proved of them together.
+    """
+    books = [DatasetFile.read(path).book for path in ledgers]
+    terms = [book.terms for book in books if book.terms is not None]
+    entries = dict.fromkeys((name, entry.charge) for book in books for name, entry in book.entries.items())
+    if not entries:
+        return 0.0
+    relations = {str(one["neighbours"]) for one in terms}
+    if len(relations) > 1:
+        raise UnsupportedAccountingError(f"Ledgers of {' and '.join(sorted(relations))} do not add up.")
+    return compose_across_runs(
+        composed(charge for _, charge in entries),
+        delta=min(float(one["delta"]) for one in terms),
+        neighbours=terms[0]["neighbours"],
+        accountant=accountant,
+    )[0]
 
 
 def _side(unit: object) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, get_args
@@ -26,9 +26,11 @@ from lit_dpret.federated.model import start_of
 from lit_dpret.federated.plan import FederationPlan
 from lit_dpret.federated.settings import FederatedPrivacy, PddAs2, Stage1Negatives
 from lit_dpret.federated.silo import MakeModule, SiloClient
+from lit_dpret.federated.silo_ledger import QUERY_LEDGER, spent_together
 from lit_dpret.federated.storage import newest_round
-from lit_dpret.federated.transport import ELSEWHERE, run_federation
+from lit_dpret.federated.transport import ELSEWHERE, run_federation, silo_state
 from lit_dpret.modules.as2 import AS2DualEncoder
+from lit_dpret.privacy.budget import AccountantName
 from lit_dpret.privacy.ledger.trained import TrainedIn, mark
 from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.progress import ProgressLine
@@ -131,6 +133,20 @@ class SystemRunner:
         mark(made, [TrainedIn(f"federation {file_sha256(found[-1])[:16]}", "federated")], whole=True)
         return made
 
+    def spent(
+        self, system: System | None = None, seeds: Sequence[int] = (), *, ledger: str = QUERY_LEDGER
+    ) -> dict[str, float]:
+        """Return by silo what the runs of one system with these seeds cost together; of null, all runs in the folder.
+
+        A silo whose ledger is elsewhere is left out.
+        """
+        if system is None:
+            folders = sorted(path for path in self.folder.glob("seed*/*") if not path.name.startswith("."))
+        else:
+            name = "federation" if system == "stage1" else system
+            folders = [self.folder / f"seed{seed}" / name for seed in seeds] if system in FEDERATED else []
+        return spent_in(folders, accountant=self.plan.privacy.accountant, ledger=ledger)
+
     def tidy(self, system: System, seed: int) -> None:
         """Remove the weights that no other system starts from; ledgers, and the global model of stage 1, stay."""
         state = self.folder / f"seed{seed}"
@@ -172,6 +188,25 @@ class SystemRunner:
             self.plan.begin_states(self.silos, folder)
         run = self.plan.federation(settings, self.silos, folder)
         return _result(run_federation(replace(run, measure=[what], split=self.split)), what)
+
+
+def spent_in(
+    folders: Sequence[Path], *, accountant: AccountantName, ledger: str = QUERY_LEDGER,
+    client: Callable[[str], str] = str,
+) -> dict[str, float]:  # fmt: skip
+    """Return by client what the federations in several folders cost together, by the ledgers that are there.
+
+    Args:
+        folders: Each of one federation (`silo_state`).
+        accountant: Composes them.
+        ledger: Of queries or of passages.
+        client: Names whose queries a silo holds, where several silos have those of one client.
+    """
+    ledgers: dict[str, list[Path]] = {}
+    for folder in folders:
+        for path in sorted(silo_state(folder, "*").parent.glob(f"*/private/{ledger}")):
+            ledgers.setdefault(client(path.parent.parent.name), []).append(path)
+    return {name: spent_together(found, accountant=accountant) for name, found in sorted(ledgers.items())}
 
 
 def _result(found: FedResult, what: str) -> SystemResult:

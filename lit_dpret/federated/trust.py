@@ -28,7 +28,10 @@ _NONE = "none: in clear"
 
 
 def sights(run: PddAs2) -> list[Sight]:
-    """Return everything that leaves a silo under these settings; nothing else does.
+    """Return everything that leaves a silo in one run under these settings; nothing else does.
+
+    A budget is of all runs that share the silo's folder of ledgers. Each system and each seed of ``task=federated`` has
+    a copy of its own, so that what several of them release costs more.
 
     Without ``seal`` the server can read whatever it relays between silos. Without a ``roster`` the server is trusted to
     map keys to silos.
@@ -39,7 +42,7 @@ def sights(run: PddAs2) -> list[Sight]:
     terms = f"delta={delta}, {run.privacy.neighbours}"
     dp = _NONE
     if eps is not None:
-        dp = f"differential privacy of each {run.privacy.unit}, eps={eps:g} ({terms}) for all that leaves"
+        dp = f"differential privacy of each {run.privacy.unit}, eps={eps:g} ({terms}) for all that leaves in one run"
     if run.train_on == "synthetic":
         dp = made if eps is None else f"{made}, within eps={eps:g} ({terms}) of the silo"
     update = dp
@@ -117,7 +120,7 @@ def _response(run: PddAs2) -> Sight:
         "dp_centroid": (
             "noised centroids of its collection",
             f"differential privacy of each passage, eps={privacy.collection_eps or 0:g} "
-            f"(delta={privacy.collection_delta:g}, {privacy.neighbours})",
+            f"(delta={privacy.collection_delta:g}, {privacy.neighbours}) in one run",
         ),
         "synthetic": (
             "embeddings of queries that its DP generator wrote for public sentences",

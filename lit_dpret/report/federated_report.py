@@ -33,10 +33,12 @@ _HOW = (
     "among the first k. The paper does not say how it averages; the mean over silos counts each silo alike, and the "
     "mean over all queries stands in a table of its own."
 )
-_PER_SYSTEM = (
-    "Epsilon of a system is of what that system alone would release, stage 1 included: ledgers go on from those of "
-    "stage 1. All systems of this page together spend more. What trains alone or centrally has no budget, since it "
-    "sends nothing anywhere, or promises nothing."
+_ONE_RUN = (
+    "A run is one system with one seed, stage 1 included, and its ledgers are its own: a budget is of one run. So "
+    "'one run' is what deploying that system once costs (the largest over seeds). A row of the tables above is a mean "
+    "over seeds, and the page shows several rows: whoever has what all seeds of a row released, or all runs behind "
+    "this page, has it composed, each private run counted once. Those are the other columns, and no budget bounds "
+    "them. What trains alone or centrally has no budget, since it sends nothing anywhere, or promises nothing."
 )
 _TRUST = ("what leaves a silo", "the server sees", "other silos see", "protection")
 
@@ -48,7 +50,8 @@ class FederatedRow:
     Args:
         system: Its name in `lit_dpret.report.paper_004.TABLE_1`.
         values: For each seed, client and measure one value for each query; a silo that withholds its own is left out.
-        epsilon: For each client the largest epsilon over seeds; None promises nothing, empty where nothing is sent.
+        epsilon: For each client the largest epsilon of one seed; None promises nothing, empty where nothing is sent.
+        over_seeds: For each client the epsilon of what all seeds released together, where its ledgers are known.
         sent: Bytes by client and phase, the mean over seeds.
         cpu_seconds: Of all seeds together.
         faults: Clients whose answers were left out, and why.
@@ -57,6 +60,7 @@ class FederatedRow:
     system: str
     values: Mapping[int, Mapping[str, Mapping[str, Sequence[float]]]]
     epsilon: Mapping[str, float | None] = field(default_factory=dict)
+    over_seeds: Mapping[str, float] = field(default_factory=dict)
     sent: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     cpu_seconds: float = 0.0
     faults: Sequence[str] = ()
@@ -106,6 +110,9 @@ class FederatedFacts:
         unit: Of the budget.
         delta: Of the budget of each silo; None for 1/(2n), n being the number of its units.
         neighbours: Of the budget.
+        together: For each client the epsilon of everything behind the page, all systems and seeds composed; empty where
+            its ledgers are not known.
+        passages: The same of the passages of its collection, where centroids of them were released.
         command: What to type to get the same again.
         settings: Everything that results depend on, by name.
         notes: Further remarks.
@@ -120,6 +127,8 @@ class FederatedFacts:
     command: str
     delta: float | None = None
     neighbours: str = "zero_out"
+    together: Mapping[str, float] = field(default_factory=dict)
+    passages: Mapping[str, float] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     notes: Sequence[str] = ()
 
@@ -148,7 +157,7 @@ def write_federated_report(folder: Path, rows: Sequence[FederatedRow], facts: Fe
     ordered = [by_name[name] for name in TABLE_1 if name in by_name]
     figure = gain_chart("Gain in sentence R@1 of stage 1 over a silo alone (STAR)", _gains(by_name, "stage1"))
     page = Page(
-        name=NAME, title="PDD-AS2 over silos, beside the paper", lead=_lead(facts),
+        name=NAME, title="PDD-AS2 over silos, beside the paper", lead=_lead(ordered, facts),
         sections=_sections(ordered, by_name, facts, figure), facts=_data(ordered, by_name, facts),
     )  # fmt: skip
     written = page.write(folder)
@@ -158,15 +167,26 @@ def write_federated_report(folder: Path, rows: Sequence[FederatedRow], facts: Fe
     return written
 
 
-def _lead(facts: FederatedFacts) -> list[Block]:
+def _lead(rows: Sequence[FederatedRow], facts: FederatedFacts) -> list[Block]:
     if facts.eps is None:
         claim = Banner("No privacy: no budget is set, and epsilon is infinite for every silo.", "caution")
     else:
-        claim = Banner(
-            f"Each silo has a budget of epsilon = {facts.eps:g} at {facts.terms}, for everything that leaves it. "
-            "What was spent stands below, silo by silo.",
-            "plain",
+        budget = (
+            f"Each silo has a budget of epsilon = {facts.eps:g} at {facts.terms}, for everything that leaves it in one "
+            "run: one system with one seed."
         )
+        runs = sum(len(row.values) for row in rows if row.epsilon)
+        most = max(facts.together.values(), default=None)
+        if runs <= 1:
+            page = "This page shows one such run."
+        elif most is None:
+            page = f"This page shows {runs} such runs, and what they cost together is not known here."
+        else:
+            page = (
+                f"This page shows {runs} such runs: everything behind it together cost a silo up to epsilon = "
+                f"{_spent(most)}, each private run counted once."
+            )
+        claim = Banner(f"{budget} {page} What was spent stands below, silo by silo.", "plain")
     internal = Banner(
         "Internal: the measures on this page were computed on the silos' own private queries. No budget covers them: "
         "keep the page where the queries are kept."
@@ -316,10 +336,28 @@ def _epsilon(rows: Sequence[FederatedRow], facts: FederatedFacts) -> list[Block]
         return [Paragraph("No privacy: epsilon is infinite for every silo and every unit.")]
     private = [row for row in rows if row.epsilon]
     clients = list(dict.fromkeys(name for row in private for name in row.epsilon))
-    body = [(name, *(_spent(row.epsilon.get(name)) for row in private)) for name in clients]
-    head = (f"silo (unit: {facts.unit})", *(row.label for row in private))
-    said = f"{_PER_SYSTEM} The largest over seeds, of a budget of {facts.eps:g}, at {facts.terms}."
-    return [Paragraph(said), Grid(head, body, frozenset(range(1, len(head))))]
+    head = [f"silo (unit: {facts.unit})"]
+    for row in private:
+        head += [f"{row.label}, one run", *([f"its {len(row.values)} seeds together"] if len(row.values) > 1 else [])]
+    body = []
+    for name in clients:
+        cells = [name]
+        for row in private:
+            over = [_known(row.over_seeds.get(name))] if len(row.values) > 1 else []
+            cells += [_spent(row.epsilon.get(name)), *over]
+        body.append([*cells, _known(facts.together.get(name))])
+    head.append("everything behind this page")
+    said = f"{_ONE_RUN} The budget of one run is {facts.eps:g}, at {facts.terms}."
+    blocks: list[Block] = [Paragraph(said), Grid(head, body, frozenset(range(1, len(head))))]
+    if facts.passages:
+        listed = ", ".join(f"{name} {_spent(value)}" for name, value in facts.passages.items())
+        blocks.append(
+            Paragraph(
+                "Centroids of the collections were released as well, with a budget of their own for each run. Epsilon "
+                f"of one passage in all runs behind this page together: {listed}."
+            )
+        )
+    return blocks
 
 
 def _silos(silos: Mapping[str, Mapping[str, int]]) -> Grid:
@@ -338,6 +376,8 @@ def _data(rows: Sequence[FederatedRow], by_name: Mapping[str, FederatedRow], fac
         "unit": facts.unit,
         "delta": facts.delta,
         "neighbours": facts.neighbours,
+        "epsilon_of_page": dict(facts.together),
+        "epsilon_of_page_per_passage": dict(facts.passages),
         "split": facts.split,
         "model": facts.model,
         "silos": facts.silos,
@@ -367,7 +407,8 @@ def _systems(rows: Sequence[FederatedRow]) -> dict[str, Any]:
         clients = {client: {name: _keyed(row.of_client(client, name)) for name in COLUMNS} for client in row.clients}
         table[row.system] = {
             "label": row.label, "measures": measures, "clients": clients, "sent_bytes": row.sent,
-            "epsilon": dict(row.epsilon), "cpu_seconds": row.cpu_seconds, "faults": list(row.faults),
+            "epsilon": dict(row.epsilon), "epsilon_over_seeds": dict(row.over_seeds), "cpu_seconds": row.cpu_seconds,
+            "faults": list(row.faults),
         }  # fmt: skip
     return table
 
@@ -413,6 +454,10 @@ def verdict(gain: Interval) -> str:
 
 def _megabytes(count: float) -> str:
     return f"{count / 1e6:.3f}" if count < 1e6 else f"{count / 1e6:.1f}"
+
+
+def _known(value: float | None) -> str:
+    return "not known here" if value is None else _spent(value)
 
 
 def _spent(value: float | None) -> str:

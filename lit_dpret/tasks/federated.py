@@ -21,6 +21,7 @@ from lit_dpret.callbacks import ProgressLine
 from lit_dpret.datamodules.silo_folder import read_silo
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.federated.plan import FederationPlan
+from lit_dpret.federated.silo_ledger import PASSAGE_LEDGER
 from lit_dpret.federated.systems import (
     FEDERATED,
     System,
@@ -109,7 +110,7 @@ class Federated:
             progress(len(todo), len(todo))
         if self.save_encoder:
             runner.stage1_model(self.seeds[0]).save_model(parts.run_dir / PRIVATE / "encoder")
-        return self._tell(parts, plan, silos, results)
+        return self._tell(parts, runner, results)
 
     def _result(self, stages: Stages, runner: SystemRunner, system: System, seed: int) -> SystemResult:
         def work(folder: Path, resume: bool) -> dict[str, Any]:
@@ -133,11 +134,15 @@ class Federated:
     def _tell(
         self,
         parts: Parts,
-        plan: FederationPlan,
-        silos: dict[str, Path],
+        runner: SystemRunner,
         results: dict[System, dict[int, SystemResult]],
     ) -> dict[str, float]:
-        rows = [_row(system, by_seed) for system, by_seed in results.items() if by_seed]
+        plan, silos = runner.plan, runner.silos
+        rows = [_row(system, by_seed, runner) for system, by_seed in results.items() if by_seed]
+        together = runner.spent() if plan.privacy.eps is not None else {}
+        if plan.transport in ELSEWHERE:  # all rows are one run, with one ledger in each silo
+            told = [(name, value) for row in rows for name, value in row.epsilon.items() if value is not None]
+            together = {name: max(value for other, value in told if other == name) for name, _ in told}
         settings = plan.settings(self.seeds[0])
         facts = FederatedFacts(
             silos={name: read_silo(folder).counts() for name, folder in silos.items()},
@@ -148,6 +153,8 @@ class Federated:
             unit=plan.privacy.unit,
             delta=plan.privacy.delta,
             neighbours=plan.privacy.neighbours,
+            together=together,
+            passages=runner.spent(ledger=PASSAGE_LEDGER) if plan.privacy.eps is not None else {},
             command=parts.command_again(*_HOW_NOT_WHAT),
             settings=plan.describe(),
             notes=[*filter(None, (self.note, plan.note)), *_notes(plan, self.seeds)],
@@ -171,15 +178,15 @@ def _notes(plan: FederationPlan, seeds: Sequence[int]) -> list[str]:
     if plan.settings(seeds[0]).generated:
         notes.append(
             "Negatives or training queries were written by each silo's own DP generator, which its ledger counts. A "
-            "row continues a copy of that ledger: its epsilon is the cost of releasing that row and no other."
+            "run continues a copy of that ledger, in which the generator counts once."
         )
     if plan.privacy.eps is not None and plan.declare_public:
         notes.append("Every sentence was declared public by federated.declare_public=true: a declaration, not a proof.")
     return notes
 
 
-def _row(system: System, by_seed: Mapping[int, SystemResult]) -> FederatedRow:
-    """Combine all seeds of a system into a row: the largest epsilon, the mean of what was sent."""
+def _row(system: System, by_seed: Mapping[int, SystemResult], runner: SystemRunner) -> FederatedRow:
+    """Combine all seeds of a system into a row: the largest epsilon and that of all together, the mean of the bytes."""
     epsilon: dict[str, float | None] = {}
     sent: dict[str, dict[str, float]] = {}
     for result in by_seed.values():
@@ -194,6 +201,7 @@ def _row(system: System, by_seed: Mapping[int, SystemResult]) -> FederatedRow:
         system=system,
         values={seed: result.values for seed, result in by_seed.items()},
         epsilon=epsilon,
+        over_seeds=runner.spent(system, list(by_seed)) if runner.plan.privacy.eps is not None else {},
         sent=sent,
         cpu_seconds=sum(result.cpu_seconds for result in by_seed.values()),
         faults=[f"seed {seed}: {fault}" for seed, result in by_seed.items() for fault in result.faults],

@@ -22,11 +22,13 @@ from lit_dpret.datamodules.records import SPLITS
 from lit_dpret.datamodules.silo_folder import MANIFEST, Silo, SiloQuery, read_silo, silo_folders, write_silos
 from lit_dpret.errors import DataError
 from lit_dpret.federated.federation import FedResult
+from lit_dpret.federated.fitting import attempt_folder
 from lit_dpret.federated.plan import FederationPlan
 from lit_dpret.federated.settings import PddAs2, Phase
+from lit_dpret.federated.silo_ledger import QUERY_LEDGER
 from lit_dpret.federated.storage import save_json
 from lit_dpret.federated.synthetic import PUBLIC
-from lit_dpret.federated.systems import SystemResult, as_lists, trained_alone
+from lit_dpret.federated.systems import SystemResult, as_lists, spent_in, trained_alone
 from lit_dpret.federated.transport import run_federation
 from lit_dpret.negatives.base import coins
 from reproduction.federated.catalogue import AS_THEY_ARE, Point, SiloChange
@@ -181,8 +183,33 @@ class Cells:
         else:
             measured = trained_alone(point.system, settings, silos, self.plan.model, state, split=self.split)
             found = SystemResult(as_lists(measured))
+        self._keep_ledgers(state)
         shutil.rmtree(state, ignore_errors=True)
         return found
+
+    def _keep_ledgers(self, state: Path) -> None:
+        """Move the ledgers of a finished state aside: what was released of a silo stays released without its files."""
+        aside = attempt_folder(self.folder / "ledgers" / state.name)  # never over those of an earlier try
+        for path in sorted(state.glob("silos/*/private/silo_ledger.*.jsonl")):
+            kept = aside / path.relative_to(state)
+            kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            path.rename(kept)
+
+    def spent(self, *, ledger: str = QUERY_LEDGER) -> dict[str, float]:
+        """Return by client what all private runs of all studies in this folder cost together, each counted once.
+
+        A client that was divided has its queries in one of its parts at each point: all that its parts released counts
+        for each of them.
+        """
+        kept = [*self.folder.glob("ledgers/*/attempt-*"), *self.folder.glob("state/shared-*/state")]
+        running = [path for path in self.folder.glob("state/*") if not path.name.startswith((".", "shared-"))]
+        return spent_in(
+            [*kept, *running], accountant=self.plan.privacy.accountant, ledger=ledger, client=self._client_of
+        )
+
+    def _client_of(self, silo: str) -> str:
+        stems = {name[:58]: name for name in self.base}
+        return silo if silo in self.base else stems.get(silo.rpartition(".")[0], silo)
 
     def _stage1(self, settings: PddAs2, silos: Mapping[str, Path], point: Point, seed: int) -> SystemResult:
         """Stage 1 and its measures, once for all that go on from it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,10 +10,12 @@ from pathlib import Path
 import numpy as np
 
 from lit_dpret.federated.plan import FederationPlan
+from lit_dpret.federated.silo_ledger import PASSAGE_LEDGER, QUERY_LEDGER
 from lit_dpret.federated.systems import SystemResult
 from lit_dpret.report.paper_004 import COLUMNS, WITHOUT_QUERIES
 from lit_dpret.retrieval.statistics import seed_interval
 from reproduction.federated.catalogue import Contrast, Point, Study, Trend
+from reproduction.federated.cells import Cells
 from reproduction.federated.study_figure import SHOWN, draw_study
 from reproduction.federated.study_page import ClientGain, StudyPage, StudyRow, with_reach, write_study
 from reproduction.published import of_study
@@ -29,6 +32,7 @@ def tell(
     folder: Path,
     *,
     plan: FederationPlan,
+    cells: Cells,
     sizes: Mapping[int, Mapping[str, int]],
     plot: bool,
     notes: Sequence[str],
@@ -42,6 +46,7 @@ def tell(
         found: Results of every point and seed.
         folder: Of the report.
         plan: The federation.
+        cells: That were run.
         sizes: For each seed the train queries of each client, for a study of clients; else empty.
         plot: Draw a PNG.
         notes: What a reader must know of this run.
@@ -69,7 +74,7 @@ def tell(
             *(f"Left out: {fault}" for fault in faults),
         ],
         command=command,
-        promise=_promise(plan),
+        promise=_promise(plan, cells),
     )
     picture = draw_study(page, folder / f"{study.name}.png") if plot else None
     written = write_study(page, folder, study.name, picture=picture)
@@ -178,11 +183,20 @@ def _of_client(result: SystemResult, name: str) -> float:
     return float(np.mean(result.values[name][SHOWN]))
 
 
-def _promise(plan: FederationPlan) -> str:
+def _promise(plan: FederationPlan, cells: Cells) -> str:
     if plan.privacy.eps is None:
         return "No privacy is promised for any of these models: epsilon is infinite."
-    return (
-        f"Each row's epsilon is the largest of any client for releasing that row alone (unit {plan.privacy.unit}, "
-        f"neighbours {plan.privacy.neighbours}); whoever sees several rows sees them composed, which is stated nowhere "
-        "here. Clients that train alone release nothing and promise nothing."
+    told = (
+        f"Each row's epsilon is what one run of it costs, with one seed: the largest of any client (unit "
+        f"{plan.privacy.unit}, neighbours {plan.privacy.neighbours}). A row is a mean over seeds, and there are "
+        "several rows: whoever sees them has all their runs composed. Clients that train alone release nothing and "
+        "promise nothing."
     )
+    for unit, ledger in ((plan.privacy.unit, QUERY_LEDGER), ("passage", PASSAGE_LEDGER)):
+        if spent := cells.spent(ledger=ledger):
+            name = max(spent, key=lambda client: spent[client])
+            told += (
+                f" All private runs of the studies in this folder together cost a client up to epsilon = "
+                f"{math.ceil(spent[name] * 1000) / 1000:.3f} (client {name}, unit {unit}; each run counted once)."
+            )
+    return told

@@ -149,7 +149,7 @@ class FederatedStudy:
             progress(len(todo), len(todo))
         clients = {seed: sizes(cells.silos(points[0], seed)) for seed in self.seeds} if self.study.trend else {}
         return tell(
-            self.study, points, found, out, plan=plan, sizes=clients, plot=self.plot,
+            self.study, points, found, out, plan=plan, cells=cells, sizes=clients, plot=self.plot,
             notes=[*filter(None, [plan.note]), *self._notes(points, base)],
             command=parts.command_again(),
         )  # fmt: skip

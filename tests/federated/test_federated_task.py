@@ -39,6 +39,9 @@ from lit_dpret.federated.systems import (
     trained_alone,
 )
 from lit_dpret.federated.trust import trust_table
+from lit_dpret.privacy.accounting.composition import epsilon
+from lit_dpret.privacy.accounting.releases import merge
+from lit_dpret.privacy.ledger.dataset_file import DatasetFile
 from lit_dpret.privacy.ledger.trained import noted_in
 from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.report import paper_004
@@ -143,13 +146,29 @@ def test_a_run_that_was_interrupted_goes_on_and_makes_no_finished_round_again(
 
 def test_under_a_budget_systems_go_on_from_the_ledgers_of_stage_1_and_each_stays_within(tmp_path: Path) -> None:
     made = plan(privacy=EPS, secret_file=str(tmp_path / "secret"))
-    Federated(systems=["stage1", "customised", "fed_negative"], seeds=[0]).run(parts(tmp_path / "run", made))
+    Federated(systems=["stage1", "customised", "fed_negative"], seeds=[0, 1]).run(parts(tmp_path / "run", made))
     data = json.loads((tmp_path / "run" / "pdd_as2.json").read_text(encoding="utf-8"))
     spent = {name: found["epsilon"] for name, found in data["systems"].items()}
     for silo in ("client0", "client1"):
         assert 0 < spent["stage1"][silo] < spent["customised"][silo] < spent["fed_negative"][silo] <= 20.0
     assert data["eps"] == 20.0 and "federated.declare_public" in (tmp_path / "run" / "pdd_as2.md").read_text("utf-8")
     assert "weight" not in data["trust"][1][0]  # uniform: how many queries a silo has is told to nobody
+    # A row is a mean over seeds, and the page holds all rows: each private run behind them counts once.
+    for silo in ("client0", "client1"):
+        everything = charged_once(tmp_path / "run", f"**/silos/{silo}/private/*.query.jsonl")
+        row = charged_once(tmp_path / "run", f"**/fed_negative/silos/{silo}/private/*.query.jsonl")
+        assert data["epsilon_of_page"][silo] == pytest.approx(everything, rel=1e-9)
+        assert data["systems"]["fed_negative"]["epsilon_over_seeds"][silo] == pytest.approx(row, rel=1e-9)
+        assert 20.0 < row < everything
+
+
+def charged_once(root: Path, pattern: str) -> float:
+    """The epsilon of every private run that a ledger under ``root`` charges, each by its identity once."""
+    runs: dict[str, Any] = {}
+    for path in root.glob(pattern):
+        runs |= {name: entry.charge for name, entry in DatasetFile.read(path).book.entries.items()}
+    releases = [release for charge in runs.values() for release in charge.releases]
+    return epsilon(merge(releases), delta=1e-2, neighbours="zero_out", accountant="rdp")
 
 
 # -- baselines ---------------------------------------------------------------------------------

@@ -127,3 +127,20 @@ def test_every_epsilon_stands_beside_its_delta_unit_and_neighbours(
         page = written[name].read_text(encoding="utf-8")
         assert page.count(f"delta = {expected}") == 2 and page.count("zero_out") >= 2, name
     assert json.loads(written["pdd_as2.json"].read_text(encoding="utf-8"))["delta"] == delta
+
+
+def test_a_budget_is_claimed_of_one_run_and_what_seeds_and_systems_cost_together_stands_beside_it(
+    tmp_path: Path,
+) -> None:
+    private = replace(STAGE1, epsilon={"a": 7.5, "b": 7.9}, over_seeds={"a": 11.0601, "b": 11.5})
+    facts = replace(FACTS, eps=8.0, together={"a": 17.2, "b": 21.7101}, passages={"a": 6.5})
+    written = write_federated_report(tmp_path, [private, ALONE], facts)
+    page = written["pdd_as2.md"].read_text(encoding="utf-8")
+    claim = next(line for line in page.splitlines() if "has a budget of epsilon = 8" in line)
+    assert "in one run" in claim and "2 such runs" in claim and "epsilon = 21.711" in claim
+    assert "| a | 7.500 | 11.061 | 17.200 |" in page and "a 6.500" in page  # rounded up, never down
+    data = json.loads(written["pdd_as2.json"].read_text(encoding="utf-8"))
+    assert data["epsilon_of_page"] == {"a": 17.2, "b": 21.7101}
+    assert data["systems"]["stage1"]["epsilon_over_seeds"] == {"a": 11.0601, "b": 11.5}
+    unknown = write_federated_report(tmp_path, [replace(private, over_seeds={})], replace(facts, together={}))
+    assert "| a | 7.500 | not known here | not known here |" in unknown["pdd_as2.md"].read_text(encoding="utf-8")

@@ -23,6 +23,7 @@ from lit_dpret.tasks.parts import Parts
 from reproduction import FederatedStudy
 from reproduction.federated.catalogue import STUDIES, Asked, Point, SiloChange, study_of
 from reproduction.federated.cells import Cells, changed_silos, divided, kept_shares, sizes, with_share
+from reproduction.federated.report import _promise
 from reproduction.published import of_study
 
 SIZE = {"clients": 2, "entities": 6, "attributes": 4, "told": 2, "questions": 2, "hubs": 1}
@@ -325,6 +326,11 @@ def test_under_a_budget_every_cell_goes_on_with_ledgers_of_its_own_and_stays_wit
     epsilons = [cells.result(point, 0).epsilon["client0"] for point in points]
     assert all(value is not None and 0 < value <= 20 for value in epsilons)
     assert epsilons[0] == pytest.approx(epsilons[1]) and epsilons[2] < epsilons[0]
+    # The states of finished points are gone, and what they released is not: all of them cost more than the budget.
+    together = cells.spent()
+    assert set(together) == set(cells.base) and together["client0"] > 20.0
+    assert f"epsilon = {math.ceil(max(together.values()) * 1000) / 1000:.3f}" in _promise(cells.plan, cells)
+    assert cells._client_of("client0.1") == "client0"
 
 
 @pytest.mark.parametrize(("gains", "verdict"), [
