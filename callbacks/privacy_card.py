@@ -41,8 +41,8 @@ class PrivacyCard(Callback):
 
     Args:
         run_dir: The run folder; null for the Trainer's ``default_root_dir``.
-        tuning_data: What the hyper-parameters were chosen on: ``none``, ``public``, ``synthetic``,
-            ``private`` or ``unknown``.
+        tuning_data: What the hyper-parameters were chosen on: ``none``, ``public``, ``synthetic``, ``private`` or
+            ``unknown``. A choice among trainings on private data is ``private``, whatever they were scored on.
         tuning_trials: How many configurations were tried.
         tuning_note: The same in words.
         tuning_method: ``random_stopping`` for a search on private data that kept the best of a random

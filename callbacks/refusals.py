@@ -66,8 +66,32 @@ class Candidate:
 
     @property
     def public_metrics(self) -> set[str]:
-        """The logged names computed on data declared public or synthetic: to choose by them costs no privacy."""
-        return {name for callback in self.callbacks for name in getattr(callback, "public_metrics", ())}
+        """The logged names by which a checkpoint may be chosen: to do so costs no privacy."""
+        return self._metrics(False)
+
+    @property
+    def metrics_of_other_claims(self) -> set[str]:
+        """The logged names on synthetic queries, which were made under an epsilon that is in no claim of this run."""
+        return self._metrics(True)
+
+    def _metrics(self, of_other_claims: bool) -> set[str]:
+        found = [one for one in self.callbacks if self._spends_another_claim(one) == of_other_claims]
+        return {name for callback in found for name in getattr(callback, "public_metrics", ())}
+
+    def _spends_another_claim(self, callback: Callback) -> bool:
+        """Whether it evaluates on a synthetic set, other than the one that the run is trained on and claims for."""
+        if getattr(callback, "data", None) != "synthetic":
+            return False
+        inherited = getattr(getattr(self.module, "privacy", None), "guarantee", "none") == "inherited"
+        return not (inherited and getattr(callback, "datamodule", None) in (None, self.data))
+
+    @property
+    def choosing(self) -> list[Any]:
+        """The callbacks that choose a checkpoint, or the end of the run, by a metric."""
+        return [
+            callback for callback in self.callbacks
+            if isinstance(callback, (EarlyStopping, ModelCheckpoint)) and callback.monitor is not None
+        ]  # fmt: skip
 
     @property
     def checks(self) -> tuple[Check, ...]:
@@ -189,13 +213,24 @@ def _shows_nothing_beside_a_total(run: Candidate) -> None:
 
 
 def _chooses_by_public_metrics(run: Candidate) -> None:
-    public = run.public_metrics
-    for callback in run.callbacks:
-        if isinstance(callback, (EarlyStopping, ModelCheckpoint)) and callback.monitor not in (None, *public):
+    known = run.public_metrics | run.metrics_of_other_claims
+    for callback in run.choosing:
+        if callback.monitor not in known:
             raise ConfigurationError(
                 f"{type(callback).__name__}(monitor={callback.monitor!r}) chooses by private data: that is a release "
                 "nobody counts. Fix trainer.max_steps beforehand and keep the last checkpoint, or monitor a metric "
-                "that a RetrievalEvaluation computes on public or synthetic queries.",
+                "that a RetrievalEvaluation computes on public queries.",
+                trap="T25",
+            )
+
+
+def _chooses_by_no_other_claim(run: Candidate) -> None:
+    for callback in run.choosing:
+        if callback.monitor in run.metrics_of_other_claims:
+            raise ConfigurationError(
+                f"{type(callback).__name__}(monitor={callback.monitor!r}) chooses by synthetic queries, which were "
+                "made under an epsilon of their own: the chosen model has spent both, and its card would state one. "
+                "Keep the last checkpoint, or monitor a metric of public queries (callbacks.evaluation.data=public).",
                 trap="T25",
             )
 
@@ -369,6 +404,7 @@ _ANY_CLAIM: tuple[Check, ...] = (
     lambda run: refuse_cards_behind(run.module, run.start),
     _starts_unseen,
     _validates_on_declared_data,
+    _chooses_by_no_other_claim,
 )
 _INHERITED: tuple[Check, ...] = (_carries_a_card,)
 _DP: tuple[Check, ...] = (

@@ -33,7 +33,7 @@ class SyntheticDataModule(PairsDataModule):
         evaluation: A DataModule whose dev and test queries are evaluated on, over its passages and
             those of the folder together (the same id must mean the same text). The folder then
             needs no corpus. Its train split is not used, nor is a split that the folder has
-            itself: choosing a checkpoint on synthetic dev queries costs no privacy, on real ones it may.
+            itself: choosing a checkpoint on its own dev queries costs no privacy, on real ones it may.
         keep: A file with one query id in each line: only these queries are trained on. They must have
             been chosen by public means (their round trip, say); null for all.
         require_privacy_card: False accepts a folder without a card. What is trained on it then has

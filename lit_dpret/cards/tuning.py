@@ -21,15 +21,19 @@ SearchCost: TypeAlias = Callable[[RandomStopping], tuple[float | None, str | Non
 
 _TUNING = {
     "none": "Hyper-parameters were fixed before the private data were used.",
-    "public": "Hyper-parameters were chosen on public data, which costs no privacy.",
-    "synthetic": "Hyper-parameters were chosen on DP synthetic data, which is post-processing.",
+    "public": "Hyper-parameters were chosen by trainings on public data alone, as declared, which costs no privacy.",
+    "synthetic": "NOT ACCOUNTED: hyper-parameters were chosen on DP synthetic data. Their epsilon is not in this one: "
+    "where they were made from the same people's data, both are spent.",
     "private": "NOT ACCOUNTED: hyper-parameters were chosen on private data; epsilon does not cover that choice.",
     "unknown": "NOT ACCOUNTED: it was not stated on which data the hyper-parameters were chosen.",
 }
 
-#: Data on which a choice tells of private data, or may.
-_OPEN = ("private", "unknown")
+#: Data on which a choice tells of private data, or may. Trainings on private data tell of these whatever they are
+#: scored on: the best of them is a function of all of them.
+_OPEN = ("private", "unknown", "synthetic")  # the gravest first
 _METHODS = ("none", "random_stopping")
+#: Data that trials are scored on, with what the sum of their epsilons leaves out.
+_COVERED = {"private": " The records on which the trials were scored are not covered.", "public": ""}
 
 
 def tuning_facts(
@@ -44,9 +48,11 @@ def tuning_facts(
         - A choice on private data is accounted only where the search was declared as `RandomStopping` and its cost is
           proved; ``epsilon`` is then that of the search with its best run. The epsilon of the claim stays that of the
           run.
-        - A choice among the trials of a sweep that were all reserved beforehand is accounted by their sum: ``epsilon``
+        - A choice among the trials of a sweep that trained on private data is a choice on private data, whatever the
+          trials were scored on. Where all of them were reserved beforehand it is accounted by their sum: ``epsilon``
           is the limit of the ledger that holds them. Where a trial had no privacy, where the limit holds at a larger
-          delta than the claim's, or where the run claims nothing, none is stated.
+          delta than the claim's, where the run claims nothing, or where the trials were scored on synthetic data,
+          whose own epsilon is in no such sum, none is stated.
 
     Args:
         tuning: ``data``, ``n_trials``, ``method``, ``mean_runs``, ``runs_law``, ``note``.
@@ -73,7 +79,7 @@ def tuning_facts(
         chosen |= {"epsilon": value}
     elif sweep is not None:
         text, limit = f"{text} {_of_sweep(sweep, claims=delta is not None)}", sweep_limit(sweep, delta)
-        if chosen["data"] == "private" and limit is not None:
+        if chosen["data"] == "private" and sweep["metric_data"] in _COVERED and limit is not None:
             accounted, chosen = True, chosen | {"epsilon": limit}
             text = _summed(sweep, limit)
     if chosen["note"]:
@@ -96,7 +102,7 @@ def with_earlier_tuning(
         return {**earlier, "text": text}
     if earlier["accounted"]:
         text += " NOT ACCOUNTED: the epsilon of this card does not cover that choice."
-    data = "private" if "private" in (own["data"], earlier["data"]) else "unknown"
+    data = next(one for one in _OPEN if one in (own["data"], earlier["data"]))
     return {**own, "data": data, "accounted": False, "text": text}
 
 
@@ -107,7 +113,7 @@ def hides_earlier_tuning(own: Mapping[str, Any], earlier: Mapping[str, Any], *, 
     told = str(earlier["text"]) in str(own["text"])
     if not composed and told and {**earlier, "text": own["text"]} == own:
         return False
-    graver = own["data"] == "private" or (own["data"] == "unknown" and earlier["data"] == "unknown")
+    graver = own["data"] in _OPEN[: _OPEN.index(earlier["data"]) + 1]
     return bool(own["accounted"]) or not graver or not (told or own["data"] == earlier["data"])
 
 
@@ -192,8 +198,8 @@ def declared_search(chosen: Mapping[str, Any]) -> RandomStopping | None:
         return None
     if chosen["data"] != "private":
         raise ConfigurationError(
-            f"tuning_method=random_stopping with tuning_data={chosen['data']}: a search has a cost on private data "
-            "only. Set tuning_data=private, or tuning_method to null."
+            f"tuning_method=random_stopping with tuning_data={chosen['data']}: a search has this cost where its runs "
+            "train on private data, whatever they are scored on. Set tuning_data=private, or tuning_method to null."
         )
     if "mean_runs" not in declared:
         raise ConfigurationError("tuning_method=random_stopping needs tuning_mean_runs, the mean number of runs.")
@@ -206,10 +212,10 @@ def declared_search(chosen: Mapping[str, Any]) -> RandomStopping | None:
 
 
 def _as_told(chosen: Mapping[str, Any], sweep: Mapping[str, Any]) -> dict[str, Any]:
-    """Take facts about the choice from the sweep, where the run itself states none."""
-    told: dict[str, Any] = {"sweep": dict(sweep)}
-    if chosen["data"] == "unknown":
-        told["data"] = sweep["metric_data"]
+    """Take facts about the choice from the sweep, which `refuse_other_tuning` has held against what the run states."""
+    scored = sweep["metric_data"]
+    private = sweep.get("planned") is not None and scored in ("public", "synthetic", "private")
+    told: dict[str, Any] = {"sweep": dict(sweep), "data": "private" if private else scored}
     if not chosen["n_trials"] and chosen.get("method") in (None, "none"):
         told["n_trials"] = sweep["trials"]
     return told
@@ -229,25 +235,26 @@ def _of_sweep(sweep: Mapping[str, Any], *, claims: bool) -> str:
     return (
         f"{text}, whose {sweep['private_runs']} private trainings were reserved in the ledger of the data set before "
         f"the first of them: as planned, all of them together are within epsilon = {show_epsilon(planned['epsilon'])} "
-        f"at delta = {planned['delta']:.3g}. Whoever sees several of the models has that, not the epsilon of one."
+        f"at delta = {planned['delta']:.3g}. Whoever sees several of the models, or one that was chosen among them, "
+        "has that, not the epsilon of one."
     )
 
 
 def _summed(sweep: Mapping[str, Any], limit: float) -> str:
+    scored = str(sweep["metric_data"])
     return (
-        "Hyper-parameters were chosen on private data, among the trials of one sweep. "
-        f"{_of_sweep(sweep, claims=True)} Including the choice, epsilon = {show_epsilon(limit)} at the delta of the "
-        f"claim, the limit of that ledger at delta = {show_delta(sweep['ledger_delta'])}, which no trial may pass "
-        "(composition of all of them); the epsilon of the claim is for the one run. The records on which the trials "
-        "were scored are not covered."
+        f"Hyper-parameters were chosen by scores on {scored} data among the trials of one sweep, which were trained on "
+        f"private data. {_of_sweep(sweep, claims=True)} Including the choice, epsilon = {show_epsilon(limit)} at the "
+        f"delta of the claim, the limit of that ledger at delta = {show_delta(sweep['ledger_delta'])}, which no trial "
+        f"may pass (composition of all of them); the epsilon of the claim is for the one run.{_COVERED[scored]}"
     )
 
 
 def _priced(stopping: RandomStopping, epsilon: float) -> str:
     return (
-        "Hyper-parameters were chosen on private data, as declared: the best of a number of runs that was drawn from "
-        f"a {stopping.describe()} and told to nobody; none of them released more than this one, and nothing of the "
-        f"others was shown. Including that choice, epsilon = {show_epsilon(epsilon)} at the same delta (Renyi "
+        "Hyper-parameters were chosen among private trainings, as declared: the best of a number of runs that was "
+        f"drawn from a {stopping.describe()} and told to nobody; none of them released more than this one, and nothing "
+        f"of the others was shown. Including that choice, epsilon = {show_epsilon(epsilon)} at the same delta (Renyi "
         "accounting; Papernot and Steinke 2022); the epsilon of the claim is for the one run. The records on which the "
         "runs were scored are not covered."
     )

@@ -72,17 +72,20 @@ def _row(sweep: SweepFolder, name: str, found: Mapping[str, Any]) -> dict[str, A
 
 
 def _spent(sweep: SweepFolder) -> tuple[float | None, str | None]:
-    """The composition of everything that the ledgers in the trials' folders are charged with."""
-    budget = sweep.facts["budget"]
+    """The composition of what the trials' ledgers are charged with; where one is gone, of what the data set's says."""
+    budget, ledger = sweep.facts["budget"], sweep.ledger()
     if budget is None:
         return None, None
-    charges = []
+    charges, found = [], set()
     for path in sorted((sweep.folder / "trials").rglob(LEDGER_NAME)):
         records = PrivacyLedger.read(path).records
         if not noise_keys(records):
             continue  # refused before its first step
+        found |= {str(record["run_id"]) for record in records if record["kind"] == "plan"}
         if any(record["kind"] == "plan" and record.get("plan") is not None for record in records):
             charges.append(Charge.of(owed_releases(records), EarlierRun.of_start(start_of(records))))
+    if ledger is not None and ledger.path.exists():  # a folder that is gone was spent all the same
+        charges += [charge for run, charge in ledger.charges_of(sweep.id).items() if run not in found]
     delta, neighbours, accountant = budget["delta"], budget["neighbours"], sweep.facts["accountant"]
     return compose_across_runs(composed(charges), delta=delta, neighbours=neighbours, accountant=accountant)
 
@@ -124,28 +127,35 @@ def _told(
             f"All private trials together have cost epsilon = {show_epsilon(epsilon)} at delta = "
             f"{planned['delta']:.3g} (unit {planned['unit']}, neighbours {planned['neighbours']}, composed by {how}); "
             f"{show_epsilon(planned['epsilon'])} was planned, and the ledger of the data set ends at "
-            f"{facts['total_eps']:g}{limit_at}. Whoever sees several of the models, or one that was chosen "
-            "among them by a score on private data, has this epsilon, not that of a row."
+            f"{facts['total_eps']:g}{limit_at}. Whoever sees several of the models, or one that was chosen among "
+            "them, has this epsilon, not that of a row."
             + (" Of a trial without privacy nothing is promised to anybody, beside whatever else." if bare else "")
         )
     else:
         lines.append("No trial was private: nothing was spent, and nothing is promised.")
     if best is not None:
-        lines.append(_choice(str(facts["metric_data"]), str(metric), bare=bare))
+        lines.append(_choice(str(facts["metric_data"]), str(metric), private=epsilon is not None, bare=bare))
     return "\n".join(lines)
 
 
-def _choice(data: str, metric: str, *, bare: bool) -> str:
+def _choice(data: str, metric: str, *, private: bool, bare: bool) -> str:
     """State what it costs to have chosen the best trial."""
-    if data in ("none", "public", "synthetic"):
-        return f"The best trial was chosen by {metric} on {data} data, which costs no privacy."
-    said = "private data" if data == "private" else "data that were not named (task.metric_data)"
-    chosen = f"The best trial was chosen by {metric} on {said}"
+    named = {"unknown": "data that were not named (task.metric_data)"}.get(data, f"{data} data")
+    chosen = f"The best trial was chosen by {metric} on {named}"
+    if not private:
+        return (
+            f"{chosen}. No trial was planned as private: where they were trained on public data, the choice has no "
+            "epsilon, and needs none."
+        )
     if bare:
         return f"{chosen}, and not all trials are known to be private: no epsilon covers the choice."
+    scored = {
+        "public": "public records need no cover.",
+        "synthetic": "the synthetic ones that were scored have an epsilon of their own, which is not in it.",
+    }.get(data, "for those that were scored, by nothing.")
     return (
-        f"{chosen}: for the records that were trained on, the choice is covered by the epsilon of all trials alone; "
-        "for those that were scored, by nothing."
+        f"{chosen}, and all trials were trained on private data: for the records that were trained on, the choice is "
+        f"covered by the epsilon of all trials alone; {scored}"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.retrieval.metrics import Metric
@@ -25,6 +26,8 @@ class Evaluate(Ranker):
         metrics: What to measure, as ``ndcg@10``.
         top_k: How deep to rank; at least the deepest of the metrics.
     """
+
+    undeclared_results: ClassVar[bool] = True
 
     encoder: str = "minilm"
     split: str | None = None

@@ -112,6 +112,7 @@ class Pipeline:
         ConfigurationError: A setting is out of range.
     """
 
+    undeclared_results: ClassVar[bool] = True  # of the DataModule's test queries
     unprivate_results: ClassVar[tuple[str, ...]] = (_UNPROTECTED,)
     """Results by which no private runs may be chosen."""
 

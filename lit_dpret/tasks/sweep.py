@@ -66,7 +66,7 @@ class Sweep:
         if metric_data == "none" and self.file.metric:
             raise ConfigurationError(
                 f"task.metric_data=none, and task.file={file} compares its trials by {self.file.metric['name']}: say "
-                "on which data that is computed. public and synthetic cost nothing."
+                "on which data that is computed."
             )
         self.total_eps, self.metric_data = total_eps, metric_data
         self.start, self.offline, self.give_back, self.min_free_mb = start, offline, give_back, min_free_mb

@@ -115,14 +115,16 @@ def refuse_private_objective(task: Any, callbacks: Sequence[Any], name: str, swe
     if any(name in one.public_metrics for one in callbacks if isinstance(one, RetrievalEvaluation)):
         return False
     declared = sweep is not None and sweep.facts["metric_data"] == "private"
-    private = private_scores(task, callbacks) or (
-        ["a task on private queries"] if getattr(task, "private_results", False) else []
-    )
+    private = private_scores(task, callbacks)
+    if getattr(task, "private_results", False):
+        private.append("a task on private queries")
+    elif getattr(task, "undeclared_results", False) and (sweep is None or sweep.facts["metric_data"] == "unknown"):
+        private.append("results of the DataModule's queries, of which nothing says whose they are")
     if private and not declared:
         raise ConfigurationError(
             f"objective={name} with {private[0]}: a sweeper writes that number where all trials lie, and chooses by "
-            "it, and no epsilon covers that. Compare by public or synthetic queries, or name in trial_of a sweep that "
-            "was planned with task.metric_data=private (docs/sweeps.md)."
+            "it, and no epsilon covers that. Compare by public queries, or name in trial_of a sweep that was planned "
+            "with a task.metric_data that says whose they are (docs/sweeps.md)."
         )
     return bool(private) or declared
 

@@ -236,6 +236,21 @@ def test_synthetic_queries_are_held_against_their_card(tmp_path: Path, made: Pat
         callback.refuse_undeclared(retriever(tmp_path), None)
 
 
+def test_a_checkpoint_is_chosen_by_synthetic_queries_only_where_the_run_claims_what_they_cost(
+    tmp_path: Path, made: Path
+) -> None:
+    def choosing(**settings: Any) -> list[Any]:
+        best = ModelCheckpoint(dirpath=tmp_path / "kept", monitor="val/mrr@10", mode="max", filename="best")
+        return [RetrievalEvaluation(data="synthetic", split="train", metrics=["mrr@10"], **settings), best]
+
+    with pytest.raises(ConfigurationError, match="by synthetic queries"):
+        fit(tmp_path / "run", retriever(tmp_path), Judged(), extra=choosing(datamodule=Made(made)))
+    other = choosing(datamodule=Made(made))
+    with pytest.raises(ConfigurationError, match="by synthetic queries"):
+        fit(tmp_path / "third", retriever(tmp_path, SyntheticData()), Made(made), extra=other)
+    fit(tmp_path / "second", retriever(tmp_path, SyntheticData()), Made(made), extra=choosing())
+
+
 def test_real_queries_behind_synthetic_data_are_not_taken_for_synthetic(tmp_path: Path, made: Path) -> None:
     callback = RetrievalEvaluation(data="synthetic", datamodule=Made(made, evaluation=Judged()))
     with pytest.raises(ConfigurationError, match="come from its evaluation, which holds real ones"):

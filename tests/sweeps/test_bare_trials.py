@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from lit_dpret.cards.tuning import tuning_facts
+from lit_dpret.cards.tuning import tuning_facts, with_earlier_tuning
 from lit_dpret.privacy.accounting.releases import FullBatch, GaussianRelease
 from lit_dpret.privacy.budget import PrivacyBudget
 from lit_dpret.privacy.ledger.dataset_ledger import sweep_limit
@@ -19,13 +19,13 @@ PLANNED = {"epsilon": 3.5, "delta": 1e-5, "unit": "query", "neighbours": "zero_o
 LEDGER_DELTA = 1e-5
 
 
-def sweep(folder: Path, *, bare: int | None) -> SweepFolder:
+def sweep(folder: Path, *, bare: int | None, scored: str = "private") -> SweepFolder:
     content = {"parameters": {"point": {"values": ["eps3", "eps_inf"]}}, "metric": {"name": "loss"}}
     (folder / "sweep.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
     file = SweepFile.read(folder / "sweep.yaml")
     terms = SweepTerms(
         budget=PrivacyBudget(eps=3.0, delta=1e-5), dataset_ledger=folder / "data.jsonl", total_eps=4.0,
-        metric_data="private", planned=PLANNED, ledger_delta=LEDGER_DELTA, without_privacy=bare,
+        metric_data=scored, planned=PLANNED, ledger_delta=LEDGER_DELTA, without_privacy=bare,
     )  # fmt: skip
     places = [[GaussianRelease(noise_multiplier=20.0, law=FullBatch(), count=4)]]
     made = SweepFolder.plan(folder / "s", file, file.trials(), places, terms)
@@ -52,6 +52,31 @@ def test_a_choice_among_private_trials_is_accounted_by_the_limit_of_their_ledger
     assert sweep_limit(told, 1e-5) == 4.0
     text = write_report(sweep_of(tmp_path)).text
     assert "covered by the epsilon of all trials" in text and "for those that were scored, by nothing" in text
+
+
+def test_the_best_of_private_trainings_has_the_epsilon_of_all_of_them_whatever_they_were_scored_on(
+    tmp_path: Path,
+) -> None:
+    # One Gaussian step each, scored by a public number that rises with one unit's coordinate: the best of ten is ten
+    # looks at that unit, and claims of one training do not hold for it.
+    told = sweep(tmp_path, bare=0, scored="public").describe()
+    for declared in (None, {"data": "public"}):
+        found = tuning_facts(declared, None, told, 1e-5)
+        assert (found["data"], found["accounted"], found["epsilon"]) == ("private", True, 4.0)
+        assert "scored are not covered" not in found["text"] and "no privacy" not in found["text"]
+    later = with_earlier_tuning(tuning_facts({"data": "none"}), found, "the model", composed=True)
+    assert later["accounted"] is False and later["data"] == "private", "what starts from it was chosen with it"
+    text = write_report(sweep_of(tmp_path)).text
+    assert "covered by the epsilon of all trials" in text and "cost" not in text.splitlines()[-1]
+
+
+def test_the_epsilon_of_synthetic_queries_is_in_no_sum_of_the_trials_that_they_scored(tmp_path: Path) -> None:
+    told = sweep(tmp_path, bare=0, scored="synthetic").describe()
+    found = tuning_facts(None, None, told, 1e-5)
+    assert found["accounted"] is False and "epsilon" not in found and "NOT ACCOUNTED" in found["text"]
+    assert "epsilon of their own" in write_report(sweep_of(tmp_path)).text
+    alone = tuning_facts({"data": "synthetic"}, None, None, 1e-5)
+    assert alone["accounted"] is False and "NOT ACCOUNTED" in alone["text"]
 
 
 def test_the_limit_of_a_ledger_is_stated_at_no_smaller_delta_than_its_own_and_by_no_card_that_claims_nothing(

@@ -37,7 +37,7 @@ from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 from lit_dpret.privacy.modes import NoPrivacy, SyntheticData
 from lit_dpret.sweeps import SweepFolder
 from lit_dpret.sweeps.report import write_report
-from lit_dpret.tasks import Fit, FitScored, Pipeline
+from lit_dpret.tasks import Evaluate, Fit, FitScored, Pipeline
 from lit_dpret.tasks.trial import refuse_private_objective
 from reproduction import Ablate
 
@@ -79,6 +79,32 @@ def test_the_card_of_a_trial_states_the_limit_where_it_holds_at_the_delta_of_the
     assert verify_card(card, place / "privacy_ledger.jsonl") == []
     card["tuning"]["epsilon"] = 3.0
     assert verify_card(card, place / "privacy_ledger.jsonl")
+
+
+@pytest.mark.parametrize("scored", ["public", "synthetic"])
+def test_the_best_of_private_trials_costs_what_they_all_cost_whatever_they_are_scored_on(
+    tmp_path: Path, scored: str
+) -> None:
+    planned(tmp_path, metric_data=scored, metric="val/bleu")
+    place = begun(tmp_path)
+    card = read_card(place)
+    assert card["tuning"]["data"] == "private" and any(
+        "among the" in text or "trials" in text for text in card["cautions"]
+    )
+    assert card["tuning"]["accounted"] == (scored == "public"), "synthetic queries have an epsilon of their own"
+    assert card["tuning"].get("epsilon") == (100.0 if scored == "public" else None)
+    assert verify_card(card, place / "privacy_ledger.jsonl") == []
+    card["tuning"] |= {"data": scored, "accounted": True, "text": "Chosen on public data, which costs no privacy."}
+    assert verify_card(card, place / "privacy_ledger.jsonl")
+
+
+def test_a_trial_whose_folder_is_gone_has_been_spent_all_the_same(tmp_path: Path) -> None:
+    sweep = planned(tmp_path, metric_data="private")
+    for name in ("one", "two"):
+        begun(tmp_path, name)
+    both = write_report(sweep).epsilon
+    shutil.rmtree(sweep.trial_folder("two"))
+    assert write_report(sweep).epsilon == both is not None
 
 
 # -- who may join ----------------------------------------------------------------------------------
@@ -205,6 +231,20 @@ def test_a_sweeper_is_told_no_score_on_private_queries_undeclared(
         with pytest.raises(ConfigurationError, match=r"objective=val/bleu.*task\.data=private.*trial_of"):
             run(cfg)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("task", ["pipeline", "evaluate"])
+def test_a_sweeper_is_told_no_score_of_queries_of_which_nobody_said_whose_they_are(tmp_path: Path, task: str) -> None:
+    made: Any = {"pipeline": tuned_pipeline(tuning_data="unknown"), "evaluate": Evaluate()}[task]
+    with pytest.raises(ConfigurationError, match="trial_of"):
+        refuse_private_objective(made, [], "synthetic/nDCG@10", None)
+    for declared in ("unknown", "public"):
+        sweep = SimpleNamespace(facts={"metric_data": declared})
+        if declared == "public":
+            assert not refuse_private_objective(made, [], "synthetic/nDCG@10", sweep)  # type: ignore[arg-type]
+            continue
+        with pytest.raises(ConfigurationError, match="metric_data"):
+            refuse_private_objective(made, [], "synthetic/nDCG@10", sweep)  # type: ignore[arg-type]
 
 
 def test_a_declared_choice_on_private_queries_may_be_told_a_sweeper(tmp_path: Path) -> None:

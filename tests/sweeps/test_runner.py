@@ -172,7 +172,7 @@ def test_the_report_names_the_best_trial_and_that_nothing_private_was_spent(tmp_
     go(made, file)
     report = write_report(made)
     assert report.best == file.trials()[1].id and report.epsilon is None
-    assert "nothing is promised" in report.text and "which costs no privacy" in report.text
+    assert "nothing is promised" in report.text and "no epsilon, and needs none" in report.text
     table = (made.folder / "sweep.csv").read_text(encoding="utf-8").splitlines()
     assert table[0] == "trial,how,x,epsilon,loss" and len(table) == 4
     assert json.loads((made.folder / "sweep_report.json").read_text())["best"] == report.best

@@ -213,6 +213,8 @@ class DatasetBook:
     entries: dict[str, Entry] = field(default_factory=dict)
     taken: set[str] = field(default_factory=set)
     """Reservations of sweeps that a trial has taken over."""
+    trials: dict[str, str] = field(default_factory=dict)
+    """The sweep of each run that took over a reservation."""
 
     def check(self, record: Mapping[str, Any]) -> None:
         kind = record.get("kind")
@@ -238,8 +240,10 @@ class DatasetBook:
         elif record.get("kind") in ("reserve", "settle"):
             name, entry = str(record["run_id"]), _entry(record)
             if record.get("takes") is not None:
-                self.entries.pop(str(record["takes"]), None)
+                place = self.entries.pop(str(record["takes"]), None)
                 self.taken.add(str(record["takes"]))
+                if place is not None and place.sweep is not None:
+                    self.trials[name] = place.sweep
             if entry.settled and name in self.entries and self.entries[name].sweep is not None:
                 del self.entries[name]  # given back: no trial took it over
             else:

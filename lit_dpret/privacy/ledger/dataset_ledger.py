@@ -160,8 +160,7 @@ def refusal_of_sweep(
         f"privacy.total_eps={total.total_eps:g} does not cover this sweep: with its {runs} private runs, "
         f"privacy.dataset_ledger={path} would hold epsilon {total.epsilon:.4g} (delta={total.delta:.3g}, "
         f"unit={terms['unit']}, neighbours={terms['neighbours']}, composed by {total.accountant}). {what}. Try fewer "
-        "or noisier trials, choose among them on public or synthetic data instead, or begin the ledger with a larger "
-        "limit."
+        "or noisier trials, or begin the ledger with a larger limit."
     )
 
 
@@ -262,6 +261,11 @@ class DatasetLedger:
     def charged(self) -> list[Release]:
         """Return what all runs are charged with together."""
         return composed(entry.charge for entry in DatasetFile.read(self.path).book.entries.values())
+
+    def charges_of(self, sweep: str) -> dict[str, Charge]:
+        """Return what each trial of a sweep that has begun is charged with, by the identity of its run."""
+        book = DatasetFile.read(self.path).book
+        return {run: book.entries[run].charge for run, own in book.trials.items() if own == sweep}
 
     def run_ids(self) -> set[str]:
         """The lasting identities of all runs that ever reserved something."""
