@@ -12,21 +12,18 @@ learning rate: a schedule that ends at zero averages over its last steps by itse
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import platform
-import sys
 import tempfile
 import time
 import warnings
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import numpy as np
 import torch
+from common import machine, say, write
+from frozen_head import insuranceqa_options, make_trainer, ndcg
 from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging
 
 from lit_dpret.callbacks import PrivacyAccountant
@@ -34,11 +31,8 @@ from lit_dpret.datamodules.insuranceqa import InsuranceQADataModule
 from lit_dpret.encoders import TextEncoder
 from lit_dpret.modules import FrozenDualEncoder, OptimizerSpec
 from lit_dpret.privacy.modes import PublicPassages
-from lit_dpret.retrieval.runs import Ranking, evaluate
-from lit_dpret.retrieval.search import lexicographic_rank, search
 from lit_dpret.retrieval.statistics import paired_randomisation_test
 
-HERE = Path(__file__).resolve().parent
 STEPS = 40
 SCHEDULES = ("linear", "constant")
 
@@ -99,48 +93,20 @@ class Bench:
         start = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
             accountant = PrivacyAccountant(run_dir=folder, eps_log_points=1)
-            trainer = L.Trainer(
-                accelerator="cpu",
-                devices=1,
-                max_steps=STEPS,
-                max_epochs=-1,
-                callbacks=[accountant, *AVERAGES[average]()],
-                logger=False,
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-                default_root_dir=folder,
-            )
+            trainer = make_trainer(Path(folder), steps=STEPS, callbacks=[accountant, *AVERAGES[average]()])
             trainer.fit(module, datamodule=self.datamodule(cap=self.known.get("cap")))
         plan: Any = accountant.plan
         self.known = {"noise_multiplier": plan.noise_multiplier, "cap": plan.law.cap}
         seconds = time.perf_counter() - start
-        values = self.measure(module)
+        values = ndcg(module, self.passages, self.queries, self.qrels)
         return values, {"seed": seed, "ndcg@10": float(values.mean()), "train_seconds": round(seconds, 1)}
 
-    def measure(self, module: FrozenDualEncoder) -> np.ndarray:
-        ids = list(self.passages)
-        top = search(
-            module.encode_queries(list(self.queries.values())),
-            module.encode_passages(list(self.passages.values())),
-            10,
-            tie_rank=lexicographic_rank(ids),
-        )
-        ranking = Ranking(query_ids=list(self.queries), passage_ids=ids, top=top)
-        return np.asarray(evaluate(ranking, self.qrels, ["ndcg@10"]).per_query["ndcg@10"])
 
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cache", type=Path, required=True, help="folder for embeddings; private, as the queries are")
-    parser.add_argument("--data", help="folder of InsuranceQA; default $LIT_DPRET_DATA/insuranceqa, else the package")
-    parser.add_argument("--split", choices=["dev", "test"], default="test")
+def main() -> None:
+    parser = insuranceqa_options(__doc__, "averaging.json")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "averaging.json")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
-    if args.data is None and os.environ.get("LIT_DPRET_DATA"):
-        args.data = str(Path(os.environ["LIT_DPRET_DATA"]) / "insuranceqa")
     bench = Bench(data=args.data, cache=args.cache, split=args.split)
     rows: list[dict[str, Any]] = []
     for schedule in SCHEDULES:
@@ -156,8 +122,7 @@ def main() -> int:
                 test = paired_randomisation_test(values, without)
                 row["over_none"] = {"mean": float((values - without).mean()), "p_value": test.p_value}
             rows.append(row)
-            sys.stdout.write(json.dumps({k: v for k, v in row.items() if k != "per_seed"}) + "\n")
-            sys.stdout.flush()
+            say(json.dumps({k: v for k, v in row.items() if k != "per_seed"}))
     report = {
         "data": {"name": "InsuranceQA", "passages": len(bench.passages), f"{args.split}_queries": len(bench.queries)},
         "recipe": "experiment=best_eps3: public_passages, eps 3, 40 steps, sgd, head_dim 128, all-MiniLM-L6-v2 frozen",
@@ -165,14 +130,10 @@ def main() -> int:
         "rows": rows,
         "tuning": "none for this table; the recipe was chosen on dev without averages, which epsilon does not cover",
         "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "versions": {name: version(name) for name in ("torch", "lightning", "transformers", "dp-accounting")},
+        **machine("torch", "lightning", "transformers", "dp-accounting"),
     }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    sys.stdout.write(f"written: {args.out}\n")
-    return 0
+    write(report, args.out)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -30,18 +30,15 @@ privacy) the clipped sum. No optimizer, no noise. fp32 on a CPU, bf16 autocast o
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
+from json import dumps
 from typing import Any
 
 from clipping_steps import LABELS, VARIANTS, Row, build_model, build_step
+from common import GIVEN_BACK, RESULTS, apart, machine, options, say, timed, write
 
 ROWS = {
     "cpu": [
@@ -116,12 +113,14 @@ def measure_time(row: Row, rounds: int, device: str) -> dict[str, Any]:
     steps: dict[str, Callable[[], None]] = {v: build_step(v, model, row, device) for v in ("plain", "ghost")}
     refused: dict[str, str] = {}
 
-    def run(variant: str) -> tuple[float, float]:
-        wait(device)
-        wall, cpu = time.perf_counter(), time.process_time()
+    def step(variant: str) -> None:
         steps[variant]()
         wait(device)
-        return time.perf_counter() - wall, time.process_time() - cpu
+
+    def run(variant: str) -> tuple[float, float]:
+        wait(device)
+        _, spent = timed(lambda: step(variant))
+        return spent["seconds"], spent["processor_seconds"]
 
     run("plain")
     first = {variant: run(variant) for variant in ("plain", "ghost")}
@@ -159,43 +158,32 @@ def measure_time(row: Row, rounds: int, device: str) -> dict[str, Any]:
     return result
 
 
-def resident(field: str) -> int:
-    """A field of /proc/self/status in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {field}: memory is measured on Linux only.")
-
-
 def measure_memory_here(variant: str, row: Row, device: str) -> dict[str, int]:
     """In a fresh process: bytes above the built model, in the first step and in later ones."""
     import torch
 
-    model = build_model(row.model, device)
+    from lit_dpret.costs.measure import peak, reset_peak, resident
+
+    model, here = build_model(row.model, device), torch.device(device)
     step = build_step(variant, model, row, device)
-    peaks = []
-    base = resident("VmRSS") if device == "cpu" else torch.cuda.memory_allocated()
+    peaks, base = [], resident(here)
     for _ in range(3):
-        if device == "cpu":
-            Path("/proc/self/clear_refs").write_text("5")
-            step()
-            peaks.append(resident("VmHWM") - base)
-        else:
-            torch.cuda.reset_peak_memory_stats()
-            step()
-            peaks.append(torch.cuda.max_memory_allocated() - base)
+        reset_peak(here)
+        step()
+        peaks.append(peak(here) - base)
     return {"first_step_bytes": peaks[0], "later_step_bytes": max(peaks[1:])}
 
 
 def measure_memory(variant: str, row: Row, device: str, threads: int) -> dict[str, Any] | None:
     """In a process of its own; None where the variant is refused or does not fit."""
-    shape = [row.model, *(str(n) for n in (row.batch, row.source, row.target))]
-    command = [sys.executable, __file__, "--device", device, "--threads", str(threads), "--memory-of", variant, *shape]
-    environment = dict(os.environ, MALLOC_MMAP_THRESHOLD_="131072", MALLOC_TRIM_THRESHOLD_="131072")
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode and "NotImplementedError" not in done.stderr and "OutOfMemoryError" not in done.stderr:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
-    return None if done.returncode else json.loads(done.stdout.splitlines()[-1])
+    words = ["--device", device, "--threads", threads, "--memory-of", variant]
+    try:
+        found: dict[str, Any] = apart(__file__, *words, row.model, row.batch, row.source, row.target, **GIVEN_BACK)
+    except RuntimeError as error:
+        if "NotImplementedError" in str(error) or "OutOfMemoryError" in str(error):
+            return None
+        raise
+    return found
 
 
 def largest_batch(variant: str, row: Row, limit: int, device: str, threads: int) -> int | None:
@@ -243,20 +231,19 @@ def report_row(row: Row, arguments: argparse.Namespace) -> dict[str, Any]:
         print(f"ghost over {LABELS[variant]}: {ratio['median']:.2f} (upper 95 percent bound: {bound})")
     for variant, reason in spent["refused"].items():
         print(f"{LABELS[variant]}: refused: {reason}")
-    sys.stdout.flush()
+    say("")
     return {"memory": memory, "time": spent}
 
 
 def main() -> None:
     """Print the tables and write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__, None)
     parser.add_argument("--rounds", type=int, default=7, help="rounds of all variants; at least 7 for a report")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--limit-gb", type=float, default=3.0, help="for the largest batch; 0 leaves it out")
     parser.add_argument("--only", default="", help="the rows whose label has this in it")
     parser.add_argument("--quick", action="store_true", help="toy models: shows that the script runs")
-    parser.add_argument("--out", type=Path, default=None, help="default: benchmarks/results/clipping_DEVICE.json")
     parser.add_argument("--memory-of", nargs=5, metavar="X", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     import torch
@@ -264,31 +251,21 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     if arguments.memory_of:
         variant, model, *shape = arguments.memory_of
-        print(json.dumps(measure_memory_here(variant, Row(model, *map(int, shape)), arguments.device)))
+        say(dumps(measure_memory_here(variant, Row(model, *map(int, shape)), arguments.device)))
         return
-    import opacus
-    import transformers
-
     rows = [r for r in (QUICK if arguments.quick else ROWS[arguments.device]) if arguments.only in r.label]
     report: dict[str, Any] = {
         "method": __doc__,
         "rounds": arguments.rounds,
         "threads": arguments.threads,
         "device": arguments.device if arguments.device == "cpu" else torch.cuda.get_device_name(),
-        "load_before": os.getloadavg()[0],
-        "versions": {library.__name__: library.__version__ for library in (torch, opacus, transformers)},
+        "before": machine("torch", "opacus", "transformers"),
         "rows": {},
     }
-    out = arguments.out or Path(__file__).parent / "results" / f"clipping_{arguments.device}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-
-    def keep() -> None:
-        report["load_after"] = os.getloadavg()[0]
-        out.write_text(json.dumps(report, indent=2) + "\n")
-
+    out = arguments.out or RESULTS / f"clipping_{arguments.device}.json"  # kept after every row
     for row in rows:
         report["rows"][row.label] = report_row(row, arguments)
-        keep()
+        write(report, out)
     if arguments.limit_gb:
         row = next((row for row in rows if row.source == 384), rows[0])
         print(
@@ -299,9 +276,8 @@ def main() -> None:
             limit = int(arguments.limit_gb * 1e9)
             found = largest_batch(variant, row, limit, arguments.device, arguments.threads)
             report["largest_batch"][variant] = found
-            print(f"{LABELS[variant]:32}{found if found is not None else 'not even 2'}", flush=True)
-    keep()
-    print(f"\nwritten: {out}")
+            say(f"{LABELS[variant]:32}{found if found is not None else 'not even 2'}")
+        write(report | {"after": machine()}, out)
 
 
 if __name__ == "__main__":

@@ -9,33 +9,24 @@ padding. The load of the machine is written down, and so is the largest differen
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import platform
 import statistics
-import sys
-import time
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
+from common import machine, options, say, timed, write
 
 from lit_dpret.datamodules import InsuranceQADataModule
 from lit_dpret.encoders import TextEncoder
 from lit_dpret.encoders.backbones import resolve_folder
 
-OUT = Path(__file__).resolve().parent / "results" / "encode_cpu.json"
 
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main() -> None:
+    parser = options(__doc__, "encode_cpu.json")
     parser.add_argument("--texts", type=int, default=1024)
     parser.add_argument("--batch-size", type=int, default=32, help="32 is SentenceTransformer's default")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--out", type=Path, default=OUT)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     from sentence_transformers import SentenceTransformer
@@ -61,13 +52,8 @@ def main() -> int:
         facts: dict[str, Any] = {"load": os.getloadavg()[0]}
         found = {}
         for name in names if turn % 2 == 0 else names[::-1]:
-            start, cpu = time.perf_counter(), time.process_time()
-            found[name] = run(name)
-            facts[name] = {"seconds": time.perf_counter() - start, "processor_seconds": time.process_time() - cpu}
-            sys.stdout.write(
-                f"{name:28s} {facts[name]['seconds']:7.2f} s, {tokens / facts[name]['seconds']:8.0f} tokens/s\n"
-            )
-            sys.stdout.flush()
+            found[name], facts[name] = timed(lambda name=name: run(name))  # type: ignore[misc]
+            say(f"{name:28s} {facts[name]['seconds']:7.2f} s, {tokens / facts[name]['seconds']:8.0f} tokens/s")
         facts["largest_difference"] = float((found[names[0]] - found[names[1]]).abs().max())
         facts["throughput_over_theirs"] = facts[names[1]]["seconds"] / facts[names[0]]["seconds"]
         facts["of_processor"] = facts[names[1]]["processor_seconds"] / facts[names[0]]["processor_seconds"]
@@ -79,19 +65,14 @@ def main() -> int:
         "model": "all-MiniLM-L6-v2, float32",
         "batch_size": batch,
         "threads": arguments.threads,
-        "cores": os.cpu_count(),
         "rounds": rounds,
         "median_throughput_over_theirs": statistics.median(facts["throughput_over_theirs"] for facts in rounds),
         "median_of_processor": statistics.median(facts["of_processor"] for facts in rounds),
-        "python": platform.python_version(),
-        "versions": {name: version(name) for name in ("torch", "transformers", "sentence-transformers")},
+        **machine("torch", "transformers", "sentence-transformers"),
     }
-    sys.stdout.write(f"throughput over theirs, median: {report['median_throughput_over_theirs']:.3f}\n")
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    sys.stdout.write(f"written: {arguments.out}\n")
-    return 0
+    say(f"throughput over theirs, median: {report['median_throughput_over_theirs']:.3f}")
+    write(report, arguments.out)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -8,15 +8,13 @@ seed continues from the same stage 1. About half a minute for each seed on one c
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from common import options, say, write
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
@@ -31,7 +29,6 @@ from lit_dpret.federated.silo import SiloClient
 from lit_dpret.modules import AS2DualEncoder, OptimizerSpec
 from lit_dpret.privacy.modes import NoPrivacy
 
-OUT = Path(__file__).resolve().parent / "results" / "fed_planted.json"
 METRICS = ("sentence/success@1", "sentence/mrr@10", "passage/success@1")
 SYSTEMS: dict[str, dict[str, Any]] = {
     "+ customised (own negatives, 8 of 24)": {"negatives": "dynamic"},
@@ -40,12 +37,11 @@ SYSTEMS: dict[str, dict[str, Any]] = {
 }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main() -> None:
+    parser = options(__doc__, "fed_planted.json")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--entities", type=int, default=12, help="of each client; fewer for a try")
     parser.add_argument("--epochs", type=int, default=5, help="of stage 2")
-    parser.add_argument("--out", type=Path, default=OUT)
     arguments = parser.parse_args()
     rows: dict[str, list[list[float]]] = {}
     sent: dict[str, dict[str, int]] = {}
@@ -64,9 +60,8 @@ def main() -> int:
                         rows.setdefault(shown, []).append(values)
                 sent[name] = dict(result.sent)
     report = {"metrics": METRICS, "seeds": arguments.seeds, "systems": rows, "sent_bytes_of_the_last_seed": sent}
-    arguments.out.write_text(json.dumps(report, indent=2) + "\n")
-    sys.stdout.write(table(rows) + "\n")
-    return 0
+    write(report, arguments.out)
+    say(table(rows))
 
 
 def table(rows: dict[str, list[list[float]]]) -> str:
@@ -109,4 +104,4 @@ def encoder(size: Planted, seed: int) -> TextEncoder:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -10,13 +10,13 @@ About a minute on one core.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+from common import options, say, write
 
 from lit_dpret.federated.fed_negatives import Block, FedPool, respond, respond_uniformly
 from lit_dpret.federated.flower.client_app import build_client_app
@@ -26,7 +26,6 @@ from lit_dpret.federated.flower.server_app import FlowerFederation, build_server
 from lit_dpret.federated.settings import PddAs2, Stage1, Stage2
 from lit_dpret.negatives.base import coins
 
-OUT = Path(__file__).resolve().parent / "results" / "fed_sealing.json"
 KINDS = ("query.seal_key", "query.fedneg_request", "query.fedneg_serve", "train.personalise")
 
 
@@ -37,6 +36,7 @@ class Random:
 
     def __init__(self, name: str, folder: Path, settings: PddAs2, sizes: argparse.Namespace) -> None:
         self.name, self.state, self.settings, self._sizes = name, folder / name, settings, sizes
+        self.ledgers = self.state
         self.model = ({"w": torch.zeros(1)}, sizes.dim)
         self.examples = sizes.queries
 
@@ -88,15 +88,14 @@ def sent(request: Any, *, seal: bool, sizes: argparse.Namespace) -> dict[str, in
     return {"up": sum(one.up for one in found), "down": sum(one.down for one in found)}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main() -> None:
+    parser = options(__doc__, "fed_sealing.json")
     parser.add_argument("--silos", type=int, nargs="+", default=[3, 10])
     parser.add_argument("--queries", type=int, default=200, help="of each silo")
     parser.add_argument("--sentences", type=int, default=2000, help="of each silo")
     parser.add_argument("--centroids", type=int, default=16)
     parser.add_argument("--n", type=int, default=20, help="answers for each row")
     parser.add_argument("--dim", type=int, default=256)
-    parser.add_argument("--out", type=Path, default=OUT)
     arguments = parser.parse_args()
     rows = []
     lines = ["| silos | request | up: clear, sealed (MB) | down: clear, sealed (MB) |", "| ---: | --- | ---: | ---: |"]
@@ -112,10 +111,9 @@ def main() -> int:
             lines.append(f"| {silos} | {request} | {' | '.join(cells)} |")
             sys.stderr.write(lines[-1] + "\n")
     facts = {name: value for name, value in vars(arguments).items() if name != "out"}
-    arguments.out.write_text(json.dumps({"sizes": facts, "rows": rows}, indent=1) + "\n", encoding="utf-8")
-    sys.stdout.write("\n".join(lines) + "\n")
-    return 0
+    write({"sizes": facts, "rows": rows}, arguments.out)
+    say("\n".join(lines))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

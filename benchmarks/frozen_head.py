@@ -17,20 +17,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import numpy as np
 import torch
+from common import RESULTS, machine, options, say, write
 
 from lit_dpret.callbacks.privacy_accountant import PrivacyAccountant
 from lit_dpret.datamodules.insuranceqa import InsuranceQADataModule
@@ -44,8 +43,7 @@ from lit_dpret.retrieval.runs import Ranking, evaluate
 from lit_dpret.retrieval.search import lexicographic_rank, search
 from lit_dpret.retrieval.statistics import bootstrap_interval, paired_randomisation_test
 
-HERE = Path(__file__).resolve().parent
-TRIALS = HERE / "results" / "frozen_head_trials.json"
+TRIALS = RESULTS / "frozen_head_trials.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +80,37 @@ SETTINGS = {
 }
 
 
+def insuranceqa_options(doc: str, results: str | None) -> argparse.ArgumentParser:
+    """Return a parser for trainings on cached embeddings of InsuranceQA."""
+    parser = options(doc, results)
+    parser.add_argument("--cache", type=Path, required=True, help="folder for embeddings; private, as the queries are")
+    shared = os.environ.get("LIT_DPRET_DATA")
+    parser.add_argument(
+        "--data", default=shared and str(Path(shared) / "insuranceqa"),
+        help="folder of InsuranceQA; default $LIT_DPRET_DATA/insuranceqa, else the package",
+    )  # fmt: skip
+    parser.add_argument("--split", choices=["dev", "test"], default="test")
+    return parser
+
+
+def make_trainer(folder: Path, *, steps: int, callbacks: Sequence[Any]) -> L.Trainer:
+    return L.Trainer(
+        accelerator="cpu", devices=1, max_steps=steps, max_epochs=-1, callbacks=list(callbacks), logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
+    )  # fmt: skip
+
+
+def ndcg(module: FrozenDualEncoder, passages: Mapping[str, str], queries: Mapping[str, str], qrels: Any) -> np.ndarray:
+    """Return nDCG@10 of every query over all passages."""
+    ids = list(passages)
+    top = search(
+        module.encode_queries(list(queries.values())), module.encode_passages(list(passages.values())), 10,
+        tie_rank=lexicographic_rank(ids),
+    )  # fmt: skip
+    ranking = Ranking(query_ids=list(queries), passage_ids=ids, top=top)
+    return np.asarray(evaluate(ranking, qrels, ["ndcg@10"]).per_query["ndcg@10"])
+
+
 class Bench:
     """The data, the embeddings, and one run after another over them."""
 
@@ -95,7 +124,6 @@ class Bench:
         self.encoder = TextEncoder.from_pretrained(
             "minilm", normalise=True, query_max_length=32, passage_max_length=128
         )
-        self.rank = lexicographic_rank(list(self.passages))
         self.seconds_to_encode = 0.0
         self.calibrated: dict[Setting, dict[str, Any]] = {}
 
@@ -141,34 +169,16 @@ class Bench:
         facts: dict[str, Any] = {}
         if setting.steps:
             accountant = PrivacyAccountant(run_dir=folder / "run", eps_log_points=1)
-            trainer = L.Trainer(
-                accelerator="cpu",
-                devices=1,
-                max_steps=setting.steps,
-                max_epochs=-1,
-                callbacks=[accountant],
-                logger=False,
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-                default_root_dir=folder / "run",
-            )
+            trainer = make_trainer(folder / "run", steps=setting.steps, callbacks=[accountant])
             trainer.fit(module, datamodule=self.datamodule(setting, cap=known.get("cap")))
             facts = _facts(accountant, folder / "run")
             if accountant.plan is not None:
                 law: Any = accountant.plan.law
                 self.calibrated[setting] = {"noise_multiplier": facts["noise_multiplier"], "cap": law.cap}
         facts["train_seconds"] = round(time.perf_counter() - start, 1)
-        top = search(
-            module.encode_queries(list(self.queries.values())),
-            module.encode_passages(list(self.passages.values())),
-            10,
-            tie_rank=self.rank,
-        )
-        ranking = Ranking(query_ids=list(self.queries), passage_ids=list(self.passages), top=top)
-        result = evaluate(ranking, self.qrels, ["ndcg@10"])
-        facts["ndcg@10"] = result.means["ndcg@10"]
-        return np.asarray(result.per_query["ndcg@10"]), facts
+        values = ndcg(module, self.passages, self.queries, self.qrels)
+        facts["ndcg@10"] = float(values.mean())
+        return values, facts
 
 
 def _facts(accountant: PrivacyAccountant, run_dir: Path) -> dict[str, Any]:
@@ -218,11 +228,10 @@ def measure(bench: Bench, names: Iterable[str], runs: int, settings: Mapping[str
         rows.append(row)
         each = " ".join(f"{facts['ndcg@10']:.4f}" for _, facts in found)
         seconds = sum(facts["train_seconds"] for _, facts in found)
-        sys.stdout.write(
+        say(
             f"{name:26s} nDCG@10 {interval.mean:.4f} [{interval.low:.4f}, {interval.high:.4f}]  runs: {each}  "
-            f"target {setting.target}  {'ok' if row['reached'] else 'MISSED'}  {seconds:.0f} s\n"
+            f"target {setting.target}  {'ok' if row['reached'] else 'MISSED'}  {seconds:.0f} s"
         )
-        sys.stdout.flush()
     return rows
 
 
@@ -233,18 +242,12 @@ def _progress(done: int, total: int) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cache", type=Path, required=True, help="folder for embeddings; private, as the queries are")
-    parser.add_argument("--data", help="folder of InsuranceQA; default $LIT_DPRET_DATA/insuranceqa, else the package")
-    parser.add_argument("--split", choices=["dev", "test"], default="test")
+    parser = insuranceqa_options(__doc__, None)  # --out: frozen_head.json, for all rows on the test split
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--rows", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
     parser.add_argument("--set", type=json.loads, default={}, help='other settings, for trials: {"temperature": 0.04}')
-    parser.add_argument("--out", type=Path, help="default: results/frozen_head.json, for all rows on the test split")
     args = parser.parse_args()
     warnings.filterwarnings("ignore", message=".*many workers.*")
-    if args.data is None and os.environ.get("LIT_DPRET_DATA"):
-        args.data = str(Path(os.environ["LIT_DPRET_DATA"]) / "insuranceqa")
     if "optimizer" in args.set:
         args.set["optimizer"] = OptimizerSpec(**args.set["optimizer"])
     settings = {name: replace(setting, **args.set) if setting.steps else setting for name, setting in SETTINGS.items()}
@@ -252,7 +255,7 @@ def main() -> int:
     bench = Bench(data=args.data, cache=args.cache, split=args.split)
     rows = measure(bench, args.rows, args.runs, settings)
     whole = args.split == "test" and args.rows == list(SETTINGS) and not args.set
-    out = args.out or (HERE / "results" / "frozen_head.json" if whole else None)
+    out = args.out or (RESULTS / "frozen_head.json" if whole else None)
     if out is not None:
         report = {
             "data": {
@@ -274,12 +277,9 @@ def main() -> int:
                 "all": round(time.perf_counter() - started),
             },
             "threads": torch.get_num_threads(),
-            "python": platform.python_version(),
-            "versions": {name: version(name) for name in ("torch", "lightning", "transformers", "dp-accounting")},
+            **machine("torch", "lightning", "transformers", "dp-accounting"),
         }
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        sys.stdout.write(f"written: {out}\n")
+        write(report, out)
     return 0 if all(row["reached"] for row in rows) else 1
 
 

@@ -12,35 +12,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from common import GIVEN_BACK, machine, options, ranks, say, write
 from torch import Tensor, nn
 
-OUT = Path(__file__).resolve().parent / "results" / "fsdp_memory_cpu.json"
+from lit_dpret.costs.measure import peak, reset_peak, resident
+
+HERE = torch.device("cpu")
 WAYS = ("ddp", "fsdp, one piece", "fsdp, by block", "fsdp, by block, bf16")
 SHAPES: dict[str, dict[str, Any]] = {
     "t5-small": {"vocab_size": 32128, "d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_heads": 8},
     "t5-toy": {"vocab_size": 500, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4},
 }
-
-
-def resident(*, peak: bool = False) -> int:
-    """Resident bytes of this process now, or the most since `forget_peak`."""
-    field = "VmHWM:" if peak else "VmRSS:"
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
-
-
-def forget_peak() -> None:
-    """Let the peak count from now on."""
-    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
 
 
 class Model(nn.Module):
@@ -70,13 +56,13 @@ def measure(way: str, shape: str, steps: int, units: int) -> dict[str, Any]:
     from lit_dpret.privacy.noise import KeyedStream
 
     dist.init_process_group("gloo")
-    ranks, shards = Ranks.here(), None
-    mesh = init_device_mesh("cpu", (ranks.world_size,))
-    ranks.barrier()
+    group, shards = Ranks.here(), None
+    mesh = init_device_mesh("cpu", (group.world_size,))
+    group.barrier()
     warm = torch.nn.Linear(8, 8)  # what the first step of an optimizer imports is not the model's
     warm(torch.ones(1, 8)).sum().backward()
     torch.optim.Adam(warm.parameters()).step()
-    before = resident()
+    before = resident(HERE)
     model = Model(SHAPES[shape])
     if way != "ddp":
         if way == "fsdp, one piece":
@@ -100,7 +86,7 @@ def measure(way: str, shape: str, steps: int, units: int) -> dict[str, Any]:
             shards.scatter()
             sums = shards.add_up(sums)
         else:
-            ranks.sum_(sums)
+            group.sum_(sums)
         for name, parameter in model.named_parameters():
             total, start = place_of(sums[name])
             noise = stream.normal(total.shape, attempt=0, step=number, parameter=name, start=start)
@@ -110,66 +96,44 @@ def measure(way: str, shape: str, steps: int, units: int) -> dict[str, Any]:
         optimizer.zero_grad(set_to_none=True)
 
     step(0)
-    ranks.barrier()
-    forget_peak()
+    group.barrier()
+    reset_peak(HERE)
     for number in range(1, steps + 1):
         step(number)
-    peak, held = resident(peak=True), resident()
+    highest, held = peak(HERE), resident(HERE)
     state = [v for each in optimizer.state.values() for v in each.values() if torch.is_tensor(v)]
     counted = sum(place_of(t)[0].numel() * t.element_size() for t in (*model.parameters(), *state))
     dist.destroy_process_group()
     parameters = sum(p.numel() for p in model.parameters())
-    return {"held": held - before, "peak": peak - before, "counted": counted, "parameters": parameters}
+    return {"held": held - before, "peak": highest - before, "counted": counted, "parameters": parameters}
 
 
 def run(way: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """What rank 0 of two new processes measured."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, __file__, "--rank-of", way, "--shape", arguments.shape, "--steps", str(arguments.steps)]
-    ranks = []
-    for rank in (0, 1):
-        environment = os.environ | {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-                                    "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
-                                    "MALLOC_MMAP_THRESHOLD_": "131072"}  # fmt: skip  # what is freed is given back
-        ranks.append(subprocess.Popen([*command, "--units", str(arguments.units)], env=environment, text=True,
-                                      stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL))  # fmt: skip
-    try:
-        told = ranks[0].communicate(timeout=arguments.timeout)[0]
-        if any(rank.wait(timeout=60) for rank in ranks):
-            raise SystemExit(f"{way}: a rank failed.")
-    finally:
-        for rank in ranks:
-            rank.kill()
-    found: dict[str, Any] = json.loads(told.splitlines()[-1])
+    words = ["--rank-of", way, "--shape", arguments.shape, "--steps", arguments.steps, "--units", arguments.units]
+    found: dict[str, Any] = ranks(__file__, *words, world=2, timeout=arguments.timeout, **GIVEN_BACK)[0]
     return found
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main() -> None:
+    parser = options(__doc__, "fsdp_memory_cpu.json")
     parser.add_argument("--shape", choices=SHAPES, default="t5-small")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--units", type=int, default=4, help="of a rank, in one physical batch")
     parser.add_argument("--timeout", type=float, default=600)
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, default=OUT)
     arguments = parser.parse_args()
     if arguments.rank_of:
-        sys.stdout.write(
-            json.dumps(measure(arguments.rank_of, arguments.shape, arguments.steps, arguments.units)) + "\n"
-        )
-        return 0
+        say(json.dumps(measure(arguments.rank_of, arguments.shape, arguments.steps, arguments.units)))
+        return
     rows = {way: run(way, arguments) for way in WAYS}
     for row in rows.values():
         for name in ("held", "peak", "counted"):
             row[f"{name}_to_ddp"] = round(row[name] / rows["ddp"][name], 2)
-    facts = {"rows": rows, "shape": arguments.shape, "units": arguments.units, "ranks": 2, "cores": os.cpu_count(),
-             "load": [round(load, 2) for load in os.getloadavg()], "torch": torch.__version__}  # fmt: skip
-    arguments.out.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    sys.stdout.write(json.dumps(rows, indent=1) + "\n")
-    return 0
+    say(json.dumps(rows, indent=1))
+    facts = {"rows": rows, "shape": arguments.shape, "units": arguments.units, "ranks": 2, **machine("torch")}
+    write(facts, arguments.out)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -12,61 +12,44 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import resource
-import subprocess
 import sys
-import time
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
+from common import apart, machine, options, say, timed, write
 
-OUT = Path(__file__).resolve().parent / "results" / "grad_cache_cpu.json"
 UNIT = 1 if sys.platform == "darwin" else 1024
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main() -> None:
+    parser = options(__doc__, "grad_cache_cpu.json")
     parser.add_argument("--rows", type=int, nargs="+", default=[32, 64, 128])
     parser.add_argument("--at-once", type=int, default=16)
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--step", type=json.loads, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     shape = {"width": arguments.width, "layers": arguments.layers, "tokens": arguments.tokens}
     if arguments.step is not None:
-        sys.stdout.write(json.dumps(measure(**arguments.step)) + "\n")
-        return 0
+        say(json.dumps(measure(**arguments.step)))
+        return
     rows: list[dict[str, Any]] = []
     for count in arguments.rows:
         for at_once in (None, arguments.at_once):
             load = os.getloadavg()[0]
             step = json.dumps({"rows": count, "at_once": at_once, **shape})
-            command = [sys.executable, __file__, "--threads", str(arguments.threads), "--step", step]
-            done = subprocess.run(command, capture_output=True, text=True, check=True)
-            found = {"rows": count, "grad_cache_rows": at_once, "load": load, **json.loads(done.stdout)}
+            told = apart(__file__, "--threads", arguments.threads, "--step", step)
+            found = {"rows": count, "grad_cache_rows": at_once, "load": load, **told}
             rows.append(found)
-            sys.stdout.write(
+            say(
                 f"{count:5d} rows, grad_cache_rows {at_once!s:>5}: {found['peak_bytes'] / 2**20:7.0f} MiB, "
-                f"{found['processor_seconds']:6.2f} s of processor\n"
+                f"{found['processor_seconds']:6.2f} s of processor"
             )
-            sys.stdout.flush()
-    report = {
-        **shape,
-        "threads": arguments.threads,
-        "machine": platform.machine(),
-        "torch": version("torch"),
-        "rows": rows,
-    }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    return 0
+    write({**shape, "threads": arguments.threads, **machine("torch"), "rows": rows}, arguments.out)
 
 
 def measure(*, rows: int, at_once: int | None, width: int, layers: int, tokens: int) -> dict[str, float]:
@@ -104,9 +87,9 @@ def measure(*, rows: int, at_once: int | None, width: int, layers: int, tokens: 
         return loss.detach()
 
     step(2)  # gradients are there, and what a library keeps for itself
-    before, cpu = _peak(), time.process_time()
-    loss = step(rows)
-    return {"loss": float(loss), "peak_bytes": _peak() - before, "processor_seconds": time.process_time() - cpu}
+    before = _peak()
+    loss, spent = timed(lambda: step(rows))
+    return {"loss": float(loss), "peak_bytes": _peak() - before, "processor_seconds": spent["processor_seconds"]}
 
 
 def _peak() -> int:
@@ -114,4 +97,4 @@ def _peak() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

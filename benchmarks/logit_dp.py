@@ -23,16 +23,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from clipping import resident
+from common import GIVEN_BACK, apart, machine, options, say, timed, write
 from logit_dp_steps import LABELS, MATERIALISING, Row, build_module, build_step
 
 TIMED = [
@@ -61,9 +56,8 @@ def measure_time(row: Row, variants: list[str], rounds: int) -> dict[str, Any]:
     steps: dict[str, Callable[[], Any]] = {v: build_step(v, build_module(v, row), row) for v in variants}
 
     def run(variant: str) -> tuple[float, float]:
-        wall, cpu = time.perf_counter(), time.process_time()
-        steps[variant]()
-        return time.perf_counter() - wall, time.process_time() - cpu
+        _, spent = timed(steps[variant])
+        return spent["seconds"], spent["processor_seconds"]
 
     often = [v for v in variants if v not in MATERIALISING]
     for variant in often:
@@ -89,22 +83,22 @@ def measure_time(row: Row, variants: list[str], rounds: int) -> dict[str, Any]:
 
 def measure_memory_here(variant: str, row: Row) -> int:
     """In a fresh process: bytes that a step takes above a step with two records."""
+    import torch
+
+    from lit_dpret.costs.measure import peak, reset_peak, resident
+
     build_step(variant, build_module(variant, row), Row(row.model, 2, row.dim))()
-    step = build_step(variant, build_module(variant, row), row)
-    base = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")
+    step, here = build_step(variant, build_module(variant, row), row), torch.device("cpu")
+    base = resident(here)
+    reset_peak(here)
     step()
-    return resident("VmHWM") - base
+    return peak(here) - base
 
 
 def measure_memory(variant: str, row: Row, threads: int) -> int:
     """In a process of its own."""
-    command = [sys.executable, __file__, "--threads", str(threads), "--memory-of", variant, row.model]
-    environment = dict(os.environ, MALLOC_MMAP_THRESHOLD_="131072", MALLOC_TRIM_THRESHOLD_="131072")
-    done = subprocess.run([*command, str(row.n), str(row.dim)], env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
-    return int(done.stdout.splitlines()[-1])
+    words = ["--threads", threads, "--memory-of", variant, row.model, row.n, row.dim]
+    return int(apart(__file__, *words, **GIVEN_BACK))
 
 
 def runnable(row: Row, limit_gb: float) -> list[str]:
@@ -114,13 +108,12 @@ def runnable(row: Row, limit_gb: float) -> list[str]:
 
 def main() -> None:
     """Print the tables and write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__, "logit_dp_cpu.json")
     parser.add_argument("--rounds", type=int, default=5, help="rounds of all ways")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--limit-gb", type=float, default=2.0, help="of gradients that are kept")
     parser.add_argument("--quick", action="store_true", help="toy sizes: shows that the script runs")
     parser.add_argument("--part", choices=["both", "time"], default="both", help="time: keep the file's memory")
-    parser.add_argument("--out", type=Path, default=None, help="default: benchmarks/results/logit_dp_cpu.json")
     parser.add_argument("--memory-of", nargs=4, metavar="X", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     import torch
@@ -128,24 +121,17 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     if arguments.memory_of:
         variant, model, n, dim = arguments.memory_of
-        print(measure_memory_here(variant, Row(model, int(n), int(dim))))
+        say(str(measure_memory_here(variant, Row(model, int(n), int(dim)))))
         return
     report: dict[str, Any] = {
         "method": __doc__,
         "rounds": arguments.rounds,
         "threads": arguments.threads,
-        "load_before": os.getloadavg()[0],
-        "torch": torch.__version__,
+        **machine("torch"),
         "memory": {},
         "time": {},
     }
-    out = arguments.out or Path(__file__).parent / "results" / "logit_dp_cpu.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-
-    def keep() -> None:
-        report["load_after"] = os.getloadavg()[0]
-        out.write_text(json.dumps(report, indent=2) + "\n")
-
+    out = arguments.out
     if arguments.part == "time" and out.exists():
         report["memory"] = json.loads(out.read_text())["memory"]
     print("memory of a step above one with 2 records, MB")
@@ -160,7 +146,7 @@ def main() -> None:
             said = "  ".join(f"{v} {ratio:.0f}x" for v, ratio in ratios.items())
             print(f"  less than {name} ({reference / 1e6:.0f} MB): {said}", flush=True)
         report["memory"][row.label] = entry
-        keep()
+        write(report, out)
     print("\ntime of a step: over the plain step, seconds on one thread" if arguments.threads == 1 else "\ntime")
     for row in QUICK if arguments.quick else TIMED:
         ways = [v for v in runnable(row, arguments.limit_gb) if row.n <= MOST_RECORDS_TIMED.get(v, row.n)]
@@ -169,8 +155,7 @@ def main() -> None:
         print(row.label)
         for variant, measured in spent.items():
             print(f"  {LABELS[variant]:30}{measured['cpu_ratio']:9.1f}x  {measured['cpu_seconds']:.3f} s", flush=True)
-        keep()
-    print(f"\nwritten: {out}")
+        write(report, out)
 
 
 if __name__ == "__main__":

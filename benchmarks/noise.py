@@ -10,32 +10,26 @@ in every logical step.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import platform
 import statistics
-import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import torch
+from common import machine, options, say, timed, write
 
 from lit_dpret.privacy.budget import NoiseName
 from lit_dpret.privacy.noise import BLOCK, KeyedStream, noise_source
 
-OUT = Path(__file__).resolve().parent / "results" / "noise_cpu.json"
 T5_XL = 2.85e9
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main() -> None:
+    parser = options(__doc__, "noise_cpu.json")
     parser.add_argument("--count", type=int, default=1 << 24, help="coordinates of a parameter")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=OUT)
     arguments = parser.parse_args()
     count, secret = arguments.count, os.urandom(32)
     plain, secure = KeyedStream(secret, "benchmark"), KeyedStream(secret, "benchmark", secure_rng=True)
@@ -79,10 +73,9 @@ def main() -> int:
     work: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(arguments.rounds):
         for name, (draw, size) in ways.items():
-            began, worked = time.perf_counter(), time.process_time()
-            draw()
-            rates[name].append(size / (time.perf_counter() - began))
-            work[name].append(size / (time.process_time() - worked))
+            _, spent = timed(draw)
+            rates[name].append(size / spent["seconds"])
+            work[name].append(size / spent["processor_seconds"])
     base = "a parameter at once"
     rows = {
         name: {
@@ -94,12 +87,9 @@ def main() -> int:
         }
         for name, found in rates.items()
     }
-    facts = {"rows": rows, "count": count, "block": BLOCK, "rounds": arguments.rounds, "cores": os.cpu_count(),
-             "load": [round(load, 2) for load in os.getloadavg()], "machine": platform.machine(),
-             "numpy": np.__version__}  # fmt: skip
-    arguments.out.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    sys.stdout.write(json.dumps(rows, indent=1) + "\n")
-    return 0
+    say(json.dumps(rows, indent=1))
+    facts = {"rows": rows, "count": count, "block": BLOCK, "rounds": arguments.rounds, **machine("numpy")}
+    write(facts, arguments.out)
 
 
 def _ratio(found: list[float], base: list[float]) -> float:
@@ -108,4 +98,4 @@ def _ratio(found: list[float], base: list[float]) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -18,16 +18,13 @@ on.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results" / "plan_cost_cpu.json"
+from common import apart, options, say, write
+
 ROUNDS = 3
 LORA = {"lora": {"r": 16, "lora_alpha": 32, "target_modules": ["q", "v"]}}
 SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
@@ -151,16 +148,6 @@ def times(case: Case) -> dict[str, Any]:
     return {"rounds": rounds, **found, "told_step": told, "step": real}
 
 
-def apart(name: str, what: str, environment: dict[str, str]) -> dict[str, Any]:
-    """The same in a process of its own."""
-    command = [sys.executable, __file__, "--one", name, what]
-    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{name} {what}: {done.stderr[-2000:]}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
 def ratios(found: dict[str, Any]) -> dict[str, float]:
     """What was told over what is, as far as both are known."""
     slices, real, timed = (found.get(what, {}) for what in ("slices", "measurement", "times"))
@@ -190,17 +177,17 @@ def table(cases: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options(__doc__, "plan_cost_cpu.json")
     parser.add_argument("--only", default="")
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--one", nargs=2)
     asked = parser.parse_args()
     if asked.one:
-        print(json.dumps(one(*asked.one)))
+        say(json.dumps(one(*asked.one)))
         return
-    results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {"cases": {}}
+    results = json.loads(asked.out.read_text(encoding="utf-8")) if asked.out.exists() else {"cases": {}}
     if asked.table:
-        print(table(results["cases"]))
+        say(table(results["cases"]))
         return
     for case in CASES:
         for what in PARTS:
@@ -208,12 +195,12 @@ def main() -> None:
             if not case.startswith(asked.only) or (what in found and not asked.only):
                 continue
             before = os.getloadavg()[0]
-            found[what] = apart(case, what, MAPPED if what == "measurement" else {})
+            found[what] = apart(__file__, "--one", case, what, **(MAPPED if what == "measurement" else {}))
             found[what]["load"] = [before, os.getloadavg()[0]]
             found["predicted_over_measured"] = ratios(found)
             whole = {name: each for name, each in results["cases"].items() if each}
-            RESULTS.write_text(json.dumps({"cases": whole}, indent=1) + "\n", encoding="utf-8")
-            print(case, what, json.dumps(found["predicted_over_measured"]), flush=True)
+            write({"cases": whole}, asked.out)
+            say(f"{case} {what} {json.dumps(found['predicted_over_measured'])}")
 
 
 if __name__ == "__main__":

@@ -9,23 +9,17 @@ half where other programs want the same cores: the load of the machine is writte
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import platform
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import common
 import torch
-
-OUT = Path(__file__).resolve().parent / "results" / "ranks_cpu.json"
+from common import machine, options, say, write
 
 
 def synthesize(folder: Path, passages: dict[str, str], out: Path) -> float:
@@ -58,23 +52,19 @@ def encode(folder: Path, passages: dict[str, str], out: Path) -> float:
 JOBS: dict[str, Callable[[Path, dict[str, str], Path], float]] = {"synthesize": synthesize, "encode": encode}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main() -> None:
+    parser = options(__doc__, "ranks_cpu.json")
     parser.add_argument("--passages", type=int, default=384)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--job", nargs=3, metavar=("JOB", "FOLDER", "OUT"), help="one rank of one job")
     arguments = parser.parse_args()
     if arguments.job:
         job, folder, out = arguments.job
         torch.set_num_threads(1)
         passages = json.loads((Path(folder) / "passages.json").read_text(encoding="utf-8"))
-        print(JOBS[job](Path(folder), passages, Path(out)))
-        return 0
-    results: dict[str, Any] = {
-        "machine": platform.processor() or platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__,
-        "passages": arguments.passages, "load_before": os.getloadavg(), "jobs": {},
-    }  # fmt: skip
+        say(str(JOBS[job](Path(folder), passages, Path(out))))
+        return
+    results: dict[str, Any] = {**machine("torch"), "passages": arguments.passages, "jobs": {}}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare(folder, arguments.passages)
@@ -82,10 +72,8 @@ def main() -> int:
             rounds = [{world: timed(job, folder, world, turn) for world in (1, 2)} for turn in range(arguments.rounds)]
             ratios = [times[2] / times[1] for times in rounds]
             results["jobs"][job] = {"seconds": rounds, "ratio": statistics.median(ratios), "ratios": ratios}
-            print(f"{job}: two ranks take {statistics.median(ratios):.2f} of the time of one ({ratios})")
-    results["load_after"] = os.getloadavg()
-    arguments.out.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    return 0
+            say(f"{job}: two ranks take {statistics.median(ratios):.2f} of the time of one ({ratios})")
+    write(results, arguments.out)
 
 
 def prepare(folder: Path, count: int) -> None:
@@ -118,23 +106,9 @@ def prepare(folder: Path, count: int) -> None:
 
 def timed(job: str, folder: Path, world: int, turn: int) -> float:
     """Seconds of work, as the first rank saw them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     out = folder / f"{job}-{world}-{turn}"
-    ranks = []
-    for rank in range(world):
-        environment = os.environ | {
-            "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
-        }  # fmt: skip
-        words = [sys.executable, __file__, "--job", job, str(folder), str(out)]
-        ranks.append(subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True))
-    told = [rank.communicate()[0] for rank in ranks]
-    if any(rank.returncode for rank in ranks):
-        raise RuntimeError(f"{job} on {world} ranks failed")
-    return float(told[0].splitlines()[-1])
+    return float(common.ranks(__file__, "--job", job, folder, out, world=world, CUDA_VISIBLE_DEVICES="")[0])
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

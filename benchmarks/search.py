@@ -16,27 +16,24 @@ import contextlib
 import io
 import json
 import os
-import platform
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+from common import apart, machine, options, say, timed, write
 from torch import Tensor
 
+from lit_dpret.costs.measure import peak, reset_peak, resident
 from lit_dpret.retrieval import search as search_module
 from lit_dpret.retrieval.backends import make_search
 from lit_dpret.retrieval.rows import FileRows
 from lit_dpret.retrieval.search import SearchStream, search
 from lit_dpret.retrieval.topk import CandidateBuffer, TopK
 
-OUT = Path(__file__).resolve().parent / "results" / "search_cpu.json"
 Found = Callable[[], list[list[int]]]
 
 
@@ -123,10 +120,9 @@ def systems(queries: Tensor, passages: Tensor, k: int) -> dict[str, Found]:
 
 
 def measured(work: Found) -> tuple[list[list[int]], dict[str, Any]]:
-    load, start, cpu = os.getloadavg()[0], time.perf_counter(), time.process_time()
+    load = os.getloadavg()[0]
     with contextlib.redirect_stderr(io.StringIO()):
-        result = work()
-    facts = {"seconds": time.perf_counter() - start, "processor_seconds": time.process_time() - cpu}
+        result, facts = timed(work)
     return result, facts | {"load_before": load, "load_after": os.getloadavg()[0]}
 
 
@@ -145,18 +141,17 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
             shared = sum(len(mine & set(row)) for mine, row in zip(reference, result, strict=True))
             facts["shared_with_ours"] = shared / sum(map(len, reference))
             runs.setdefault(name, []).append(facts)
-            sys.stdout.write(
+            say(
                 f"{name:40s} {facts['seconds']:8.1f} s  {facts['processor_seconds']:8.1f} s of processor  "
+                f"shared {facts['shared_with_ours']:.6f}  load {facts['load_before']:.1f}"
             )
-            sys.stdout.write(f"shared {facts['shared_with_ours']:.6f}  load {facts['load_before']:.1f}\n")
-            sys.stdout.flush()
     phases = Phases()
     with phases.watched():
         _, facts = measured(lambda: search(queries, passages, arguments.k).indices.tolist())
     rest = facts["processor_seconds"] - sum(phases.seconds.values())
     parts = {"matrix products and the rest": rest, **phases.seconds}
     shares = {name: seconds / facts["processor_seconds"] for name, seconds in parts.items()}
-    sys.stdout.write("ours: " + ", ".join(f"{name} {share:.0%}" for name, share in shares.items()) + "\n")
+    say("ours: " + ", ".join(f"{name} {share:.0%}" for name, share in shares.items()))
     ours = runs["lit-dpret"]
     ratios = {}
     for name, facts_of in runs.items():
@@ -164,18 +159,15 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
             pairs = list(zip(ours, facts_of, strict=True))
             ratios[name] = {key: [mine[key] / other[key] for mine, other in pairs]
                             for key in ("seconds", "processor_seconds")}  # fmt: skip
-            sys.stdout.write(f"ours / {name}: {ratios[name]}\n")
+            say(f"ours / {name}: {ratios[name]}")
     return {"runs": runs, "ours_over_theirs": ratios, "shares_of_ours": shares}
 
 
 def climb(count: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """Search a file of so many vectors in a process of its own; how high its memory rose over its start."""
-    command = [sys.executable, __file__, "--child", str(count), "--queries", str(arguments.queries), "--k"]
-    command += [str(arguments.k), "--dim", str(arguments.dim), "--threads", str(arguments.threads)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    sys.stdout.write(f"{count:8d} vectors of {facts['file_mib']:.0f} MiB: {facts['risen_mib']:.0f} MiB\n")
-    sys.stdout.flush()
+    words = ["--child", count, "--queries", arguments.queries, "--k", arguments.k, "--dim", arguments.dim]
+    facts: dict[str, Any] = apart(__file__, *words, "--threads", arguments.threads)
+    say(f"{count:8d} vectors of {facts['file_mib']:.0f} MiB: {facts['risen_mib']:.0f} MiB")
     return facts
 
 
@@ -189,28 +181,18 @@ def child(count: int, arguments: argparse.Namespace) -> None:
                 file.write(torch.nn.functional.normalize(part, dim=1).numpy().tobytes())
         queries = torch.randn(arguments.queries, arguments.dim, generator=generator)
         search(queries[:4], FileRows(path, dim=arguments.dim), 10, tie_rank=torch.arange(count))  # loads libraries
-        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-        before = _status("VmRSS")
+        here = torch.device("cpu")
+        reset_peak(here)
+        before = resident(here) / 2**20
         top: TopK = search(queries, FileRows(path, dim=arguments.dim), arguments.k)
         facts = {"vectors": count, "file_mib": path.stat().st_size / 2**20, "before_mib": before}
-        facts |= {"peak_mib": _status("VmHWM"), "risen_mib": _status("VmHWM") - before, "answers": top.indices.numel()}
-        sys.stdout.write(json.dumps(facts) + "\n")
+        highest = peak(here) / 2**20
+        facts |= {"peak_mib": highest, "risen_mib": highest - before, "answers": top.indices.numel()}
+        say(json.dumps(facts))
 
 
-def _status(field: str) -> float:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
-    return int(line.split()[1]) / 1024
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main() -> None:
+    parser = options(__doc__, "search_cpu.json")
     parser.add_argument("--queries", type=int, default=6980)
     parser.add_argument("--passages", type=int, default=200_000)
     parser.add_argument("--dim", type=int, default=256)
@@ -219,29 +201,22 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--memory", type=int, nargs="*", help="corpus sizes; without any 50000 200000 800000")
     parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, default=OUT)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     if arguments.child is not None:
         child(arguments.child, arguments)
-        return 0
+        return
     report: dict[str, Any] = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
     facts = {key: getattr(arguments, key) for key in ("queries", "passages", "dim", "k", "threads")}
-    facts |= {"cores": os.cpu_count(), "load": os.getloadavg(), "python": platform.python_version()}
-    facts["versions"] = {
-        name: _version(name) for name in ("torch", "numpy", "sentence-transformers", "beir", "faiss-cpu")
-    }
+    facts |= machine("torch", "numpy", "sentence-transformers", "beir", "faiss-cpu")
     if arguments.memory is None:
         report["speed"] = facts | compare(arguments)
     else:
         sizes = arguments.memory or [50_000, 200_000, 800_000]
         del facts["passages"]
         report["memory"] = facts | {"sizes": [climb(size, arguments) for size in sizes]}
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    sys.stdout.write(f"written: {arguments.out}\n")
-    return 0
+    write(report, arguments.out)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

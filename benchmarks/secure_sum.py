@@ -8,25 +8,20 @@ Vectors of zeros: what takes time is the key streams, one for each peer and one 
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 import time
-from pathlib import Path
 
 import numpy as np
+from common import options, say, write
 
 from lit_dpret.federated.keys import new_identity
 from lit_dpret.federated.secure_sum import Client, Server, Session
 
-OUT = Path(__file__).resolve().parent / "results" / "secure_sum.json"
 
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main() -> None:
+    parser = options(__doc__, "secure_sum.json")
     parser.add_argument("--clients", type=int, default=10)
     parser.add_argument("--words", type=int, default=6_600_000, help="weights of the model")
-    parser.add_argument("--out", type=Path, default=OUT)
     arguments = parser.parse_args()
     session = Session(name="benchmark", clients=tuple(range(1, arguments.clients + 1)))
     pairs = {number: new_identity() for number in session.clients}
@@ -56,10 +51,9 @@ def main() -> int:
     facts = {"clients": arguments.clients, "words": arguments.words, "share_seconds": round(shared, 4),
              "mask_seconds": mask, "agree_seconds": round(agreed, 4),
              "unmask_one_lost_seconds": round(total, 3)}  # fmt: skip
-    arguments.out.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    sys.stdout.write(json.dumps(facts) + "\n")
-    return 0
+    write(facts, arguments.out)
+    say(json.dumps(facts))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

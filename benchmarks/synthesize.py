@@ -17,21 +17,16 @@ thread.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import os
-import platform
 import statistics
-import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from common import machine, options, say, timed, write
 from transformers import PreTrainedModel, T5Config, T5ForConditionalGeneration
 
 from lit_dpret.datamodules import InsuranceQADataModule
@@ -40,7 +35,6 @@ from lit_dpret.modules.language_models import load_language_model, load_tokenize
 from lit_dpret.synthesis.groups import canonical_groups, draw_group, fixed_arithmetic
 from lit_dpret.synthesis.sampler import Decoding
 
-OUT = Path(__file__).resolve().parent / "results" / "synthesize_cpu.json"
 OURS, PLAIN = "lit-dpret", "model.generate"
 SHORTEST, LONGEST = 8, 300  # words of a passage of mixed length
 
@@ -97,27 +91,27 @@ def plain(generator: GeneratorModel, texts: Mapping[str, str], decoding: Decodin
     return drawn
 
 
-def side_by_side(generator: GeneratorModel, texts: Mapping[str, str], decoding: Decoding, options: Any) -> Any:
+def side_by_side(generator: GeneratorModel, texts: Mapping[str, str], decoding: Decoding, chosen: Any) -> Any:
     """Both in turns, the other one first in every second round."""
     ways: dict[str, Callable[..., list[str]]] = {OURS: ours, PLAIN: plain}
-    few = dict(list(texts.items())[: options.batch_size])
+    few = dict(list(texts.items())[: chosen.batch_size])
     for way in ways.values():
-        way(generator, few, Decoding(max_new_tokens=2), options.batch_size, 0)  # the first time is slower for both
+        way(generator, few, Decoding(max_new_tokens=2), chosen.batch_size, 0)  # the first time is slower for both
     rounds = []
-    for turn in range(options.rounds):
+    for turn in range(chosen.rounds):
         facts: dict[str, Any] = {"load": os.getloadavg()[0]}
         for name in list(ways) if turn % 2 == 0 else list(ways)[::-1]:
-            start, used = time.perf_counter(), time.process_time()
-            drawn = ways[name](generator, texts, decoding, options.batch_size, turn)
-            seconds, used = time.perf_counter() - start, time.process_time() - used
+            way = ways[name]
+            drawn, spent = timed(
+                lambda way=way, turn=turn: way(generator, texts, decoding, chosen.batch_size, turn)  # type: ignore[misc]
+            )
+            used = spent["processor_seconds"]
             facts[name] = {
-                "seconds": seconds,
-                "processor_seconds": used,
+                **spent,
                 "queries_per_processor_second": len(drawn) / used,
                 "mean_words": sum(len(text.split()) for text in drawn) / len(drawn),
             }
-            sys.stdout.write(f"  {name:15s} {used:7.2f} s of processor, {len(drawn) / used:7.1f} queries/s\n")
-            sys.stdout.flush()
+            say(f"  {name:15s} {used:7.2f} s of processor, {len(drawn) / used:7.1f} queries/s")
         facts["throughput_over_plain"] = facts[PLAIN]["processor_seconds"] / facts[OURS]["processor_seconds"]
         rounds.append(facts)
     ratios = [facts["throughput_over_plain"] for facts in rounds]
@@ -129,53 +123,45 @@ def summary(ratios: list[float]) -> dict[str, float]:
     return {"median": statistics.median(ratios), "least": min(ratios), "greatest": max(ratios)}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main() -> None:
+    parser = options(__doc__, "synthesize_cpu.json")
     parser.add_argument("--models", nargs="+", default=["public_t5", "t5-small-shape"])
     parser.add_argument("--passages", type=int, nargs="+", default=[512, 128], help="for each model")
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--max-new-tokens", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=OUT)
-    options = parser.parse_args()
-    lengths = {"equal tokens": options.max_new_tokens, "natural ends": 1}
+    chosen = parser.parse_args()
+    lengths = {"equal tokens": chosen.max_new_tokens, "natural ends": 1}
     rows: dict[str, Any] = {}
-    with fixed_arithmetic(options.threads):
-        for (name, generator), count in zip(models(options.models), options.passages, strict=True):
+    with fixed_arithmetic(chosen.threads):
+        for (name, generator), count in zip(models(chosen.models), chosen.passages, strict=True):
             for corpus in ("insuranceqa", "mixed lengths"):
                 texts = passages(count, mixed=corpus == "mixed lengths")
                 tokens = [len(row) for row in generator.codec.passages(list(texts.values()))]
                 for regime, least in lengths.items():
                     if regime == "natural ends" and name != "public_t5":
                         continue  # random weights do not end their queries
-                    decoding = Decoding(top_p=0.8, max_new_tokens=options.max_new_tokens, min_new_tokens=least)
+                    decoding = Decoding(top_p=0.8, max_new_tokens=chosen.max_new_tokens, min_new_tokens=least)
                     row = f"{name}, {corpus}, {regime}"
-                    sys.stdout.write(f"{row}\n")
+                    say(row)
                     rows[row] = {
                         "queries": count,
                         "passage_tokens": {"mean": statistics.mean(tokens), "least": min(tokens), "most": max(tokens)},
-                        **side_by_side(generator, texts, decoding, options),
+                        **side_by_side(generator, texts, decoding, chosen),
                     }
                     found = rows[row]["throughput_over_plain"]
-                    sys.stdout.write(
-                        f"  over plain: {found['median']:.2f} ({found['least']:.2f} to {found['greatest']:.2f})\n"
-                    )
+                    say(f"  over plain: {found['median']:.2f} ({found['least']:.2f} to {found['greatest']:.2f})")
     report = {
         "rows": rows,
-        "settings": {"top_p": 0.8, "temperature": 1.0, "top_k": None, "max_new_tokens": options.max_new_tokens},
-        "batch_size": options.batch_size,
+        "settings": {"top_p": 0.8, "temperature": 1.0, "top_k": None, "max_new_tokens": chosen.max_new_tokens},
+        "batch_size": chosen.batch_size,
         "dtype": "float32",
-        "threads": options.threads,
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "versions": {name: version(name) for name in ("torch", "transformers")},
+        "threads": chosen.threads,
+        **machine("torch", "transformers"),
     }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    sys.stdout.write(f"written: {options.out}\n")
-    return 0
+    write(report, chosen.out)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

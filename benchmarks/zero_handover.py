@@ -25,12 +25,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
+
+import common
+from common import options, say, write
 
 WAYS = ("pieces", "surrogate", "shares", "safe_set")
 STEPS = 3
@@ -161,43 +159,26 @@ class _Sent:
 
 def measure(way: str, stage: int, bf16: bool, world: int) -> dict[str, Any]:
     """Start the ranks, and take the worst of what they say."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ranks = []
-    for rank in range(world):
-        environment = os.environ | {
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port), "DS_ACCELERATOR": "cpu", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1",
-        }  # fmt: skip
-        command = [sys.executable, __file__, "--rank", json.dumps([way, stage, bf16])]
-        ranks.append(
-            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        )
-    told = []
+    words = ["--rank", json.dumps([way, stage, bf16])]
     try:
-        for process in ranks:
-            out, err = process.communicate(timeout=300)
-            if process.returncode != 0:
-                return {"refused": (err.strip().splitlines() or ["?"])[-1][:200]}
-            told.append(json.loads(out.strip().splitlines()[-1]))
-    finally:
-        for process in ranks:
-            process.kill()
+        told = common.ranks(
+            __file__, *words, world=world, timeout=300, DS_ACCELERATOR="cpu", PYTHONHASHSEED="0"
+        )  # fmt: skip
+    except RuntimeError as error:
+        return {"refused": str(error)[:200]}
     row: dict[str, Any] = {key: max(each[key] for each in told) for key in told[0]}
     row["post_processing"] = way != "shares" or not bf16
     return row
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__, None)
     parser.add_argument("--world", type=int, default=2)
-    parser.add_argument("--out", type=Path)
     parser.add_argument("--quick", action="store_true", help="one stage and one precision")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank:
-        print(json.dumps(one_rank(*json.loads(arguments.rank))))
+        say(json.dumps(one_rank(*json.loads(arguments.rank))))
         return
     rows: dict[str, Any] = {}
     for stage in (2,) if arguments.quick else (1, 2, 3):
@@ -209,7 +190,7 @@ def main() -> None:
                 rows[name] = row = measure(way, stage, bf16, arguments.world)
                 print(f"{name:34}", *(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()))
     if arguments.out:
-        arguments.out.write_text(json.dumps({"world": arguments.world, "rows": rows}, indent=1) + "\n")
+        write({"world": arguments.world, "rows": rows}, arguments.out)
 
 
 if __name__ == "__main__":

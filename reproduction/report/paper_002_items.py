@@ -10,7 +10,7 @@ from lit_dpret.report.page import Picture, copied_picture
 from reproduction.published import PAPER_002 as PUBLISHED
 from reproduction.report import variant_figures as figures
 from reproduction.report.metrics_table import MetricsTable
-from reproduction.report.reproduction import Item, Paper, Show
+from reproduction.report.reproduction import Item, Paper, Show, item
 from reproduction.report.variant_report import UNTRAINED_RUNS
 from reproduction.report.variant_runs import UNTRAINED, VariantRun, read_runs
 
@@ -108,8 +108,7 @@ def _items() -> tuple[Item, ...]:
         says="gradients of all pairs need not be kept; it measures nothing.",
         why_not="No table or figure of the paper. What ours take: python benchmarks/logit_dp.py.",
     )
-    made = [Item(number=n, says=says, parts=of, show=show, differs=how) for n, says, of, show, how in rows]
-    return (*made, memory)
+    return (*(item(*row) for row in rows), memory)
 
 
 PAPER_002 = Paper(

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lit_dpret.cards.page import Block, Bullets, Code, Grid, Paragraph
-from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.files import write_whole
-from lit_dpret.report.figures import can_draw
+from lit_dpret.errors import DataError
+from lit_dpret.report.figures import new_figure, save_png
 from lit_dpret.report.hard_negatives import case_grid
 from lit_dpret.report.page import Picture, copied_picture
 from lit_dpret.report.paper_004 import table_1
 from reproduction.federated.study_page import gain_grid, read_study, study_grid
-from reproduction.report.reproduction import Item, Paper, Show
+from reproduction.report.reproduction import Item, Paper, Show, item
 
 _COUNTS = {"passages": "#56B4E9", "sentences": "#0072B2", "train": "#D55E00", "dev": "#E69F00", "test": "#009E73"}
 _ARMS = {
@@ -27,13 +25,8 @@ _ARMS = {
 
 
 def draw_silos(counts: Mapping[str, Mapping[str, int]], path: Path) -> str:
-    """Figure 3: how large each client is, on a logarithmic axis; returns the caption.
-
-    Raises:
-        ConfigurationError: matplotlib is not installed.
-        StorageError: The picture cannot be written.
-    """
-    figure, axis = _figure(8.5, 1.2 + 0.5 * len(counts))
+    """Figure 3: how large each client is, on a logarithmic axis; returns the caption."""
+    figure, axis = _axis(8.5, 1.2 + 0.5 * len(counts))
     height = 0.8 / len(_COUNTS)
     for place, (name, colour) in enumerate(_COUNTS.items()):
         at = [client + (place - 2) * height for client in range(len(counts))]
@@ -45,7 +38,7 @@ def draw_silos(counts: Mapping[str, Mapping[str, int]], path: Path) -> str:
     axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axis.set_xlabel("how many")
     figure.legend(loc="outside lower center", ncols=len(_COUNTS), frameon=False)
-    _save(figure, path)
+    save_png(figure, path, owner_only=True)
     return f"Passages, sentences and questions of each of {len(counts)} clients; the axis is logarithmic."
 
 
@@ -59,42 +52,24 @@ def draw_language_model_losses(curves: Mapping[str, Sequence[tuple[int, float]]]
     Args:
         curves: By arm, ``none``, ``shuffled`` and ``own``: steps, and the mean loss of a token since the last of them.
         path: Of the PNG.
-
-    Raises:
-        ConfigurationError: matplotlib is not installed.
-        StorageError: The picture cannot be written.
     """
-    figure, axis = _figure(7.5, 4.6)
+    figure, axis = _axis(7.5, 4.6)
     for arm, (label, colour, dashes) in _ARMS.items():
         steps, losses = zip(*curves[arm], strict=True)
         axis.plot(steps, losses, color=colour, linestyle=dashes, label=label)
     axis.set_xlabel("steps")
     axis.set_ylabel("training loss of a token, nats")
     axis.legend(frameon=False)
-    _save(figure, path)
+    save_png(figure, path, owner_only=True)
     ends = "; ".join(f"{_ARMS[arm][0]} {curves[arm][-1][1]:.3f}" for arm in _ARMS)
     return f"Training loss of the language model, means over neighbouring steps. At the end: {ends} nats."
 
 
-def _figure(width: float, height: float) -> tuple[Any, Any]:
-    if not can_draw():
-        raise ConfigurationError(
-            'Figures are drawn with matplotlib, which is not installed: pip install "lit-dpret[plot]".'
-        )
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
+def _axis(width: float, height: float) -> tuple[Any, Any]:
+    figure = new_figure(width, height)
     axis = figure.subplots()
     axis.spines[["top", "right"]].set_visible(False)
     return figure, axis
-
-
-def _save(figure: Any, path: Path) -> None:
-    kept = io.BytesIO()
-    figure.savefig(kept, dpi=110, format="png")
-    write_whole(path, kept.getvalue(), owner_only=True)
 
 
 _OURS = (
@@ -211,6 +186,11 @@ _LM = (
     "without training is near the size of its vocabulary; the attacker knows other sentences with their embeddings."
 )
 
+
+def _drawing(number: str, says: str) -> Item:
+    return Item(number=number, says=says, why_not="It shows the method, not a result.")
+
+
 PAPER_004 = Paper(
     name="paper_004",
     title="Paper 004, Improving open-domain answer sentence selection by distributed clients (PDD-AS2)",
@@ -220,88 +200,49 @@ PAPER_004 = Paper(
     ),
     internal=True,
     items=(
-        Item(
-            number="Figure 1",
-            says="a drawing of fed-negatives: requests, answers and their merging.",
-            why_not="It shows the method, not a result.",
+        _drawing("Figure 1", "a drawing of fed-negatives: requests, answers and their merging."),
+        _drawing("Figure 2", "a drawing of the two stages."),
+        item(
+            "Figure 3", "statistics of each genre of Fed-NewsQA; a figure without numbers.", ("silos",), _silos,
+            "The split of Fed-NewsQA was not published. Without NewsQA at hand: InsuranceQA's domains.",
         ),
-        Item(
-            number="Figure 2",
-            says="a drawing of the two stages.",
-            why_not="It shows the method, not a result.",
+        item(
+            "Table 1", "PDD-AS2 and its baselines on Fed-NewsQA, sentences and passages.", ("table_1",), _main_table,
+            f"{_OURS} Compare orders, not levels.",
         ),
-        Item(
-            number="Figure 3",
-            says="statistics of each genre of Fed-NewsQA; a figure without numbers.",
-            parts=("silos",),
-            show=_silos,
-            differs="The split of Fed-NewsQA was not published. Without NewsQA at hand: InsuranceQA's domains.",
+        item(
+            "Figure 4",
+            "gain of each client in sentence R@1 over training alone: more for clients with fewer questions.",
+            ("gain",), _study("gain", columns=("sentence/success@1",), table=False), _OURS,
         ),
-        Item(
-            number="Table 1",
-            says="PDD-AS2 and its baselines on Fed-NewsQA, sentences and passages.",
-            parts=("table_1",),
-            show=_main_table,
-            differs=f"{_OURS} Compare orders, not levels.",
+        item(
+            "Figure 5",
+            "sentence R@1 by the share of train questions: the federation is always above a single client.",
+            ("data_ratio",), _study("data_ratio", columns=("sentence/success@1",), table=False), _OURS,
         ),
-        Item(
-            number="Figure 4",
-            says="gain of each client in sentence R@1 over training alone: more for clients with fewer questions.",
-            parts=("gain",),
-            show=_study("gain", columns=("sentence/success@1",), table=False),
-            differs=_OURS,
+        item(
+            "Table 2", "10 negatives of the best k: R@1 rises from .121 at k=10 to .217 at k=300.", ("hubness",),
+            _study("hubness", columns=("sentence/success@1", "passage/success@1")), _OURS,
         ),
-        Item(
-            number="Figure 5",
-            says="sentence R@1 by the share of train questions: the federation is always above a single client.",
-            parts=("data_ratio",),
-            show=_study("data_ratio", columns=("sentence/success@1",), table=False),
-            differs=_OURS,
-        ),
-        Item(
-            number="Table 2",
-            says="10 negatives of the best k: R@1 rises from .121 at k=10 to .217 at k=300.",
-            parts=("hubness",),
-            show=_study("hubness", columns=("sentence/success@1", "passage/success@1")),
-            differs=_OURS,
-        ),
-        Item(
-            number="Table 3",
-            says="perplexity of GPT-2 on the sentences with and without their embeddings; the difference is called "
+        item(
+            "Table 3",
+            "perplexity of GPT-2 on the sentences with and without their embeddings; the difference is called "
             "insignificant.",
-            parts=("inversion",),
-            show=_perplexities,
-            differs=_LM,
+            ("inversion",), _perplexities, _LM,
         ),
-        Item(
-            number="Table 4",
-            says="numbers of negatives in both stages: more are better.",
-            parts=("negatives",),
-            show=_study("negatives"),
-            differs=_OURS,
+        item(
+            "Table 4", "numbers of negatives in both stages: more are better.", ("negatives",), _study("negatives"),
+            _OURS,
         ),
-        Item(
-            number="Table 5",
-            says="two questions with the hard negatives that were retrieved for them, some of which answer.",
-            parts=("cases",),
-            show=_cases,
+        item(
+            "Table 5", "two questions with the hard negatives that were retrieved for them, some of which answer.",
+            ("cases",), _cases, "Train questions of one client, drawn by a seed; dot products in brackets.",
             quotes=True,
-            differs="Train questions of one client, drawn by a seed; dot products in brackets.",
         ),
-        Item(
-            number="Figure 6",
-            says="training loss of GPT-2 with and without embeddings.",
-            parts=("inversion",),
-            show=_losses,
-            differs=_LM,
-        ),
-        Item(
-            number="Table 6",
-            says="sentences that GPT-2 wrote from embeddings alone, none of them near the original.",
-            parts=("inversion",),
-            show=_written,
-            quotes=True,
-            differs=f"{_LM} Greedy, where the paper searches with beams.",
+        item("Figure 6", "training loss of GPT-2 with and without embeddings.", ("inversion",), _losses, _LM),
+        item(
+            "Table 6", "sentences that GPT-2 wrote from embeddings alone, none of them near the original.",
+            ("inversion",), _written, f"{_LM} Greedy, where the paper searches with beams.", quotes=True,
         ),
     ),
-)
+)  # fmt: skip

@@ -46,6 +46,13 @@ class Item:
     quotes: bool = False
 
 
+def item(
+    number: str, says: str, parts: tuple[str, ...], show: Show, differs: str = "", *, quotes: bool = False
+) -> Item:
+    """Return an item that a part makes, in the order in which a list of them reads best."""
+    return Item(number=number, says=says, parts=parts, show=show, differs=differs, quotes=quotes)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Paper:
     """What a paper holds.

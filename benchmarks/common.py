@@ -1,0 +1,101 @@
+"""What the benchmarks share: work in processes and ranks of its own, its seconds, and results as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, TypeVar
+
+RESULTS = Path(__file__).resolve().parent / "results"
+#: What is freed goes back to the system at once, so that a peak is what a step needs.
+GIVEN_BACK = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
+T = TypeVar("T")
+
+
+def options(doc: str, results: str | None) -> argparse.ArgumentParser:
+    """Return a parser with ``--out``, by default a file of `RESULTS`."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=None if results is None else RESULTS / results)
+    return parser
+
+
+def write(report: Any, out: Path) -> None:
+    """Write the results and say where."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    say(f"written: {out}")
+
+
+def say(line: str) -> None:
+    """Print a line at once, also into a pipe."""
+    print(line, flush=True)
+
+
+def machine(*packages: str) -> dict[str, Any]:
+    """Return cores, load, Python and the versions of packages; null for one that is not installed."""
+    found: dict[str, str | None] = {}
+    for name in packages:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    load = [round(load, 2) for load in os.getloadavg()]
+    return {"cores": os.cpu_count(), "load": load, "python": platform.python_version(), "versions": found}
+
+
+def timed(work: Callable[[], T]) -> tuple[T, dict[str, float]]:
+    """Return what work made, and its seconds by the clock and of the processor."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    made = work()
+    return made, {"seconds": time.perf_counter() - wall, "processor_seconds": time.process_time() - cpu}
+
+
+def apart(script: str, *words: object, **environment: str) -> Any:
+    """Run a script in a process of its own, and return the JSON of its last line.
+
+    Raises:
+        RuntimeError: It failed; the message is what it wrote.
+    """
+    command = [sys.executable, script, *map(str, words)]
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def ranks(script: str, *words: object, world: int, timeout: float | None = None, **environment: str) -> list[Any]:
+    """Run a script in so many ranks of this machine, and return the JSON of each one's last line.
+
+    Raises:
+        RuntimeError: A rank failed; the message is its last line.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    job = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, script, *map(str, words)]
+    started = [
+        subprocess.Popen(
+            command, env=os.environ | job | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | environment, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for rank in range(world)
+    ]  # fmt: skip
+    try:
+        told = [process.communicate(timeout=timeout) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    for process, (_, error) in zip(started, told, strict=True):
+        if process.returncode:
+            raise RuntimeError((error.strip().splitlines() or ["a rank failed"])[-1])
+    return [json.loads(out.splitlines()[-1]) for out, _ in told]
