@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from common import options, say, write
 
-from lit_dpret.federated.fed_negatives import Block, FedPool, respond, respond_uniformly
 from lit_dpret.federated.flower.client_app import build_client_app
 from lit_dpret.federated.flower.grid import InProcessGrid
 from lit_dpret.federated.flower.library import Context
 from lit_dpret.federated.flower.server_app import FlowerFederation, build_server_app
+from lit_dpret.federated.negatives import Block, FedPool, respond, respond_uniformly
 from lit_dpret.federated.settings import PddAs2, Stage1, Stage2
 from lit_dpret.negatives.base import coins
 

@@ -17,8 +17,8 @@ import yaml
 
 from lit_dpret.datamodules.silo_folder import read_silo
 from lit_dpret.errors import ConfigurationError, schema_problem
-from lit_dpret.federated.fed_negatives import Site
 from lit_dpret.federated.model import AS2Maker
+from lit_dpret.federated.negatives import Site
 from lit_dpret.federated.settings import PHASES, PddAs2, Phase
 from lit_dpret.federated.silo import SiloClient
 from lit_dpret.settings import built, plain, require_number, require_whole

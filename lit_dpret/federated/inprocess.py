@@ -13,9 +13,9 @@ from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.federated.aggregation import Weights, check_silos, client_weights
-from lit_dpret.federated.fed_negatives import Block, FedPool, Site, merge_lists, pool_of, select_clients
 from lit_dpret.federated.federation import Federation, FedResult
 from lit_dpret.federated.model import start_of
+from lit_dpret.federated.negatives import Block, FedPool, Site, merge_lists, pool_of, select_clients
 from lit_dpret.federated.settings import PHASES, PddAs2, Phase
 from lit_dpret.federated.silo import SiloClient
 from lit_dpret.federated.transport import FederationRun

@@ -1,19 +1,279 @@
-"""Two sources of negatives that only a federation has; the others are those of `lit_dpret.negatives`."""
+"""Negatives from other clients' collections (paper 004, section 2.2): what is sent, and the source that draws from it.
+
+Three acts: the asker makes *request rows*, each asked client answers with a *block*, the asker merges the blocks
+into a *pool*. Nothing here sends anything; transports do.
+
+The kind of request decides what a responder learns about the asker's queries:
+
+| request | rows | guarantee |
+| --- | --- | --- |
+| ``exact`` | the embedding of every train query, as in the paper | none: embeddings of texts are nearly the texts |
+| ``dp_centroid`` | private centroids of them (`lit_dpret.federated.centroids`) | that of the asker's ledger |
+| ``none`` | nothing; a uniform sample is answered | nothing about the queries leaves the silo |
+
+The kind of response decides what the asker learns about the responder's collection:
+
+| response | rows | guarantee |
+| --- | --- | --- |
+| ``raw`` | embeddings of its sentences, as in the paper | none: repeated requests map the collection |
+| ``public`` | embeddings of those of its sentences that are declared public | nothing private is read |
+| ``dp_centroid`` | private centroids of its collection | that of the collection's ledger |
+| ``synthetic`` | embeddings of queries that its DP generator wrote (`lit_dpret.federated.synthetic`) | its card's |
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor
 
-from lit_dpret.errors import ConfigurationError
-from lit_dpret.federated.fed_negatives import FedPool
+from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.federated.settings import Selection
+from lit_dpret.federated.storage import save_tensors
 from lit_dpret.negatives.base import PassageSource, Seat, Towers, TrainTexts, coins
 from lit_dpret.negatives.mined import DynamicNegatives
-from lit_dpret.retrieval.search import MISSING, TopK, search
+from lit_dpret.retrieval.rescoring import canonical_scores
+from lit_dpret.retrieval.rows import TensorRows
+from lit_dpret.retrieval.search import MISSING, TopK, merged, search
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """The public facts about a client's location.
+
+    Args:
+        region: A word, as ``eu-west``; null where it is not known.
+        latency_ms: Of the way from the asker, in milliseconds; null where it is not known.
+    """
+
+    region: str | None = None
+    latency_ms: float | None = None
+
+
+def select_clients(
+    asker: str,
+    sites: Mapping[str, Site],
+    how: Selection,
+    *,
+    count: int | None = None,
+    seed: int = 0,
+    refresh: int = 0,
+) -> list[str]:
+    """Return the clients to ask (``Select`` of equation 7 of paper 004, which leaves open how), never the asker.
+
+    ``random`` draws again at every refresh. ``region`` takes those of the asker's region first, ``latency`` the
+    nearest first; ties are broken by public coins.
+
+    Guarantees:
+        - A function of public facts and public coins: nothing that a client holds decides whether it is asked.
+        - At most ``count`` clients, all others where it is null.
+
+    """
+    others = sorted(set(sites) - {asker})
+    if how == "all":
+        return others if count is None else others[:count]
+    order = coins(seed, "select clients", asker, refresh if how == "random" else 0).permutation(len(others))
+    shuffled = [others[place] for place in order]
+    if how == "region":
+        home = sites[asker].region
+        shuffled.sort(key=lambda name: home is None or sites[name].region != home)
+    if how == "latency":
+        shuffled.sort(key=lambda name: _latency(sites[name]))
+    return shuffled[:count]
+
+
+def _latency(site: Site) -> float:
+    return float("inf") if site.latency_ms is None else site.latency_ms
+
+
+SENT_AS = {"float32": torch.float32, "float16": torch.float16}
+
+
+@dataclass(frozen=True, repr=False)
+class Block:
+    """One client's answer: every embedding once, and for each request row which of them, best first.
+
+    Neighbouring requests have neighbours in common, so this is several times smaller than a table.
+
+    Attributes:
+        client: Who answers.
+        embeddings: ``(unique, dim)``, in the type that was agreed on.
+        starts: Where each request row's entries begin, long, ``(rows + 1,)``.
+        entries: Places in ``embeddings``, int32, ``(entries,)``.
+    """
+
+    client: str
+    embeddings: Tensor
+    starts: Tensor
+    entries: Tensor
+
+    def __repr__(self) -> str:
+        return f"Block(from {self.client}: {len(self.embeddings)} embeddings)"
+
+    @property
+    def rows(self) -> int:
+        """How many request rows it answers."""
+        return len(self.starts) - 1
+
+    @property
+    def parts(self) -> dict[str, Tensor]:
+        """The tensors that travel, by name."""
+        return {"embeddings": self.embeddings, "starts": self.starts, "entries": self.entries}
+
+    @property
+    def bytes(self) -> int:
+        """Its size on the wire, without the envelope."""
+        return sum(part.numel() * part.element_size() for part in self.parts.values())
+
+    def table(self) -> Tensor:
+        """Return the lists, padded with `MISSING`: ``(rows, longest)``."""
+        lengths = self.starts.diff()
+        width = max(1, int(lengths.max())) if len(lengths) else 1
+        table = torch.full((self.rows, width), MISSING, dtype=torch.long)
+        rows = torch.arange(self.rows).repeat_interleave(lengths)
+        columns = torch.arange(len(self.entries)) - self.starts[:-1].repeat_interleave(lengths)
+        table[rows, columns] = self.entries.long()
+        return table
+
+    def check(self, *, rows: int, dim: int, limit: int | None = None) -> Block:
+        """Refuse a block of wrong shape, with values that are not finite, or larger than was asked for.
+
+        Raises:
+            DataError: Naming the client and what is wrong.
+        """
+        wrong = None
+        if self.embeddings.dim() != 2 or self.embeddings.shape[1] != dim:
+            wrong = f"embeddings of shape {tuple(self.embeddings.shape)} where {dim} dimensions were asked for"
+        elif not bool(torch.isfinite(self.embeddings).all()):
+            wrong = "embeddings that are not finite"
+        elif self.rows != rows:
+            wrong = f"answers to {self.rows} rows where {rows} were asked"
+        elif not _is_csr(self.starts, self.entries, len(self.embeddings)):
+            wrong = "lists that do not fit its embeddings"
+        elif limit is not None and len(self.entries) > max(1, rows) * limit:
+            wrong = f"{len(self.entries)} entries where at most {limit} for each of {rows} rows were asked for"
+        if wrong is not None:
+            raise DataError(f"The answer of client {self.client!r} has {wrong}; it is left out.", kind="bad answer")
+        return self
+
+
+@dataclass(frozen=True, repr=False)
+class FedPool:
+    """Negatives from other clients, as an asker keeps them.
+
+    Attributes:
+        embeddings: float32, ``(pool, dim)``.
+        lists: Places in the pool for each request row, best first, `MISSING` where there are no more,
+            ``(rows, n)``; None where the request rows were no queries, and the pool is searched instead.
+    """
+
+    embeddings: Tensor
+    lists: Tensor | None = None
+
+    def __repr__(self) -> str:
+        return f"FedPool({len(self.embeddings)} embeddings)"
+
+
+def respond(client: str, request_rows: Tensor, candidates: Tensor, n: int, *, send_as: str = "float16") -> Block:
+    """Answer every request row, ``(rows, dim)``, with the ``n`` candidates of highest dot product.
+
+    Guarantees:
+        - Candidates are compared as they are sent, so that the asker, who sees no others, ranks them alike.
+
+    """
+    sent = as_sent(candidates, send_as)
+    top = search(request_rows.float(), sent.float(), min(n, len(sent)))
+    return _block(client, sent, [row[row != MISSING] for row in top.indices])
+
+
+def respond_uniformly(client: str, candidates: Tensor, n: int, *, seed: int, send_as: str = "float16") -> Block:
+    """Answer a request that says nothing with ``n`` candidates, drawn uniformly: one list for one empty row."""
+    sent = as_sent(candidates, send_as)
+    drawn = coins(seed, "uniform answer", client).permutation(len(sent))[:n]
+    return _block(client, sent, [torch.from_numpy(drawn.copy()).long()])
+
+
+def as_sent(embeddings: Tensor, send_as: str) -> Tensor:
+    """Round embeddings to the type that is sent; refuse one that cannot hold a value."""
+    sent = embeddings.detach().cpu().to(SENT_AS[send_as])
+    if not bool(torch.isfinite(sent).all()):
+        raise ConfigurationError(f"federated.stage2.send_as={send_as} cannot hold these embeddings. Send float32.")
+    return sent
+
+
+def merge_lists(blocks: Sequence[Block], query_embeddings: Tensor, n: int) -> FedPool:
+    """Merge answers into the asker's best ``n`` for each of its queries (``TopK`` of equation 8).
+
+    Guarantees:
+        - With blocks of at least ``n`` for each row it is the best ``n`` of all their collections together,
+          ties included: what a search of the union would give.
+
+    Args:
+        blocks: Answers to the same request rows, in any order.
+        query_embeddings: The request rows, ``(queries, dim)``.
+        n: How many to keep.
+    """
+    if not blocks:
+        return FedPool(torch.empty(0, query_embeddings.shape[1]), torch.full((len(query_embeddings), n), MISSING))
+    ordered = sorted(blocks, key=lambda block: block.client)
+    embeddings = torch.cat([block.embeddings.float() for block in ordered])
+    parts: list[TopK] = []
+    offset = 0
+    for block in ordered:
+        table = block.table()
+        places = torch.where(table == MISSING, table, table + offset)
+        scores = canonical_scores(query_embeddings.double().cpu(), TensorRows(embeddings), places, cosine=False)
+        parts.append(TopK(scores, places))
+        offset += len(block.embeddings)
+    top = merged(parts, n, tie_rank=torch.arange(len(embeddings)))
+    used = torch.unique(top.indices[top.indices != MISSING])
+    renumbered = torch.full((len(embeddings),), MISSING, dtype=torch.long)
+    renumbered[used] = torch.arange(len(used))
+    lists = torch.where(top.indices == MISSING, top.indices, renumbered[top.indices.clamp(min=0)])
+    return FedPool(embeddings[used], lists)
+
+
+def pool_of(blocks: Sequence[Block], dim: int) -> FedPool:
+    """Merge answers into a pool that holds each embedding once and is searched with the asker's own queries."""
+    ordered = sorted(blocks, key=lambda block: block.client)
+    found = [block.embeddings.float() for block in ordered]
+    return FedPool(torch.unique(torch.cat(found), dim=0) if found else torch.empty(0, dim))
+
+
+def kept_pool(pool: FedPool | None, path: Path) -> FedPool:
+    """Write the pool that was answered to ``path`` and return it; read it from there between two refreshes.
+
+    Raises:
+        DataError: There is none: the client was away when the others were asked.
+    """
+    if pool is not None:
+        parts = {"embeddings": pool.embeddings, "lists": pool.lists}
+        save_tensors({name: part for name, part in parts.items() if part is not None}, path)
+    elif not path.is_file():
+        raise DataError(f"{path} does not exist: a client that missed a refresh waits for the next.")
+    return FedPool(**load_file(path))
+
+
+def _block(client: str, sent: Tensor, rows: Sequence[Tensor]) -> Block:
+    flat = torch.cat(list(rows)) if rows else torch.empty(0, dtype=torch.long)
+    used, entries = torch.unique(flat, return_inverse=True)
+    starts = torch.tensor([0, *[len(row) for row in rows]]).cumsum(0)
+    return Block(client, sent[used], starts, entries.to(torch.int32))
+
+
+def _is_csr(starts: Tensor, entries: Tensor, count: int) -> bool:
+    if starts.dim() != 1 or len(starts) < 1 or entries.dim() != 1:
+        return False
+    fits = int(starts[0]) == 0 and int(starts[-1]) == len(entries) and bool((starts.diff() >= 0).all())
+    return fits and (not len(entries) or (int(entries.min()) >= 0 and int(entries.max()) < count))
+
 
 _SAME = 1 - 1e-5  # cosine from which two embeddings are taken for one sentence's; half precision loses 1e-7
 _SPARE = 16  # so many of the pool's best may be a row's own answers before fewer than ``depth`` negatives are left

@@ -134,7 +134,7 @@ class Stage2:
         top_k: Among how many of the best they are drawn.
         select: Which clients are asked.
         select_count: How many of them; null for all.
-        request: What is asked with (`lit_dpret.federated.fed_negatives`).
+        request: What is asked with (`lit_dpret.federated.negatives`).
         response: What is answered with.
         centroids: Request rows under ``request=dp_centroid``, a public number.
         centroid_iterations: Releases of one refresh.

@@ -23,10 +23,17 @@ from lit_dpret.errors import ConfigurationError
 from lit_dpret.federated.aggregation import Weights, put_weights, take_weights
 from lit_dpret.federated.centroids import CentroidPlan, dp_centroids
 from lit_dpret.federated.evaluation import METRICS, SentenceCollection
-from lit_dpret.federated.fed_negatives import Block, FedPool, kept_pool, respond, respond_uniformly
 from lit_dpret.federated.fitting import KeepOptimizer, TowardsAnchor, attempt_folder, fit_epochs
 from lit_dpret.federated.model import refuse_private_start, start_and_dim
-from lit_dpret.federated.negatives import FedNegatives, OtherPositives
+from lit_dpret.federated.negatives import (
+    Block,
+    FedNegatives,
+    FedPool,
+    OtherPositives,
+    kept_pool,
+    respond,
+    respond_uniformly,
+)
 from lit_dpret.federated.settings import PddAs2
 from lit_dpret.federated.silo_account import SiloAccount, collection_centroids
 from lit_dpret.federated.storage import Served, keep_facts, save_tensors

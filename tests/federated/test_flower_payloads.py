@@ -11,9 +11,9 @@ pytest.importorskip("flwr", reason="needs the extra federated (flwr)")
 
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.federated.aggregation import fingerprint
-from lit_dpret.federated.fed_negatives import Block, FedPool, merge_lists, respond
 from lit_dpret.federated.flower import payloads
 from lit_dpret.federated.flower.library import Array, ArrayRecord, ConfigRecord, RecordDict
+from lit_dpret.federated.negatives import Block, FedPool, merge_lists, respond
 from lit_dpret.retrieval.search import MISSING
 
 MODEL = {"w": torch.randn(3, 2), "b": torch.zeros(2), "none": torch.empty(0, 4)}

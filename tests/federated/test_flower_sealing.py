@@ -15,10 +15,10 @@ pytest.importorskip("flwr", reason="needs the extra federated (flwr)")
 
 from masked_silos import MASKED, Drifts, Masked, credentials
 
-from lit_dpret.federated.fed_negatives import Block, FedPool, respond, respond_uniformly
 from lit_dpret.federated.flower.library import Message, RecordDict
 from lit_dpret.federated.flower.payloads import rows_record
 from lit_dpret.federated.keys import new_identity
+from lit_dpret.federated.negatives import Block, FedPool, respond, respond_uniformly
 from lit_dpret.federated.settings import PddAs2
 from lit_dpret.federated.storage import save_tensors
 

@@ -20,10 +20,9 @@ from lit_dpret.errors import BudgetExceededError, ConfigurationError, DataError,
 from lit_dpret.federated.aggregation import client_weights, put_weights, take_weights, weighted_mean
 from lit_dpret.federated.data import merged_silo, planted_silos
 from lit_dpret.federated.data.planted import Planted
-from lit_dpret.federated.fed_negatives import FedPool
 from lit_dpret.federated.fitting import TowardsAnchor, fit_epochs
 from lit_dpret.federated.inprocess import InProcessFederation
-from lit_dpret.federated.negatives import FedNegatives
+from lit_dpret.federated.negatives import FedNegatives, FedPool
 from lit_dpret.federated.secure_mean import secure_mean
 from lit_dpret.federated.settings import PddAs2, Stage1, Stage2
 from lit_dpret.federated.silo import SiloClient, public_places

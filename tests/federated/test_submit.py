@@ -30,10 +30,10 @@ from lit_dpret.federated.documents import (
     read_run_request,
     read_silo_settings,
 )
-from lit_dpret.federated.fed_negatives import Site
 from lit_dpret.federated.flower import submit
 from lit_dpret.federated.flower.components import REFUSAL, RESULT
 from lit_dpret.federated.model import AS2Maker
+from lit_dpret.federated.negatives import Site
 from lit_dpret.settings import built
 
 MAKE = AS2Maker(encoder="planted", planted=SIZE, max_query_length=8, max_sentence_length=12)

@@ -17,8 +17,7 @@ from torch import Tensor
 from lit_dpret.encoders import load_towers
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.federated.aggregation import take_weights
-from lit_dpret.federated.fed_negatives import FedPool
-from lit_dpret.federated.negatives import FedNegatives
+from lit_dpret.federated.negatives import FedNegatives, FedPool
 from lit_dpret.modules import AS2DualEncoder, OptimizerSpec
 from lit_dpret.negatives import BM25Negatives, DynamicNegatives, InBatchNegatives, NegativeSource, StaticNegatives
 from lit_dpret.privacy.batches import take_rows

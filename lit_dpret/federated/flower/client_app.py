@@ -30,7 +30,6 @@ from torch import Tensor
 
 from lit_dpret.errors import DataError, LedgerError, LitDpretError
 from lit_dpret.federated.aggregation import Weights, fingerprint
-from lit_dpret.federated.fed_negatives import Block, FedPool, merge_lists, pool_of
 from lit_dpret.federated.flower.library import (
     ClientApp,
     ConfigRecord,
@@ -64,6 +63,7 @@ from lit_dpret.federated.flower.payloads import (
     words_record,
 )
 from lit_dpret.federated.keys import SIGNATURE_BYTES
+from lit_dpret.federated.negatives import Block, FedPool, merge_lists, pool_of
 from lit_dpret.federated.sealing import Kind, Refresh, Sealer
 from lit_dpret.federated.settings import PHASES, PddAs2
 from lit_dpret.federated.silo import SiloClient

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError, DataError, schema_problem
 from lit_dpret.federated.aggregation import Weights, check_weights
-from lit_dpret.federated.fed_negatives import Block, FedPool
 from lit_dpret.federated.flower.library import Array, ArrayRecord, ConfigRecord, RecordDict
 from lit_dpret.federated.keys import KEY_BYTES, SHARE_BYTES, SIGNATURE_BYTES
+from lit_dpret.federated.negatives import Block, FedPool
 from lit_dpret.federated.secure_sum import Keys, Unmasking, Words
 from lit_dpret.federated.settings import PddAs2
 from lit_dpret.retrieval.search import MISSING

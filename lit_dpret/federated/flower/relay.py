@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from lit_dpret.errors import DataError
-from lit_dpret.federated.fed_negatives import SENT_AS, Block, Site, merge_lists, pool_of, select_clients
 from lit_dpret.federated.flower.library import ConfigRecord, RecordDict
 from lit_dpret.federated.flower.masked_round import Exchange
 from lit_dpret.federated.flower.payloads import (
@@ -29,6 +28,7 @@ from lit_dpret.federated.flower.payloads import (
     rows_of,
     rows_record,
 )
+from lit_dpret.federated.negatives import SENT_AS, Block, Site, merge_lists, pool_of, select_clients
 from lit_dpret.federated.settings import PddAs2
 
 Pools = dict[str, dict[str, Any]]

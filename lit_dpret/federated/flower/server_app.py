@@ -17,7 +17,6 @@ from torch import Tensor
 
 from lit_dpret.federated.aggregation import Weights, check_enough, fingerprint
 from lit_dpret.federated.documents import Patience
-from lit_dpret.federated.fed_negatives import Site
 from lit_dpret.federated.federation import Federation, FedResult
 from lit_dpret.federated.flower.client_app import SUM_ACTS
 from lit_dpret.federated.flower.connected import ConnectedSilos
@@ -33,6 +32,7 @@ from lit_dpret.federated.flower.payloads import (
     weights_record,
 )
 from lit_dpret.federated.flower.relay import Relay
+from lit_dpret.federated.negatives import Site
 from lit_dpret.federated.settings import PHASES, PddAs2, Phase
 from lit_dpret.files import write_whole
 from lit_dpret.progress import ProgressLine

@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 from negative_cases import PASSAGES, QUERIES, WordTowers, texts
 
 from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.federated.fed_negatives import (
+from lit_dpret.federated.negatives import (
     Block,
+    FedNegatives,
     FedPool,
+    OtherPositives,
     Site,
     as_sent,
     merge_lists,
@@ -20,7 +22,6 @@ from lit_dpret.federated.fed_negatives import (
     respond_uniformly,
     select_clients,
 )
-from lit_dpret.federated.negatives import FedNegatives, OtherPositives
 from lit_dpret.negatives import RowNegatives
 from lit_dpret.negatives.base import Seat
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy
