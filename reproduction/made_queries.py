@@ -23,7 +23,7 @@ from lit_dpret.synthesis.filters.cross_encoder import CrossEncoder
 from lit_dpret.synthesis.filters.pseudo_labels import label
 from lit_dpret.synthesis.filters.released import require_covered
 from lit_dpret.synthesis.writer import synthesize
-from lit_dpret.tasks.fit import train
+from lit_dpret.tasks.fit import Training, train
 from lit_dpret.tasks.parts import Parts
 from lit_dpret.tasks.pipeline_stages import stage_callbacks
 from lit_dpret.tasks.ranking import rank_embeddings
@@ -59,18 +59,19 @@ def train_generator(
     train(
         model,
         data,
-        run_dir=folder,
-        make_trainer=lambda **settings: parts.make_trainer(max_steps=recipe.steps, **settings),
-        callbacks=stage_callbacks(
-            folder,
+        Training(
+            run_dir=folder,
+            make_trainer=lambda **settings: parts.make_trainer(max_steps=recipe.steps, **settings),
+            callbacks=stage_callbacks(
+                folder,
+                resume=resume,
+                label=f"generator {folder.name}",
+                tuning_trials=recipe.trials,
+                start=start,
+                **tuning,
+            ),
             resume=resume,
-            label=f"generator {folder.name}",
-            tuning_trials=recipe.trials,
-            start=start,
-            **tuning,
         ),
-        loggers=[],
-        resume=resume,
     )
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     return {

@@ -30,7 +30,7 @@ from lit_dpret.losses import PairwiseLoss
 from lit_dpret.modules import EmbeddingTrainer, OptimizerSpec
 from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
-from lit_dpret.tasks.fit import train
+from lit_dpret.tasks.fit import Training, train
 from lit_dpret.tasks.parts import Parts
 from lit_dpret.tasks.pipeline_stages import is_begun
 from reproduction.curve_recorder import CurveRecorder, HeldOutLoss, read_curve
@@ -251,17 +251,21 @@ class VariantStudy(Study):
         train(
             module,
             data,
-            run_dir=folder,
-            make_trainer=lambda **settings: self._parts.make_trainer(max_steps=steps, max_epochs=-1, **settings),
-            callbacks=[
-                accountant,
-                PrivacyCard(run_dir=folder, tuning_note=self.tuning_note, tuning_data=self.tuning_data),
-                ModelCheckpoint(dirpath=folder / "checkpoints", every_n_train_steps=5, save_last=True, save_top_k=1),
-                CurveRecorder(curve_file, held_out=self._held_out),
-                StepProgress(f"{variant.label}, seed {seed}"),
-            ],
-            loggers=self._parts.make_loggers(),
-            resume=resume,
+            Training(
+                run_dir=folder,
+                make_trainer=lambda **settings: self._parts.make_trainer(max_steps=steps, max_epochs=-1, **settings),
+                callbacks=[
+                    accountant,
+                    PrivacyCard(run_dir=folder, tuning_note=self.tuning_note, tuning_data=self.tuning_data),
+                    ModelCheckpoint(
+                        dirpath=folder / "checkpoints", every_n_train_steps=5, save_last=True, save_top_k=1
+                    ),
+                    CurveRecorder(curve_file, held_out=self._held_out),
+                    StepProgress(f"{variant.label}, seed {seed}"),
+                ],
+                loggers=self._parts.make_loggers(),
+                resume=resume,
+            ),
         )
         curve = read_curve(curve_file)
         knn = self._judge(module)

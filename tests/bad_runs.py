@@ -32,7 +32,7 @@ from lit_dpret.callbacks.doctor import Examination
 from lit_dpret.privacy.ledger.trained import TrainedIn, mark
 from lit_dpret.privacy.modes import SyntheticData
 from lit_dpret.privacy.noise import load_secret
-from lit_dpret.tasks.fit import train
+from lit_dpret.tasks.fit import Training, train
 
 
 @dataclass
@@ -82,9 +82,10 @@ class Case:
         """As ``task=fit`` does it."""
         (self.folder / "run").mkdir(exist_ok=True)
         train(
-            self.module(), self.data_module(), run_dir=self.folder / "run", make_trainer=self.make_trainer,
-            callbacks=self.all_callbacks(), loggers=[], resume=False,
-        )  # fmt: skip
+            self.module(),
+            self.data_module(),
+            Training(run_dir=self.folder / "run", make_trainer=self.make_trainer, callbacks=self.all_callbacks()),
+        )
 
 
 def case_of(folder: Path, change: Any) -> Case:

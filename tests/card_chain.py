@@ -15,7 +15,7 @@ from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
 from lit_dpret.datamodules import PairsDataModule, SyntheticDataModule
 from lit_dpret.privacy.modes import DPSGD, SyntheticData
 from lit_dpret.synthesis.writer import synthesize
-from lit_dpret.tasks.fit import train
+from lit_dpret.tasks.fit import Training, train
 from lit_dpret.tasks.index_folder import encode_folder, index_folder
 
 
@@ -52,10 +52,7 @@ def run(folder: Path, module: Any, data: Any, *, steps: int = 3, card: dict[str,
     callbacks: list[Callback] = [
         PrivacyAccountant(run_dir=folder, eps_log_points=1), PrivacyCard(run_dir=folder, **(card or {})),
     ]  # fmt: skip
-    train(
-        module, data, run_dir=folder, make_trainer=partial(trainer, max_steps=steps), callbacks=callbacks, loggers=[],
-        resume=False,
-    )  # fmt: skip
+    train(module, data, Training(run_dir=folder, make_trainer=partial(trainer, max_steps=steps), callbacks=callbacks))
 
 
 def make_chain(root: Path, *, card: dict[str, Any] | None = None) -> Chain:

@@ -104,7 +104,7 @@ def train_once(job: dict[str, Any]) -> None:
     from lit_dpret.privacy.ledger.run import PrivateRun
     from lit_dpret.privacy.modes import DPSGD
     from lit_dpret.privacy.noise import KeyedStream
-    from lit_dpret.tasks.fit import train
+    from lit_dpret.tasks.fit import Training, train
 
     class Export(Callback):
         """The card would cost more than the run; its own tests make one."""
@@ -151,13 +151,14 @@ def train_once(job: dict[str, Any]) -> None:
     train(
         Regression(privacy=privacy),
         Numbers(sampling="poisson"),
-        run_dir=folder,
-        make_trainer=functools.partial(
-            L.Trainer, accelerator="cpu", devices=1, max_steps=STEPS, max_epochs=-1, log_every_n_steps=1, **quiet
+        Training(
+            run_dir=folder,
+            make_trainer=functools.partial(
+                L.Trainer, accelerator="cpu", devices=1, max_steps=STEPS, max_epochs=-1, log_every_n_steps=1, **quiet
+            ),
+            callbacks=[accountant, Export(), checkpoint],
+            resume=job["resume"],
         ),
-        callbacks=[accountant, Export(), checkpoint],
-        loggers=[],
-        resume=job["resume"],
     )
     watch.end()
     PrivateRun.open, KeyedStream.normal = opened, honest  # type: ignore[method-assign]

@@ -79,7 +79,7 @@ def generate(
     from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
     from lit_dpret.privacy.ledger import gate, run
     from lit_dpret.privacy.modes import DPSGD, NoPrivacy
-    from lit_dpret.tasks.fit import CHECKPOINTS, train
+    from lit_dpret.tasks.fit import CHECKPOINTS, Training, train
 
     run.random_secrets = gate.random_secrets = SimpleNamespace(token_hex=lambda size: "ab" * size)  # type: ignore[assignment]
     pairs = tiny_generator.copy_pairs(40)
@@ -111,10 +111,16 @@ def generate(
                  ModelCheckpoint(dirpath=folder / CHECKPOINTS, every_n_train_steps=2, save_last=True),
                  *([] if kill_at is None else [KillAt(kill_at)])]  # fmt: skip
     train(
-        module, Texts(40, sampling="poisson", expected_batch_size=None, sample_rate=0.2, physical_batch_size=4),
-        run_dir=folder, make_trainer=functools.partial(L.Trainer, **settings), callbacks=callbacks, loggers=[],
-        resume=resume, several_ranks=True,
-    )  # fmt: skip
+        module,
+        Texts(40, sampling="poisson", expected_batch_size=None, sample_rate=0.2, physical_batch_size=4),
+        Training(
+            run_dir=folder,
+            make_trainer=functools.partial(L.Trainer, **settings),
+            callbacks=callbacks,
+            resume=resume,
+            several_ranks=True,
+        ),
+    )
     held = {name: type(p).__name__ for name, p in module.named_parameters()}
     found = {name: rank_runs.whole(p.detach()).double().flatten().tolist() for name, p in module.named_parameters()}
     optimizer = module.optimizers()

@@ -277,7 +277,7 @@ def test_resume_without_a_run_is_refused_before_data_are_read(tmp_path: Path) ->
 
     from lit_dpret.callbacks import PrivacyAccountant
     from lit_dpret.privacy.modes import DPSGD, NoPrivacy
-    from lit_dpret.tasks.fit import train
+    from lit_dpret.tasks.fit import Training, train
 
     class Unread(Numbers):
         def prepare_data(self) -> None:
@@ -288,8 +288,13 @@ def test_resume_without_a_run_is_refused_before_data_are_read(tmp_path: Path) ->
     for mode in (NoPrivacy(), DPSGD(eps=3, noise_multiplier=2.0, secret_file=tmp_path / "secret")):
         with pytest.raises(ResumeError, match=r"hydra\.run\.dir"):
             train(
-                Regression(privacy=mode), Unread(), run_dir=tmp_path / "run", loggers=[], resume=True,
-                callbacks=[PrivacyAccountant(run_dir=tmp_path / "run", resume=True)],
-                make_trainer=lambda **given: L.Trainer(max_steps=1, accelerator="cpu", devices=1, **given),
-            )  # fmt: skip
+                Regression(privacy=mode),
+                Unread(),
+                Training(
+                    run_dir=tmp_path / "run",
+                    make_trainer=lambda **given: L.Trainer(max_steps=1, accelerator="cpu", devices=1, **given),
+                    callbacks=[PrivacyAccountant(run_dir=tmp_path / "run", resume=True)],
+                    resume=True,
+                ),
+            )
     assert not (tmp_path / "run" / "privacy_ledger.jsonl").exists()

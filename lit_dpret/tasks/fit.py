@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -119,14 +119,16 @@ class Fit:
         logged = train(
             module,
             datamodule,
-            run_dir=parts.run_dir,
-            make_trainer=parts.make_trainer,
-            callbacks=parts.make_callbacks(),
-            loggers=parts.make_loggers(),
-            resume=parts.resume,
+            Training(
+                run_dir=parts.run_dir,
+                make_trainer=parts.make_trainer,
+                callbacks=parts.make_callbacks(),
+                loggers=parts.make_loggers(),
+                resume=parts.resume,
+                several_ranks=True,
+            ),
             canaries=canaries,
             after_setup=hold_out,
-            several_ranks=True,
         )
         _tell_where(parts.run_dir)
         return logged
@@ -200,23 +202,38 @@ def _keep_heads(datamodule: Any, folder: Path) -> None:
     datamodule.train_on(coins.trained_on)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """How and where a module is trained.
+
+    Args:
+        run_dir: Of its checkpoints, its ledger, its model and its card.
+        make_trainer: Takes settings of a Trainer.
+        callbacks: Of the training.
+        loggers: Besides the file of metrics.
+        resume: Go on from the newest whole checkpoint.
+        several_ranks: Whoever trains may be repeated by further processes, from its start.
+    """
+
+    run_dir: Path
+    make_trainer: Callable[..., L.Trainer]
+    callbacks: Sequence[Any]
+    loggers: Sequence[Any] = ()
+    resume: bool = False
+    several_ranks: bool = False
+
+
 def train(
     module: Any,
     datamodule: Any,
+    how: Training,
     *,
-    run_dir: Path,
-    make_trainer: Any,
-    callbacks: list[Any],
-    loggers: list[Any],
-    resume: bool,
     canaries: CanarySuite | None = None,
     after_setup: Callable[[], None] | None = None,
-    several_ranks: bool = False,
 ) -> dict[str, float]:
-    """Train ``module`` in ``run_dir``, from the newest whole checkpoint there if ``resume``.
+    """Train ``module`` on ``datamodule``; return the last logged metrics.
 
-    ``after_setup`` is called once the data are read, before the module prepares itself for them. ``several_ranks``
-    says that whoever calls this may be repeated by further processes, from its start.
+    ``after_setup`` is called once the data are read, before the module prepares itself for them.
 
     Guarantees:
         - Checkpoints are written whole or not at all, unless ``make_trainer`` brings a way of its own.
@@ -230,11 +247,12 @@ def train(
         ConfigurationError: The Trainer has several processes, and who calls this has work for one.
         ResumeError: There is nothing to go on with, or the checkpoints of an earlier run lie where a new one begins.
     """
-    trainer: L.Trainer = make_trainer(
-        default_root_dir=str(run_dir), callbacks=callbacks, logger=[MetricsFile(run_dir), *loggers]
+    run_dir, resume, callbacks = how.run_dir, how.resume, list(how.callbacks)
+    trainer = how.make_trainer(
+        default_root_dir=str(run_dir), callbacks=callbacks, logger=[MetricsFile(run_dir), *how.loggers]
     )
     refuse_broken_claims(trainer, module, datamodule)  # before any data is read; the accountant asks again
-    if not several_ranks:
+    if not how.several_ranks:
         refuse_several_ranks(trainer)
         if _claims_nothing(module):  # beside private runs, whose folders may be shown
             run_dir.mkdir(parents=True, exist_ok=True)

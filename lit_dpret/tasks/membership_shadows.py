@@ -37,7 +37,7 @@ from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.files import write_whole
 from lit_dpret.modules.generator_folder import is_generator, load_generator
 from lit_dpret.modules.token_scores import TokenScorer, TokenScores
-from lit_dpret.tasks.fit import train
+from lit_dpret.tasks.fit import Training, train
 from lit_dpret.tasks.parts import Parts
 from lit_dpret.tasks.stages import Stages
 
@@ -382,10 +382,15 @@ class Shadows:
             return made
 
         train(
-            module, data, run_dir=folder, make_trainer=make_trainer, loggers=[], resume=False,
+            module,
+            data,
+            Training(
+                run_dir=folder,
+                make_trainer=make_trainer,
+                callbacks=[PrivacyAccountant(run_dir=folder), StepProgress(label), watch],
+            ),
             after_setup=partial(data.train_on, chosen),
-            callbacks=[PrivacyAccountant(run_dir=folder), StepProgress(label), watch],
-        )  # fmt: skip
+        )
         if len(watch.seconds) < steps:  # stopped by a callback, or by a Trainer that takes an interruption for an end
             raise ResumeError(
                 f"A shadow model was trained for {len(watch.seconds)} of {steps} steps and then stopped. The same "

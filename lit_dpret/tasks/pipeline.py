@@ -34,7 +34,7 @@ from lit_dpret.retrieval.statistics import Interval
 from lit_dpret.synthesis.filters import load_released
 from lit_dpret.synthesis.pseudo_queries import write_pseudo_queries
 from lit_dpret.synthesis.writer import synthesize
-from lit_dpret.tasks.fit import PlannedFit, plan_fit, refuse_several_ranks, train
+from lit_dpret.tasks.fit import PlannedFit, Training, plan_fit, refuse_several_ranks, train
 from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.pipeline_stages import KEPT, as_round_trip, check_round_trip, stage_callbacks, train_retriever
 from lit_dpret.tasks.ranking import score_bm25, score_embeddings
@@ -304,11 +304,13 @@ class Pipeline:
         return train(
             model,
             self._log,
-            run_dir=folder,
-            make_trainer=self._trainer(self.generator_steps),
-            callbacks=self._callbacks(folder, resume, "query generator"),
-            loggers=self._parts.make_loggers(),
-            resume=resume,
+            Training(
+                run_dir=folder,
+                make_trainer=self._trainer(self.generator_steps),
+                callbacks=self._callbacks(folder, resume, "query generator"),
+                loggers=self._parts.make_loggers(),
+                resume=resume,
+            ),
         )
 
     def _synthesize(self, folder: Path, resume: bool) -> dict[str, Any]:

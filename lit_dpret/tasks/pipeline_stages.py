@@ -19,7 +19,7 @@ from lit_dpret.retrieval.statistics import Interval, bootstrap_interval
 from lit_dpret.synthesis.filters import ReleasedQueries
 from lit_dpret.synthesis.filters.released import require_covered, require_released
 from lit_dpret.synthesis.round_trip import hits, wrong_sources
-from lit_dpret.tasks.fit import train
+from lit_dpret.tasks.fit import Training, train
 from lit_dpret.tasks.parts import Parts
 from lit_dpret.tasks.ranking import rank_embeddings
 
@@ -58,9 +58,7 @@ def train_retriever(
         made: L.Trainer = parts.make_trainer(max_steps=steps, **settings)
         return made
 
-    train(
-        model, data, run_dir=folder, make_trainer=make_trainer, callbacks=callbacks, loggers=[], resume=resume,
-    )  # fmt: skip
+    train(model, data, Training(run_dir=folder, make_trainer=make_trainer, callbacks=callbacks, resume=resume))
 
 
 KEPT = "kept_queries.txt"

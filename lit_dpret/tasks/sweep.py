@@ -170,11 +170,6 @@ class Sweep:
             raise ConfigurationError("task=sweep is run from the command line, which composes its trials.")
         composed = parts.make_run([*self.file.fixed, *trial.overrides])
         task, own = composed.make()
-        if not hasattr(task, "planned_fits"):
-            raise ConfigurationError(
-                f"task.file={self.file.path} runs {type(task).__name__}, whose releases are not known beforehand. A "
-                "sweep runs task=fit or task=pipeline."
-            )
         mode = own.make_privacy()
         self._without_privacy += mode.guarantee != "dp"
         check_trial(task, mode, own.make_callbacks(), self.metric_data, self.file.metric.get("name"))

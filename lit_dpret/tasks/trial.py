@@ -39,11 +39,6 @@ class TrialOf:
                 f"trial_of={folder}, but hydra.run.dir={run_dir} is no folder in {folder}/trials: "
                 "the sweep would not find the trial. Put it there."
             )
-        if not hasattr(task, "planned_fits"):
-            raise ConfigurationError(
-                f"trial_of={folder} with {type(task).__name__}, whose releases are not known beforehand: no sweep "
-                "plans it. A trial runs task=fit or task=pipeline."
-            )
         mode = parts.make_privacy()
         if mode.guarantee != "dp" and self.sweep.facts.get("without_privacy") == 0:
             raise ConfigurationError(
@@ -140,9 +135,15 @@ def check_trial(task: Any, mode: Any, callbacks: Sequence[Any], metric_data: str
         metric: The result that the sweep compares its trials by.
 
     Raises:
-        ConfigurationError: Its own ledger would let nothing be claimed for it, a score is of private queries and the
-            sweep does not say so, the trial's card would tell of another choice, or the choice has no privacy.
+        ConfigurationError: Its releases are not known beforehand, its own ledger would let nothing be claimed for it,
+            a score is of private queries and the sweep does not say so, the trial's card would tell of another choice,
+            or the choice has no privacy.
     """
+    if not hasattr(task, "planned_fits"):
+        raise ConfigurationError(
+            f"trial_of and task.file are for task=fit and task=pipeline: the releases of {type(task).__name__} are not "
+            "known beforehand, and no sweep can plan them."
+        )
     refuse_unprivate_choice(task, mode, metric, knob="metric.name")
     for setting in private_scores(task, callbacks):
         if metric_data != "private":

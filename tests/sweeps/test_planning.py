@@ -116,7 +116,7 @@ def test_a_trial_without_privacy_does_not_join_a_sweep_that_was_planned_as_priva
     for mode in (NoPrivacy, SyntheticData):
         with pytest.raises(ConfigurationError, match=r"trial_of=.*privacy="):
             joined(tmp_path, make_privacy=mode)
-    with pytest.raises(ConfigurationError, match=r"trial_of=.*Ablate"):
+    with pytest.raises(ConfigurationError, match=r"trial_of .*Ablate"):
         joined(tmp_path, task=Ablate.__new__(Ablate))
 
 

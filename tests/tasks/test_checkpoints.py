@@ -24,7 +24,7 @@ from lit_dpret.privacy.ledger.run import Position
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases, check_no_key_reuse, noise_keys
 from lit_dpret.tasks import checkpoints
 from lit_dpret.tasks.checkpoints import WholeCheckpoints, newest_checkpoint
-from lit_dpret.tasks.fit import train
+from lit_dpret.tasks.fit import Training, train
 
 
 def run(folder: Path, *, resume: bool = False, replay: str = "auto", eps: float = 3.0, reserve: int = 0,
@@ -46,11 +46,7 @@ def run(folder: Path, *, resume: bool = False, replay: str = "auto", eps: float 
     train(
         module,
         Numbers(),
-        run_dir=folder,
-        make_trainer=trainer,
-        callbacks=[accountant, *(extra or []), saving],
-        loggers=[],
-        resume=resume,
+        Training(run_dir=folder, make_trainer=trainer, callbacks=[accountant, *(extra or []), saving], resume=resume),
     )
     return module
 
