@@ -16,7 +16,7 @@ from lit_dpret.losses import InBatchSoftmaxLoss
 from lit_dpret.modules import OptimizerSpec
 from lit_dpret.modules.pair_module import PairModule
 from lit_dpret.privacy.batches import UnitBatch
-from lit_dpret.privacy.modes import PrivacyMode
+from lit_dpret.privacy.modes import BatchClip, LogitDP, PerExampleDuplicated, PrivacyMode
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
 
@@ -52,6 +52,18 @@ def _numbers(texts: list[str]) -> Tensor:
 def hash_of(text: str) -> int:
     """A number that is the same in every process."""
     return int.from_bytes(text.encode(), "big") % (2**31)
+
+
+def logit_dp(**settings: Any) -> LogitDP:
+    return LogitDP(**{"eps": 1.0, "delta": 1e-6, "max_logit_grad_norm": 0.02, **settings})
+
+
+def duplicated(**settings: Any) -> PerExampleDuplicated:
+    return PerExampleDuplicated(**{"eps": 1.0, "delta": 1e-6, "max_grad_norm": 0.02, **settings})
+
+
+def batch_clip(**settings: Any) -> BatchClip:
+    return BatchClip(**{"eps": 1.0, "delta": 1e-6, "max_grad_norm": 0.02, **settings})
 
 
 def records(n: int, seed: int = 0) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from pair_stand_ins import Pairs, batch_of, plan_of, records, without
+from pair_stand_ins import Pairs, batch_clip, batch_of, duplicated, logit_dp, plan_of, records, without
 from scipy import stats
 from stand_ins import Numbers, fit
 from torch import Tensor, nn
@@ -25,20 +25,7 @@ from lit_dpret.privacy.accounting.coupling import least_n_max
 from lit_dpret.privacy.accounting.releases import GaussianRelease, Poisson
 from lit_dpret.privacy.clipping.pairs import clipped_pair_factors, make_pair_norms, weighted_backward
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
-from lit_dpret.privacy.modes import BatchClip, LogitDP, PerExampleDuplicated
 from lit_dpret.privacy.noise import KeyedStream
-
-
-def logit_dp(**settings: Any) -> LogitDP:
-    return LogitDP(**{"eps": 1.0, "delta": 1e-6, "max_logit_grad_norm": 0.02, **settings})
-
-
-def duplicated(**settings: Any) -> PerExampleDuplicated:
-    return PerExampleDuplicated(**{"eps": 1.0, "delta": 1e-6, "max_grad_norm": 0.02, **settings})
-
-
-def batch_clip(**settings: Any) -> BatchClip:
-    return BatchClip(**{"eps": 1.0, "delta": 1e-6, "max_grad_norm": 0.02, **settings})
 
 
 def summed(module: Any, *batches: Any) -> Tensor:

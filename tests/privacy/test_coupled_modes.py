@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from pair_stand_ins import Pairs, batch_of, clipped_sum, plan_of, records, without
+from pair_stand_ins import Pairs, batch_clip, batch_of, clipped_sum, duplicated, logit_dp, plan_of, records, without
 from torch import Tensor, nn
 
 from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError
@@ -21,7 +21,7 @@ from lit_dpret.losses import (
     SymmetricSoftmaxPairLoss,
 )
 from lit_dpret.privacy.clipping.pairs import BruteForce
-from lit_dpret.privacy.modes import BatchClip, LogitDP, PerExampleDuplicated
+from lit_dpret.privacy.modes import BatchClip, LogitDP
 from lit_dpret.privacy.modes.per_example_duplicated import duplicated_sensitivity
 
 LOSSES: list[PairwiseLoss] = [
@@ -38,18 +38,6 @@ LOSSES: list[PairwiseLoss] = [
 
 #: What 0.02 is lowered to in float64, for what rounding may add.
 LOWERED = 0.02 / (1 + 1e-9)
-
-
-def logit_dp(**settings: Any) -> LogitDP:
-    return LogitDP(**{"eps": 1.0, "delta": 1e-6, "max_logit_grad_norm": 0.02, **settings})
-
-
-def duplicated(**settings: Any) -> PerExampleDuplicated:
-    return PerExampleDuplicated(**{"eps": 1.0, "delta": 1e-6, "max_grad_norm": 0.02, **settings})
-
-
-def batch_clip(**settings: Any) -> BatchClip:
-    return BatchClip(**{"eps": 1.0, "delta": 1e-6, "max_grad_norm": 0.02, **settings})
 
 
 # -- what is added up ------------------------------------------------------------------------
