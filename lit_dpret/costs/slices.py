@@ -172,7 +172,7 @@ _SHAPE = {
 
 
 def _of_the_whole(key: str) -> bool:
-    """Whether a field of a config is about the tokenizer, or lists the layers of the whole model."""
+    """Return whether a field of a config is about the tokenizer, or lists the layers of the whole model."""
     return key.endswith("_token_id") or key in ("layer_types", "architectures", "quantization_config")
 
 

@@ -137,7 +137,7 @@ class Shards:
         return found
 
     def handover(self, ranks: Ranks) -> Handover:
-        """What a training loop asks of the shards."""
+        """Return what a training loop asks of the shards."""
         return _ShardHandover(self, ranks)
 
     @contextmanager
@@ -254,7 +254,7 @@ def _layout(name: str, parameter: Tensor, world: int) -> _Layout:
 
 
 def _chunk(whole: Tensor, layout: _Layout, rank: int) -> Tensor:
-    """The rows of ``whole`` that belong to ``rank``, flat, padded with zeros to as many as rank 0 has."""
+    """Return the rows of ``whole`` that belong to ``rank``, flat, padded with zeros to as many as rank 0 has."""
     first = min(rank * layout.rows, layout.total)
     part = whole[first : first + layout.rows].reshape(-1)
     return part if len(part) == layout.padded else torch.cat([part, part.new_zeros(layout.padded - len(part))])

@@ -37,7 +37,7 @@ class Handover(Protocol):
         """As ``whole``, around each physical batch; parameters may stay whole until ``add_up``."""
 
     def add_up(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The sums over all ranks, in float32 or wider: what this rank has to noise of them."""
+        """Return the sums over all ranks, in float32 or wider: what this rank has to noise of them."""
 
     def give(self, gradients: Mapping[str, Tensor], optimizer: object) -> None:
         """Put noised gradients, whole or in the shards of ``add_up``, where the optimizer's next step takes them."""
@@ -81,7 +81,7 @@ class GradHandover:
 
 
 def is_zero_state(state: Mapping[str, Any]) -> bool:
-    """Whether an optimizer's state in a checkpoint is one of ZeRO's (`lit_dpret.distributed.zero`)."""
+    """Return whether an optimizer's state in a checkpoint is one of ZeRO's (`lit_dpret.distributed.zero`)."""
     return set(state) == {"groups", "states", "numbers"}
 
 
@@ -104,7 +104,7 @@ _MASTER = "master"
 
 
 def needs_masters(parameters: Iterable[Tensor]) -> bool:
-    """Whether one of them is kept in half precision."""
+    """Return whether one of the parameters is kept in half precision."""
     return any(parameter.dtype in HALF for parameter in parameters)
 
 
@@ -145,7 +145,7 @@ class MasterWeights(torch.optim.Optimizer):
         return self._of.get(id(parameter), parameter)
 
     def masters(self) -> dict[int, nn.Parameter]:
-        """The float32 copies, by the identity of the parameter in half precision that each is the master of."""
+        """Return the float32 copies, by the identity of the parameter in half precision that each is the master of."""
         both = zip(self._trained, self._masters, strict=True)
         return {id(own): master for own, master in both if own is not master}
 
@@ -192,7 +192,7 @@ class MasterWeights(torch.optim.Optimizer):
 
 
 def gradient_slot(optimizer: Any, parameter: nn.Parameter) -> nn.Parameter:
-    """The tensor whose ``grad`` takes the noised gradient of ``parameter``: itself, or its float32 copy."""
+    """Return the tensor whose ``grad`` takes the noised gradient of ``parameter``: itself, or its float32 copy."""
     inner = getattr(optimizer, "optimizer", optimizer)  # Lightning wraps optimizers
     found: nn.Parameter = inner.gradient_slot(parameter) if isinstance(inner, MasterWeights) else parameter
     return found
@@ -239,6 +239,6 @@ def in_float32(module: nn.Module, optimizers: Iterable[Any]) -> Iterator[None]:
 
 
 def _masters(optimizers: Iterable[Any]) -> dict[int, nn.Parameter]:
-    """The master of each parameter that has one, by the parameter's identity."""
+    """Return the master of each parameter that has one, by the parameter's identity."""
     inner = [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]
     return {key: master for each in inner if isinstance(each, MasterWeights) for key, master in each.masters().items()}

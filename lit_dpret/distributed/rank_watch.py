@@ -41,18 +41,18 @@ def begin() -> None:
 
 
 def is_started_by_launcher() -> bool:
-    """Whether Lightning started this process as a further rank of a command of ours."""
+    """Return whether Lightning started this process as a further rank of a command of ours."""
     by_others = "TORCHELASTIC_RUN_ID" in os.environ or "SLURM_STEP_NUM_TASKS" in os.environ
     return LAUNCHER in os.environ and os.environ.get("LOCAL_RANK", "0") != "0" and not by_others
 
 
 def _launcher_lives() -> bool:
-    """Whether it does; it may be gone before this process came so far as to ask."""
+    """Return whether the launcher lives; it may be gone before this process has started."""
     return os.environ.get(LAUNCHER) == str(os.getppid())
 
 
 def world_size() -> int:
-    """How many processes torchrun, SLURM or a user by hand started for this command; 1 where nobody did."""
+    """Return how many processes torchrun, SLURM or a user by hand started for this command; 1 where nobody did."""
     for name, rank in (("WORLD_SIZE", "RANK"), ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"), ("WORLD_SIZE", "LOCAL_RANK")):
         if rank in os.environ and os.environ.get(name, "").isdigit():
             return int(os.environ[name])
@@ -60,7 +60,7 @@ def world_size() -> int:
 
 
 def new_name() -> str:
-    """A random word that names the folder of a run, the same on all processes that one launcher started."""
+    """Return a random word that names the folder of a run, the same on all processes that one launcher started."""
     if world_size() == 1:
         return secrets.token_hex(4)
     job = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "MASTER_PORT")]

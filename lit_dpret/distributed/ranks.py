@@ -236,7 +236,7 @@ class Ranks:
 
 
 def sendable(error: BaseException) -> BaseException:
-    """The error itself where another process can rebuild it, else a `WorkerError` in its words."""
+    """Return the error itself where another process can rebuild it, else a `WorkerError` in its words."""
     try:
         again = pickle.loads(pickle.dumps(error))
     except Exception:
@@ -273,7 +273,7 @@ def noticing_death() -> Iterator[None]:
 
 
 def _groups() -> _Groups:
-    """The process groups of this job, made at the first word that ranks exchange."""
+    """Return the process groups of this job, made at the first word that ranks exchange."""
     world = dist.group.WORLD
     if world not in _made:
         _made.clear()
@@ -287,7 +287,7 @@ def _groups() -> _Groups:
 
 
 def _timeout_of(group: Any) -> timedelta | None:
-    """How long a collective of a group may take; None where it does not tell."""
+    """Return how long a collective of a group may take; None where it does not tell."""
     device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
     try:
         found: timedelta | None = group._get_backend(device).options._timeout
@@ -313,7 +313,7 @@ def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def all_rows(own: Tensor) -> Tensor:
-    """The rows of all processes of ``torch.distributed``, this one's own among them, in the order of ranks.
+    """Return the rows of all processes of ``torch.distributed``, this one's own among them, in the order of ranks.
 
     Guarantees:
         - Processes may have different numbers of rows.

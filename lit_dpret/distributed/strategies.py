@@ -98,7 +98,7 @@ STRATEGIES: tuple[Strategy, ...] = (
 
 
 def strategy(name: str) -> Strategy:
-    """The row of that name; the one of ``custom`` where there is none."""
+    """Return the row of that name; the one of ``custom`` where there is none."""
     rows = {row.name: row for row in STRATEGIES}
     return rows.get(name, rows["custom"])
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 
 def is_lazy(device: torch.device) -> bool:
-    """Whether tensors of this device are promises."""
+    """Return whether tensors of this device are promises."""
     return device.type == "xla"
 
 
@@ -30,7 +30,7 @@ def cut(device: torch.device) -> None:
 
 
 def read(tensors: Sequence[Tensor]) -> list[Any]:
-    """The values of tensors of one element, as plain numbers, by one transfer.
+    """Return the values of tensors of one element, as plain numbers, by one transfer.
 
     On XLA they are best read after a `cut`: what else was promised would be computed twice.
     """

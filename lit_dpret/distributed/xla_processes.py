@@ -90,7 +90,7 @@ class XLAProcesses(SingleDeviceXLAStrategy):
         return found[0]
 
     def reduce(self, tensor: Any, *args: Any, reduce_op: Any = "mean", **kwargs: Any) -> Any:
-        """The sum or mean of a metric over all ranks."""
+        """Return the sum or mean of a metric over all ranks."""
         if not isinstance(tensor, Tensor):
             tensor = torch.tensor(tensor)
         on_host = tensor.detach().cpu().clone()

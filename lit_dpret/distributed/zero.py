@@ -213,7 +213,7 @@ class ZeroHandover(ABC):
                 layer._parameters[local] = parameter
 
     def _parts(self, flats: list[Tensor]) -> dict[str, Tensor]:
-        """The own shards out of one flat tensor per group."""
+        """Return the own shards out of one flat tensor per group."""
         found: dict[str, Tensor] = {}
         for group, flat in zip(self._groups, flats, strict=True):
             for name, place in group.places.items():
@@ -327,7 +327,7 @@ class _Stage3(ZeroHandover):
 
 
 def _wide(optimizer: Any) -> bool:
-    """Whether an optimizer counts its steps in float64."""
+    """Return whether an optimizer counts its steps in float64."""
     return type(optimizer).__name__ == "DPAdamBC"
 
 

@@ -37,7 +37,7 @@ class FedResult:
             silos that share theirs, and gives each query its silo's mean.
         weights: The global weights; empty where they are elsewhere, or nothing was trained.
         traffic: Bytes by phase and silo, without envelopes, both ways.
-        epsilon: Spent of each silo's queries, of those that tell; None where nothing is promised.
+        epsilon: Spent of each silo's queries, of those that report it; None where nothing is promised.
         rounds: Whose updates each round of stage 1 is made of, of the rounds that this process ran without masks, or
             as the server of a secure sum.
         faults: Silos that were left out, when, and why.

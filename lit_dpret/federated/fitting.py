@@ -36,7 +36,7 @@ def fit_epochs(
 
     Nothing is logged, validated or checkpointed: a local epoch yields the weights, and the ledger.
     """
-    told = [] if progress is None else [progress]
+    lines = [] if progress is None else [progress]
     quiet = logging.getLogger("lightning.pytorch")
     level = quiet.level
     quiet.setLevel(logging.ERROR)
@@ -50,9 +50,9 @@ def fit_epochs(
             enable_progress_bar=False,
             enable_model_summary=False,
             default_root_dir=folder,
-            callbacks=[RoundAccountant(run_dir=folder, eps_log_points=1), *told, *callbacks],
+            callbacks=[RoundAccountant(run_dir=folder, eps_log_points=1), *lines, *callbacks],
         )
-        with nullcontext() if told else without_progress(), warnings.catch_warnings():
+        with nullcontext() if lines else without_progress(), warnings.catch_warnings():
             # The sentence side is frozen in stage 2, by design.
             warnings.filterwarnings("ignore", message=".*in eval mode at the start of training.*")
             trainer.fit(module, datamodule=data)

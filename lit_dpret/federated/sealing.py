@@ -8,7 +8,7 @@ the refresh, the global weights, sender, reader, kind of letter and the hash of 
 comes from another refresh, or was meant for another silo does not open.
 
 With a roster keys are signed by their owners. Without one a server in the middle could read everything, and is trusted
-not to. Sizes stay visible, and tell how many rows a request has.
+not to. Sizes stay visible, and show how many rows a request has.
 """
 
 from __future__ import annotations

@@ -231,8 +231,8 @@ class SiloLedger:
                 "Train it from a public model."
             )
         releases, head = charge
-        told = sorted(str(one.to_dict()) for one in merge(owed_releases(records)))
-        if head not in {record.get("hash") for record in records} or told != sorted(
+        own = sorted(str(one.to_dict()) for one in merge(owed_releases(records)))
+        if head not in {record.get("hash") for record in records} or own != sorted(
             str(one.to_dict()) for one in releases
         ):
             raise PrivateDataError(

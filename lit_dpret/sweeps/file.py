@@ -166,18 +166,18 @@ class SweepFile:
         return words
 
     def fingerprint(self) -> str:
-        """A hash of everything that decides which trials there are and how they are run."""
+        """Return a hash of everything that decides which trials there are and how they are run."""
         facts = [self.program, self.method, dict(self.parameters), list(self.command), dict(self.metric), self.run_cap]
         return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
 
 
 def shown(words: Sequence[str]) -> str:
-    """A command line as one would type it."""
+    """Return a command line as one would type it."""
     return " ".join(shlex.quote(word if word != sys.executable else os.path.basename(word)) for word in words)
 
 
 def _values(file: Path, name: str, given: Any) -> list[Any]:
-    """The values of one parameter; a single one where it is fixed."""
+    """Return the values of one parameter; a single one where it is fixed."""
     if isinstance(given, dict) and set(given) <= {"value"} and "value" in given:
         return [given["value"]]
     if isinstance(given, dict) and isinstance(given.get("values"), list) and given["values"]:

@@ -101,7 +101,7 @@ def _best(sweep: SweepFolder, rows: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def _varied(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The settings in which the trials differ, in the order of the file."""
+    """Return the settings in which the trials differ, in the order of the file."""
     names = dict.fromkeys(name for row in rows for name in row["settings"])
     return [name for name in names if len({row["settings"].get(name) for row in rows}) > 1]
 

@@ -85,7 +85,7 @@ def run_trials(
 
 
 def environment_of(sweep: SweepFolder, trial: Trial, *, offline: bool) -> dict[str, str]:
-    """The environment of a trial: what W&B's agent sets, as far as there is no server to know of it."""
+    """Return the environment of a trial: what W&B's agent sets, as far as there is no server to know of it."""
     own = {
         SWEEP_VARIABLE: str(sweep.folder),
         "WANDB_RUN_ID": trial.id,
@@ -125,7 +125,7 @@ def _run(sweep: SweepFolder, file: SweepFile, trial: Trial, folder: Path, offlin
 
 
 def _wait(process: subprocess.Popen[bytes]) -> int:
-    """The exit code; an interruption of this process ends the trial first."""
+    """Return the exit code; an interruption of this process ends the trial first."""
     try:
         return process.wait()
     except BaseException:
@@ -140,7 +140,7 @@ def _wait(process: subprocess.Popen[bytes]) -> int:
 
 
 def _reason(code: int, log: Path) -> str:
-    """The line in which a trial refused, or how it ended."""
+    """Return the line in which a trial refused, or how it ended."""
     if code < 0:
         return f"was ended by {signal.Signals(-code).name}"
     with open(log, "rb") as file:

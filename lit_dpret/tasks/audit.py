@@ -73,7 +73,7 @@ class Measurement:
         self.decoding()
 
     def decoding(self) -> Decoding:
-        """The way of sampling."""
+        """Return the way of sampling."""
         return Decoding(top_p=self.top_p, temperature=self.temperature, max_new_tokens=self.max_new_tokens)
 
     def of(self, model: Path, canaries: Sequence[Canary], *, seed: int) -> list[dict[str, Any]]:
@@ -220,7 +220,7 @@ class Audit:
         return card, canaries
 
     def _coins(self, found: Sequence[dict[str, Any]], delta: float, confidence: float) -> list[Evidence]:
-        """The one-run audit of the canaries of each number of copies, where coins decided about them."""
+        """Return the one-run audit of the canaries of each number of copies, where coins decided about them."""
         evidence = []
         for copies in sorted({one["score"]["copies"] for one in found}):
             scores = [one["score"] for one in found if one["score"]["copies"] == copies]
@@ -296,7 +296,7 @@ def _leak_result(cell: Cell, what: str, claimed: bool, common: dict[str, Any]) -
 
 
 def _excess_result(excess: Excess, attack: str, common: dict[str, Any]) -> AttackResult:
-    """A contradiction, in the form in which a card knows one."""
+    """Return a contradiction, in the form in which a card knows one."""
     if (bound := excess.evidence) is None:
         return AttackResult(
             attack=attack, metric=excess.what, estimate=excess.estimate, ci=(excess.at_least, 1.0),

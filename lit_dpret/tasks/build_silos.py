@@ -142,7 +142,7 @@ _COLUMNS = ("passages", "sentences", "train", "dev", "test")
 
 
 def statistics_table(counts: Mapping[str, Mapping[str, int]]) -> str:
-    """A Markdown table of clients, largest first, with totals; private where the counts are.
+    """Return a Markdown table of clients, largest first, with totals; private where the counts are.
 
     Example:
         >>> print(statistics_table({"a": {"passages": 2, "sentences": 9, "train": 4, "dev": 1, "test": 1}}))

@@ -42,7 +42,7 @@ class Ruler:
 
 
 def make_rulers(parts: Parts, privacy: Any) -> tuple[dict[Side, Ruler], str]:
-    """A ruler for each side by the tokenizer of ``model=``, or by words where it cannot be had.
+    """Return a ruler for each side by the tokenizer of ``model=``, or by words where it cannot be had.
 
     Returns:
         The rulers, and what they measure by, in words.
@@ -210,12 +210,12 @@ def _source(data: TextData) -> str:
 
 
 def _says(data: TextData, name: str) -> bool:
-    """A switch that a DataModule may have; off where it has none."""
+    """Return a switch that a DataModule may have; off where it has none."""
     return bool(getattr(data, name, False))
 
 
 def _command(given: str, read_by: Mapping[str, str], more: Mapping[str, str]) -> str:
-    """The command that trains: the given one without its task, reading ``read_by`` where that is not empty."""
+    """Return the command that trains: the given one without its task, reading ``read_by`` where that is not empty."""
     try:
         words = shlex.split(given)
     except ValueError:  # a lone quote mark in a value

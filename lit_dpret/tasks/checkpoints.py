@@ -64,7 +64,7 @@ class WholeCheckpoints(TorchCheckpointIO):
 
 
 def newest_checkpoint(folder: Path, *, run_id: str | None = None) -> Path | None:
-    """The readable checkpoint in ``folder`` with the most steps behind it; None where there is none.
+    """Return the readable checkpoint in ``folder`` with the most steps behind it; None where there is none.
 
     What Lightning writes where SLURM requeues a job lies beside the folder, and is one of them.
 

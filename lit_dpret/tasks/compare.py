@@ -94,7 +94,7 @@ class Compare:
         return {f"{cell.data}/{cell.metric}": cell.difference.mean for cell in comparison.cells}
 
     def _beside(self, *runs: Path) -> Path:
-        """The judgements in the folders of the runs, which must be the same."""
+        """Return the judgements in the folders of the runs, which must be the same."""
         found = [path.parent / JUDGEMENTS for path in runs if (path.parent / JUDGEMENTS).is_file()]
         if not found:
             raise DataError(

@@ -58,7 +58,7 @@ class Evaluate(Ranker):
 
 
 def checked_metrics(metrics: Sequence[str], top_k: int) -> tuple[str, ...]:
-    """The metrics in the way that results name them.
+    """Return the metrics in the way that results name them.
 
     Raises:
         ConfigurationError: There is none, one is unknown, or one looks deeper than ``top_k``.

@@ -110,7 +110,7 @@ class Export:
 
 
 def load_module(path: Path) -> Any:
-    """The module of a checkpoint, of whichever class of this package wrote it.
+    """Return the module of a checkpoint, of whichever class of this package wrote it.
 
     Raises:
         DataError: It is no checkpoint of this package.
@@ -152,6 +152,6 @@ def _refuse_other_run(path: Path, ledger: Path) -> None:
 
 
 def _precision(module: torch.nn.Module) -> str:
-    """The numbers that the weights were written in."""
+    """Return the numbers that the weights were written in."""
     kinds = {str(parameter.dtype).removeprefix("torch.") for parameter in module.parameters()}
     return ", ".join(sorted(kinds))

@@ -56,7 +56,7 @@ class PlannedFit:
 def plan_fit(
     mode: Any, data: Any, trainer: Any, *, make_module: Any, callbacks: list[Any] | None = None
 ) -> list[PlannedFit]:
-    """The plan of one training, as a list; an empty one where it is under a mode that makes no release.
+    """Return the plan of one training, as a list; an empty one where it is under a mode that makes no release.
 
     Args:
         mode: The privacy mode.
@@ -134,7 +134,7 @@ class Fit:
         return logged
 
     def planned_fits(self, parts: Parts) -> list[PlannedFit]:
-        """The private training that ``run`` would make; reads the data, and trains nothing."""
+        """Return the private training that ``run`` would make; reads the data, and trains nothing."""
         if self.membership_coins:
             raise ConfigurationError("task.membership_coins=true cannot be planned: how many it holds out is a coin's.")
         datamodule = parts.read_data()
@@ -293,7 +293,7 @@ def _claims_nothing(module: Any) -> bool:
 
 
 def _run_id(run_dir: Path) -> str | None:
-    """The run that the ledger in a folder is of; None where there is none."""
+    """Return the run that the ledger in a folder is of; None where there is none."""
     path = run_dir / LEDGER_NAME
     records = PrivacyLedger.read(path).records if path.exists() else []
     return next((record["run_id"] for record in records if record["kind"] == "plan"), None)
@@ -313,7 +313,7 @@ def refuse_several_ranks(trainer: L.Trainer) -> None:
 
 
 def _meet(trainer: L.Trainer) -> Ranks:
-    """Those of the ranks that were all started already, by torchrun or SLURM: they share the preparation.
+    """Return those of the ranks that were all started already, by torchrun or SLURM: they share the preparation.
 
     Where Lightning is to start the others, this process is alone until it trains; they then find what it prepared.
     """

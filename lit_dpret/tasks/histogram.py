@@ -238,7 +238,7 @@ def _tuning(generator: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def contributed(units: Any, bins: Bins) -> list[list[int]]:
-    """The bins of each unit's queries, each query once, in the order of a hash of its text; private."""
+    """Return the bins of each unit's queries, each query once, in the order of a hash of its text; private."""
     texts, sources, owners = list[str](), list[str](), list[int]()
     for unit in range(len(units)):
         first: dict[str, Any] = {}

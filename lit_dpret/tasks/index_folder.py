@@ -76,7 +76,7 @@ class Manifest:
     files: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        """The file's content."""
+        """Return the file's content."""
         return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=2) + "\n"
 
 
@@ -133,7 +133,7 @@ class IndexFolder:
         return lexicographic_rank(self.ids)
 
     def text(self, place: int) -> str:
-        """The text at a place, read from the file."""
+        """Return the text at a place, read from the file."""
         start, stop = np.fromfile(self.folder / OFFSETS, dtype="<i8", count=2, offset=8 * place).tolist()
         with (self.folder / TEXTS).open("rb") as file:
             file.seek(start)
@@ -147,7 +147,7 @@ class IndexFolder:
         return str(beside) if beside.is_dir() else name
 
     def query_encoder(self, encoder: str | Path | None = None) -> TextEncoder:
-        """The encoder of queries that belongs to these passages.
+        """Return the encoder of queries that belongs to these passages.
 
         Args:
             encoder: Where it lies now, if it has moved.
@@ -168,7 +168,7 @@ class IndexFolder:
         return found.query_encoder
 
     def search(self, query_embeddings: Tensor, k: int, *, device: str | None = None) -> TopK:
-        """The ``k`` best passages of each query, by the structure that this folder has.
+        """Return the ``k`` best passages of each query, by the structure that this folder has.
 
         Args:
             query_embeddings: From `query_encoder`, shape ``(queries, dim)``.

@@ -69,7 +69,7 @@ class Claim:
 
     @classmethod
     def of(cls, folder: Path) -> Claim:
-        """The claim of a finished run, from its card and ledger.
+        """Return the claim of a finished run, from its card and ledger.
 
         Raises:
             DataError: The folder lacks one of them.
@@ -102,7 +102,7 @@ class Claim:
         return found
 
     def usual(self) -> Mapping[str, Any] | None:
-        """The ceilings at 10, 1 and 0.1 percent."""
+        """Return the ceilings at 10, 1 and 0.1 percent."""
         return None if self.ceilings is None else self.ceilings((0.1, 0.01, 0.001))
 
 

@@ -88,7 +88,7 @@ class Suspects:
         return np.arange(self.attacked, len(self.ids))
 
     def texts(self) -> list[str]:
-        """The query of each suspect, once."""
+        """Return the query of each suspect, once."""
         firsts = np.unique(self.row_of, return_index=True)[1]
         return [self.queries[row] for row in firsts]
 
@@ -301,7 +301,7 @@ class Shadows:
             )
 
     def train(self, suspects: Suspects, attacker: Attacker, stages: Stages, *, scoring: float) -> Trained | None:
-        """The matrix of all suspects, or None where the time is too short for four models.
+        """Return the matrix of all suspects, or None where the time is too short for four models.
 
         Args:
             suspects: Whose signals are in the matrix, and whose halves are trained on.
@@ -418,7 +418,7 @@ class _Watch(Callback):
         self._since = 0.0
 
     def typical(self) -> float:
-        """The median, without the first step, which has most to set up; a microsecond where there was none."""
+        """Return the median, without the first step, which has most to set up; a microsecond where there was none."""
         return float(np.median(self.seconds[1:] or self.seconds or [1e-6]))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

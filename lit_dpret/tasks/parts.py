@@ -32,7 +32,7 @@ class ComposedRun:
 
 
 def no_outline(**settings: Any) -> Any:
-    """The outline of a model of which nobody said how to outline it.
+    """Refuse to outline a model of which nobody said how.
 
     Raises:
         ConfigurationError: Always.
@@ -78,7 +78,7 @@ class Parts:
 
 
 def as_typed(words: Sequence[str]) -> str:
-    """A command as a shell takes it: words that the shell would change are quoted, and lists are left readable.
+    """Return a command as a shell takes it: words that the shell would change are quoted, and lists are left readable.
 
     Example:
         >>> print(as_typed(["train.py", "task.only=[a,b]", "task.root=${oc.env:DATA}"]))

@@ -360,7 +360,7 @@ class Pipeline:
         return self._made(folder, keep, card=card)
 
     def _no_private_data(self) -> RowResult:
-        """The same retriever trained on pseudo-queries made from the public passages alone."""
+        """Return the row of the same retriever, trained on pseudo-queries that are made of the public passages."""
         folder = self._parts.run_dir / "pseudo_queries"
         self._stages.run(
             "pseudo_queries",

@@ -142,7 +142,7 @@ def measure(module: Any, plan: PrivacyPlan, device: torch.device, *, autocast: b
 
 
 def format_cost(costs: Mapping[str, Any]) -> str:
-    """The cost as a few lines for a terminal."""
+    """Return the cost as a few lines for a terminal."""
     if "why" in costs:
         return textwrap.fill(f"Time and memory: not estimated. {costs['why']}", 80)
     facts = costs["estimate"]
@@ -170,7 +170,7 @@ def format_cost(costs: Mapping[str, Any]) -> str:
 
 
 def _predicted(told: Mapping[str, Any]) -> list[str]:
-    """The prediction for other accelerators, with what it rests on."""
+    """Return the prediction for other accelerators, with what it rests on."""
     where = f"{told['world_size']} x {told['device']}, {told['strategy']}"
     held = size(told["bytes_lasting"] + told["bytes_gathered"] + told["bytes_of_sum"])
     if not told["rows_that_fit"]:

@@ -173,7 +173,7 @@ class PretrainingOverlap:
 
 
 def corpus_files(path: Path) -> list[Path]:
-    """The files that a corpus consists of, in the order of their names.
+    """Return the files that a corpus consists of, in the order of their names.
 
     Raises:
         DataError: There is none.

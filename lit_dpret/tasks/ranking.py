@@ -32,7 +32,7 @@ def rank_embeddings(
     k: int = 100,
     find: Callable[..., TopK] = search,
 ) -> Ranking:
-    """The ``k`` nearest passages of every query by dot product, as ``find`` finds them."""
+    """Return the ``k`` nearest passages of every query by dot product, as ``find`` finds them."""
     top = find(
         query_embeddings,
         passage_embeddings,
@@ -66,7 +66,7 @@ def rank_stream(
     k: int = 100,
     device: str | None = None,
 ) -> Ranking:
-    """The ``k`` nearest of passages whose embeddings come piece by piece and are not kept."""
+    """Return the ``k`` nearest of passages whose embeddings come piece by piece and are not kept."""
     stream = SearchStream(
         query_embeddings, min(k, len(passage_ids)), tie_rank=lexicographic_rank(passage_ids), device=device
     )
@@ -125,7 +125,7 @@ class Ranker:
     def rank(
         self, queries: Mapping[str, str], passages: Mapping[str, str], *, k: int, drop_self_matches: bool = False
     ) -> Ranking:
-        """The first ``k`` passages of every query, texts by id.
+        """Return the first ``k`` passages of every query, texts by id.
 
         Args:
             queries: The texts to rank for.
@@ -206,7 +206,7 @@ def write_evaluation(
 
 
 def read_per_query(folder: Path, metrics: Sequence[str]) -> dict[str, Values]:
-    """The values that `write_evaluation` left in a folder, one per query in order, by metric.
+    """Return the values that `write_evaluation` left in a folder, one per query in order, by metric.
 
     Raises:
         DataError: The file is missing or lacks a metric.
@@ -222,7 +222,7 @@ def read_per_query(folder: Path, metrics: Sequence[str]) -> dict[str, Values]:
 
 
 def find_runs(path: Path) -> dict[str, Path]:
-    """The TREC runs that a path means: the file itself, or those of a folder by data set.
+    """Return the TREC runs that a path means: the file itself, or those of a folder by data set.
 
     A folder of ``task=evaluate`` has one run, that of ``task=zero_shot`` one in each subfolder.
 

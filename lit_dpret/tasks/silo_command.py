@@ -63,7 +63,7 @@ def _absolute(path: Path | None) -> Path | None:
 
 
 def silo_parser() -> argparse.ArgumentParser:
-    """What ``lit-dpret silo`` takes."""
+    """Return the parser of the arguments of ``lit-dpret silo``."""
     parser = _Parser(
         prog="lit-dpret silo", description="A client of a federation, beside its data (docs/federated.md)."
     )

@@ -49,7 +49,7 @@ class Texts:
 
     @classmethod
     def of(cls, queries: Mapping[str, str], qrels: Qrels, passages: Mapping[str, str]) -> Texts:
-        """Those queries of a judged split that have a passage."""
+        """Return those queries of a judged split that have a passage."""
         rows = [(query, passage) for query, judged in qrels.items() for passage, grade in judged.items() if grade > 0]
         return cls({query: queries[query] for query in dict(rows)}, rows, passages)
 

@@ -58,7 +58,7 @@ class Stages:
         return (self.run_dir / name / DONE).exists()
 
     def run(self, name: str, work: Callable[[Path, bool], dict[str, Any]]) -> dict[str, Any]:
-        """The result of stage ``name``; ``work(folder, resume)`` does it where it is not done yet."""
+        """Return the result of stage ``name``; ``work(folder, resume)`` does it where it is not done yet."""
         folder = self.run_dir / name
         folder.mkdir(exist_ok=True)
         done = folder / DONE

@@ -118,7 +118,7 @@ class Sweep:
     # -- the plan ------------------------------------------------------------------------------
 
     def _planned(self, parts: Parts, trials: Sequence[Trial]) -> SweepFolder:
-        """The sweep as it was planned, now or by an earlier call."""
+        """Return the sweep as it was planned, now or by an earlier call."""
         if (parts.run_dir / SWEEP).exists():
             sweep = SweepFolder.read(parts.run_dir)
             sweep.require(self.file, self.dataset_ledger, self.total_eps, self.metric_data)
@@ -165,7 +165,7 @@ class Sweep:
         return SweepFolder.plan(parts.run_dir, self.file, trials, places, counted)
 
     def _plans_of(self, parts: Parts, trial: Trial, known: dict[str, list[PlannedFit]]) -> list[PlannedFit]:
-        """The private trainings of one trial; those of an equal one where it was planned before."""
+        """Return the private trainings of one trial; those of an equal one where it was planned before."""
         if parts.make_run is None:
             raise ConfigurationError("task=sweep is run from the command line, which composes its trials.")
         composed = parts.make_run([*self.file.fixed, *trial.overrides])
@@ -185,7 +185,7 @@ class Sweep:
         return known[key]
 
     def _one_guarantee(self, plans: Sequence[PrivacyPlan]) -> PrivacyBudget | None:
-        """The budget whose unit, neighbours and delta are those of all; None where no trial is private."""
+        """Return the budget whose unit, neighbours and delta are those of all; None where no trial is private."""
         budgets = [plan.budget for plan in plans]
         for knob in ("unit", "neighbours"):
             if len(found := {str(getattr(budget, knob)) for budget in budgets}) > 1:
@@ -196,7 +196,7 @@ class Sweep:
         return min(budgets, key=lambda budget: budget.delta, default=None)
 
     def _ledger(self, budget: PrivacyBudget | None) -> DatasetLedger | None:
-        """The ledger, or the one that will be begun; None where no trial is private."""
+        """Return the ledger, or the one that will be begun; None where no trial is private."""
         if budget is None or self.dataset_ledger is None:
             return None
         return DatasetLedger(self.dataset_ledger, total_eps=self.total_eps, budget=budget)

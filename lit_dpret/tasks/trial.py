@@ -67,7 +67,7 @@ class TrialOf:
 
 
 def unprivate_results(task: Any, mode: Any) -> Sequence[str]:
-    """The results of a private task that are of a model trained on the same data without privacy."""
+    """Return the results of a private task that are of a model trained on the same data without privacy."""
     found: Sequence[str] = getattr(task, "unprivate_results", ()) if mode.guarantee == "dp" else ()
     return found
 
@@ -86,7 +86,7 @@ def refuse_unprivate_choice(task: Any, mode: Any, name: str | None, *, knob: str
 
 
 def private_scores(task: Any, callbacks: Sequence[Any]) -> list[str]:
-    """The settings by which a run computes results on private queries, as ``task.data=private``."""
+    """Return the settings by which a run computes results on private queries, as ``task.data=private``."""
     said = [(f"task.{name}", getattr(task, name, None)) for name in _WHOSE]
     said += [("callbacks.evaluation.data", one.data) for one in callbacks if isinstance(one, RetrievalEvaluation)]
     return [f"{knob}=private" for knob, value in said if isinstance(value, str) and value == "private"]

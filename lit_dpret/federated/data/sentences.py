@@ -43,7 +43,7 @@ def sentence_spans(text: str) -> list[tuple[int, int]]:
 
 
 def sentences_of(text: str) -> list[str]:
-    r"""The sentences themselves, each run of white space as one space.
+    r"""Return the sentences themselves, each run of white space as one space.
 
     Example:
         >>> sentences_of("One line\ngoes on. Two.")
@@ -71,7 +71,7 @@ def _is_abbreviation(before: str) -> bool:
 
 
 def _stripped(text: str, start: int, end: int) -> list[tuple[int, int]]:
-    """The span without its white space, in pieces of at most `_MOST` characters."""
+    """Return the span without its white space, in pieces of at most `_MOST` characters."""
     while start < end and text[start].isspace():
         start += 1
     while end > start and text[end - 1].isspace():

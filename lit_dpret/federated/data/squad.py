@@ -88,7 +88,7 @@ def silos_by_article(
 
 
 def holding(text: str, spans: Sequence[tuple[int, int]], question: Question) -> list[int]:
-    """The sentences that hold an answer: of a span the one with most of it, of a text all that contain it."""
+    """Return the sentences that hold an answer: of a span the one with most of it, of a text all that contain it."""
     if question.spans:
         return sorted({place for span in question.spans if (place := covering(spans, *span)) is not None})
     patterns = [
@@ -104,7 +104,7 @@ def holding(text: str, spans: Sequence[tuple[int, int]], question: Question) -> 
 
 
 def covering(spans: Sequence[tuple[int, int]], start: int, end: int) -> int | None:
-    """The sentence that shares most characters with a span, the earlier of two; None where none shares any.
+    """Return the sentence that shares most characters with a span, the earlier of two; None where none shares any.
 
     Example:
         >>> covering([(0, 10), (11, 30)], 8, 20), covering([(0, 10)], 12, 14)

@@ -71,7 +71,7 @@ from lit_dpret.federated.silo_sum import SiloSum, SumPlan
 from lit_dpret.federated.storage import Served, save_tensors
 
 MakeClient = Callable[[Context], SiloClient]
-"""Builds the silo of a node, from what its operator told the node (``context.node_config``)."""
+"""Builds the silo of a node, from the settings that its operator gave the node (``context.node_config``)."""
 
 Choice = bool | Callable[[SiloClient], bool]
 """A silo's own choice: the same for all silos of an app, or asked of each."""
@@ -104,9 +104,9 @@ def build_client_app(
 
     Args:
         make_client: Called once for each process and node.
-        share_measures: Tell the server the mean measures and the number of test queries.
-        share_epsilon: Tell the server, with every measure, how much of its budget the silo has spent. It depends on
-            the settings and on the number of units, not on their content.
+        share_measures: Report the mean measures and the number of test queries to the server.
+        share_epsilon: Report with every measure how much of its budget the silo has spent. It depends on the settings
+            and on the number of units, not on their content.
     """
     app = ClientApp()
     silos: dict[int, SiloClient] = {}
@@ -199,7 +199,7 @@ def check_ledgers(client: SiloClient, context: Context) -> None:
 def describe(client: SiloClient, content: RecordDict, head: Head) -> RecordDict:
     """Return the silo's name, its number on its roster of keys and the roster's length.
 
-    It tells the number of train queries only where nothing is promised and the aggregation needs it.
+    It reports the number of train queries only where nothing is promised and the aggregation needs it.
     """
     run = client.settings
     counted = run.privacy.eps is None and run.stage1.weighting != "uniform" and not run.secure_sum
@@ -492,7 +492,7 @@ def _sealer(client: SiloClient) -> Sealer:
 
 
 def evaluate(client: SiloClient, content: RecordDict, head: Head, *, share: Choice, spent: Choice) -> RecordDict:
-    """Measure on the silo's own collection; keep the values of every query here, and tell their means where agreed."""
+    """Measure on the silo's own collection; keep the value of every query, and report means where agreed."""
     system, split = head.get("system"), head.get("split")
     if system not in PHASES or split not in SPLITS:
         raise DataError(f"The server asks for measures of {system!r} on {split!r}.", kind="bad message")
@@ -503,16 +503,16 @@ def evaluate(client: SiloClient, content: RecordDict, head: Head, *, share: Choi
         save_tensors({name.replace("/", "."): torch.from_numpy(one.copy()) for name, one in measured.items()}, kept)
     found = {name.replace(".", "/", 1): value.numpy() for name, value in load_file(kept).items()}
     epsilon = client.epsilon() if _chosen(spent, client) else None
-    told = {} if epsilon is None else {"epsilon": epsilon}
+    spending = {} if epsilon is None else {"epsilon": epsilon}
     if not _chosen(share, client) or client.settings.privacy.eps is not None:
-        return envelope(withheld=True, **told)
-    reply = envelope(withheld=False, queries=max(len(value) for value in found.values()), **told)
+        return envelope(withheld=True, **spending)
+    reply = envelope(withheld=False, queries=max(len(value) for value in found.values()), **spending)
     reply["measures"] = MetricRecord({name: float(value.mean()) for name, value in found.items()})
     return reply
 
 
 def measures_file(state: Path, system: str, split: str) -> Path:
-    """Return where a silo keeps its measures of every query, so that it tells the same whenever it is asked."""
+    """Return where a silo keeps its measures of every query, so that it reports the same whenever it is asked."""
     return state / f"measures-{system}-{split}.safetensors"
 
 

@@ -120,8 +120,8 @@ def is_registered(address: str, key: Path, root_certificates: Path | None) -> bo
             node = client.ActivateNode(asked).node_id
             client.DeactivateNode(DeactivateNodeRequest(node_id=node))
     except httpx.HTTPStatusError as error:
-        told = FlowerError.from_json(error.response.text)
-        return False if told is not None and int(told.code) == refused else None
+        answer = FlowerError.from_json(error.response.text)
+        return False if answer is not None and int(answer.code) == refused else None
     except (httpx.HTTPError, OSError, ValueError, RuntimeError):
         return None
     return True

@@ -120,10 +120,10 @@ class MaskedRound:
         self._server.keys = {one.client: one for one in keys.values()}
         self._need(len(keys), "advertised keys")
 
-        told = keys_record(self._server.keys.values())
+        advertised = keys_record(self._server.keys.values())
         contents = {name: self._message() for name in keys}
         for content in contents.values():
-            content["keys"] = told
+            content["keys"] = advertised
         shares = self._ask("train.secagg_share", contents, self._all_shares)
         routed = self._server.route({self.numbers[name]: boxes for name, boxes in shares.items()})
         self._need(len(shares), "shared their secrets")
