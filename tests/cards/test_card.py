@@ -284,7 +284,7 @@ def test_printed_numbers_are_rounded_up() -> None:
         (None, False, "not stated"),
         ({"data": "private", "n_trials": 12}, False, "NOT ACCOUNTED.*12"),
         ({"data": "public"}, True, "public data"),
-        ({"data": "synthetic"}, True, "post-processing"),
+        ({"data": "synthetic"}, False, "NOT ACCOUNTED.*synthetic"),
         ({"data": "none", "note": "Values from the paper."}, True, "Values from the paper"),
     ],
 )
