@@ -8,14 +8,11 @@ differ: numbers are means over training runs, and what is called a difference is
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-import re
 import shutil
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -31,25 +28,13 @@ from lit_dpret.retrieval.runs import EvaluationResult
 from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.pipeline_stages import stage_callbacks, train_retriever
 from lit_dpret.tasks.ranking import score_bm25, score_embeddings
-from lit_dpret.tasks.stages import Stages
+from lit_dpret.tasks.stages import Stages, described, settings_fingerprint
 from reproduction.report.comparison import ComparisonReport, Headings, ModeRow
 from reproduction.spent import spent_under
 
 METRIC_NAMES = {"ndcg@10": "nDCG@10", "recall@10": "Recall@10"}
 PUBLIC = "no private data"
 T = TypeVar("T")
-
-
-def settings_fingerprint(task: object, *, but: Collection[str] = (), **more: object) -> str:
-    """Hash the settings that finished stages of a task depend on: its public attributes, without those in ``but``."""
-    settings = {name: described(value) for name, value in vars(task).items() if name[0] != "_" and name not in but}
-    settings |= {name: described(value) for name, value in more.items()}
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
-
-
-def described(settings: object) -> str:
-    """Return settings as a text that another process writes alike: where a function lies in memory is no setting."""
-    return re.sub(r" at 0x[0-9a-f]+", "", str(settings))
 
 
 class Study:

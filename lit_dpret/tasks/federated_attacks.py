@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,9 +31,9 @@ from lit_dpret.tasks.federated_updates import (
     word_table,
 )
 from lit_dpret.tasks.parts import Parts, check_run_dir
-from lit_dpret.tasks.stages import Stages
+from lit_dpret.tasks.stages import Stages, settings_fingerprint
+from lit_dpret.tasks.uncovered import Owner, require_owner
 
-Whose = Literal["public", "private"]
 Attack = Literal["requests", "updates"]
 
 
@@ -72,7 +70,7 @@ class FederatedAttacks:
     """
 
     silos: Path
-    whose: Whose | None = None
+    whose: Owner | None = None
     attacks: Sequence[Attack] = ("requests", "updates")
     encoder: str | Path = "minilm"
     layers: int | None = None
@@ -92,11 +90,7 @@ class FederatedAttacks:
     min_free_mb: float = 1000
 
     def __post_init__(self) -> None:
-        if self.whose not in get_args(Whose):
-            raise ConfigurationError(
-                f"task.whose={self.whose}: the numbers are about these silos' queries, so say whose they are: public "
-                "or private."
-            )
+        require_owner(self.whose, "the numbers are about these silos' queries")
         if not self.attacks or set(self.attacks) - set(get_args(Attack)):
             raise ConfigurationError(
                 f"task.attacks={list(self.attacks)} must be some of {', '.join(get_args(Attack))}."
@@ -244,7 +238,5 @@ class FederatedAttacks:
         }
 
     def _fingerprint(self, parts: Parts) -> str:
-        settings = {name: str(value) for name, value in vars(self).items() if name != "min_free_mb"}
         manifest = read_manifest(self.silos, knob="task.silos")
-        content = json.dumps({**settings, "seed": parts.seed, "manifest": manifest}, sort_keys=True)
-        return hashlib.sha256(content.encode()).hexdigest()
+        return settings_fingerprint(self, but=["min_free_mb"], seed=parts.seed, manifest=manifest)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 
@@ -23,8 +23,8 @@ from lit_dpret.report.hard_negatives import Case, write_cases
 from lit_dpret.retrieval.search import search
 from lit_dpret.settings import require_whole
 from lit_dpret.tasks.parts import Parts, check_run_dir
+from lit_dpret.tasks.uncovered import Owner, require_owner
 
-Whose = Literal["public", "private"]
 _SPARE = 16  # sentences that repeat an answer and count as none
 
 
@@ -48,17 +48,14 @@ class HardNegatives:
 
     silo: Path
     encoder: str | Path
-    whose: Whose | None = None
+    whose: Owner | None = None
     questions: int = 4
     negatives: int = 2
     batch_size: int = 64
     min_free_mb: float = 50
 
     def __post_init__(self) -> None:
-        if self.whose not in get_args(Whose):
-            raise ConfigurationError(
-                f"task.whose={self.whose}: the report holds the questions, so say whose they are: public or private."
-            )
+        require_owner(self.whose, "the report holds the questions")
         require_whole("task", self, 1, "questions", "negatives", "batch_size")
         self.silo = Path(self.silo)
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -37,9 +35,9 @@ from lit_dpret.report.inversion_report import write_inversion
 from lit_dpret.settings import require_whole
 from lit_dpret.synthesis.textsim.words import need
 from lit_dpret.tasks.parts import Parts, check_run_dir, say
-from lit_dpret.tasks.stages import Stages
+from lit_dpret.tasks.stages import Stages, settings_fingerprint
+from lit_dpret.tasks.uncovered import Owner, require_owner
 
-Whose = Literal["public", "private"]
 Arm = Literal["none", "shuffled", "own"]
 LOSSES = "losses.pt"
 _LABELS: dict[Arm, str] = {
@@ -80,7 +78,7 @@ class Inversion:
     """
 
     encoder: str | Path
-    whose: Whose | None = None
+    whose: Owner | None = None
     texts: str | Path | None = None
     split: str = "test"
     side: Side = "query"
@@ -101,10 +99,7 @@ class Inversion:
     min_free_mb: float = 500
 
     def __post_init__(self) -> None:
-        if self.whose not in get_args(Whose):
-            raise ConfigurationError(
-                f"task.whose={self.whose}: the numbers are about these texts, so say whose they are: public or private."
-            )
+        require_owner(self.whose, "the numbers are about these texts")
         if self.side not in get_args(Side) or self.how not in get_args(How):
             raise ConfigurationError(
                 f"task.side={self.side!r} must be query or passage, task.how={self.how!r} one of "
@@ -197,10 +192,8 @@ class Inversion:
             ).float()  # fmt: skip
 
     def _fingerprint(self, parts: Parts, known: Sequence[str], attacked: Sequence[str]) -> str:
-        settings = {name: str(value) for name, value in vars(self).items() if name not in ("confidence", "candidates")}
-        digest = hashlib.sha256(json.dumps({**settings, "seed": parts.seed}, sort_keys=True).encode())
-        digest.update("\0".join([*known, *attacked]).encode("utf-8", "surrogatepass"))
-        return digest.hexdigest()
+        texts = [*known, *attacked]
+        return settings_fingerprint(self, but=("confidence", "candidates"), seed=parts.seed, texts_in_order=texts)
 
     # -- the attacks ---------------------------------------------------------------------------
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +21,7 @@ from lit_dpret.audit.statistics.scores import CanaryScores
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.check import judge_card
 from lit_dpret.cards.decided import ceilings_of
-from lit_dpret.cards.file import CARD_NAME, read_card
+from lit_dpret.cards.file import CARD_NAME, file_sha256, read_card
 from lit_dpret.cards.start import model_folder
 from lit_dpret.cards.text import privacy_line
 from lit_dpret.encoders import load_towers
@@ -35,7 +33,7 @@ from lit_dpret.settings import require_number, require_whole
 from lit_dpret.synthesis.filters.released import load_released
 from lit_dpret.tasks.membership_shadows import SHIFT, Attacker, Others, Shadows, Suspects, Trained, choose_suspects
 from lit_dpret.tasks.parts import Parts, check_run_dir, say
-from lit_dpret.tasks.stages import Stages
+from lit_dpret.tasks.stages import Stages, settings_fingerprint
 
 #: What a coin that leaves a query out does, where the relation of the claim is another one.
 DROPPED = {
@@ -259,14 +257,10 @@ class Membership(MembershipSettings):
         return ([] if self.release is None else _texts_of(self.release)), reference
 
     def _fingerprint(self, parts: Parts, target: Path) -> str:
-        kept = {
-            name: str(value) for name, value in vars(self).items() if name not in ("alarm", "confidence", "resamples")
-        }
-        digest = hashlib.sha256(json.dumps({**kept, "seed": parts.seed}, sort_keys=True).encode())
-        for file in sorted(target.glob("*.safetensors")):
-            with open(file, "rb") as handle:
-                digest.update(hashlib.file_digest(handle, "sha256").digest())
-        return digest.hexdigest()
+        weights = [file_sha256(file) for file in sorted(target.glob("*.safetensors"))]
+        return settings_fingerprint(
+            self, but=("alarm", "confidence", "resamples"), seed=parts.seed, attacked_weights=weights
+        )
 
     def _learn_reference(self, parts: Parts, attacker: Attacker, target: Path) -> None:
         if self.reference is None:

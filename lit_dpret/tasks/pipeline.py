@@ -9,7 +9,6 @@ Each private row is a release of its own; a reader who publishes two of them add
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -38,7 +37,7 @@ from lit_dpret.tasks.fit import PlannedFit, Training, plan_fit, refuse_several_r
 from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.pipeline_stages import KEPT, as_round_trip, check_round_trip, stage_callbacks, train_retriever
 from lit_dpret.tasks.ranking import score_bm25, score_embeddings
-from lit_dpret.tasks.stages import Stages
+from lit_dpret.tasks.stages import Stages, settings_fingerprint
 
 
 def _notes(rows: Sequence[RowResult]) -> list[str]:
@@ -209,10 +208,8 @@ class Pipeline:
     # -- pieces ------------------------------------------------------------------------------
 
     def _fingerprint(self) -> str:
-        settings = {k: str(v) for k, v in sorted(vars(self).items()) if not k.startswith("_") and k not in _GROWING}
-        privacy = {k: str(v) for k, v in vars(self._privacy(1.0)).items() if not k.startswith("_") and k != "counts"}
-        settings |= {"seed": str(self._parts.seed), "privacy": json.dumps(privacy, sort_keys=True)}
-        return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+        privacy = settings_fingerprint(self._privacy(1.0), but=["counts"])
+        return settings_fingerprint(self, but=_GROWING, seed=self._parts.seed, privacy=privacy)
 
     def _privacy(self, max_grad_norm: float) -> Any:
         mode = self._parts.make_privacy()

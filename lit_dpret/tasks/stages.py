@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,18 @@ MARK = "pipeline.fingerprint"
 def holds_a_run(folder: Path) -> bool:
     """Return whether a run, or a task of several, was begun in a folder or below it."""
     return any(True for name in (LEDGER_NAME, MARK) for _ in folder.rglob(name))
+
+
+def settings_fingerprint(task: object, *, but: Collection[str] = (), **more: object) -> str:
+    """Hash the settings that finished stages of a task depend on: its public attributes, without those in ``but``."""
+    settings = {name: described(value) for name, value in vars(task).items() if name[0] != "_" and name not in but}
+    settings |= {name: described(value) for name, value in more.items()}
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+
+
+def described(settings: object) -> str:
+    """Return settings as a text that another process writes alike: where a function lies in memory is no setting."""
+    return re.sub(r" at 0x[0-9a-f]+", "", str(settings))
 
 
 class Stages:

@@ -15,7 +15,16 @@ from lit_dpret.privacy.noise import KeyedStream, default_secret_file, load_secre
 
 Whose = Literal["public", "synthetic", "private"]
 
+Owner = Literal["public", "private"]
+"""Whose texts an attack is on, where synthetic ones are no case of their own."""
+
 NO_CARD = "there is no privacy card to say so"
+
+
+def require_owner(whose: Owner | None, why: str) -> None:
+    """Refuse to start before ``task.whose`` is said."""
+    if whose not in get_args(Owner):
+        raise ConfigurationError(f"task.whose={whose}: {why}, so say whose they are: public or private.")
 
 
 def check_declared(whose: Whose | None, card_entry: bool, *, knob: str, measured: str) -> Whose:

@@ -18,9 +18,9 @@ from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
 from lit_dpret.report.table import RowResult, from_json
 from lit_dpret.tasks.parts import Parts
 from lit_dpret.tasks.pipeline import Pipeline
-from lit_dpret.tasks.stages import Stages
+from lit_dpret.tasks.stages import Stages, described
 from reproduction.published import Point
-from reproduction.study import Study, described
+from reproduction.study import Study
 
 SHRUNK = "shrunk"
 """In place of a folder or name: a smaller generator that is made of the public one, from public passages alone."""
