@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ class Lineage:
         ledger = card["ledger"]
         name, head = Path(str(ledger["name"])).name, str(ledger["head"]).encode()
         usual = [folder / name for folder in (beside.parent, beside.resolve().parent.parent)]
-        for path in (*usual, *self._files(name)):
+        for path in chain(usual, self._files(name)):  # which walks folders only as far as it is asked to
             try:
                 if head in path.read_bytes():
                     return path

@@ -143,7 +143,10 @@ def _times(pmf: Any, count: int) -> Any:
     probs = np.asarray(pmf._probs)
     low, high = _bounds(probs, count)
     length = fft.next_fast_len(max(high - low + 1, len(probs)))
-    whole = np.real(fft.ifft(fft.fft(probs, length) ** count))
+    half = fft.rfft(probs, length) ** count
+    # The other half is the mirror image. The inverse is given both, because the one for halves rounds otherwise.
+    spectrum = np.concatenate([half, np.conj(half[1 : (length + 1) // 2][::-1])])
+    whole = np.real(fft.ifft(spectrum))
     infinite = _TAIL - math.expm1(count * math.log1p(-pmf._infinity_mass))
     first = pmf._lower_loss * count + low
     return DensePLDPmf(
