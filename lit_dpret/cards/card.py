@@ -306,11 +306,7 @@ def said(card: Mapping[str, Any]) -> dict[str, list[str]]:
             }[assumption["consequence"]]
             banners.append(f"An assumption does not hold: {assumption['text']} {ending}")
     if claim["guarantee"] == "dp":
-        if card["tuning"]["data"] in (
-            "private",
-            "unknown",
-            "synthetic",
-        ):  # also where the cost is stated: the claim is without it
+        if card["tuning"]["data"] in ("private", "unknown", "synthetic"):  # the claim is without the choice
             cautions.append(card["tuning"]["text"])
         n = card["mechanism"].get("n_public")
         if n and claim["delta"] >= 1 / n:

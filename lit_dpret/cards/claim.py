@@ -217,12 +217,16 @@ def unprotected_quantities(unit: Unit, neighbours: Neighbours, n: int | None) ->
 def tuning_gaps(tuning: Mapping[str, Any]) -> list[str]:
     """List what the choice of hyper-parameters leaves open."""
     if tuning["data"] == "private" and tuning["accounted"]:
+        public = (tuning.get("sweep") or {}).get("metric_data") == "public"
+        scored = "" if public else ", and the records on which the runs were scored are not covered at all"
         return [
             "The choice of hyper-parameters, in the epsilon of the claim: with it, epsilon is "
-            f"{show_epsilon(tuning['epsilon'])}, and the records on which the runs were scored are not covered at all."
+            f"{show_epsilon(tuning['epsilon'])}{scored}."
         ]
     if tuning["data"] == "private":
         return ["The choice of hyper-parameters, which was made on private data and is not accounted."]
+    if tuning["data"] == "synthetic":
+        return ["The epsilon of the synthetic data that hyper-parameters were chosen on."]
     if tuning["data"] == "unknown":
         return ["The choice of hyper-parameters: on which data it was made was not stated."]
     return []
