@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from lit_dpret.callbacks import ProgressLine
-from lit_dpret.errors import ConfigurationError, LitDpretError, ResumeError
+from lit_dpret.errors import ConfigurationError, LitDpretError
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
 from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.stages import Stages
 from reproduction.report.paper_002_items import PAPER_002
 from reproduction.report.paper_004_items import PAPER_004
 from reproduction.report.reproduction import Paper, PartTold, write_reproduction
+from reproduction.study import Study
 
 PAPERS = {paper.name: paper for paper in (PAPER_002, PAPER_004)}
 
@@ -65,7 +66,7 @@ class SuitePart:
     taken: str | None = None
 
 
-class Suite:
+class Suite(Study):
     """Run the parts that are not done yet, and tell what all of them came to.
 
     Guarantees:
@@ -126,6 +127,7 @@ class Suite:
             ResumeError: A finished part was run with other settings.
         """
         check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
+        self._parts = parts
         fingerprint = hashlib.sha256(f"{self.paper.name} {parts.seed}".encode()).hexdigest()
         self._run_dir, self._seed = parts.run_dir, parts.seed
         self._command = parts.command_again("task.report_only=")
@@ -197,22 +199,15 @@ class Suite:
         return task, replace(own, resume=parts.resume, command=self._told(name).command)
 
     def _result(self, name: str, task: Any, own: Parts) -> None:
-        settings = self._settings(name)
-
         def work(_: Path, __: bool) -> dict[str, Any]:
             own.run_dir.mkdir(parents=True, exist_ok=True)
             try:
                 scores = task.run(own)
             except LitDpretError as error:
                 raise ConfigurationError(f"The part {name} of the suite: {error}") from error
-            return {"settings": settings, "scores": scores}
+            return {"scores": scores}
 
-        result = self._stages.run(name, work)
-        if result["settings"] != settings:
-            raise ResumeError(
-                f"resume=true, but the part {name} was run with other settings ({' '.join(result['settings'])}). "
-                f"Restore them, or remove {self._run_dir / name}."
-            )
+        self.once(name, " ".join(self._settings(name)), work, knob=f"task.parts.{name}")
 
     # -- the page ----------------------------------------------------------------------------
 

@@ -6,11 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from lit_dpret.cards.page import Banner, Block, Bullets, Code, Grid, Paragraph, Section
 from lit_dpret.cards.text import show_delta, show_epsilon
 from lit_dpret.report.page import Page
+from lit_dpret.report.table import Measured, Table
 
 SCHEMA = "lit-dpret/canaries-report/1"
 POOLED = "three kinds"
@@ -43,17 +44,6 @@ _CEILING = (
     "that its ceiling is that of k units together, by the mixture of Gaussians. 100 % says that the claim does not "
     "protect so many copies."
 )
-
-
-class Interval(Protocol):
-    """A mean and its bounds, NaN where they are unknown."""
-
-    @property
-    def mean(self) -> float: ...
-    @property
-    def low(self) -> float: ...
-    @property
-    def high(self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -107,7 +97,7 @@ def write_canary_table(
     """
     contradictions = [f"{row.model}, {_about(row.cell)}: {text}" for row in rows for text in row.cell.contradictions]
     lead: list[Block] = [Banner(text) for text in contradictions]
-    sections = [*_tables(rows), *_words(rows, facts, notes, command)]
+    sections = [*_in_short(rows), *_in_full(rows), *_words(rows, facts, notes, command)]
     data = {
         "schema": SCHEMA,
         "command": command,
@@ -115,14 +105,11 @@ def write_canary_table(
         "contradictions": contradictions,
         "rows": [row.to_dict() for row in rows],
     }
-    header, *lines = _csv(rows)
-    sheet = {f"{name}.csv": Grid([str(title) for title in header], lines)}
-    written = Page(name=name, title=title, lead=lead, sections=sections, facts=data, tables=sheet).write(folder)
+    page = Page(
+        name=name, title=title, lead=lead, sections=sections, facts=data, tables={f"{name}.csv": _sheet(rows)}
+    )  # fmt: skip
+    written = page.write(folder)
     return written, contradictions
-
-
-def _tables(rows: Sequence[CanaryRow]) -> list[Section]:
-    return [*_in_short(rows), *_in_full(rows)]
 
 
 def _in_short(rows: Sequence[CanaryRow]) -> list[Section]:
@@ -174,20 +161,15 @@ def _line(row: CanaryRow) -> tuple[object, ...]:
 
 
 def _words(rows: Sequence[CanaryRow], facts: Mapping[str, Any], notes: Sequence[str], command: str) -> list[Section]:
-    measure = facts["measure"]
-    if not any(row.cell.draws for row in rows):
-        how = _HOW_PAIRS.format(candidates=facts["candidates"], chance=(facts["candidates"] + 1) / 2)
-        drawn = "The model is a dual encoder, and writes no text: nothing was drawn."
-        return _paragraphs(rows, how, drawn, notes, command)
-    how = _HOW.format(candidates=facts["candidates"], chance=(facts["candidates"] + 1) / 2, draws=measure["draws"])
-    drawn = (
-        f"Queries are drawn with top_p = {measure['top_p']:g} and temperature {measure['temperature']:g}, at most "
-        f"{measure['max_new_tokens']} tokens."
-    )
-    return _paragraphs(rows, how, drawn, notes, command)
-
-
-def _paragraphs(rows: Sequence[CanaryRow], how: str, drawn: str, notes: Sequence[str], command: str) -> list[Section]:
+    measure, of = facts["measure"], {"candidates": facts["candidates"], "chance": (facts["candidates"] + 1) / 2}
+    if any(row.cell.draws for row in rows):
+        how = _HOW.format(**of, draws=measure["draws"])
+        drawn = (
+            f"Queries are drawn with top_p = {measure['top_p']:g} and temperature {measure['temperature']:g}, at most "
+            f"{measure['max_new_tokens']} tokens."
+        )
+    else:
+        how, drawn = _HOW_PAIRS.format(**of), "The model is a dual encoder, and writes no text: nothing was drawn."
     return [
         Section("How to read this", [Paragraph(how), Paragraph(_BOUND), Paragraph(_CEILING)]),
         Section("What was done", [Bullets([*notes, drawn, *_claims(rows)])]),
@@ -234,7 +216,7 @@ def _has_digits(cell: Any) -> bool:
     return cell.kind not in ("echo", "new_token")
 
 
-def _interval(found: Interval, form: str) -> str:
+def _interval(found: Measured, form: str) -> str:
     if math.isnan(found.mean):
         return "none drawn"
     if math.isnan(found.low):
@@ -246,20 +228,20 @@ def _about(cell: Any) -> str:
     return f"{FORMS[cell.side].lower()}, {cell.kind}, {cell.copies} copies"
 
 
-def _csv(rows: Sequence[CanaryRow]) -> list[list[object]]:
-    names = ("mean_rank", "top", "leaked")
-    head: list[object] = ["model", "side", "kind", "copies", "trainings", "canaries", "draws"]
-    head += [f"{name}{end}" for name in names for end in ("", " low", " high")]
-    head += ["exposure", "chance", "eps_lower", "method", "ceiling top", "ceiling mean_rank", "ceiling leaked"]
-    table = [head]
+def _sheet(rows: Sequence[CanaryRow]) -> Table:
+    """Every number of every row; ceilings where there is a claim."""
+    known = ("side", "kind", "copies", "trainings", "canaries", "draws")
+    measured = ("mean_rank", "top", "leaked")
+    head = ["model", *known, *measured, "exposure", "chance", "eps_lower", "method"]
+    head += ["ceiling top", "ceiling mean_rank", "ceiling leaked"]
+    lines = []
     for row in rows:
         cell = row.cell
-        line: list[object] = [row.model, *(getattr(cell, str(name)) for name in head[1:7])]
-        for name in names:
-            line += ["" if value is None else value for value in getattr(cell, name).to_dict().values()]
-        limits = cell.limits if cell.limits.eps is not None else None
-        line += [cell.exposure, cell.chance, cell.bounds[0].eps_lower, cell.bounds[0].method]
-        leak = limits.leak if limits is not None and _has_digits(cell) and cell.draws else ""
-        line += ["", "", ""] if limits is None else [limits.top, limits.mean_rank, leak]
-        table.append(line)
-    return table
+        limits: list[object] = [None, None, None]
+        if cell.limits.eps is not None:
+            leak = cell.limits.leak if _has_digits(cell) and cell.draws else None
+            limits = [cell.limits.top, cell.limits.mean_rank, leak]
+        told = [getattr(cell, name) for name in (*known, *measured)]
+        bound = cell.bounds[0]
+        lines.append([row.model, *told, cell.exposure, cell.chance, bound.eps_lower, bound.method, *limits])
+    return Table(head, lines, measured=frozenset(range(7, 10)))

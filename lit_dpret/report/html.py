@@ -75,7 +75,6 @@ def write_report(
     evaluated_on: str = "",
     private_metrics: bool = False,
     notes: Sequence[str] = (),
-    chart: bool = True,
 ) -> Path:
     """Write ``report.html`` into ``folder``, for its owner alone: rows without privacy may stand in it.
 
@@ -93,7 +92,6 @@ def write_report(
         private_metrics: Whether those queries are private; the page then says that its numbers are
             covered by no guarantee.
         notes: Further remarks.
-        chart: Draw the bars.
 
     Returns:
         The path of the page.
@@ -110,7 +108,7 @@ def write_report(
             )
         )
     sections = [
-        *_results(table, evaluated_on, chart),
+        *_results(table, evaluated_on),
         *_round_trip(round_trip),
         *_samples(samples, card),
         *_privacy(card),
@@ -126,7 +124,7 @@ def _lead(card: Mapping[str, Any] | None) -> Sequence[Block]:
     return claim_blocks(card)
 
 
-def _results(table: Sequence[RowResult], evaluated_on: str, chart: bool) -> list[Section]:
+def _results(table: Sequence[RowResult], evaluated_on: str) -> list[Section]:
     if not table:
         return []
     blocks: list[Block] = [ResultTable(table)]
@@ -138,7 +136,7 @@ def _results(table: Sequence[RowResult], evaluated_on: str, chart: bool) -> list
             small=True,
         )
     )
-    if chart and (svg := bar_chart(table)):
+    if svg := bar_chart(table):
         blocks.append(Drawing(svg))
     return [Section("Results", blocks)]
 

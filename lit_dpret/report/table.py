@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from rich.table import Table as ConsoleTable
 from rich.text import Text
@@ -20,6 +20,19 @@ from lit_dpret.cards.page import Grid
 from lit_dpret.errors import DataError
 from lit_dpret.files import write_whole
 from lit_dpret.retrieval.statistics import Interval
+
+
+@runtime_checkable
+class Measured(Protocol):
+    """A mean and its bounds, NaN where they are unknown: an interval of metrics, or one of an audit."""
+
+    @property
+    def mean(self) -> float: ...
+    @property
+    def low(self) -> float: ...
+    @property
+    def high(self) -> float: ...
+
 
 METRICS = ("nDCG@10", "Recall@10", "MRR@10")
 
@@ -48,7 +61,7 @@ def metric_names(rows: Sequence[RowResult]) -> list[str]:
     return [name for name in METRICS if name in present] + [name for name in present if name not in METRICS]
 
 
-def show(interval: Interval | None) -> str:
+def show(interval: Measured | None) -> str:
     """``0.412 [0.398, 0.425]``, or a dash where nothing was measured."""
     if interval is None or math.isnan(interval.mean):
         return "–"
@@ -57,7 +70,7 @@ def show(interval: Interval | None) -> str:
     return f"{interval.mean:.3f} [{interval.low:.3f}, {interval.high:.3f}]"
 
 
-def ends(interval: Interval) -> dict[str, float | None]:
+def ends(interval: Measured) -> dict[str, float | None]:
     """Return mean, low and high for JSON, which has no NaN: null stands for it."""
     found = {"mean": interval.mean, "low": interval.low, "high": interval.high}
     return {name: value if math.isfinite(value) else None for name, value in found.items()}
@@ -116,7 +129,7 @@ class Table:
             for column, cell in enumerate(row):
                 if column not in self.measured:
                     line.append(cell)
-                elif isinstance(cell, Interval):
+                elif isinstance(cell, Measured):
                     line += [None if math.isnan(end) else end for end in (cell.mean, cell.low, cell.high)]
                 else:
                     line += [None, None, None]
@@ -125,7 +138,7 @@ class Table:
 
     def _shown(self, column: int, cell: object) -> object:
         if column in self.measured:
-            return show(cell if isinstance(cell, Interval) else None)
+            return show(cell if isinstance(cell, Measured) else None)
         return "" if cell is None else cell
 
 

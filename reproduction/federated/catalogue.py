@@ -188,15 +188,21 @@ def study_of(name: str | None) -> Study:
     return found
 
 
+def _point(system: System, label: str, at: float, *, n: int, stage1_k: int, stage2_k: int) -> Point:
+    """A point with ``n`` negatives of the best so many, in the stage that its system is about."""
+    second = system in ("customised", "fed_negative")
+    stage1 = {} if second else {"bm25_n": n, "static_n": n, "top_k": stage1_k}
+    stage2 = {"n": n, "top_k": stage2_k} if second else {}
+    return Point(line=LINES[system], label=label, system=system, at=at, stage1=stage1, stage2=stage2)
+
+
 def _negatives(asked: Asked) -> list[Point]:
-    found: list[Point] = []
-    for system in asked.systems:
-        second = system in ("customised", "fed_negative")
-        for n in (10, 200) if second else (2, 8):
-            stage1 = {} if second else {"bm25_n": n, "static_n": n, "top_k": max(n, asked.run.stage1.top_k)}
-            stage2 = {"n": n, "top_k": max(n, asked.run.stage2.top_k)} if second else {}
-            found.append(Point(line=LINES[system], label=f"n={n}", system=system, at=n, stage1=stage1, stage2=stage2))
-    return found
+    least = asked.run.stage1.top_k, asked.run.stage2.top_k
+    return [
+        _point(system, f"n={n}", n, n=n, stage1_k=max(n, least[0]), stage2_k=max(n, least[1]))
+        for system in asked.systems
+        for n in ((10, 200) if system in ("customised", "fed_negative") else (2, 8))
+    ]
 
 
 def _data_ratio(asked: Asked) -> list[Point]:
@@ -208,15 +214,11 @@ def _data_ratio(asked: Asked) -> list[Point]:
 
 
 def _hubness(asked: Asked) -> list[Point]:
-    n = 10
-    found: list[Point] = []
-    for system in asked.systems:
-        for k in map(int, asked.values):
-            second = system in ("customised", "fed_negative")
-            stage1 = {} if second else {"bm25_n": n, "static_n": n, "top_k": k}
-            stage2 = {"n": n, "top_k": k} if second else {}
-            found.append(Point(line=LINES[system], label=f"k={k}", system=system, at=k, stage1=stage1, stage2=stage2))
-    return found
+    return [
+        _point(system, f"k={k}", k, n=10, stage1_k=k, stage2_k=k)
+        for system in asked.systems
+        for k in map(int, asked.values)
+    ]
 
 
 def _gain(asked: Asked) -> list[Point]:

@@ -34,6 +34,7 @@ from lit_dpret.retrieval.statistics import (
 )
 
 _SCHEMA = "lit-dpret/mode-comparison/1"
+LEVEL = 0.05
 _HOW_SURE = (
     "Means over training runs, each with noise and coins of its own, and 95 % intervals: of the t-distribution over "
     "training runs, and of the bootstrap over queries. The first says how the setting does, the second how much these "
@@ -106,13 +107,13 @@ class Difference:
     p_runs: float
     p_queries: float
 
-    def is_significant(self, level: float = 0.05) -> bool:
+    def is_significant(self) -> bool:
         """Whether the training runs carry the difference."""
-        return self.p_runs < level
+        return self.p_runs < LEVEL
 
-    def holds_over_queries(self, level: float = 0.05) -> bool:
+    def holds_over_queries(self) -> bool:
         """Whether the choice of queries carries it."""
-        return self.p_queries < level
+        return self.p_queries < LEVEL
 
 
 def differences(rows: Sequence[ModeRow], metric: str, references: Sequence[str] = ()) -> list[Difference]:

@@ -40,8 +40,8 @@ class Share:
     of_score: float
 
 
-def share_of_gain(system: Sequence[float], bound: Sequence[float], start: float, *, level: float = 0.95) -> Interval:
-    """(mean of system - start) / (mean of bound - start), with an interval over training runs by the delta method.
+def share_of_gain(system: Sequence[float], bound: Sequence[float], start: float) -> Interval:
+    """(mean of system - start) / (mean of bound - start), with a 95 % interval over training runs (delta method).
 
     ``start`` is taken for exact: it is the score of a system that is not trained. The interval does not cover the
     choice of test queries.
@@ -54,7 +54,6 @@ def share_of_gain(system: Sequence[float], bound: Sequence[float], start: float,
         system: One result per run.
         bound: The same of the system without privacy.
         start: Of the untrained system.
-        level: The confidence.
 
     Returns:
         The bounds are NaN where either side has a single run.
@@ -76,7 +75,7 @@ def share_of_gain(system: Sequence[float], bound: Sequence[float], start: float,
     if variance == 0.0:
         return Interval(share, share, share)
     freedom = variance**2 / sum(part**2 / runs for part, runs in parts)  # Welch and Satterthwaite
-    reach = float(stats.t.ppf((1 + level) / 2, freedom)) * math.sqrt(variance) / float(most.mean())
+    reach = float(stats.t.ppf((1 + 0.95) / 2, freedom)) * math.sqrt(variance) / float(most.mean())
     return Interval(share, share - reach, share + reach)
 
 

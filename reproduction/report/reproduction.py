@@ -71,10 +71,6 @@ class Paper:
     items: tuple[Item, ...]
     internal: bool = False
 
-    def parts(self) -> list[str]:
-        """All parts that make something of it."""
-        return sorted({part for item in self.items for part in item.parts})
-
 
 @dataclass(frozen=True, kw_only=True)
 class PartTold:
