@@ -159,8 +159,8 @@ class PrivateModule(Checkpointed):
     def place_rows(self, features: Any, places: Sequence[int], rows: int) -> Any:
         """Features of a fixed shape: those of ``collate_rows`` at ``places``, among ``rows`` rows in all.
 
-        No size in the result may follow from ``features``. The loss of a row that is filled in must be finite; it
-        is not counted.
+        No size in the result may follow from ``features``. Rows that are filled in count for nothing; copies of a
+        unit's own first row replace them where that unit has rows.
         """
         raise UnsupportedModelError(f"{type(self).__name__} does not implement place_rows(features, places, rows).")
 

@@ -6,7 +6,8 @@ may be empty, and then it still takes its step.
 A compiler like XLA makes one program for each shape, and in low precision another shape is another result: products of
 matrices round otherwise, in rows that are in both batches too, by more than any allowance for rounding covers. With a
 `FixedShape` every physical batch has the same number of slots, every slot the same number of rows, and every text its
-maximal length. Padding changes nothing: a slot without a unit is masked, and a row without data has a loss of zero.
+maximal length. Padding changes nothing: a slot without a unit is masked, a row without data has a loss of zero, and a
+gradient of it, which zero times infinity may make NaN, is charged to no unit (`UnitBatch.charged`).
 
 An accountant counts units: draws of a query, a user, an image. A data set that spreads the rows of a query over several
 units multiplies that query's part in a step, so the names of rows are remembered with their units (`UnitOwners`).
@@ -201,6 +202,8 @@ def _joined(parts: list[Any]) -> Any:
 def copied_rows(features: Any, places: Sequence[int], rows: int) -> Any:
     """Features, a tensor or nested dicts of them, at ``places`` among so many rows; the others are copies of the first.
 
+    `UnitCollator` sees to it that no copy stays beside the rows of another unit.
+
     Example:
         >>> copied_rows(torch.tensor([[5], [7]]), [1, 2], 4).flatten().tolist()
         [5, 5, 7, 5]
@@ -210,6 +213,18 @@ def copied_rows(features: Any, places: Sequence[int], rows: int) -> Any:
     of = torch.zeros(rows, dtype=torch.long)
     of[list(places)] = torch.arange(len(features))
     return features[of]
+
+
+def _filled_from_their_own(features: Any, data_rows: Tensor, rows_of_a_slot: int) -> Any:
+    """Features of a fixed shape, a unit's free places filled with copies of its own first row.
+
+    A module may fill up with a copy of another unit's row, as `copied_rows` does, and that row would have a say in this
+    slot: without a finite gradient it would have the unit dropped. In a slot without rows there is nothing to drop.
+    """
+    place = torch.arange(len(data_rows))
+    first = place - place % rows_of_a_slot  # rows stand at the beginning of their slot (`FixedShape.places`)
+    of = torch.where(~data_rows & data_rows[first], first, place)
+    return features if torch.equal(of, place) else take_rows(features, of)
 
 
 PADDING = -1
@@ -266,6 +281,17 @@ class UnitBatch:
     alone: Any = None
     digests: Mapping[str, tuple[torch.dtype, int]] = field(default_factory=dict)
     origin: tuple[tuple[int, tuple[int, ...]], ...] = ()
+
+    def charged(self) -> tuple[Tensor, Tensor]:
+        """Whose gradient each row's is, ``(rows,)``, and which slots are real, for a clipping engine.
+
+        Rows that fill the batch up stand in a slot of nobody, one more than ``mask`` has. Their loss is zero and their
+        gradient may yet be NaN, zero times infinity; in a unit's slot that would drop the unit.
+        """
+        if self.data_rows is None:
+            return self.unit_ids, self.mask
+        nobody = torch.full_like(self.unit_ids, len(self.mask))
+        return torch.where(self.data_rows, self.unit_ids, nobody), torch.cat([self.mask, self.mask.new_zeros(1)])
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> UnitBatch:
         """Move every tensor to ``device``; to an XLA device the rows alone, and who they are of stays."""
@@ -404,8 +430,9 @@ class UnitCollator:
         data_rows = None if self._shape is None else torch.zeros(0, dtype=torch.bool)
         if self._shape is not None and rows:
             shape, places = self._shape, self._shape.places(slots)
-            features = shape.place_rows(features, places, shape.rows)
             data_rows = torch.zeros(shape.rows, dtype=torch.bool).index_fill_(0, torch.tensor(places), True)
+            placed = shape.place_rows(features, places, shape.rows)
+            features = _filled_from_their_own(placed, data_rows, shape.rows_of_a_slot)
             slots = [slot for slot in range(shape.slots) for _ in range(shape.rows_of_a_slot)]
             real += [False] * (shape.slots - len(real))
         return UnitBatch(

@@ -164,7 +164,9 @@ class PrivacyMode(ABC):
             module: The module that was attached.
             batch: A `UnitBatch` with at least one row.
         """
-        self.add(module.unit_loss(batch), batch.unit_ids, batch.mask)
+        # An engine for a compiler takes slots of equally many rows; a unit's own rows fill up its slot there.
+        owners, real = (batch.unit_ids, batch.mask) if self.fixed_shapes else batch.charged()
+        self.add(module.unit_loss(batch), owners, real)
 
     @abstractmethod
     def add(self, row_loss: Callable[[], Tensor], unit_ids: Tensor, mask: Tensor) -> None:
