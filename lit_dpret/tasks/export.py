@@ -70,14 +70,18 @@ class Export:
             )
         module = load_module(path)
         _refuse_other_run(path, run_dir / LEDGER_NAME)
+
+        def card_of(files: list[Path]) -> dict[str, Any]:
+            return inherit_card(
+                run_dir / CARD_NAME,
+                subject_of("weights", type(module).__name__, files, root=parts.run_dir / MODEL_FOLDER),
+                CardFacts(environment=environment_facts(device="cpu", precision=_precision(module))),
+                description=f"writing the checkpoint {path.name} out as a model folder",
+            )
+
+        card_of([])  # a card that is out of date is refused before weights lie there without one
         folder: Path = module.save_model(parts.run_dir / MODEL_FOLDER)
-        files = [p for p in folder.rglob("*") if p.is_file() and not p.name.startswith("privacy_card.")]
-        card = inherit_card(
-            run_dir / CARD_NAME,
-            subject_of("weights", type(module).__name__, files, root=folder),
-            CardFacts(environment=environment_facts(device="cpu", precision=_precision(module))),
-            description=f"writing the checkpoint {path.name} out as a model folder",
-        )
+        card = card_of([p for p in folder.rglob("*") if p.is_file() and not p.name.startswith("privacy_card.")])
         write_card(card, folder)
         write_model_card(folder, card, metrics=metrics)
         size = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())

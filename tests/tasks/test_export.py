@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from cards import forge
 from lightning.pytorch.callbacks import Callback
 from pair_stand_ins import Pairs, data_module
 from safetensors.torch import load_file
@@ -16,7 +17,7 @@ from stand_ins import fit
 from tiny_models import tiny_bert, tiny_tokenizer
 
 from lit_dpret.callbacks import PrivacyCard
-from lit_dpret.cards.card import read_card
+from lit_dpret.cards.card import read_card, write_card
 from lit_dpret.encoders import Contract, TextEncoder, load_towers
 from lit_dpret.encoders.st_folder import save_sentence_transformer
 from lit_dpret.errors import ConfigurationError, DataError
@@ -142,6 +143,15 @@ def test_a_checkpoint_of_another_run_is_not_written_out_under_the_card_beside_it
     (tmp_path / "private" / "run" / "privacy_ledger.jsonl").unlink()
     with pytest.raises(DataError, match=r"task\.checkpoint"):
         Export(checkpoint=tmp_path / "private" / "run").run(parts(tmp_path))
+
+
+def test_a_card_that_does_not_agree_with_its_ledger_leaves_no_weights_without_a_card(tmp_path: Path) -> None:
+    trained(tmp_path, private(tmp_path))
+    run = tmp_path / "run"
+    write_card(forge(read_card(run), epsilon=0.01), run)
+    with pytest.raises(DataError, match="does not agree with its ledger"):
+        Export(checkpoint=run).run(parts(tmp_path / "out"))
+    assert not (tmp_path / "out" / "model").exists()
 
 
 def test_metrics_of_an_evaluation_stand_in_the_model_card(tmp_path: Path) -> None:

@@ -139,15 +139,14 @@ def write_selection(
     folder = Path(out)
     check_is_new(folder)
     require_of_its_folder(kept)
-    counts = Counts(queries=len(kept), passages=len({query.passage_id for query in kept}))
-    hashes = write_entries(folder, lambda: _entries(kept), kept.passages)
     name, source = folder.resolve().name, kept.folder
     card: dict[str, Any] | None = None
-    if kept.provenance == "card" and source is not None:
-        generation = dict(read_card(source)["generation"])
-        card = inherit_card(
-            kept.claim or source,
-            {"artifact_type": "dataset", "name": name, "sha256": hashes},
+
+    def card_of(hashes: Mapping[str, str], claimed: Path) -> dict[str, Any]:
+        generation = dict(read_card(claimed)["generation"])
+        return inherit_card(
+            kept.claim or claimed,
+            {"artifact_type": "dataset", "name": name, "sha256": dict(hashes)},
             CardFacts(
                 tuning=tuning,
                 environment=environment,
@@ -155,6 +154,14 @@ def write_selection(
             ),
             description="a selection of the queries by public means",
         )
+
+    claimed = source if kept.provenance == "card" else None
+    if claimed is not None:
+        card_of({}, claimed)  # a card that cannot be inherited is refused before queries lie there without one
+    counts = Counts(queries=len(kept), passages=len({query.passage_id for query in kept}))
+    hashes = write_entries(folder, lambda: _entries(kept), kept.passages)
+    if claimed is not None:
+        card = card_of(hashes, claimed)
         write_card(card, folder)
     origin = [
         f"A selection of `{source.resolve().name if source else 'queries'}`, by "

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_generator import PASSAGES, lines
+from cards import forge
+from tiny_generator import PASSAGES, lines, write_parent_card
 
-from lit_dpret.cards.card import card_sha256, read_card
+from lit_dpret.cards.card import card_sha256, read_card, write_card
 from lit_dpret.datamodules import SyntheticDataModule
 from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError, StorageError
 from lit_dpret.synthesis.dataset_folder import DATA_FILES
@@ -35,6 +36,18 @@ def test_a_selection_of_everything_has_the_same_files(released: ReleasedQueries,
     out = write_selection(released, tmp_path / "all", applied=[])
     for name in DATA_FILES:
         assert (out / name).read_bytes() == (data / name).read_bytes()
+
+
+def test_a_claim_that_cannot_be_inherited_leaves_no_queries_without_a_card(
+    released: ReleasedQueries, tmp_path: Path
+) -> None:
+    claim = tmp_path / "claim"
+    claim.mkdir()
+    write_parent_card(claim)
+    write_card(forge(read_card(claim), epsilon=0.01), claim)
+    with pytest.raises(DataError, match="does not agree with its ledger"):
+        write_selection(released.under(claim), tmp_path / "out", applied=[])
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_is_kept_keeps_its_id_and_only_its_passages_are_written(
