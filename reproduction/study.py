@@ -48,7 +48,8 @@ class Study:
         """Open the run folder, or refuse one that was begun with other settings than these and ``more``."""
         check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
         fingerprint = settings_fingerprint(self, but=self.growing, **more)
-        self._parts, self._stages = parts, Stages(parts.run_dir, resume=parts.resume, fingerprint=fingerprint)
+        stages = Stages(parts.run_dir, resume=parts.resume, fingerprint=fingerprint)
+        self._parts, self._stages = parts, stages.begin()
 
     def once(
         self, name: str, settings: str, work: Callable[[Path, bool], dict[str, Any]], *, knob: str

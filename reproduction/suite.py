@@ -131,7 +131,8 @@ class Suite(Study):
         fingerprint = hashlib.sha256(f"{self.paper.name} {parts.seed}".encode()).hexdigest()
         self._run_dir, self._seed = parts.run_dir, parts.seed
         self._command = parts.command_again("task.report_only=")
-        self._stages = Stages(parts.run_dir, resume=parts.resume or self.report_only, fingerprint=fingerprint)
+        resume = parts.resume or self.report_only
+        self._stages = Stages(parts.run_dir, resume=resume, fingerprint=fingerprint).begin()
         todo = [] if self.report_only else [name for name in self.parts if not self._why_not(name, planned=True)]
         runs = {name: self._composed(parts, name) for name in todo}
         if self.report_only and not any(self._told(name).results for name in self.parts):

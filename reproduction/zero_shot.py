@@ -101,7 +101,7 @@ class ZeroShot:
                 "lie in a folder of that name with corpus, queries and qrels, as BEIR's archives unpack."
             )
         check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
-        stages = Stages(parts.run_dir, resume=parts.resume, fingerprint=self._fingerprint())
+        stages = Stages(parts.run_dir, resume=parts.resume, fingerprint=self._fingerprint()).begin()
         done: dict[str, dict[str, Any]] = {}
         for name in present:
             (parts.run_dir / name).mkdir(parents=True, exist_ok=True)

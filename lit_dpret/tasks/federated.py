@@ -92,7 +92,7 @@ class Federated:
             check_elsewhere(self.systems, self.seeds)
         plan.model.check()
         check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
-        stages = Stages(parts.run_dir, resume=parts.resume, fingerprint=self._fingerprint(plan))
+        stages = Stages(parts.run_dir, resume=parts.resume, fingerprint=self._fingerprint(plan)).begin()
         silos = plan.folders(parts.run_dir / "silos")
         plan.check_state(silos)
         runner = SystemRunner(plan, silos, parts.run_dir / PRIVATE, split=self.split)

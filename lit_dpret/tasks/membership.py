@@ -212,7 +212,7 @@ class Membership(MembershipSettings):
         claim = Claim.of(self.run_folder)
         others: Others = self.others or ("dev" if coins is None else "coins")
         shadows = Shadows(parts, count=self.shadows, minutes=self.minutes) if self.shadows else None
-        stages = Stages(parts.run_dir, resume=parts.resume, fingerprint=self._fingerprint(parts, target))
+        stages = Stages(parts.run_dir, resume=parts.resume, fingerprint=self._fingerprint(parts, target)).begin()
         data = parts.read_data()
         suspects = choose_suspects(
             data, others, coins, count=self.queries, rows=self.rows_per_query, seed=parts.seed

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,15 +45,19 @@ class Stages:
         - A stage is recorded as finished only after all of it was written, for its owner alone: results are often
           measures of single private queries.
         - What a finished stage leaves with a card that claims nothing lies in a folder for its owner alone.
+        - A run whose first stage was refused before it wrote anything was never begun: the corrected command may
+          take its folder.
 
     Args:
         run_dir: The folder of the run; stage ``x`` gets ``run_dir/x``.
         resume: Accept stages that an earlier attempt finished.
         fingerprint: What the run was configured to do; another one is refused on resume.
+        scratch: Folders below ``run_dir`` that hold nothing but copies of what is computed again.
     """
 
-    def __init__(self, run_dir: Path, *, resume: bool, fingerprint: str) -> None:
+    def __init__(self, run_dir: Path, *, resume: bool, fingerprint: str, scratch: Sequence[str] = ()) -> None:
         self.run_dir, self.resume = run_dir, resume
+        self._fingerprint, self._scratch = fingerprint, tuple(scratch)
         self.seconds: dict[str, float] = {}
         mark = run_dir / MARK
         if mark.exists() and not resume:
@@ -65,7 +70,14 @@ class Stages:
                 f"resume=true, but the run in {run_dir} was started with other settings. Restore them, or choose "
                 "another hydra.run.dir."
             )
-        mark.write_text(fingerprint, encoding="utf-8")
+
+    def begin(self) -> Stages:
+        """Mark the folder as that of this run, which ``resume=true`` with the same settings goes on with; returns self.
+
+        The first stage does it; a task that writes before its first stage calls it itself.
+        """
+        (self.run_dir / MARK).write_text(self._fingerprint, encoding="utf-8")
+        return self
 
     def is_done(self, name: str) -> bool:
         """Return whether stage ``name`` finished, in this attempt or an earlier one."""
@@ -74,17 +86,36 @@ class Stages:
     def run(self, name: str, work: Callable[[Path, bool], dict[str, Any]]) -> dict[str, Any]:
         """Return the result of stage ``name``; ``work(folder, resume)`` does it where it is not done yet."""
         folder = self.run_dir / name
-        folder.mkdir(exist_ok=True)
         done = folder / DONE
         if done.exists():
             record: dict[str, Any] = json.loads(done.read_text(encoding="utf-8"))
             self.seconds[name] = record["seconds"]
             return dict(record["result"])
+        before = None if (self.run_dir / MARK).exists() else self._files()
+        self.begin()
+        folder.mkdir(exist_ok=True)
         start = time.monotonic()
-        result = work(folder, self.resume)
+        try:
+            result = work(folder, self.resume)
+        except BaseException:
+            if before is not None and self._files() == before:
+                shutil.rmtree(folder)
+                (self.run_dir / MARK).unlink()
+            raise
         for card in folder.rglob(CARD_NAME):
             if read_card(card.parent)["claim"]["guarantee"] != "dp":
                 card.parent.chmod(0o700)
         self.seconds[name] = time.monotonic() - start
         write_whole(done, json.dumps({"result": result, "seconds": self.seconds[name]}), owner_only=True)
         return result
+
+    def _files(self) -> set[Path]:
+        """All files of the run but logs, hidden ones, the mark and what is scratch."""
+        found = (path.relative_to(self.run_dir) for path in self.run_dir.rglob("*") if path.is_file())
+        return {
+            path
+            for path in found
+            if path.parts[0] not in (MARK, *self._scratch)
+            and not path.parts[0].startswith(".")
+            and path.suffix != ".log"
+        }

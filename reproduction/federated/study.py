@@ -134,7 +134,7 @@ class FederatedStudy:
         points = self._points(plan, base)
         out = root / self.study.name
         out.mkdir(parents=True, exist_ok=True)
-        Stages(out, resume=parts.resume, fingerprint=_source(plan, settings=True, split=self.split))
+        Stages(out, resume=parts.resume, fingerprint=_source(plan, settings=True, split=self.split)).begin()
         cells = Cells(plan, base, root / PRIVATE, split=self.split)
         todo = [(seed, point) for seed in self.seeds for point in points]
         todo.sort(key=lambda one: not cells.is_done(one[1], one[0]))

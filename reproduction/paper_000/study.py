@@ -104,7 +104,7 @@ class Trainings(Study):
         self.base = make_pipeline()
         self.embeddings = parts.run_dir / "embeddings"
         self._parts = parts
-        self._stages = Stages(parts.run_dir, resume=parts.resume, fingerprint=f"paper_000, seed {parts.seed}")
+        self._stages = Stages(parts.run_dir, resume=parts.resume, fingerprint=f"paper_000, seed {parts.seed}").begin()
 
     @property
     def seconds(self) -> dict[str, float]:

@@ -42,7 +42,7 @@ def trained(folder: Path, *, steps: int = 10) -> Run:
     """A private run with its card beside its ledger."""
     folder.mkdir(parents=True)
     run = Run(folder, make_plan()).train(steps)
-    write_card(run.card(plan=make_plan()), folder)
+    write_card(run.card(), folder)
     return run
 
 
@@ -75,7 +75,7 @@ def test_the_ledger_of_a_set_that_was_given_is_counted_where_it_lies(tmp_path: P
     given = tmp_path / "elsewhere" / "synthetic" / "data"
     for place in (given, tmp_path / "run" / "row"):
         place.mkdir(parents=True)
-        write_card(generator.card(plan=make_plan()), place)
+        write_card(generator.card(), place)
     trained(tmp_path / "run" / "direct", steps=10)
     alone, both = spent_under(tmp_path / "run"), spent_under(tmp_path / "run", near=[given])
     assert alone.private == 1 and "up to 1 private training with a card here were not found" in alone.text
