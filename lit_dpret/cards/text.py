@@ -187,13 +187,17 @@ def printed_epsilon(card: Card) -> str:
     return "infinite" if guarantee == "none" else "not proved"
 
 
+NO_GUARANTEE = "no privacy guarantee (epsilon is infinite)"
+NOT_PROVED = "privacy not proved (no epsilon)"
+
+
 def privacy_line(card: Card) -> str:
     """The claim in one line, with everything without which an epsilon means nothing."""
     claim = card["claim"]
     if claim["guarantee"] == "none":
-        return "no privacy guarantee (epsilon is infinite)"
+        return NO_GUARANTEE
     if claim["guarantee"] != "dp":
-        return "privacy not proved (no epsilon)"
+        return NOT_PROVED
     return (
         f"epsilon = {printed_epsilon(card)}, delta = {show_delta(claim['delta'])}, "
         f"unit = {claim['unit']}, neighbours = {claim['neighbours']}"

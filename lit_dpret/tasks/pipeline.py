@@ -21,9 +21,13 @@ from rich.markup import escape
 
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.card import read_card
-from lit_dpret.cards.text import privacy_line
+from lit_dpret.cards.file import CARD_NAME, check_artefact
+from lit_dpret.cards.start import traces_of_training
+from lit_dpret.cards.text import NO_GUARANTEE, NOT_PROVED, privacy_line
 from lit_dpret.datamodules import PairsDataModule, SyntheticDataModule
 from lit_dpret.errors import ConfigurationError
+from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
+from lit_dpret.privacy.ledger.trained import runs_behind
 from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode, SyntheticData
 from lit_dpret.privacy.noise import load_secret
 from lit_dpret.report.html import Artefact, Sample, write_report
@@ -146,17 +150,24 @@ class Pipeline:
         self.embeddings = None if self.embeddings is None else Path(self.embeddings)
         if self.round_trip_filter is not None and self.round_trip_filter < 1:
             raise ConfigurationError(f"task.round_trip_filter={self.round_trip_filter} must be at least 1, or null.")
+        if counting := [one for one in ("direct", "synthetic", "pseudo") if one in chosen]:
+            _refuse_trained(self.retriever, "encoder", f"task.retriever.encoder, with task.only={counting}")
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Run every stage that is not done yet; returns the headline numbers."""
         check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
         refuse_several_ranks(parts.make_trainer(logger=False))
-        L.seed_everything(parts.seed, verbose=False)
         self._parts = parts
         self._trips: dict[str, dict[str, Any]] = {}
-        self._stages = Stages(parts.run_dir, resume=parts.resume, fingerprint=self._fingerprint())
+        self._stages = Stages(
+            parts.run_dir, resume=parts.resume, fingerprint=self._fingerprint(), scratch=(EMBEDDINGS,)
+        )
         privacy = self._privacy(self.generator_max_grad_norm)
         load_secret(privacy.secret_file, run_dir=parts.run_dir)  # refused here: the stages only know their own folders
+        if privacy.guarantee == "dp" and "synthetic" in self.only:
+            _refuse_trained(self.generator, "pretrained", f"task.generator.pretrained under privacy={privacy.name}")
+        self._require_room(privacy)
+        L.seed_everything(parts.seed, verbose=False)
         log = self._log = parts.make_datamodule(
             max_passages=None,
             expected_batch_size=self.generator_batch,
@@ -187,23 +198,45 @@ class Pipeline:
         self._parts = parts
         if parts.make_privacy().guarantee != "dp":
             return []
-        planned: list[PlannedFit] = []
-        for system, steps, batch, physical, clip, passages, make in (
-            ("direct", self.retriever_steps, self.retriever_batch, self.retriever_batch, self.retriever_max_grad_norm,
-             self.max_passages, self.retriever),
-            ("synthetic", self.generator_steps, self.generator_batch, self.generator_physical_batch,
-             self.generator_max_grad_norm, None, self.generator),
-        ):  # fmt: skip
-            if system not in self.only:
-                continue
-            mode = self._privacy(clip)
-            data = self._data(max_passages=passages, physical_batch_size=physical)
-            data.prepare_data()
-            data.setup("fit")
-            data.use_unit(mode.unit, mode.neighbours)  # type: ignore[arg-type]
-            data.expected_batch_size = batch if make is self.generator else min(batch, data.n_units)
-            planned += plan_fit(mode, data, self._trainer(steps)(logger=False), make_module=make)
-        return planned
+        return [fit for stage in ("direct", "generator") for fit in self._planned(stage)]
+
+    def _planned(self, stage: Literal["direct", "generator"]) -> list[PlannedFit]:
+        """The private training of one stage, as a list; an empty one where its row is not asked for."""
+        if ("direct" if stage == "direct" else "synthetic") not in self.only:
+            return []
+        make, steps, batch, physical, clip, passages = (
+            (self.retriever, self.retriever_steps, self.retriever_batch, self.retriever_batch,
+             self.retriever_max_grad_norm, self.max_passages)
+            if stage == "direct" else
+            (self.generator, self.generator_steps, self.generator_batch, self.generator_physical_batch,
+             self.generator_max_grad_norm, None)
+        )  # fmt: skip
+        mode = self._privacy(clip)
+        data = self._data(max_passages=passages, physical_batch_size=physical)
+        data.prepare_data()
+        data.setup("fit")
+        data.use_unit(mode.unit, mode.neighbours)  # type: ignore[arg-type]
+        data.expected_batch_size = batch if stage == "generator" else min(batch, data.n_units)
+        return plan_fit(mode, data, self._trainer(steps)(logger=False), make_module=make)
+
+    def _require_room(self, privacy: Any) -> None:
+        """Refuse trainings that the ledger of the data set does not cover together, before the first one spends.
+
+        Each of them reserves for itself when it begins, so another run may still take the room between them.
+
+        Raises:
+            BudgetExceededError: Those that were not begun yet would bring its total past ``privacy.total_eps``.
+        """
+        # A sweep has reserved its trials, and what was begun before is counted already.
+        if privacy.guarantee != "dp" or privacy.dataset_ledger is None or self._parts.trial_of is not None:
+            return
+        stages: tuple[Literal["direct", "generator"], ...] = ("direct", "generator")
+        waiting = [one for one in stages if not (self._parts.run_dir / one / LEDGER_NAME).exists()]
+        planned = [fit for stage in waiting for fit in self._planned(stage)]
+        if planned:
+            budget = min((fit.plan.budget for fit in planned), key=lambda budget: budget.delta)
+            ledger = privacy.ledger_of_dataset(budget, run_dir=self._parts.run_dir)
+            ledger.require([release for fit in planned for release in fit.releases])
 
     # -- pieces ------------------------------------------------------------------------------
 
@@ -247,7 +280,7 @@ class Pipeline:
         model = self._retriever(NoPrivacy())
         with ProgressLine("encoding passages and queries") as progress:
             model.prepare(self._searched, progress=progress)
-        return _row("zero-shot encoder", self._score(model), PUBLIC)
+        return _row("zero-shot encoder", self._score(model), _privacy_of_encoder(model))
 
     def _retriever(self, privacy: Any) -> Any:
         return self.retriever(privacy=privacy, cache_dir=self.embeddings or self._parts.run_dir / EMBEDDINGS)
@@ -365,11 +398,14 @@ class Pipeline:
         )
         data = self._consistent("pseudo_round_trip", folder, card=False)
         row = self._trained("from_pseudo", "pseudo-queries from the passages", NoPrivacy, data)
-        return RowResult(system=row.system, metrics=row.metrics, privacy=PUBLIC)
+        return RowResult(
+            system=row.system, metrics=row.metrics, privacy=_privacy_of_encoder(self._retriever(NoPrivacy()))
+        )
 
     def _tell(self, rows: dict[System, RowResult]) -> dict[str, float]:
         """Write and print the results, and the page where there are synthetic queries; return nDCG@10 by system."""
         folder, table, console = self._parts.run_dir, list(rows.values()), Console()
+        self._stages.begin()  # rows without a stage are results of this run as well
         write_json(table, folder / "results.json")
         write_csv(table, folder / "results.csv")
         console.print(console_table(table, title="Retrieval"))
@@ -430,3 +466,38 @@ def _row(system: str, result: EvaluationResult, privacy: str) -> RowResult:
         metrics={METRIC_NAMES[name]: interval for name, interval in result.intervals.items()},
         privacy=privacy,
     )
+
+
+def _refuse_trained(make: Any, argument: str, knob: str) -> None:
+    """Refuse a maker of models whose folder tells of a training, for rows whose card would forget what that cost.
+
+    What a maker does not say beforehand is refused when its model is trained.
+    """
+    given = getattr(make, "keywords", {}).get(argument)
+    if not isinstance(given, (str, Path)) or not Path(given).expanduser().is_dir():
+        return
+    if (trace := next(traces_of_training(given), None)) is not None:
+        raise ConfigurationError(
+            f"{knob}: {trace[0]} tells that a run trained {given} (privacy={trace[1]}), and the card of this row would "
+            "forget what that cost. Take a public model; an encoder of your own may stand in task.only=[zero_shot].",
+            trap="T30",
+        )
+
+
+def _privacy_of_encoder(model: Any) -> str:
+    """Return what is promised for a row of an encoder that was not trained here.
+
+    Raises:
+        DataError: A card lies with other files than it describes.
+    """
+    place = None if model.pretrained is None else Path(model.pretrained).expanduser()
+    found = set() if place is None or not place.is_dir() else {privacy for _, privacy in traces_of_training(place)}
+    found |= {run.privacy for run in runs_behind(model)}
+    if not found:
+        return PUBLIC
+    if place is not None and (place / CARD_NAME).is_file():
+        card = read_card(place)
+        check_artefact(place, card)
+        return privacy_line(card)
+    # Without the whole of what a card describes, nobody knows which claim is that of these weights.
+    return NO_GUARANTEE if found == {"none"} else NOT_PROVED

@@ -89,7 +89,7 @@ def check_round_trip(
         PrivateDataError: ``released`` is something else, or the model was trained on other private data.
     """
     require_released(released, "check_round_trip")
-    if model.pretrained is not None:  # without a card it is public, as everywhere in training
+    if model.pretrained is not None:  # without a trace of a run it is public, as everywhere in training
         require_covered(model.pretrained, released, declared_public=True, knob="model.encoder")
     queries = {query.query_id: query.text for query in released}
     sources = {query.query_id: query.passage_id for query in released}

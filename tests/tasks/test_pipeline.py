@@ -15,7 +15,7 @@ from tiny_tasks import open_to_others, parts, retriever, trainer
 
 from lit_dpret.cards.card import read_card
 from lit_dpret.cards.verification import verify_chain
-from lit_dpret.errors import ConfigurationError, ResumeError
+from lit_dpret.errors import BudgetExceededError, ConfigurationError, ResumeError
 from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases, noise_keys
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy, SyntheticData
@@ -119,22 +119,47 @@ class Interrupt(Callback):
             raise KeyboardInterrupt
 
 
+def counted(tmp_path: Path, total_eps: float) -> Any:
+    return partial(
+        DPSGD, eps=8.0, noise_multiplier=2.0, secret_file=tmp_path / "secret", dataset_ledger=tmp_path / "spent.jsonl",
+        total_eps=total_eps,
+    )  # fmt: skip
+
+
+def cost_of(*fits: Any) -> float:
+    releases = [release for fit in fits for release in fit.releases]
+    return epsilon(releases, delta=fits[0].plan.budget.delta, neighbours="zero_out")
+
+
 def test_an_interrupted_pipeline_goes_on_where_it_was_and_spends_nothing_twice(tmp_path: Path) -> None:
+    """In a ledger of the data set that has room for its two private trainings and no more."""
+
     def interrupted(callbacks: Any = (), **settings: Any) -> L.Trainer:
         return trainer(callbacks=[*callbacks, Interrupt()], **settings)
 
+    both = cost_of(*pipeline().planned_fits(parts(tmp_path)))
+    privacy = counted(tmp_path, both * 1.001)
     with pytest.raises((KeyboardInterrupt, SystemExit)):
-        pipeline().run(parts(tmp_path, make_trainer=interrupted))
+        pipeline().run(parts(tmp_path, privacy, make_trainer=interrupted))
     run = tmp_path / "run"
     direct = (run / "direct" / "privacy_ledger.jsonl").read_bytes()
     with pytest.raises(ResumeError, match="resume=true"):
-        pipeline().run(parts(tmp_path))
+        pipeline().run(parts(tmp_path, privacy))
     with pytest.raises(ResumeError, match="other settings"):
-        pipeline(generator_steps=STEPS + 1).run(parts(tmp_path, resume=True))
-    pipeline().run(parts(tmp_path, resume=True))
+        pipeline(generator_steps=STEPS + 1).run(parts(tmp_path, privacy, resume=True))
+    pipeline().run(parts(tmp_path, privacy, resume=True))
     assert (run / "direct" / "privacy_ledger.jsonl").read_bytes() == direct, "a finished stage is not run again"
     keys = noise_keys(PrivacyLedger.read(run / "generator" / "privacy_ledger.jsonl").records)
     assert len(keys) == len(set(keys)) == STEPS
+
+
+def test_a_data_set_that_has_room_for_one_training_is_not_charged_for_the_first_of_two(tmp_path: Path) -> None:
+    planned = pipeline().planned_fits(parts(tmp_path))
+    one, both = max(map(cost_of, planned)), cost_of(*planned)
+    assert one < both
+    with pytest.raises(BudgetExceededError, match=r"privacy\.total_eps"):
+        pipeline().run(parts(tmp_path, counted(tmp_path, (one + both) / 2)))
+    assert list((tmp_path / "run").iterdir()) == [] and not (tmp_path / "spent.jsonl").exists()
 
 
 def test_a_pipeline_with_another_promise_is_refused(tmp_path: Path) -> None:
