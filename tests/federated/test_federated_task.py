@@ -296,6 +296,7 @@ def test_a_distilbert_folder_cut_to_two_layers_trains_under_a_budget(
     ({"systems": ["bm25"], "seeds": [1, 1]}, r"task\.seeds=\[1, 1\] must be some different"),
     ({"systems": ["bm25"], "seeds": []}, r"task\.seeds=\[\]"),
     ({"systems": ["bm25"], "split": "train"}, r"task\.split='train' must be dev or test"),
+    ({"systems": ["bm25", "central"], "save_encoder": True}, r"task\.save_encoder=true"),
 ])  # fmt: skip
 def test_what_the_task_refuses(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
@@ -308,6 +309,7 @@ def test_what_the_task_refuses(settings: dict[str, Any], message: str) -> None:
     ({"stage1": {"eps": 3}}, r"federated\.stage1\.eps"),
     ({"privacy": {"eps": 8.0}, "stage1": {"in_batch": True}}, r"federated\.stage1\.in_batch=true"),
     ({"privacy": {"eps": 8.0}, "declare_public": False}, r"Set federated\.privacy\.collection_eps"),
+    *(({"clients": value}, r"federated\.clients=") for value in ("abc", True, 0, 2.5)),
 ])  # fmt: skip
 def test_what_a_federation_refuses_before_any_data_is_read(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
@@ -405,12 +407,6 @@ def test_without_stage_2_its_systems_are_refused_and_stage_1_is_run_and_charged_
     spent = data["systems"]["stage1"]["epsilon"]
     assert all(value is None if eps is None else 0 < value <= eps for value in spent.values())
     assert not any("request" in row[0] or "answer" in row[0] for row in data["trust"])
-
-
-@pytest.mark.parametrize("value", ["abc", True, 0, 2.5])
-def test_a_number_of_clients_that_is_none_is_refused_by_name(value: Any) -> None:
-    with pytest.raises(ConfigurationError, match=r"federated\.clients="):
-        plan(clients=value)
 
 
 def test_what_is_not_set_follows_from_the_budget() -> None:
@@ -526,8 +522,3 @@ def test_what_a_federation_trained_is_no_public_start_of_a_claim(tmp_path: Path)
         Federated(systems=["stage1"], seeds=[0]).run(parts(tmp_path / "second", again))
     assert refused.value.trap == "T30"
     assert {run.privacy for run in noted_in(encoder)} == {"federated"}, "what refuses it in every other run"
-
-
-def test_saving_an_encoder_that_nothing_trains_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"task\.save_encoder=true"):
-        Federated(systems=["bm25", "central"], save_encoder=True)
