@@ -8,6 +8,7 @@ that ledger, never from the configuration.
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -62,6 +63,24 @@ from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.noise import KeyedStream, load_secret, published_secret
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.sweeps.folder import SweepFolder, trial_ledger
+
+#: The code that torch puts around the ``step`` of every class of optimizers that was made, and that runs the hooks.
+_HOOKED_STEP = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
+
+
+def _is_step_of_a_base(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the hook that asks runs in a base class's ``step``, which the optimizer's own ``step`` called.
+
+    That is a part of an update that was counted. Read off the stack, since a count of steps that are under way would
+    stay wrong after one that raised. The same ``step`` within itself, as a closure may call it, is an update more.
+    """
+    running: list[object] = []
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is _HOOKED_STEP and frame.f_locals.get("self") is optimizer:
+            running.append(frame.f_locals["func"])
+        frame = frame.f_back
+    return len(running) > 1 and running[0] not in running[1:]
 
 
 class PrivacyAccountant(Callback):
@@ -393,7 +412,7 @@ class PrivacyAccountant(Callback):
         optimizer = wrapped.optimizer if hasattr(wrapped, "optimizer") else wrapped
         if isinstance(optimizer, torch.optim.Optimizer):  # also those steps that Lightning does not hear of
             name = type(pl_module).__name__
-            self._hook = optimizer.register_step_pre_hook(lambda *_: self._count_own_update(name))
+            self._hook = optimizer.register_step_pre_hook(lambda *_: self._count_own_update(optimizer, name))
         deterministic = pl_module.device.type == "cpu" and str(trainer.precision) in ("32-true", "64-true")
         whole = strategy_name(trainer) in ("one_device", "ddp")  # rank 0 sees the whole sum, model and optimizer
         replays = self.replay == "auto" and deterministic and whole
@@ -457,8 +476,10 @@ class PrivacyAccountant(Callback):
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
         self._count_update("Lightning", type(pl_module).__name__)
 
-    def _count_own_update(self, module: str) -> None:
-        if self._in_batch and not self._between.saving:  # FSDP2 makes missing state by a step at learning rate 0
+    def _count_own_update(self, optimizer: torch.optim.Optimizer, module: str) -> None:
+        if not self._in_batch or self._between.saving:  # FSDP2 makes missing state by a step at learning rate 0
+            return
+        if not _is_step_of_a_base(optimizer):
             self._count_update("itself", module)
 
     def _count_update(self, by: str, module: str) -> None:

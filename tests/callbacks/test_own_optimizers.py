@@ -65,6 +65,40 @@ def test_every_schedule_is_followed(tmp_path: Path) -> None:
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.5**6 * 0.1**2)
 
 
+class Halving(torch.optim.Adam):
+    """Has a step of its own, which calls that of its base."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["lr"] *= 0.5
+        return super().step(closure)
+
+
+class Halved(Regression):
+    def configure_optimizers(self) -> Any:
+        return Halving(self.parameters(), lr=1.0)
+
+
+class HalvedAndMore(Halved):
+    """Makes an update more in the last step, past Lightning."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        super().training_step(batch, batch_idx)
+        if batch.rows is not None and batch.step == 2:
+            raw: Any = self.optimizers(use_pl_optimizer=False)
+            self.per_row_loss(batch.rows).mean().backward()
+            raw.step()
+
+
+def test_a_step_that_calls_its_base_is_one_update(tmp_path: Path) -> None:
+    torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))])  # from now on torch runs the hooks in the step of Adam too
+    trainer = fit(tmp_path / "run", Halved(privacy=dp(tmp_path)), steps=3)
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.5**3
+    with pytest.raises(ConfigurationError) as found:
+        fit(tmp_path / "more", HalvedAndMore(privacy=dp(tmp_path)), steps=3)
+    assert found.value.trap == "T7"
+
+
 class Smooth(Regression):
     """Differentiates inside its loss: a penalty on the gradient at the inputs."""
 
