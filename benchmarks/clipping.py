@@ -47,6 +47,8 @@ ROWS = {
         Row("minilm", 16, 128, 0),
         Row("t5-base", 2, 384, 128),
         Row("t5-small", 4, 384, 64),
+        Row("smollm2", 4, 96, 32),
+        Row("smollm2+lora", 4, 96, 32),
     ],
     "cuda": [
         Row("t5-small", 32, 384, 128),
@@ -55,9 +57,16 @@ ROWS = {
         Row("t5-large", 4, 384, 128),
         Row("t5-large", 16, 384, 128),
         Row("minilm", 128, 128, 0),
+        Row("smollm2", 32, 96, 32),
+        Row("smollm2+lora", 32, 96, 32),
     ],
 }
-QUICK = [Row("t5-toy", 3, 32, 8), Row("bert-toy", 3, 16, 0)]
+QUICK = [
+    Row("t5-toy", 3, 32, 8),
+    Row("bert-toy", 3, 16, 0),
+    Row("llama-toy", 3, 32, 8),
+    Row("llama-toy+lora", 3, 32, 8),
+]
 
 
 def upper_bound(values: list[float], confidence: float = 0.95) -> float | None:

@@ -50,16 +50,35 @@ BERT_SHAPES = {
         hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536, vocab_size=30522
     ),
 }
+LLAMA_SHAPES = {
+    "llama-toy": dict(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64,
+        vocab_size=256,
+    ),
+    "smollm2": dict(
+        hidden_size=576, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3, intermediate_size=1536,
+        vocab_size=49152,
+    ),
+}  # fmt: skip
+#: Put behind a model's name: train low-rank adapters of it alone.
+LORA = "+lora"
 
 
 def build_model(name: str, device: str) -> Any:
-    """A model of that shape with random weights, in train mode (dropout 0.1)."""
+    """A model of that shape with random weights, in train mode (dropout 0.1; none in a decoder-only model)."""
     import torch
-    from transformers import BertConfig, BertModel, T5Config, T5ForConditionalGeneration
+    from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
     torch.manual_seed(0)
-    if name in T5_SHAPES:
-        model: Any = T5ForConditionalGeneration(T5Config(**T5_SHAPES[name], decoder_start_token_id=0))
+    shape = name.removesuffix(LORA)
+    if shape in T5_SHAPES:
+        model: Any = T5ForConditionalGeneration(T5Config(**T5_SHAPES[shape], decoder_start_token_id=0))
+    elif shape in LLAMA_SHAPES:
+        model = LlamaForCausalLM(LlamaConfig(**LLAMA_SHAPES[shape], tie_word_embeddings=True))
+        if name.endswith(LORA):
+            from peft import LoraConfig, get_peft_model
+
+            model = get_peft_model(model, LoraConfig(r=8))
     else:
         model = BertModel(BertConfig(**BERT_SHAPES[name]), add_pooling_layer=False)
     return model.train().to(device)
@@ -70,12 +89,19 @@ def build_losses(model: Any, row: Row, device: str) -> Callable[[], Any]:
     import torch
     import torch.nn.functional as F
 
+    from lit_dpret.modules.families import DecoderOnly
+
     ids = torch.randint(1, model.config.vocab_size, (row.batch, row.source), device=device)
     labels = torch.randint(1, model.config.vocab_size, (row.batch, max(1, row.target)), device=device)
     mask, types = torch.ones_like(ids), torch.zeros_like(ids)
+    family = DecoderOnly()
+    whole = {name: each.to(device) for name, each in family.collate(ids.tolist(), labels.tolist(), 0).items()}
 
     def losses() -> torch.Tensor:
         with torch.autocast(device, dtype=torch.bfloat16, enabled=device != "cpu"):
+            if row.model.removesuffix(LORA) in LLAMA_SHAPES:
+                logits = family.logits(model, whole)
+                return F.cross_entropy(logits.transpose(1, 2), labels, reduction="none").mean(1)
             if row.target:
                 logits = model(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False).logits
                 return F.cross_entropy(logits.transpose(1, 2), labels, reduction="none").mean(1)
