@@ -23,7 +23,7 @@ from lit_dpret.callbacks.planning import PlannedRun, accountant_of, plan_run
 from lit_dpret.callbacks.refusals import complaints
 from lit_dpret.callbacks.traps import SEVERITIES, TRAPS, Severity, Stage, Trap
 from lit_dpret.errors import LitDpretError
-from lit_dpret.privacy.batches import PADDING, Draw, UnitBatch, UnitCollator
+from lit_dpret.privacy.batches import PADDING, UnitBatch, UnitCollator
 from lit_dpret.privacy.noise import KeyedStream, load_secret
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.sampling import PrivateBatchSampler
@@ -223,7 +223,7 @@ def _some_batches(loader: Any, sampler: PrivateBatchSampler) -> list[UnitBatch]:
     half = len(chosen) // 2
     parts = [part for part in (chosen[:half], chosen[half:]) if len(part) > 1]
     return [
-        loader.collate_fn([(Draw(draw.unit, 0, number, False, draw.pick), rows) for draw, rows in part])
+        loader.collate_fn([(replace(draw, step=0, part=number, last=False), rows) for draw, rows in part])
         for number, part in enumerate(parts)
     ]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -18,7 +17,9 @@ from lightning.pytorch.core.hooks import DataHooks
 from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError
-from lit_dpret.privacy.batches import ALONE, Draw, UnitOwners, answer_of, names_its_unit, row_keys
+from lit_dpret.privacy.batches import ALONE, Draw, SeededDraws, UnitOwners, answer_of, names_its_unit, row_keys
+from lit_dpret.privacy.coins import kept_generators, own_generators
+from lit_dpret.privacy.ledger.trained import reached
 from lit_dpret.privacy.sampling import PrivateBatchSampler
 
 _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
@@ -66,7 +67,7 @@ def refuse_remembering_collation(module: Any, dataset: Any, sampler: PrivateBatc
     examine = getattr(module, "examine_collation", None)
     if examine is None or dataset is None:
         return
-    answers = (dataset[Draw(unit, 0, 0, False)][1] for unit in range(sampler.units))
+    answers = (_ask(dataset, unit)[1] for unit in range(sampler.units))
     found = [rows[0] for rows in islice(filter(None, map(list, answers)), 4 * ALONE)]
     if len(found) > ALONE:
         examine(found[:ALONE], found[ALONE:])
@@ -235,20 +236,21 @@ def refuse_other_units(loader: Any, sampler: PrivateBatchSampler) -> bool:
             )
         return True
     owners, seen, unnamed = UnitOwners(sampler.unit), False, False
-    for unit in range(sampler.units):
-        draw, rows = answer_of(dataset[Draw(unit, 0, 0, False)])
-        if draw.unit != unit:
-            raise DataError(
-                f"The training data set answers for unit {draw.unit} where unit {unit} was drawn, so epsilon would be "
-                "false: dataset[draw] must return the draw itself (datamodule.train_dataloader).",
-                trap="T38",
-            )
-        keys = row_keys(rows, sampler.unit)
-        seen |= bool(keys)
-        unnamed |= not all(names_its_unit(row, sampler.unit) for row in rows)
-        if unit == UNNAMED and not seen:
-            break
-        owners.note(unit, keys)
+    with kept_generators():
+        for unit in range(sampler.units):
+            draw, rows = answer_of(dataset[Draw(unit, 0, 0, False)])
+            if draw.unit != unit:
+                raise DataError(
+                    f"The training data set answers for unit {draw.unit} where unit {unit} was drawn, so epsilon would "
+                    "be false: dataset[draw] must return the draw itself (datamodule.train_dataloader).",
+                    trap="T38",
+                )
+            keys = row_keys(rows, sampler.unit)
+            seen |= bool(keys)
+            unnamed |= not all(names_its_unit(row, sampler.unit) for row in rows)
+            if unit == UNNAMED and not seen:
+                break
+            owners.note(unit, keys)
     _refuse_remembering(dataset, sampler)
     return not unnamed
 
@@ -257,12 +259,21 @@ def _refuse_remembering(dataset: Any, sampler: PrivateBatchSampler) -> None:
     """Refuse a data set whose rows of a unit follow from which unit was asked for before it."""
     asked = [unit for unit in range(min(sampler.units, UNNAMED)) if len(answer_of(_ask(dataset, unit))[1])][:4]
     for before, unit, other in zip(asked, asked[1:], asked[2:], strict=False):
-        found = []
-        for first in (before, before, other):
+        found, own = [], []
+        for first in (before, before, before, other):
             _ask(dataset, first)
             found.append(_content(_ask(dataset, unit)[1]))
-        # Rows that differ each time are drawn by generators of their own, and say nothing.
-        if found[0] == found[1] != found[2]:
+            own.append(own_generators(islice(reached(dataset), _OBJECTS)))
+        # The first answer may have filled a cache, and be another object than the next ones.
+        if found[1] != found[2] or own[1] != own[2]:
+            raise DataError(
+                "The training data set gives a unit other rows each time, from a generator of its own, which units use "
+                "in turn, so that one unit moves what others get, and who knows the seed can tell. Let dataset[draw] "
+                "draw from the global generators of torch, random or numpy: they are seeded from the run's secret for "
+                "every unit and step (datamodule.train_dataloader).",
+                trap="T38",
+            )
+        if found[2] != found[3]:
             raise DataError(
                 "The training data set gives other rows for a unit when another one was asked for before it, so one "
                 "unit has a say in what others train on, which no clipping bounds. dataset[draw] must depend on "
@@ -273,15 +284,8 @@ def _refuse_remembering(dataset: Any, sampler: PrivateBatchSampler) -> None:
 
 def _ask(dataset: Any, unit: int) -> Any:
     """Ask a data set for a unit, with the same random numbers each time."""
-    python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(unit)
-        random.seed(unit)
-        np.random.seed(unit)
-        answer = dataset[Draw(unit, 0, 0, False)]
-    random.setstate(python)
-    np.random.set_state(numpy)
-    return answer
+    (found,) = [dataset[draw] for draw in SeededDraws([Draw(unit, 0, 0, False, seed=unit)])]
+    return found
 
 
 def _content(rows: Any) -> bytes | None:

@@ -323,7 +323,9 @@ class PrivacyAccountant(Callback):
         mode.fixed_shapes = asks_for_one_program(trainer, module)
         self.sampler.scatters = shape is not None and mode.neighbours == "add_or_remove"
         collate = collate_of(trainer, module)
-        data.attach(self.sampler, UnitCollator(collate, data.rows_per_unit, unit=mode.unit, shape=shape))
+        apart = mode.guarantee == "dp"
+        collator = UnitCollator(collate, data.rows_per_unit, unit=mode.unit, shape=shape, apart=apart)
+        data.attach(self.sampler, collator)
         keep_the_sampler(trainer)
         self._shared = place_early(trainer, module)
         self._ranks.together(lambda: mode.attach(module, self.plan, stream))

@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import copy
 import math
-import pickle
-import random
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple, NoReturn
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,9 +26,10 @@ from torchmetrics import Metric
 from lit_dpret.distributed.xla import is_lazy
 from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.memory import is_out_of_memory
-from lit_dpret.modules.module_state import GENERATORS, KeptState, Looks
+from lit_dpret.modules.module_state import KeptState, Looks
 from lit_dpret.privacy.batches import ALONE, UnitBatch, take_rows
-from lit_dpret.privacy.ledger.trained import held
+from lit_dpret.privacy.coins import kept_generators, own_generators, python_and_numpy_now, seed_python_and_numpy
+from lit_dpret.privacy.ledger.trained import held, reached
 
 #: What two passes may differ by, relative to the largest value: kernels that add in another order. They run without
 #: autocast, whose rounding would hide more.
@@ -38,6 +37,8 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 LOW_PRECISION = 3e-2
 #: Differences below this many nats say nothing where the shapes differ: a loss of zero is made of larger numbers.
 FLOOR = 1e-4
+#: More objects than these are not searched for generators.
+_OBJECTS = 50_000
 _DEPENDS = "the loss of a row is different when other rows are in the batch, or are not there"
 
 
@@ -137,16 +138,19 @@ class CouplingCheck:
         """Compare what ``collate_rows`` makes of rows with what it makes of them after others; keep them with others.
 
         Raises:
-            UnsupportedModelError: The two differ, and not by random numbers that cannot be repeated.
+            UnsupportedModelError: The two differ, or rows take random numbers from a generator that nobody seeds
+                for each unit.
         """
         self._collated = None
         with _Passes(module, KeptState(module), seed=0) as passes:
             alone, again, after = (passes.collated(rows, before) for before in ([], [], others))
-            repeats = _equal(_leaves(alone), _leaves(again)) and not passes.draws_from_its_own
-            if repeats and not _equal(_leaves(alone), _leaves(after)):
+            repeats = _equal(_leaves(alone.features), _leaves(again.features))
+            if not repeats or alone.own_generators != after.own_generators:  # the latter shows where coins are few, too
+                refuse_own_coins(module)
+            if not _equal(_leaves(alone.features), _leaves(after.features)):
                 refuse_memory(module)
-            if repeats and passes.draws_from_torch_alone:
-                self._collated = alone, passes.collated([*rows, *others], []), len(rows)
+            if not alone.draws_beside_torch:  # other coins cannot be held; those rows meet in no call of collate_rows
+                self._collated = alone.features, passes.collated([*rows, *others], []).features, len(rows)
 
 
 class _Rows:
@@ -225,6 +229,17 @@ class _Seen(NamedTuple):
     later: Tensor
 
 
+class _Collated(NamedTuple):
+    """What ``collate_rows`` made of some rows, and how it left the module's own generators.
+
+    ``draws_beside_torch`` says whether it drew from the global generators of ``random`` and numpy.
+    """
+
+    features: Any
+    own_generators: tuple[bytes | str, ...]
+    draws_beside_torch: bool
+
+
 class _Passes:
     """Runs the loss repeatedly from the same state, and restores that state at the end."""
 
@@ -235,12 +250,12 @@ class _Passes:
 
     def __enter__(self) -> _Passes:
         self._kept_state.begin()
-        self._python, self._numpy = random.getstate(), np.random.get_state()
+        self._generators = kept_generators()
+        self._generators.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
+        self._generators.__exit__(None, None, None)
         self._kept_state.put_back()
 
     def compare_company(
@@ -270,13 +285,14 @@ class _Passes:
 
     def compare_sizes(self, rows: _Rows) -> None:
         """Compare the losses of the kept rows with and without the others."""
-        self._kept_state.reset()
-        together = self._losses(rows.as_they_are(), fixed_coins=True)
-        self._kept_state.reset()
-        alone = self._losses(rows.alone(), fixed_coins=True)
-        self._kept_state.reset()
-        features, places = rows.others_alone()
-        others = self._losses(features, fixed_coins=True)
+        (features, places), found, drawn = rows.others_alone(), [], []
+        for batch in (rows.as_they_are(), rows.alone(), features):
+            self._kept_state.reset()
+            found.append(self._losses(batch, fixed_coins=True))
+            drawn.append(python_and_numpy_now())
+        if drawn[0] != drawn[1] or drawn[0] != drawn[2]:
+            self._refuse_other_coins()
+        together, alone, others = found
         if _differ(together[rows.kept], alone, floor=FLOOR) or _differ(together[places], others, floor=FLOOR):
             self._refuse(rows)
 
@@ -303,22 +319,19 @@ class _Passes:
             self._refuse_memory()
         self._kept_state.refuse_writes(self._refuse_memory)
 
-    def collated(self, rows: list[Any], before: list[Any]) -> Any:
+    def collated(self, rows: list[Any], before: list[Any]) -> _Collated:
         """Collate ``rows`` by a copy of the module, after others if there are some."""
         module = _copy_without_weights(self.module)
         if module is self.module:
             self._kept_state.reset()
-        own = [value for part in module.modules() for value in vars(part).values() if isinstance(value, GENERATORS)]
-        unused = pickle.dumps(own)
         with _FixedCoins():  # type: ignore[no-untyped-call]
             if before:
                 module.collate_rows(before)
             self._seed_everything()
-            coins = random.getstate(), pickle.dumps(np.random.get_state())
+            coins = python_and_numpy_now()
             found = module.collate_rows(rows)
-            self.draws_from_torch_alone = coins == (random.getstate(), pickle.dumps(np.random.get_state()))
-        self.draws_from_its_own = pickle.dumps(own) != unused
-        return found
+            draws = coins != python_and_numpy_now()
+        return _Collated(found, own_generators(islice(reached(module), _OBJECTS)), draws)
 
     def compare_collated(self, rows: _Rows, alone: Any, together: Any, count: int) -> None:
         """Compare the losses of rows that were collated alone with those of the same rows among others."""
@@ -337,8 +350,7 @@ class _Passes:
 
     def _seed_everything(self) -> None:
         torch.manual_seed(self._seed)
-        random.seed(self._seed)
-        np.random.seed(self._seed % 2**32)
+        seed_python_and_numpy(self._seed)
 
     def _losses(self, features: Any, *, gradients: bool = False, fixed_coins: bool = False) -> Tensor:
         """Return the row losses, ``(rows,)``; with ``fixed_coins`` no shape decides which random number a row gets."""
@@ -370,8 +382,7 @@ class _Passes:
         if _differ(again[0], again[1]):
             raise UnsupportedModelError(
                 f"privacy={mode} cannot train {name}: the same rows have another loss each time, so that nobody can "
-                "tell whether rows depend on each other. Draw random numbers in per_row_loss from torch, or from the "
-                "global generators of random and numpy.",
+                "tell whether rows depend on each other. Draw random numbers in per_row_loss from torch.",
                 trap="T11",
             )
         raise UnsupportedModelError(
@@ -382,8 +393,29 @@ class _Passes:
             trap="T11",
         )
 
+    def _refuse_other_coins(self) -> NoReturn:
+        """Refuse numbers of ``random`` and numpy that rows share: only torch's can be held equal (`_FixedCoins`)."""
+        raise UnsupportedModelError(
+            f"privacy={self.module.privacy.name} cannot train {type(self.module).__name__}: how many numbers "
+            "per_row_loss draws from random or numpy depends on which rows are in the batch, so that nobody can tell "
+            "whether rows depend on each other. Draw them from torch; or in collate_rows or dataset[draw], from any "
+            "global generator.",
+            trap="T11",
+        )
+
     def _refuse_memory(self) -> NoReturn:
         refuse_memory(self.module)
+
+
+def refuse_own_coins(module: Any) -> NoReturn:
+    """Refuse a ``collate_rows`` whose coins are not seeded for each unit."""
+    raise UnsupportedModelError(
+        f"privacy={module.privacy.name} cannot train {type(module).__name__}: collate_rows draws random numbers from a "
+        "generator of its own, which rows use in turn, so that one unit moves the numbers of others, and who knows the "
+        "seed can tell. Draw from the global generators (torch.rand(...), random.random(), numpy.random.rand()): they "
+        "are seeded from the run's secret for every unit and step.",
+        trap="T11",
+    )
 
 
 def refuse_memory(module: Any) -> NoReturn:

@@ -38,6 +38,7 @@ from lit_dpret.modules.module_state import HookWatch
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.physical_batches import PhysicalBatches, memory_advice
 from lit_dpret.privacy.batches import UnitBatch, map_rows, rows_in_turn
+from lit_dpret.privacy.coins import kept_generators, seed_python_and_numpy
 from lit_dpret.privacy.ledger.gate import Guard, public_names, unaccounted, uncounted
 from lit_dpret.privacy.modes import PrivacyMode, StepCounts
 from lit_dpret.privacy.sampling import Row
@@ -336,18 +337,22 @@ class PrivateModule(Checkpointed):
             self._rehearses = False
 
     def _contribute(self, batch: UnitBatch, seed: int) -> None:
-        """Add one physical batch to the sum of its logical step, dropout masks keyed by ``seed``."""
+        """Add one physical batch to the sum of its logical step, dropout masks and other coins keyed by ``seed``."""
         if batch.rows is None:
             self.privacy.counts.units += int(batch.mask.sum())
             return
+        with self._replayable_dropout(seed):
+            self._contribute_rows(batch, seed)
+        cut(self.device)
+
+    def _contribute_rows(self, batch: UnitBatch, seed: int) -> None:
         self.before_batch(batch)
         if self.privacy.guarantee == "dp":
             self._couplings.prepare(self, batch, seed)
-        with self._replayable_dropout(seed), _wide_defaults(), whole_convolutions():
+        with _wide_defaults(), whole_convolutions():
             self.privacy.contribute(self, batch)
             if self.privacy.guarantee == "dp":  # after the engine, whose refusals say more; nothing was let out yet
                 self._couplings.look(self, batch, seed)
-        cut(self.device)
 
     def before_batch(self, batch: UnitBatch) -> None:
         """Called before a physical batch that holds rows: for what a loss needs beside them, as public passages."""
@@ -453,9 +458,9 @@ class PrivateModule(Checkpointed):
 
     @contextmanager
     def _replayable_dropout(self, seed: int) -> Any:
-        devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
+        with kept_generators():
             torch.manual_seed(seed)
+            seed_python_and_numpy(seed)
             seed_xla(self.device, seed)
             yield
 

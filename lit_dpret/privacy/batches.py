@@ -16,18 +16,17 @@ units multiplies that query's part in a step, so the names of rows are remembere
 from __future__ import annotations
 
 import hashlib
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from lit_dpret.distributed.xla import is_lazy
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.privacy.budget import NAMES
+from lit_dpret.privacy.coins import generators_now, kept_generators, seed_generators
 from lit_dpret.privacy.state_watch import checksums
 
 _ROW = ("query_id", "passage_id", "image_id")
@@ -238,7 +237,9 @@ class Draw:
     """One slot of a physical batch: which unit fills it, in which logical step.
 
     ``pick`` is a keyed random number that chooses a row where a unit has several and the mode
-    takes one of them per step.
+    takes one of them per step. ``seed`` is the keyed number by which the global generators are seeded while the rows of
+    the unit are fetched and collated; it follows from attempt, step and unit, and from nobody else's rows. Both say
+    nothing of the secret, and so may go to worker processes.
     """
 
     unit: int
@@ -247,6 +248,25 @@ class Draw:
     last: bool
     pick: int = 0
     attempt: int = 0
+    seed: int = 0
+
+
+class SeededDraws(list[Draw]):
+    """The draws of a physical batch, in a loop over which the global generators are seeded for the draw at hand.
+
+    A loader fetches ``[dataset[draw] for draw in draws]``, in a worker process or here: so what ``dataset[draw]`` draws
+    from torch, ``random`` or numpy is the unit's own, whichever data set and loader it is. After the loop the
+    generators are as before.
+    """
+
+    def __iter__(self) -> Iterator[Draw]:
+        with kept_generators():
+            for draw in super().__iter__():
+                seed_generators(draw.seed)
+                yield draw
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SeededDraws, (tuple(super().__iter__()),)  # pickled by a thread, which must leave the generators alone
 
 
 @dataclass
@@ -379,12 +399,19 @@ def answer_of(item: Any) -> tuple[Draw, Sequence[Any]]:
 class UnitCollator:
     """Turn the drawn units into a ``UnitBatch``.
 
+    Guarantees:
+        - Where ``collate_rows`` draws from a global generator, it is called for each unit by itself, under
+          `Draw.seed`: another unit's rows change neither its coins nor its features, whatever is known of the seeds.
+        - A resumed run draws the same, and the global generators are afterwards as before.
+
     Args:
         collate_rows: The module's function from rows to tensors.
         rows_per_unit: ``"one"`` takes one row of each unit, chosen by the keyed stream;
             ``"all"`` takes all of them, and the module averages inside the unit.
         unit: ``privacy.unit``, which says what the rows of one unit have in common.
         shape: Fill every batch with rows up to this shape; None for as many as there are.
+        apart: Whether units are kept apart where ``collate_rows`` draws. Without a guarantee to keep, all rows are
+            collated at once, under the seed of the first of them.
     """
 
     def __init__(
@@ -394,6 +421,7 @@ class UnitCollator:
         *,
         unit: str = "query",
         shape: FixedShape | None = None,
+        apart: bool = True,
     ) -> None:
         if rows_per_unit not in ("one", "all"):
             raise ConfigurationError(f"datamodule.rows_per_unit={rows_per_unit!r} is not one of one, all.")
@@ -401,37 +429,64 @@ class UnitCollator:
         self._one = rows_per_unit == "one"
         self._unit = unit
         self._shape = shape
+        self._apart = apart
+        self._draws = False
 
-    def _collated_alone(self, rows: list[Any]) -> Any:
-        """Return what ``collate_rows`` makes of some rows alone; None where it draws at random."""
-        python, numpy = random.getstate(), np.random.get_state()
-        with torch.random.fork_rng(devices=[]):
-            found, again = self._collate_rows(rows), self._collate_rows(rows)
-        random.setstate(python)
-        np.random.set_state(numpy)
-        return found if _equal(found, again) else None
+    def _collated(self, drawn: Sequence[tuple[Draw, list[Any]]]) -> Any:
+        """Collate the rows of some units, at least one of each: at once, or each unit's alone where coins are drawn."""
+        with kept_generators():
+            if not self._draws:
+                seed_generators(drawn[0][0].seed)
+                before = generators_now()
+                features = self._collate_rows([row for _, rows in drawn for row in rows])
+                if not self._apart or generators_now() == before:
+                    return features
+                self._draws = True
+            parts = []
+            for draw, rows in drawn:
+                seed_generators(draw.seed)
+                parts.append(self._collate_rows(rows))
+        return _units_joined(parts, [len(rows) for _, rows in drawn])
+
+    def _collated_alone(self, drawn: Sequence[tuple[Draw, list[Any]]]) -> Any:
+        """Return what ``collate_rows`` makes of the rows of some units alone; None where it draws at random."""
+        if self._draws:
+            return None
+        found, again = self._collated(drawn), self._collated(drawn)
+        return found if not self._draws and _equal(found, again) else None
+
+    def _placed(self, shape: FixedShape, features: Any, places: Sequence[int]) -> Any:
+        with kept_generators():
+            before = generators_now()
+            placed = shape.place_rows(features, places, shape.rows)
+            if self._apart and generators_now() != before:
+                raise ConfigurationError(
+                    "place_rows draws random numbers, which the rows of a batch would take from each other: draw in "
+                    "collate_rows or in dataset[draw], where each unit has coins of its own.",
+                    trap="T11",
+                )
+        return placed
 
     def __call__(self, items: list[tuple[Draw, Sequence[Any]]]) -> UnitBatch:
-        rows: list[Any] = []
         slots: list[int] = []
+        drawn: list[tuple[Draw, list[Any]]] = []
         items = [answer_of(item) for item in items]
         for slot, (draw, unit_rows) in enumerate(items):
-            chosen = [unit_rows[draw.pick % len(unit_rows)]] if self._one and unit_rows else unit_rows
-            rows.extend(chosen)
-            slots.extend([slot] * len(chosen))
+            if chosen := [unit_rows[draw.pick % len(unit_rows)]] if self._one and unit_rows else list(unit_rows):
+                drawn.append((draw, chosen))
+                slots.extend([slot] * len(chosen))
         first = items[0][0]
         origin = tuple((draw.unit, row_keys(unit_rows, self._unit)) for draw, unit_rows in items)
         real = [draw.unit != PADDING for draw, _ in items]
-        features = self._collate_rows(rows) if rows else None
+        features = self._collated(drawn) if drawn else None
         alone = None
-        if self._shape is None and first.step & (first.step - 1) == 0:
-            few = sorted(set(slots))[:ALONE]
-            alone = self._collated_alone(rows[: slots.index(few[-1]) + slots.count(few[-1])]) if few else None
+        if self._shape is None and first.step & (first.step - 1) == 0 and drawn:
+            alone = self._collated_alone(drawn[:ALONE])
         data_rows = None if self._shape is None else torch.zeros(0, dtype=torch.bool)
-        if self._shape is not None and rows:
+        if self._shape is not None and drawn:
             shape, places = self._shape, self._shape.places(slots)
             data_rows = torch.zeros(shape.rows, dtype=torch.bool).index_fill_(0, torch.tensor(places), True)
-            placed = shape.place_rows(features, places, shape.rows)
+            placed = self._placed(shape, features, places)
             features = _filled_from_their_own(placed, data_rows, shape.rows_of_a_slot)
             slots = [slot for slot in range(shape.slots) for _ in range(shape.rows_of_a_slot)]
             real += [False] * (shape.slots - len(real))
@@ -448,6 +503,31 @@ class UnitCollator:
             digests=digests_of(features),
             origin=origin,
         )
+
+
+def _units_joined(parts: Sequence[Any], counts: Sequence[int]) -> Any:
+    """Put the features of units, each collated by itself, under each other.
+
+    Raises:
+        ConfigurationError: They do not fit.
+    """
+    try:
+        if any(len(leaf) != count for part, count in zip(parts, counts, strict=True) for leaf in _leaves(part)):
+            raise TypeError("a tensor's first axis is not the rows")
+        return _joined(list(parts))
+    except (TypeError, KeyError, RuntimeError) as error:
+        raise ConfigurationError(
+            "collate_rows draws random numbers, so it is called for each unit by itself, with coins that are no other "
+            f"unit's, and what it gave for several units does not fit together ({error}). Give tensors whose first "
+            "axis is the rows and whose other axes are as long for every unit (fill texts up to one length), or "
+            "draw in dataset[draw], which has coins of its own for every unit too, or from torch in per_row_loss.",
+            trap="T11",
+        ) from error
+
+
+def _leaves(rows: Any) -> list[Any]:
+    """The leaves of nested dicts."""
+    return [leaf for value in rows.values() for leaf in _leaves(value)] if isinstance(rows, dict) else [rows]
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -181,6 +181,10 @@ class KeyedStream:
         """A seed for dropout in one physical batch, so that a replayed step draws the same masks."""
         return int.from_bytes(self._digest("dropout", attempt, step, part, size=8), "little") >> 1
 
+    def unit_seed(self, attempt: int, step: int, unit: int) -> int:
+        """A seed for what is drawn while the rows of one unit are fetched and collated for one logical step."""
+        return int.from_bytes(self._digest("unit", attempt, step, unit, size=8), "little") >> 1
+
     def normal(
         self,
         shape: torch.Size,

@@ -19,7 +19,7 @@ from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.privacy.accounting.coupling import largest_batch
 from lit_dpret.privacy.accounting.releases import FixedSize, FullBatch, Poisson, SamplingLaw, Shuffle, TruncatedPoisson
-from lit_dpret.privacy.batches import PADDING, Draw, UnitBatch, UnitOwners
+from lit_dpret.privacy.batches import PADDING, Draw, SeededDraws, UnitBatch, UnitOwners
 from lit_dpret.privacy.noise import KeyedStream
 
 
@@ -246,13 +246,16 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
             part = position * self.ranks.world_size + self.ranks.rank
             last = position == parts - 1
             batch = [
-                Draw(int(units[at]), step, part, last, int(picks[at]), self.attempt)
+                self._of_unit(int(units[at]), step, part, last, int(picks[at]))
                 if at >= 0
                 else Draw(PADDING, step, part, last, attempt=self.attempt)
                 for at in chosen
             ]
             batches.append(batch or [Draw(PADDING, step, part, last, attempt=self.attempt)])
         return batches
+
+    def _of_unit(self, unit: int, step: int, part: int, last: bool, pick: int) -> Draw:
+        return Draw(unit, step, part, last, pick, self.attempt, self._stream.unit_seed(self.attempt, step, unit))
 
     def _members(self, units: np.ndarray, step: int, parts: int) -> list[np.ndarray]:
         """Which of the drawn units, by position, make each of this rank's physical batches."""
@@ -300,7 +303,7 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
             for batch in self.physical_batches(step):
                 if self.watched:
                     self._handed_out[batch[0].attempt, step, batch[0].part] = [draw.unit for draw in batch]
-                yield batch
+                yield SeededDraws(batch)
 
     def require_drawn(self, batch: UnitBatch) -> None:
         """Refuse a batch that holds other units than were handed out for it.

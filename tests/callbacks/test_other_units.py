@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -179,15 +180,56 @@ def test_a_data_set_that_mixes_in_what_was_asked_for_before_is_refused(tmp_path:
 class Augments(Rows):
     """Draws something for each row anew."""
 
+    def coin(self) -> float:
+        return torch.rand(()).item() + np.random.rand() + random.random()
+
     def __getitem__(self, draw: Draw) -> Any:
         found, rows = super().__getitem__(draw)
-        coin = f"{torch.rand(()).item() + np.random.default_rng().random():.6f}"
+        coin = f"{self.coin():.6f}"
         return found, [Line(row.query_id, coin, row.passage_id, row.passage, row.positives) for row in rows]
 
 
-def test_rows_that_are_drawn_anew_each_time_are_not_taken_for_that(tmp_path: Path) -> None:
-    run(tmp_path, Augments([of_a_query(20 * number) for number in range(SIZE)]))
+class AugmentsFromItsOwn(Augments):
+    def __init__(self, table: list[Any]) -> None:
+        super().__init__(table)
+        self.coins = random.Random(3)
+
+    def coin(self) -> float:
+        """Nearly always the same: two looks do not show it, and the generator's state does."""
+        return 1.0 + (self.coins.random() < 1e-6)
+
+
+class AugmentsByTheSystem(Augments):
+    """Draws what nobody can repeat, nor tell from a generator with a public seed."""
+
+    def coin(self) -> float:
+        return float(np.random.default_rng().random())
+
+
+class Caches(Rows):
+    """Makes an object when it is first asked for a row, and gives the same one later."""
+
+    def __init__(self, table: list[Any]) -> None:
+        super().__init__(table)
+        self.made: dict[int, Any] = {}
+
+    def __getitem__(self, draw: Draw) -> Any:
+        found, rows = super().__getitem__(draw)
+        first = [replace(row, query_id=f"{row.query_id}") for row in rows]
+        return found, self.made.setdefault(draw.unit, first)
+
+
+@pytest.mark.parametrize("dataset", [Augments, Caches])
+def test_rows_that_are_drawn_anew_each_time_are_not_taken_for_that(dataset: type[Rows], tmp_path: Path) -> None:
+    run(tmp_path, dataset([of_a_query(20 * number) for number in range(SIZE)]))
     assert sum(record["kind"] == "release" for record in ledger(tmp_path)) == 6
+
+
+@pytest.mark.parametrize("dataset", [AugmentsFromItsOwn, AugmentsByTheSystem])
+def test_rows_that_are_drawn_from_a_generator_that_units_share_are_refused(dataset: type[Rows], tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="generator of its own") as refused:
+        run(tmp_path, dataset([of_a_query(20 * number) for number in range(SIZE)]))
+    assert refused.value.trap == "T38"
 
 
 @pytest.mark.parametrize("told", [SIZE // 2, 2 * SIZE])

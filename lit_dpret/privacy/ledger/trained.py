@@ -60,20 +60,24 @@ _values: dict[tuple[int, ...], dict[bytes, frozenset[TrainedIn]]] = {}
 
 
 def held(module: nn.Module) -> Iterator[nn.Module | Tensor]:
-    """Every module and tensor that ``module`` can read: in its tree, and in the attributes of its parts.
+    """Every module and tensor that ``module`` can read: in its tree, and in the attributes of its parts (`reached`)."""
+    return (each for each in reached(module) if isinstance(each, (nn.Module, Tensor)))
+
+
+def reached(root: object) -> Iterator[Any]:
+    """Every object that ``root`` can read, itself first.
 
     Attributes are followed through lists, tuples, sets, dicts, bound methods, `functools.partial` and the attributes of
     objects. Not followed are closures, slots, what Lightning's own objects hold, and what says ``leads_back``.
     """
     seen: set[int] = set()
-    waiting: list[Any] = [module]
+    waiting: list[Any] = [root]
     while waiting:
         each = waiting.pop()
         if id(each) in seen:
             continue
         seen.add(id(each))
-        if isinstance(each, (nn.Module, Tensor)):
-            yield each
+        yield each
         waiting += (value for value in _inside(each) if type(value) not in _SCALARS)
 
 

@@ -1,0 +1,239 @@
+"""What code of the user's draws from global generators is each unit's own, in every step, and nobody else's."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from stand_ins import Line, Numbers, Regression, dp, fit
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+from lit_dpret.privacy.accounting.releases import FullBatch, Poisson, SamplingLaw
+from lit_dpret.privacy.batches import Draw, FixedShape, SeededDraws, UnitBatch, UnitCollator, copied_rows
+from lit_dpret.privacy.coins import generators_now
+from lit_dpret.privacy.noise import KeyedStream
+from lit_dpret.privacy.sampling import PrivateBatchSampler
+
+UNITS, LONG = 12, 3
+COINS: dict[str, Callable[[], float]] = {
+    "torch": lambda: float(torch.rand(())), "random": random.random, "numpy": lambda: float(np.random.rand()),
+}  # fmt: skip
+
+
+def words(row: Line, longer: bool) -> int:
+    """How many coins a row takes: one unit may have a word more than in the neighbouring data."""
+    return 2 + (longer and row.query == str(LONG))
+
+
+class Dropping:
+    """Drops words while rows are collated."""
+
+    def __init__(self, coin: str = "torch", *, longer: bool = False) -> None:
+        self.coin, self.longer = COINS[coin], longer
+
+    def __call__(self, rows: list[Line]) -> dict[str, Tensor]:
+        kept = [sum(self.coin() for _ in range(words(row, self.longer))) for row in rows]
+        return {"who": torch.tensor([int(row.query) for row in rows]), "kept": torch.tensor(kept)}
+
+
+class Cropping:
+    """A data set of somebody's own that draws for each unit; two rows each."""
+
+    def __init__(self, coin: str = "torch", *, longer: bool = False) -> None:
+        self.coin, self.longer = COINS[coin], longer
+
+    def __len__(self) -> int:
+        return UNITS
+
+    def __getitem__(self, draw: Draw) -> Any:
+        row = Line(f"q{draw.unit}", str(draw.unit), "p", "1", frozenset())
+        crop = [self.coin() for _ in range(words(row, self.longer))][-1]
+        return draw, [] if draw.unit < 0 else [Line("q", row.query, "p", str(crop), frozenset())] * 2
+
+
+def plain(rows: list[Line]) -> dict[str, Tensor]:
+    return {"who": torch.tensor([int(row.query) for row in rows]),
+            "kept": torch.tensor([float(row.passage) for row in rows])}  # fmt: skip
+
+
+def sampler(law: SamplingLaw | None = None, **settings: Any) -> PrivateBatchSampler:
+    chosen = {"units": UNITS, "steps_per_epoch": 3, "physical_batch_size": 5} | settings
+    return PrivateBatchSampler(law or FullBatch(), stream=KeyedStream(b"s" * 32, "run"), **chosen)
+
+
+def batches(dataset: Any, collate: Any, *, law: SamplingLaw | None = None, workers: int = 0, **settings: Any) -> Any:
+    collator = UnitCollator(collate, "all", **settings)
+    own = torch.Generator()  # from which a loader seeds its workers
+    return list(
+        DataLoader(dataset, batch_sampler=sampler(law), collate_fn=collator, num_workers=workers, generator=own)
+    )
+
+
+def coins_of(found: list[UnitBatch]) -> dict[tuple[int, int], list[float]]:
+    """What each unit drew in each step."""
+    kept: dict[tuple[int, int], list[float]] = {}
+    for batch in found:
+        if batch.rows is not None:
+            for who, value in zip(batch.rows["who"].tolist(), batch.rows["kept"].tolist(), strict=True):
+                kept.setdefault((batch.step, who), []).append(value)
+    return kept
+
+
+@pytest.mark.parametrize("law", [FullBatch(), Poisson(sample_rate=0.5)], ids=["full batch", "poisson"])
+@pytest.mark.parametrize("coin", COINS)
+@pytest.mark.parametrize("place", ["collate_rows", "dataset"])
+def test_a_unit_with_a_word_more_moves_the_coins_of_no_other_unit(place: str, coin: str, law: SamplingLaw) -> None:
+    found = []
+    for longer in (False, True):
+        torch.manual_seed(int(longer))  # a public seed plays no part
+        random.seed(int(longer))
+        np.random.seed(int(longer))
+        parts: Any = (
+            (Cropping(coin, longer=longer), plain)
+            if place == "dataset"
+            else (Cropping(), Dropping(coin, longer=longer))
+        )
+        found.append(coins_of(batches(*parts, law=law)))
+    assert found[0].keys() == found[1].keys()
+    moved = {who for step, who in found[0] if found[0][step, who] != found[1][step, who]}
+    assert moved == {LONG}
+    assert len({values[0] for values in found[0].values()}) == len(found[0]), "units or steps share their coins"
+
+
+@pytest.mark.parametrize("place", ["collate_rows", "dataset"])
+def test_workers_draw_what_one_process_draws(place: str) -> None:
+    parts: Any = (Cropping(), plain) if place == "dataset" else (Cropping(), Dropping())
+    assert coins_of(batches(*parts, workers=2)) == coins_of(batches(*parts))
+
+
+def test_a_resumed_run_draws_what_it_would_have_drawn_and_another_attempt_draws_anew() -> None:
+    whole = coins_of(batches(Cropping(), Dropping()))
+    for attempt, same in ((0, True), (1, False)):
+        resumed = sampler()
+        resumed.next_step, resumed.attempt = 2, attempt
+        rest = coins_of(list(DataLoader(Cropping(), batch_sampler=resumed, collate_fn=UnitCollator(Dropping(), "all"))))
+        assert (rest == {key: value for key, value in whole.items() if key[0] == 2}) is same
+
+
+def test_the_global_generators_are_afterwards_as_before() -> None:
+    before = generators_now()
+    batches(Cropping(), Dropping())
+    draws = SeededDraws([Draw(1, 0, 0, True, seed=5)])
+    assert pickle.loads(pickle.dumps(draws)) == draws and generators_now() == before
+    with pytest.raises(ZeroDivisionError):
+        batches(Cropping(), lambda rows: torch.rand(()) / (1 // 0))
+    assert generators_now() == before
+
+
+def test_rows_that_draw_nothing_are_collated_at_once() -> None:
+    calls: list[int] = []
+    batches(Cropping(), lambda rows: [calls.append(len(rows)), plain(rows)][1])
+    assert max(calls) == 10
+
+
+def test_without_a_guarantee_rows_that_draw_are_collated_at_once_under_secret_seeds() -> None:
+    padded = lambda rows: {"kept": torch.rand(len(rows), len(rows))}  # noqa: E731
+    first, again = (batches(Cropping(), padded, apart=False) for _ in range(2))
+    assert torch.equal(first[0].rows["kept"], again[0].rows["kept"]) and first[0].rows["kept"].shape == (10, 10)
+
+
+@pytest.mark.parametrize(
+    "collate",
+    [
+        lambda rows: {"kept": torch.rand(len(rows), 2 + int(rows[0].query))},
+        lambda rows: {"kept": torch.rand(3)},
+        lambda rows: {"kept": torch.rand(())},
+    ],
+    ids=["filled up to the longest", "no axis of rows", "one number"],
+)
+def test_units_that_cannot_be_collated_apart_are_refused(collate: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"dataset\[draw\]") as refused:
+        batches(Cropping(), collate)
+    assert refused.value.trap == "T11"
+
+
+def test_coins_that_are_drawn_where_rows_are_placed_are_refused() -> None:
+    def place(features: Any, places: Any, rows: int) -> Any:
+        return copied_rows({**features, "kept": features["kept"] * torch.rand(len(places))}, places, rows)
+
+    with pytest.raises(ConfigurationError, match="place_rows"):
+        batches(Cropping(), plain, shape=FixedShape(6, 2, place))
+
+
+class Drops(Regression):
+    """One coin in two, so that two looks are often equal by luck."""
+
+    coin = "torch"
+
+    def collate_rows(self, rows: list[Any]) -> dict[str, Tensor]:
+        found = super().collate_rows(rows)
+        kept = torch.tensor([[1.0 if COINS[self.coin]() < 0.5 else 2.0] for _ in rows])
+        return found | {"inputs": found["inputs"] * kept}
+
+
+@pytest.mark.parametrize("coin", COINS)
+def test_a_run_is_not_refused_because_two_draws_were_equal_by_luck(
+    coin: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Drops, "coin", coin)
+    for seed in range(4):  # each was refused, or not, by the luck of its own coins
+        fit(tmp_path / f"{seed}", Drops(privacy=dp(tmp_path, noise_seed=seed)), Numbers(), steps=4)
+
+
+class DrawsFrom(Regression):
+    """A loss with a number for each row from ``random`` or numpy, which its neighbours shift, or one for all rows."""
+
+    coin, of_each_row = "numpy", True
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        count = len(rows["target"])
+        drawn = [COINS[self.coin]() for _ in range(count if self.of_each_row else 1)]
+        return super().per_row_loss(rows) + rows["inputs"].new_tensor(drawn) * self.net(rows["inputs"]).squeeze(-1)
+
+
+@pytest.mark.parametrize("coin", COINS)
+@pytest.mark.parametrize("of_each_row", [True, False])
+def test_a_loss_draws_from_torch_and_what_it_draws_elsewhere_for_each_row_is_refused_by_name(
+    coin: str, of_each_row: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DrawsFrom, "coin", coin)
+    monkeypatch.setattr(DrawsFrom, "of_each_row", of_each_row)
+    run = lambda: fit(tmp_path / "run", DrawsFrom(privacy=dp(tmp_path, noise_seed=1)), steps=3)  # noqa: E731
+    if coin == "torch" or not of_each_row:
+        run()
+        return
+    with pytest.raises(UnsupportedModelError, match="from random or numpy") as refused:
+        run()
+    assert refused.value.trap == "T11"
+
+
+@pytest.mark.parametrize("coin", COINS)
+def test_what_a_loss_draws_follows_from_the_secret_and_not_from_the_public_seed(
+    coin: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[list[float]] = []
+
+    class Seen(Regression):
+        def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+            drawn[-1].append(COINS[coin]())
+            return super().per_row_loss(rows)
+
+        def before_batch(self, batch: UnitBatch) -> None:
+            drawn[-1].append(COINS[coin]())
+
+    for public, secret in ((0, 1), (5, 1), (0, 2)):
+        torch.manual_seed(public)
+        random.seed(public)
+        np.random.seed(public)
+        module = Seen(privacy=dp(tmp_path, noise_seed=secret))
+        drawn.append([])
+        fit(tmp_path / f"{public}{secret}", module, steps=2)
+    assert drawn[0] == drawn[1] != drawn[2]
