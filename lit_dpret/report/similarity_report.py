@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lit_dpret.cards.page import Banner, Block, Code, Grid, Paragraph, Section
 from lit_dpret.report.figures import BLUE, ORANGE, can_draw, new_figure, save_png
-from lit_dpret.report.page import Page
+from lit_dpret.report.page import Page, Written
 
 Facts = Mapping[str, Any]
 NAME = "similarity"
@@ -19,21 +18,6 @@ _REFERENCES = {
     "reference_sample": "as many of them as are held out",
     "held_out": "held-out queries, which the generator never saw",
 }
-
-
-@dataclass(frozen=True)
-class Written:
-    """What was written, in short.
-
-    Attributes:
-        paths: The files.
-        lines: The scores in words.
-        scores: The scores by name.
-    """
-
-    paths: tuple[Path, ...]
-    lines: tuple[str, ...]
-    scores: dict[str, float]
 
 
 def write_similarity(
@@ -61,8 +45,7 @@ def write_similarity(
     paths = list(page.write(folder).values())
     if "diversity" in facts and (plot or (plot is None and can_draw())):
         paths.append(draw_similarity(facts["diversity"], folder / f"{NAME}.png", owner_only=owner_only))
-    scores = _scores(facts)
-    return Written(tuple(paths), tuple(_lines(facts)), scores)
+    return Written(tuple(paths), (*_lines(facts), *(f"written: {path}" for path in paths)))
 
 
 def _head(facts: Facts) -> tuple[str, str]:
@@ -74,7 +57,8 @@ def _head(facts: Facts) -> tuple[str, str]:
     )
 
 
-def _scores(facts: Facts) -> dict[str, float]:
+def scores_of(facts: Facts) -> dict[str, float]:
+    """Return the scores by name."""
     scores: dict[str, float] = {}
     if facts.get("bleu"):
         scores["bleu"] = facts["bleu"]["score"]

@@ -15,7 +15,7 @@ from lit_dpret.datamodules.layouts import folder_parts, read_parts
 from lit_dpret.datamodules.readers import RecordFile
 from lit_dpret.encoders import Towers, load_towers
 from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.report.similarity_report import write_similarity
+from lit_dpret.report.similarity_report import scores_of, write_similarity
 from lit_dpret.settings import require_whole
 from lit_dpret.synthesis.textsim import diversity
 from lit_dpret.synthesis.textsim.bleu import corpus_bleu, references_by_passage
@@ -186,8 +186,8 @@ class Similarity:
             facts["overlap"] = self._overlap(made, original, held_out)
         internal = self.reference == "private"
         written = write_similarity(facts, parts.run_dir, command=parts.command, plot=self.plot, owner_only=internal)
-        say(*written.lines, *([warning] if warning else []), *(f"written: {path}" for path in written.paths))
-        return written.scores
+        say(*written.lines, *([warning] if warning else []))
+        return scores_of(facts)
 
     def _privacy(self) -> str:
         """Say what the synthetic data promise, in a line."""
