@@ -131,6 +131,7 @@ def _below(folder: Path, name: str, *, depth: int | None) -> Iterator[Path]:
 
 _OWN_WORDS = ("output_released", "statement")
 _PASSED_ON = ("accounting", "pretraining", "randomness", "ledger")
+_ATTACKS = {"pre_registered": "pre-registered protocols", "ceilings": "ceilings of attacks", "planted": "canaries"}
 _TUNING = "It leaves out how the settings of its parent were chosen."
 
 
@@ -161,12 +162,11 @@ def passed_on(child: Mapping[str, Any], parent: Mapping[str, Any]) -> set[tuple[
         for index, entry in enumerate(child[name])
         if entry in parent[name]
     }
-    empirical = {("empirical", name) for name in ("pre_registered", "ceilings", "planted")}
     return (
         {("claim", name) for name in child["claim"] if name not in _OWN_WORDS}
         | {(name,) for name in (*_PASSED_ON, "parents")}
+        | {("empirical", name) for name in _ATTACKS}
         | lists
-        | empirical
     )
 
 
@@ -190,12 +190,9 @@ def _better_than_parent(child: Mapping[str, Any], parent: Mapping[str, Any]) -> 
     for name in _PASSED_ON:
         if child[name] != parent[name]:
             problems.append(f"Its {name} block is not its parent's.")
-    if child["empirical"].get("pre_registered", []) != parent["empirical"].get("pre_registered", []):
-        problems.append("Its pre-registered protocols are not its parent's.")
-    if child["empirical"].get("ceilings") != parent["empirical"].get("ceilings"):
-        problems.append("Its ceilings of attacks are not its parent's.")
-    if child["empirical"].get("planted") != parent["empirical"].get("planted"):
-        problems.append("The canaries that it names are not its parent's.")
+    for name, what in _ATTACKS.items():
+        if (child["empirical"].get(name) or None) != (parent["empirical"].get(name) or None):
+            problems.append(f"Its {what} are not its parent's.")
     return problems
 
 
