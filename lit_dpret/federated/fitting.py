@@ -17,9 +17,14 @@ from torch import Tensor
 
 from lit_dpret.callbacks import PrivacyAccountant
 from lit_dpret.callbacks.progress import StepProgress
-from lit_dpret.errors import ConfigurationError
+from lit_dpret.errors import ConfigurationError, ResumeError
 from lit_dpret.files import write_whole
+from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
 from lit_dpret.progress import without_progress
+
+
+class NotRepeatedError(ResumeError):
+    """A fit that was broken off cannot be repeated bit by bit, so all of it would be paid for again."""
 
 
 class RoundAccountant(PrivacyAccountant):
@@ -27,14 +32,34 @@ class RoundAccountant(PrivacyAccountant):
 
     counted_by_others = True
 
+    def _reserve(self) -> None:
+        # The noise of a fit is planned with that of all others: with fresh noise it would take what they need.
+        if self.resume and self._run.attempt:
+            raise NotRepeatedError(f"The fit in {self.run_dir} cannot be repeated bit by bit on this machine.")
+        super()._reserve()
+
 
 def fit_epochs(
     module: Any, data: Any, folder: Path, *, epochs: int = 1, callbacks: Sequence[Callback] = (),
-    progress: StepProgress | None = None,
+    progress: StepProgress | None = None, repeat: bool = False,
 ) -> None:  # fmt: skip
     """Train ``module`` on ``data`` for so many epochs, its ledger in ``folder``.
 
     Nothing is logged, validated or checkpointed: a local epoch yields the weights, and the ledger.
+
+    Args:
+        module: As it was at the start of the fit.
+        data: What it is trained on.
+        folder: Of the ledger.
+        epochs: How many.
+        callbacks: Of the Trainer, beside the accountant.
+        progress: Shows the steps; null shows nothing.
+        repeat: Go through a fit again that was broken off: what its ledger announced gets the same noise bit by bit and
+            costs nothing, and the rest is charged as planned (`broken_attempt`).
+
+    Raises:
+        NotRepeatedError: The fit was to be repeated, and a step has another state or sum than its ledger says, as on a
+            GPU or with another secret. Nothing new was released.
     """
     lines = [] if progress is None else [progress]
     quiet = logging.getLogger("lightning.pytorch")
@@ -50,12 +75,16 @@ def fit_epochs(
             enable_progress_bar=False,
             enable_model_summary=False,
             default_root_dir=folder,
-            callbacks=[RoundAccountant(run_dir=folder, eps_log_points=1), *lines, *callbacks],
+            callbacks=[RoundAccountant(run_dir=folder, resume=repeat, eps_log_points=1), *lines, *callbacks],
         )
         with nullcontext() if lines else without_progress(), warnings.catch_warnings():
             # The sentence side is frozen in stage 2, by design.
             warnings.filterwarnings("ignore", message=".*in eval mode at the start of training.*")
             trainer.fit(module, datamodule=data)
+    except ResumeError as error:
+        if repeat and any(record.get("name") == "replay_failed" for record in _records(folder)):
+            raise NotRepeatedError(str(error)) from error
+        raise
     finally:
         quiet.setLevel(level)
 
@@ -73,7 +102,8 @@ class KeepOptimizer(Callback):
     def __init__(self, before: Path, after: Path) -> None:
         self._before, self._after = before, after
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        # Before the accountant begins: the optimizer is part of the state that a repeated step is held against.
         if self._before.is_file():
             trainer.optimizers[0].load_state_dict(torch.load(self._before, weights_only=True))
 
@@ -84,14 +114,28 @@ class KeepOptimizer(Callback):
 
 
 def attempt_folder(folder: Path) -> Path:
-    """Return the first of ``attempt-0``, ``attempt-1`` and so on that does not exist.
-
-    A round that was killed leaves a ledger whose releases stay charged; it is not continued but repeated.
-    """
+    """Return the first of ``attempt-0``, ``attempt-1`` and so on that does not exist."""
     number = 0
     while (folder / f"attempt-{number}").exists():
         number += 1
     return folder / f"attempt-{number}"
+
+
+def broken_attempt(folder: Path) -> tuple[Path, float] | None:
+    """Return the newest attempt of a fit that is in a ledger, and its noise multiplier; None where there is none.
+
+    Asked where the fit has no result, so that it was broken off: killed in a step, or before its result was written.
+    """
+    attempts = sorted(folder.glob(f"attempt-*/{LEDGER_NAME}"), key=lambda path: int(path.parent.name.split("-")[1]))
+    for path in reversed(attempts):
+        plan = next((record["plan"] for record in _records(path.parent) if record["kind"] == "plan"), None)
+        if plan is not None:
+            return path.parent, float(plan["noise_multiplier"])
+    return None
+
+
+def _records(folder: Path) -> list[dict[str, Any]]:
+    return PrivacyLedger.read(folder / LEDGER_NAME).records
 
 
 class TowardsAnchor(Callback):

@@ -23,7 +23,14 @@ from lit_dpret.errors import ConfigurationError
 from lit_dpret.federated.aggregation import Weights, put_weights, take_weights
 from lit_dpret.federated.centroids import CentroidPlan, dp_centroids
 from lit_dpret.federated.evaluation import METRICS, SentenceCollection
-from lit_dpret.federated.fitting import KeepOptimizer, TowardsAnchor, attempt_folder, fit_epochs
+from lit_dpret.federated.fitting import (
+    KeepOptimizer,
+    NotRepeatedError,
+    TowardsAnchor,
+    attempt_folder,
+    broken_attempt,
+    fit_epochs,
+)
 from lit_dpret.federated.model import refuse_private_start, start_and_dim
 from lit_dpret.federated.negatives import (
     Block,
@@ -36,7 +43,7 @@ from lit_dpret.federated.negatives import (
 )
 from lit_dpret.federated.settings import PddAs2
 from lit_dpret.federated.silo_account import SiloAccount, collection_centroids
-from lit_dpret.federated.storage import Served, keep_facts, save_tensors
+from lit_dpret.federated.storage import Served, keep_facts, save_json, save_tensors
 from lit_dpret.federated.synthetic import public_sentences
 from lit_dpret.modules.as2 import AS2DualEncoder
 from lit_dpret.negatives import (
@@ -48,6 +55,7 @@ from lit_dpret.negatives import (
     StaticNegatives,
 )
 from lit_dpret.negatives.base import coins
+from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
 from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
 from lit_dpret.retrieval.metrics import Values
 
@@ -150,27 +158,63 @@ class SiloClient:
         Served(self.state).round(number, dict(weights), done)
         if done.is_file():
             return load_file(done)
-        module = self._make(
-            privacy=self.account.mode("stage1", number),
-            optimizer_lr=stage.lr,
-            towers="shared",
-            passage_tower="trained",
-            negatives=self._shared_negatives(number),
-        )
-        put_weights(module, weights)
+
+        def start(privacy: PrivacyMode) -> AS2DualEncoder:
+            module = self._make(
+                privacy=privacy,
+                optimizer_lr=stage.lr,
+                towers="shared",
+                passage_tower="trained",
+                negatives=self._shared_negatives(number),
+            )
+            put_weights(module, weights)
+            return module
+
         callbacks: list[Callback] = []
         if stage.strategy == "fedprox":
             callbacks.append(TowardsAnchor(weights, stage.strength))
         if stage.optimizer_state == "keep":
             callbacks.append(KeepOptimizer(self._optimizer_path(number - 1), self._optimizer_path(number)))
-        data = self._datamodule(self._batch(stage.batch_size))
-        fit_epochs(module, data, attempt_folder(self.state / f"stage1-{number:03}"), callbacks=callbacks)
+        module = self._fit("stage1", number, start, stage.batch_size, callbacks)
         found = take_weights(module)
         save_tensors(found, done)
         # Nobody asks again for a round whose update is in the global model.
         for passed in (self.state / f"stage1-{number - 1:03}.safetensors", self._optimizer_path(number - 1)):
             passed.unlink(missing_ok=True)
         return found
+
+    def _fit(
+        self,
+        kind: str,
+        number: int,
+        start: Callable[[PrivacyMode], AS2DualEncoder],
+        batch_size: int,
+        callbacks: list[Callback],
+    ) -> AS2DualEncoder:
+        """Train one local epoch and return its model; under a budget one that was broken off is gone through again.
+
+        Its steps get their noise again bit by bit, and are paid for once. Where that is not possible on this machine,
+        everything that it announced stays charged, and the noise of what is left of the run is raised to pay for it.
+        """
+        folder, data = self.state / f"{kind}-{number:03}", self._datamodule(self._batch(batch_size))
+        broken = None if self.account.noise is None else broken_attempt(folder)
+        if self.ledger is not None and broken is not None:
+            attempt, noise = broken
+            module = start(self.account.mode(kind, number, noise_multiplier=noise))
+            try:
+                fit_epochs(module, data, attempt, callbacks=callbacks, repeat=True)
+                return module
+            except NotRepeatedError:
+                self.ledger.settle_broken(attempt / LEDGER_NAME)
+            stage1 = kind == "stage1"
+            rounds = number if stage1 else self.settings.stage1.warmup_rounds + self.settings.stage1.rounds
+            self.account.keep_within(
+                rounds=rounds, epochs=0 if stage1 else number, refreshes=0 if stage1 else number + 1
+            )
+            data = self._datamodule(self._batch(batch_size))
+        module = start(self.account.mode(kind, number))
+        fit_epochs(module, data, attempt_folder(folder), callbacks=callbacks)
+        return module
 
     def _optimizer_path(self, number: int) -> Path:
         return self.state / f"optimizer-{number:03}.pt"
@@ -215,6 +259,12 @@ class SiloClient:
             rows = module.encode_queries(list(self.queries.values()))
             save_tensors({"rows": rows}, kept)
             return rows
+        # One that was broken off released something for nothing: that stays charged, and more noise pays for it.
+        if self.ledger is not None:
+            self.ledger.settle_broken_releases()
+        if (begun := kept.with_suffix(".begun")).is_file():
+            stage1 = self.settings.stage1
+            self.account.keep_within(rounds=stage1.warmup_rounds + stage1.rounds, epochs=refresh, refreshes=refresh)
         noise = self.account.noise
         if self.ledger is None or noise is None or noise.request is None:
             raise ConfigurationError(
@@ -226,6 +276,7 @@ class SiloClient:
         with self.ledger.gaussian(
             "fed_request", noise_multiplier=noise.request, count=stage.centroid_iterations
         ) as noised:
+            save_json(begun, refresh)
             rows = dp_centroids(queries, plan, noised)
         save_tensors({"rows": rows}, kept)
         return rows
@@ -268,10 +319,14 @@ class SiloClient:
             listed = list(self.queries) if pool.lists is not None else None
             source = FedNegatives(pool, queries=listed, per_query=stage.n, depth=stage.top_k, seed=turn)
         sources: list[NegativeSource] = [InBatchNegatives(), source] if stage.in_batch else [source]
-        module = self._personal_module(weights, privacy=self.account.mode(self._kind, number), negatives=sources)
-        anchor = [TowardsAnchor(take_weights(self._fresh(weights)), stage.anchor)] if stage.anchor else []
-        data = self._datamodule(self._batch(stage.batch_size))
-        fit_epochs(module, data, attempt_folder(self.state / f"{self._kind}-{number:03}"), callbacks=anchor)
+        anchor: list[Callback] = []
+        if stage.anchor:
+            anchor.append(TowardsAnchor(take_weights(self._fresh(weights)), stage.anchor))
+
+        def start(privacy: PrivacyMode) -> AS2DualEncoder:
+            return self._personal_module(weights, privacy=privacy, negatives=sources)
+
+        module = self._fit(self._kind, number, start, stage.batch_size, anchor)
         save_tensors(take_weights(module), self._personal_path(number))
 
     # -- evaluation ----------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from lit_dpret.errors import ConfigurationError
 from lit_dpret.federated.centroids import CentroidPlan, dp_centroids
 from lit_dpret.federated.evaluation import SentenceCollection
 from lit_dpret.federated.settings import PddAs2
-from lit_dpret.federated.silo_ledger import NoisePlan, SiloLedger, split_budget
+from lit_dpret.federated.silo_ledger import NoisePlan, SiloLedger, noise_of_rest, split_budget
 from lit_dpret.federated.storage import save_json, save_tensors
 from lit_dpret.federated.synthetic import SyntheticSet, read_synthetic, units_and_budget
 from lit_dpret.modules.as2 import AS2DualEncoder
@@ -35,15 +35,25 @@ class SiloAccount:
         name: Of the silo.
         settings: Of the run.
         ledger: Of what was spent of its queries; None without ``privacy.eps``.
-        noise: Of the planned releases; None where the run makes none.
+        units: How many units of privacy the silo has; 0 without ``privacy.eps``.
+        state: The folder of the run's files.
         synthetic: The silo's generated queries, where the run uses them.
     """
 
     name: str
     settings: PddAs2
     ledger: SiloLedger | None
-    noise: NoisePlan | None
+    units: int
+    state: Path
     synthetic: SyntheticSet | None
+
+    @property
+    def noise(self) -> NoisePlan | None:
+        """The noise of the releases that are left; None where the run makes none."""
+        kept = self.state / _NOISE
+        if self.ledger is None or self.settings.train_on == "synthetic":
+            return None
+        return NoisePlan(**json.loads(kept.read_text(encoding="utf-8")))
 
     @classmethod
     def open(
@@ -58,7 +68,8 @@ class SiloAccount:
     ) -> SiloAccount:
         """Open the account of the silo at ``folder``, whose run keeps its files in ``state``.
 
-        Noise is chosen once, for everything that was planned when the state folder was begun.
+        Noise is chosen once, for everything that was planned when the state folder was begun, and raised where
+        something that was released is lost (`keep_within`).
 
         Raises:
             ConfigurationError: A batch is larger than the silo.
@@ -67,54 +78,85 @@ class SiloAccount:
         privacy, near = settings.privacy, [state]
         if privacy.eps is None:
             synthetic = read_synthetic(folder, budget=None, ledger=None, near=near) if settings.generated else None
-            return cls(name, settings, None, None, synthetic)
+            return cls(name, settings, None, 0, state, synthetic)
         data, budget = units_and_budget(folder, privacy)
         ledger = SiloLedger(
             ledgers, budget, accountant=privacy.accountant, noise=privacy.noise, secret_file=secret_file
         )
         ledger.require_whole(state)
         synthetic = read_synthetic(folder, budget=budget, ledger=ledger, near=near) if settings.generated else None
-        if settings.train_on == "synthetic":
-            return cls(name, settings, ledger, None, synthetic)
-        fits, kept = _planned_fits(settings, name, data.n_units), state / _NOISE
-        if kept.is_file():
-            noise = NoisePlan(**json.loads(kept.read_text(encoding="utf-8")))
-        else:
-            stage = settings.stage2
-            asks = settings.asks and stage.request == "dp_centroid"
-            noise = split_budget(
-                budget, tuple(fits), requests=stage.refreshes * stage.centroid_iterations if asks else 0,
-                request_share=privacy.request_share, spent=tuple(ledger.charged()), accountant=privacy.accountant,
-            )  # fmt: skip
-            save_json(kept, asdict(noise))
-        return cls(name, settings, ledger, noise, synthetic)
+        account = cls(name, settings, ledger, data.n_units, state, synthetic)
+        if settings.train_on == "queries":
+            fits, kept = account._fits(), state / _NOISE
+            if not kept.is_file():
+                noise = split_budget(
+                    budget, tuple(fits), requests=account._requests(), request_share=privacy.request_share,
+                    spent=tuple(ledger.charged()), accountant=privacy.accountant,
+                )  # fmt: skip
+                save_json(kept, asdict(noise))
+        return account
 
-    def mode(self, *turn: object) -> PrivacyMode:
-        """Return the mode of one fit; without a budget its shuffling follows the public seed, so that runs repeat."""
+    def mode(self, *turn: object, noise_multiplier: float | None = None) -> PrivacyMode:
+        """Return the mode of one fit; without a budget its shuffling follows the public seed, so that runs repeat.
+
+        Args:
+            turn: Which fit it is.
+            noise_multiplier: Of a fit that is repeated; null for what was planned.
+        """
         mode: PrivacyMode
-        if self.settings.train_on == "synthetic" or self.ledger is None or self.noise is None:
+        noise = self.noise
+        if self.ledger is None or noise is None:
             mode = SyntheticData() if self.settings.train_on == "synthetic" else NoPrivacy()
             mode.noise_seed = int(coins(self.settings.seed, self.name, *map(str, turn)).integers(2**31))
             return mode
         return self.ledger.training(
-            noise_multiplier=self.noise.training, max_grad_norm=self.settings.privacy.max_grad_norm
+            noise_multiplier=noise.training if noise_multiplier is None else noise_multiplier,
+            max_grad_norm=self.settings.privacy.max_grad_norm,
         )
 
+    def keep_within(self, *, rounds: int = 0, epochs: int = 0, refreshes: int = 0) -> None:
+        """Raise the noise of what is left of the run where it would no longer stay within the budget.
 
-def _planned_fits(settings: PddAs2, name: str, units: int) -> list[tuple[SamplingLaw, int]]:
-    """Return by which law each stage draws its batches, and how many of them."""
-    one, two = settings.stage1, settings.stage2
-    planned: list[tuple[SamplingLaw, int]] = []
-    for batch, epochs in ((one.batch_size, one.warmup_rounds + one.rounds), (two.batch_size, two.epochs)):
-        if not epochs:  # a stage 2 that is not run: its batch asks nothing of a silo
-            continue
-        if batch > units:
-            raise ConfigurationError(
-                f"Client {name!r} has fewer train queries than a batch of {batch}. Lower the batch_size of "
-                "federated.stage1 and federated.stage2, or leave the client out."
-            )
-        planned.append((Poisson(sample_rate=batch / units), epochs * max(1, round(units / batch))))
-    return planned
+        Args:
+            rounds: Rounds of stage 1 that are over, lost ones not among them.
+            epochs: Epochs of stage 2 that are over.
+            refreshes: The epoch from which on requests are still to be made.
+
+        Raises:
+            BudgetExceededError: What is charged leaves nothing for the rest.
+        """
+        planned, ledger = self.noise, self.ledger
+        if planned is None or ledger is None:
+            return
+        rest = noise_of_rest(
+            planned, ledger.budget, self._fits(rounds, epochs), requests=self._requests(refreshes),
+            spent=ledger.charged(), accountant=ledger.accountant,
+        )  # fmt: skip
+        if rest != planned:
+            save_json(self.state / _NOISE, asdict(rest))
+
+    def _fits(self, rounds: int = 0, epochs: int = 0) -> list[tuple[SamplingLaw, int]]:
+        """Return by which law each stage draws its batches, and how many of them, after so many rounds and epochs."""
+        one, two, units = self.settings.stage1, self.settings.stage2, self.units
+        planned: list[tuple[SamplingLaw, int]] = []
+        all_rounds = one.warmup_rounds + one.rounds
+        for batch, times, over in ((one.batch_size, all_rounds, rounds), (two.batch_size, two.epochs, epochs)):
+            if not times:  # a stage 2 that is not run: its batch asks nothing of a silo
+                continue
+            if batch > units:
+                raise ConfigurationError(
+                    f"Client {self.name!r} has fewer train queries than a batch of {batch}. Lower the batch_size of "
+                    "federated.stage1 and federated.stage2, or leave the client out."
+                )
+            planned.append((Poisson(sample_rate=batch / units), (times - over) * max(1, round(units / batch))))
+        return planned
+
+    def _requests(self, first: int = 0) -> int:
+        """Return how many iterations of centroids the requests from an epoch of stage 2 on take."""
+        stage = self.settings.stage2
+        if not self.settings.asks or stage.request != "dp_centroid":
+            return 0
+        return sum(stage.asks(epoch) for epoch in range(first, stage.epochs)) * stage.centroid_iterations
 
 
 SENTENCES_PER_PASSAGE = 1
@@ -156,6 +198,14 @@ def collection_centroids(
     if privacy.neighbours != "add_or_remove":
         _check_delta(budget, len(collection.passage_ids))
     ledger = SiloLedger(ledgers, budget, accountant=privacy.accountant, noise=privacy.noise, secret_file=secret_file)
+    ledger.settle_broken_releases()
+    begun = kept.with_suffix(".begun")
+    if begun.is_file():  # an earlier try was broken off: what it released stays charged, and more noise pays for it
+        rest = noise_of_rest(
+            NoisePlan(noise, noise), budget, (), requests=stage.centroid_iterations, spent=ledger.charged(),
+            accountant=privacy.accountant,
+        )  # fmt: skip
+        noise = rest.request or noise
     plan = CentroidPlan(
         count=stage.centroids,
         iterations=stage.centroid_iterations,
@@ -166,6 +216,7 @@ def collection_centroids(
     )
     units = collection.passage_of.tolist()
     with ledger.gaussian("fed_response", noise_multiplier=noise, count=stage.centroid_iterations) as noised:
+        save_json(begun, noise)
         rows = dp_centroids(sentences(), plan, noised, units=units)
     save_tensors({"rows": rows}, kept)
     return rows

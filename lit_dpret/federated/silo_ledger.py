@@ -3,8 +3,9 @@
 A privacy engine that is created again in every round forgets what earlier rounds spent. Here every round is a private
 run with a ledger of its own, and all of them are counted in the silo's data-set ledger
 (`lit_dpret.privacy.ledger.dataset_ledger`): it reserves before the first noise is drawn, refuses what would exceed the
-budget, charges a round that was killed, and composes all releases as one list. The file stays with the silo: the
-server of a federation neither keeps nor sees it.
+budget, charges a round that was killed, and composes all releases as one list. A round that was killed goes on with the
+noise that it had; what cannot go on is settled to what it announced. The file stays with the silo: the server of a
+federation neither keeps nor sees it.
 
 Two ledgers, since epsilons of different units do not add up: one for the silo's queries (``unit: query``), and where
 the collection is private as well, one for its passages (``unit: passage``).
@@ -15,7 +16,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -23,12 +24,19 @@ from typing import Any
 
 from torch import Tensor
 
-from lit_dpret.errors import ConfigurationError, LedgerError, PrivateDataError, UnsupportedAccountingError
+from lit_dpret.errors import (
+    BudgetExceededError,
+    ConfigurationError,
+    LedgerError,
+    PrivateDataError,
+    UnsupportedAccountingError,
+)
 from lit_dpret.privacy.accounting.accountant import DecimalGrid, calibrate_noise, least
 from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.accounting.releases import FullBatch, GaussianRelease, Release, SamplingLaw, merge
 from lit_dpret.privacy.budget import AccountantName, Neighbours, NoiseName, PrivacyBudget, Unit, charged
-from lit_dpret.privacy.ledger.dataset_file import DatasetFile, Total, compose_across_runs, composed
+from lit_dpret.privacy.ledger.dataset_account import RunLock
+from lit_dpret.privacy.ledger.dataset_file import Charge, DatasetFile, Entry, Total, compose_across_runs, composed
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.ledger.facts import owed_releases
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, start_of
@@ -47,7 +55,8 @@ class SiloLedger:
     Guarantees:
         - No noise is drawn before the release is in a ledger on disk, and none that the budget does not cover.
         - Rounds compose: `epsilon` covers all releases together, whichever process made them.
-        - A round that was killed stays charged with what it had reserved.
+        - What was killed stays charged with what it had reserved, until it goes on, or is given up and charged with
+          everything that its own ledger announced (`settle_broken`).
         - Where ``folder`` holds the ledger of a request or answer that this file does not know, the file was lost or
           replaced by an older copy, and nothing more is released (`require_whole`).
 
@@ -190,6 +199,44 @@ class SiloLedger:
             ledger.append("end", reason="finished", steps=done)
             self._ledger.settle(run_id, spent=owed_releases(ledger.records), heads=heads(), name=label)
 
+    def settle_broken(self, path: Path) -> None:
+        """Charge a run that was broken off and is given up with what its own ledger announced, no more and no less.
+
+        A release that was announced counts whether or not it was made. What had been reserved beyond is given back.
+
+        Args:
+            path: Of the run's own ledger.
+
+        Raises:
+            LedgerError: The run still goes on in some process, or its ledger is damaged or older than this file; it
+                stays charged as it was.
+        """
+        # Whoever releases something holds the run's ledger open for writing: that it opens here says that nobody does.
+        with PrivacyLedger.open(path) as own:
+            run_id = next((str(record["run_id"]) for record in own.records if record["kind"] == "plan"), "")
+            entry = self._entries().get(run_id)
+            if entry is None or entry.settled:
+                return
+            lock = RunLock(self.path, run_id)
+            lock.take()
+            try:
+                spent = Charge.of(owed_releases(own.records), entry.charge.earlier)
+                heads = [str(record["hash"]) for record in own.records]
+                self._ledger.settle(run_id, spent=spent, heads=heads, name=entry.name)
+            finally:
+                lock.release()
+
+    def settle_broken_releases(self) -> None:
+        """Settle the requests and answers that were broken off (`settle_broken`); those that go on stay as they are."""
+        held = {run_id for run_id, entry in self._entries().items() if not entry.settled}
+        for path in sorted((self.folder / _RELEASES).glob("*.jsonl")):
+            if path.stem.rpartition("-")[2] in held:
+                with suppress(LedgerError):  # it goes on elsewhere
+                    self.settle_broken(path)
+
+    def _entries(self) -> dict[str, Entry]:
+        return DatasetFile.read(self.path).book.entries if self.path.exists() else {}
+
     def total(self) -> Total | None:
         """Return what is spent and reserved now; None where nothing was ever charged."""
         return self._ledger.total() if self.path.exists() else None
@@ -315,6 +362,59 @@ def split_budget(
             "or plan fewer rounds."
         )
     return NoisePlan(grid[found], request)
+
+
+def noise_of_rest(
+    planned: NoisePlan,
+    budget: PrivacyBudget,
+    training: Sequence[tuple[SamplingLaw, int]],
+    *,
+    requests: int = 0,
+    spent: Sequence[Release] = (),
+    accountant: AccountantName = "pld",
+) -> NoisePlan:
+    """Return the noise of what is left of a run of which something that was released is lost.
+
+    Guarantees:
+        - The epsilon of all that is left and all that is charged, composed, is at most ``budget.eps``.
+        - It is the planned noise where that suffices. Otherwise that of training and of requests is raised by one
+          factor, the least of three digits.
+
+    Args:
+        planned: The noise of the whole run.
+        budget: Of the silo.
+        training: The law and the number of steps of each stage that are left.
+        requests: Iterations of centroids that are left.
+        spent: Everything that the silo's ledger is charged with.
+        accountant: ``pld`` or ``rdp``.
+
+    Raises:
+        BudgetExceededError: What is charged leaves nothing for the rest.
+    """
+    grid = DecimalGrid(digits=_DIGITS)
+
+    def total(index: int) -> float:
+        factor = grid[index]
+        rest = [
+            GaussianRelease(noise_multiplier=factor * planned.training, law=law, count=steps)
+            for law, steps in training
+            if steps
+        ]
+        if requests and planned.request is not None:
+            rest.append(GaussianRelease(noise_multiplier=factor * planned.request, law=FullBatch(), count=requests))
+        return epsilon([*spent, *rest], delta=budget.delta, neighbours=budget.neighbours, accountant=accountant)
+
+    if total(0) <= budget.eps:
+        return planned
+    found = least(total, budget.eps, start=0, most=grid.index(1e3), stride=10**_DIGITS, place=grid.__getitem__)
+    if found is None:
+        raise BudgetExceededError(
+            f"federated.privacy.eps={budget.eps:g}: what this run released before it was interrupted cannot be "
+            "repeated here, stays charged, and leaves nothing for the rest. Start over in a new folder; what both "
+            "release composes to more than eps."
+        )
+    factor = grid[found]
+    return NoisePlan(factor * planned.training, None if planned.request is None else factor * planned.request)
 
 
 def silo_budget(

@@ -32,14 +32,14 @@ from lit_dpret.cards.verification import verify_chain
 from lit_dpret.datamodules import SiloDataModule
 from lit_dpret.datamodules.layouts import folder_parts, read_parts
 from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError
-from lit_dpret.federated.fitting import attempt_folder, fit_epochs
+from lit_dpret.federated.fitting import NotRepeatedError, attempt_folder, broken_attempt, fit_epochs
 from lit_dpret.federated.settings import FederatedPrivacy, PddAs2
-from lit_dpret.federated.silo_ledger import SiloLedger, silo_budget
+from lit_dpret.federated.silo_ledger import NoisePlan, SiloLedger, noise_of_rest, silo_budget
 from lit_dpret.federated.storage import keep_facts
 from lit_dpret.privacy.accounting.accountant import calibrate_noise
 from lit_dpret.privacy.accounting.releases import Poisson, Release
 from lit_dpret.privacy.budget import PrivacyBudget
-from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
+from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
 from lit_dpret.synthesis.writer import synthesize
 
 SYNTHETIC = "synthetic"
@@ -118,8 +118,9 @@ def train_generator(
     Guarantees:
         - No noise is drawn that the silo's budget does not cover beside everything else in its ledger.
         - The run's card states only the generator's epsilon; the ledger composes it with the rest.
-        - A finished generator is not trained again. One that was killed stays charged, and another is trained only if
-          the budget covers both.
+        - A finished generator is not trained again. One that was killed goes on, its steps repeated bit by bit and paid
+          for once. Where that is not possible, as on a GPU, what it released stays charged, and another is trained
+          with the noise that the budget leaves, or not at all.
 
     Args:
         silo: The client's folder.
@@ -146,18 +147,34 @@ def train_generator(
     keep_facts(root / "run.json", "generator", facts)
     if (done := finished_generator(state)) is not None:
         return done
+    law = Poisson(sample_rate=terms.batch_size / data.n_units)
     noise = calibrate_noise(
-        eps=terms.eps, delta=budget.delta, neighbours=budget.neighbours,
-        law=Poisson(sample_rate=terms.batch_size / data.n_units), steps=steps, accountant=privacy.accountant,
+        eps=terms.eps, delta=budget.delta, neighbours=budget.neighbours, law=law, steps=steps,
+        accountant=privacy.accountant,
     )  # fmt: skip
     spent = Path(state) / "private" if ledgers is None else Path(ledgers)
     ledger = SiloLedger(spent, budget, accountant=privacy.accountant, noise=privacy.noise, secret_file=secret_file)
     ledger.require_whole(Path(state))
-    module = make_generator(privacy=ledger.training(noise_multiplier=noise, max_grad_norm=privacy.max_grad_norm))
-    folder = attempt_folder(root)
-    line = None if label is None else StepProgress(label, steps=steps)
-    fit_epochs(module, data, folder, epochs=terms.epochs, callbacks=[PrivacyCard(run_dir=folder)], progress=line)
-    return folder
+
+    def fit(folder: Path, noise_multiplier: float, *, repeat: bool) -> Path:
+        mode = ledger.training(noise_multiplier=noise_multiplier, max_grad_norm=privacy.max_grad_norm)
+        line = None if label is None else StepProgress(label, steps=steps)
+        fit_epochs(
+            make_generator(privacy=mode), data, folder, epochs=terms.epochs, callbacks=[PrivacyCard(run_dir=folder)],
+            progress=line, repeat=repeat,
+        )  # fmt: skip
+        return folder
+
+    if (broken := broken_attempt(root)) is not None:
+        try:
+            return fit(*broken, repeat=True)
+        except NotRepeatedError:
+            ledger.settle_broken(broken[0] / LEDGER_NAME)
+        data, _ = check_generator(silo, settings, terms)
+        noise = noise_of_rest(
+            NoisePlan(noise, None), budget, [(law, steps)], spent=ledger.charged(), accountant=privacy.accountant
+        ).training
+    return fit(attempt_folder(root), noise, repeat=False)
 
 
 def finished_generator(state: str | Path) -> Path | None:

@@ -27,6 +27,7 @@ from lit_dpret.federated.secure_mean import secure_mean
 from lit_dpret.federated.settings import PddAs2, Stage1, Stage2
 from lit_dpret.federated.silo import SiloClient, public_places
 from lit_dpret.modules import AS2DualEncoder, OptimizerSpec
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.privacy.noise import KeyedStream
 
@@ -188,7 +189,7 @@ def test_under_a_budget_rounds_requests_and_stages_are_charged_to_each_silo_and_
     assert client.epsilon() == spent["client0"]
 
 
-def test_a_round_that_was_broken_off_is_made_again_and_stays_charged(
+def test_a_round_that_was_broken_off_is_gone_through_again_stays_charged_and_is_charged_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = replace(PRIVATE, stage1=replace(PRIVATE.stage1, rounds=3), stage2=replace(PRIVATE.stage2, epochs=0))
@@ -202,7 +203,10 @@ def test_a_round_that_was_broken_off_is_made_again_and_stays_charged(
     again = federation(tmp_path, settings).clients["client0"]
     assert again.epsilon() == spent and spent
     again.train_shared(start, 0)
-    assert (again.epsilon() or 0) > spent
+    assert again.epsilon() == spent
+    (ledger,) = (again.state / "stage1-000").glob("attempt-*/privacy_ledger.jsonl")
+    kinds = [record["kind"] for record in PrivacyLedger.read(ledger).records]
+    assert kinds.count("replay") == kinds.count("intent") > 0
 
 
 def test_rounds_whose_ledger_is_gone_are_not_gone_on_with(tmp_path: Path) -> None:
