@@ -44,9 +44,10 @@ def with_lora(model: nn.Module, settings: Mapping[str, Any]) -> nn.Module:
         settings: Arguments of ``peft.LoraConfig``.
 
     Raises:
-        ConfigurationError: peft is missing, or refuses the settings.
+        ConfigurationError: peft is missing, or refuses the settings; or they train one use of a tied weight.
     """
     peft = _peft()
+    tied = _tied(model)
     try:
         config = peft.LoraConfig(**{str(name): value for name, value in settings.items()})
         adapted: nn.Module = peft.get_peft_model(model, config)
@@ -55,7 +56,33 @@ def with_lora(model: nn.Module, settings: Mapping[str, Any]) -> nn.Module:
             f"model.lora={dict(settings)} makes no adapters: {first_line(error)} Its keys are the arguments of "
             "peft.LoraConfig."
         ) from error
+    for name, part in adapted.named_modules():
+        setting, base = None, part
+        if isinstance(part, peft.tuners.lora.LoraLayer):
+            setting, base = "target_modules", part.get_base_layer()
+        elif isinstance(part, peft.utils.ModulesToSaveWrapper):
+            setting, base = "modules_to_save", part.original_module
+        uses = next((tied[id(p)] for p in base.parameters() if id(p) in tied), None) if setting else None
+        if uses is not None:
+            raise ConfigurationError(
+                f"model.lora.{setting} names {name.removeprefix('base_model.model.')}, and {', '.join(uses)} are one "
+                "weight: trained in one use alone they would be two, and the saved model, in which they are one, would "
+                "be another than was trained. Leave it out, or train all uses together by model.trainable_patterns "
+                "in place of model.lora."
+            )
     return adapted
+
+
+def _tied(model: nn.Module) -> dict[int, list[str]]:
+    """Return the names of each parameter that has several, by the parameter's id.
+
+    None on the ``meta`` device: a configuration ties what stored weights may hold apart, as those of T5 1.1 do.
+    """
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if not parameter.is_meta:
+            names.setdefault(id(parameter), []).append(name)
+    return {key: found for key, found in names.items() if len(found) > 1}
 
 
 def without_adapters(model: nn.Module) -> nn.Module:
