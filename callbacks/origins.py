@@ -24,16 +24,20 @@ class OwnWeights:
     Args:
         module: As the fit begins: values that it does not change are not its own.
         itself: The run.
+        start: The run that ``init_from`` names.
     """
 
-    def __init__(self, module: Any, itself: TrainedIn) -> None:
+    def __init__(self, module: Any, itself: TrainedIn, start: Start | None) -> None:
         self._itself, self._before, self._marked = itself, fingerprints(module), False
+        places = [*_origins(module, start), *([] if start is None else [model_folder(start.folder)])]
+        # Under privacy=none nobody counts them, so that the names in what the run writes are all that is left of them.
+        self._began_with = {run for place in places for run in noted_in(place) if run.privacy != "none"}
 
     def mark_trained(self, module: Any) -> None:
         """Mark a module that the run has trained, with all runs behind it; once."""
         if not self._marked:
             self._marked = True
-            mark(module, [self._itself, *runs_behind(module)])
+            mark(module, [self._itself, *self._began_with, *runs_behind(module)])
 
     def remember(self, values: Mapping[str, Any]) -> None:
         """Remember the values that the run has given its weights."""

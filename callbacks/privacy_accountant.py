@@ -407,7 +407,7 @@ class PrivacyAccountant(Callback):
             self._ranks.together(lambda: refuse_other_weights(module, self, self._data))
         inherited = module.privacy.guarantee == "inherited"
         itself = claim_of(self._data) if inherited else self._identity
-        self._weights = OwnWeights(module, TrainedIn(itself, module.privacy.name, str(self.run_dir)))
+        self._weights = OwnWeights(module, TrainedIn(itself, module.privacy.name, str(self.run_dir)), self.start())
         if self._restored is not None:
             go_on_averaging(trainer, pl_module)
         wrapped: Any = module.optimizers()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ from tiny_tasks import retriever, write_log
 
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
 from lit_dpret.cards.card import read_card
+from lit_dpret.cards.start import read_start
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.encoders import Contract, TextEncoder, load_towers
 from lit_dpret.encoders.st_folder import save_sentence_transformer
-from lit_dpret.errors import LitDpretError
+from lit_dpret.errors import ConfigurationError, LitDpretError
 from lit_dpret.modules import DualEncoder, EmbeddingTrainer, FrozenDualEncoder, OptimizerSpec
 from lit_dpret.negatives import StaticNegatives
 from lit_dpret.privacy.ledger import trained
@@ -189,6 +191,32 @@ def test_a_folder_that_is_declared_public_is_believed_whichever_run_wrote_it(
     settings = {"init_from": written, "init_from_is_public": True, "eps_log_points": 1}
     counting = PrivacyAccountant(run_dir=tmp_path / "second", **settings)
     train(tmp_path / "second", private(tmp_path, written), accountant=counting)
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["init_from", "model.encoder"])
+def test_the_folder_of_a_run_without_privacy_names_the_private_run_that_it_began_with(
+    named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or taking its weights alone, without card and ledger, would make a public start of what was private."""
+    mode = PublicPassages(eps=8.0, noise_multiplier=2.0, pool_size=8, secret_file=tmp_path / "secret")
+    first = train(tmp_path / "first", DualEncoder(privacy=mode, optimizer=OptimizerSpec(lr=1e-2), encoder=tower()))
+    for number in (2, 3):  # over several generations
+        monkeypatch.setattr(trained, "_values", {})
+        module = DualEncoder(
+            privacy=NoPrivacy(), optimizer=OptimizerSpec(lr=1e-2), encoder=str(first / "model"), max_query_length=8,
+            max_passage_length=10,
+        )  # fmt: skip
+        folder = tmp_path / f"run{number}"
+        settings = {"init_from": first} if named else {}
+        accountant = PrivacyAccountant(run_dir=folder, eps_log_points=1, **settings)
+        first = train(folder, module, accountant=accountant)
+    written = Path(shutil.copytree(first / "model", tmp_path / "alone"))
+    for card in written.glob("privacy_card.*"):
+        card.unlink()
+    assert {each.privacy for each in trained.noted_in(written)} == {"public_passages", "none"}
+    with pytest.raises(ConfigurationError, match="init_from=") as raised:
+        read_start(written, public=True)
+    assert raised.value.trap == "T30"
 
 
 def test_a_source_of_negatives_that_served_another_run_brings_none_of_its_weights(tmp_path: Path) -> None:
