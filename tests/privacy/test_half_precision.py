@@ -180,12 +180,19 @@ class Placing(Distances):
         return {name: value[of] for name, value in features.items()}
 
 
+class Compiled(Placing):
+    """Its engine takes all rows of a slot, filled in or not."""
+
+    fixed_shapes = True
+
+
 @pytest.mark.parametrize("precision", LOW)
 @pytest.mark.parametrize(
     ("make", "engine", "unit"),
     [
         (Distances, "ghost", "query"), (Distances, "vmap", "query"), (Distances, "opacus", "query"),
         (Distances, "loop", "query"), (Distances, "ghost", "user"), (Placing, "ghost", "query"),
+        (Compiled, "ghost", "query"),
     ],
 )  # fmt: skip
 def test_a_row_without_a_finite_gradient_drops_its_own_unit_alone(
