@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
@@ -50,7 +51,9 @@ def with_lora(model: nn.Module, settings: Mapping[str, Any]) -> nn.Module:
     tied = _tied(model)
     try:
         config = peft.LoraConfig(**{str(name): value for name, value in settings.items()})
-        adapted: nn.Module = peft.get_peft_model(model, config)
+        with warnings.catch_warnings():  # peft asks by a name that transformers 5 has renamed
+            warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
+            adapted: nn.Module = peft.get_peft_model(model, config)
     except (TypeError, ValueError) as error:
         raise ConfigurationError(
             f"model.lora={dict(settings)} makes no adapters: {first_line(error)} Its keys are the arguments of "
