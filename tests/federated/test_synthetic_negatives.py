@@ -20,12 +20,13 @@ from transformers import PreTrainedTokenizerFast
 
 from lit_dpret.callbacks import PrivacyCard
 from lit_dpret.cards.amendments import AttackResult, add_evidence
+from lit_dpret.cards.file import read_card
 from lit_dpret.cards.text import ALARM, BOUND
 from lit_dpret.datamodules import SiloDataModule
 from lit_dpret.datamodules.silo_folder import silo_folders, write_silos
 from lit_dpret.errors import BudgetExceededError, ConfigurationError, DataError, PrivateDataError, ResumeError
 from lit_dpret.federated.data import planted_silos, planted_words
-from lit_dpret.federated.fitting import fit_epochs
+from lit_dpret.federated.fitting import RoundAccountant, fit_epochs
 from lit_dpret.federated.inprocess import InProcessFederation
 from lit_dpret.federated.negatives import FedPool
 from lit_dpret.federated.settings import PddAs2, Stage1, Stage2
@@ -201,6 +202,26 @@ def test_a_finished_generator_is_not_trained_again_nor_with_other_settings(world
     assert again == state / "generator" / "attempt-0" and ledger_of(world).epsilon() == spent
     with pytest.raises(ResumeError, match=r"generator\.eps=5"):
         train_generator(silo(world), state, PRIVATE, make_generator, GeneratorTerms(eps=2.0, batch_size=8))
+
+
+@pytest.mark.parametrize("replay", ["auto", "never"])
+def test_a_generator_that_was_broken_off_is_paid_for_once_or_within_the_budget(
+    replay: str, world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its result is gone, as after a kill before it was written; ``never`` is a GPU."""
+    state, spent = world / "state" / "client0", ledger_of(world).epsilon()
+    shutil.rmtree(state / "generator" / "attempt-0" / "model")
+    init = RoundAccountant.__init__
+    monkeypatch.setattr(RoundAccountant, "__init__", lambda self, **more: init(self, **more, replay=replay))
+    again = train_generator(
+        silo(world), state, PRIVATE, make_generator, GeneratorTerms(eps=EPS, batch_size=8), secret_file=world / "secret"
+    )
+    read_card(again / "model")
+    total = ledger_of(world).epsilon()
+    if replay == "auto":
+        assert again.name == "attempt-0" and total == spent
+    else:
+        assert again.name == "attempt-1" and spent < total <= float(PRIVATE.privacy.eps or 0)
 
 
 # -- what is refused --------------------------------------------------------------------------
