@@ -86,9 +86,9 @@ def trusted_code(trainer: L.Trainer, module: Any, data: Any) -> list[str]:
     if kept := ", ".join(dict.fromkeys(f"{owner}.{name}" for owner, name, _ in _saved(module, data))):
         bound.append(f"Nothing of a private row is in the hyper-parameters that checkpoints and logs keep: {kept}.")
     text = (
-        f"{', '.join(own)}: in this code, the loss of a row depends on no other row, and nothing of a private row ends "
-        "the run, sets a learning rate, changes an update or a weight, or reaches a file. Samples of it were examined "
-        "while the run trained, and nothing was found; that proves none of it."
+        f"{', '.join(own)}: in this code, the loss of a row, with the random numbers in it, depends on no other row, "
+        "and nothing of a private row ends the run, sets a learning rate, changes an update or a weight, or reaches a "
+        "file. Samples of it were examined while the run trained, and nothing was found; that proves none of it."
     )
     public = ", ".join(getattr(module, "public_metrics", ()))
     return [*bound, text] + ([f"No private row is behind {public} but through trained weights."] if public else [])

@@ -143,7 +143,11 @@ class PrivateModule(Checkpointed):
         super().save_hyperparameters(*args, ignore=[*ignored, "privacy", "optimizer"], frame=frame, logger=logger)
 
     def collate_rows(self, rows: list[Row]) -> Any:
-        """Turn rows of text into what ``per_row_loss`` takes: a dict of tensors, first axis rows."""
+        """Turn rows of text into what ``per_row_loss`` takes: a dict of tensors, first axis rows.
+
+        It may draw from the global generators of torch, ``random`` and numpy. Under a guarantee it is then called for
+        the rows of one unit at a time, with coins of that unit, and every unit's tensors have the same shape per row.
+        """
         raise UnsupportedModelError(f"{type(self).__name__} does not implement collate_rows(rows).")
 
     def examine_collation(self, rows: list[Row], others: list[Row]) -> None:
@@ -171,7 +175,7 @@ class PrivateModule(Checkpointed):
         return type(self).place_rows is not PrivateModule.place_rows
 
     def per_row_loss(self, rows: Any) -> Tensor:
-        """Return the loss of each row, shape ``(rows,)``."""
+        """Return the loss of each row, shape ``(rows,)``; random numbers of a row come from torch."""
         raise UnsupportedModelError(f"{type(self).__name__} does not implement per_row_loss(rows).")
 
     def assumptions(self) -> list[str]:
