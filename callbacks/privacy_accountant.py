@@ -105,7 +105,7 @@ class PrivacyAccountant(Callback):
 
     Args:
         run_dir: Where the ledger lies; null for the Trainer's ``default_root_dir``.
-        resume: Go on with the ledger found there. Without it an existing ledger is refused, and with it a missing one.
+        resume: Go on with the ledger found there. False refuses an existing ledger, true a missing one.
         resume_reserve: Extra steps that the calibration pays for in advance, so that re-executed
             steps after a crash do not end the run early.
         replay: ``auto`` repeats steps bit by bit on a CPU in float32 or float64; ``never`` always

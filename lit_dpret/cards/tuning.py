@@ -120,7 +120,7 @@ def hides_earlier_tuning(own: Mapping[str, Any], earlier: Mapping[str, Any], *, 
 def tuning_of_run(tuning: Mapping[str, Any] | None, judged: Judged, cost: SearchCost | None = None) -> dict[str, Any]:
     """Return the tuning block of a run: what was declared, with what its ledger says of its sweep and of its start.
 
-    ``cost`` is `search_cost`, for who asks several times.
+    ``cost`` is the result of `search_cost`, for a caller that needs several blocks.
     """
     start = start_of(judged.records) or {}
     delta = None if judged.claimed is None else judged.claimed.budget.delta

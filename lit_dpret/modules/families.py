@@ -115,7 +115,7 @@ class DecoderOnly:
     def logits(self, model: Any, features: Features) -> Tensor:
         labels, ids = features["labels"], features["input_ids"]
         places = features["starts"][:, None] + torch.arange(labels.shape[1], device=ids.device)
-        # Behind a row's query stands padding, and what is predicted there is not asked for.
+        # After a row's query comes padding, whose labels are ignored.
         with only_at(model.get_output_embeddings(), places.clamp(max=ids.shape[1] - 1)):
             found: Tensor = model(input_ids=ids, use_cache=False).logits
         if found.shape[:2] != labels.shape:

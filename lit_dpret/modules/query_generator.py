@@ -142,21 +142,21 @@ class QueryGenerator(PrivateModule):
             )
         chosen = {"trainable_patterns": trainable_patterns, "lora": lora, "prompt_tuning": prompt_tuning}
         refuse_two_choices(chosen)
-        words = load_tokenizer(source)
+        known = load_tokenizer(source)
         if pretrained is not None:
             refuse_tuned_prompt(pretrained)
             model = load_language_model(pretrained, dropout=dropout)
         else:
-            model = build_language_model(config or {}, words, dropout=dropout)
+            model = build_language_model(config or {}, known, dropout=dropout)
         self.pretrained = RANDOM_WEIGHTS if pretrained is None else str(pretrained)
         self.family = family_of(model.config)
         contract = GeneratorContract(
-            prompt=self._prompt(prompt, words, chat),
+            prompt=self._prompt(prompt, known, chat),
             max_passage_length=max_passage_length,
             max_query_length=max_query_length,
             lower_case=lower_case,
         )
-        self.codec = TextCodec(words, contract, continues=not model.config.is_encoder_decoder)
+        self.codec = TextCodec(known, contract, continues=not model.config.is_encoder_decoder)
         self.codec.require_room()
         self.loss_normalisation = loss_normalisation
         self.fixed_shapes = fixed_shapes
@@ -168,7 +168,7 @@ class QueryGenerator(PrivateModule):
         if lora is not None:
             self.model = cast(PreTrainedModel, with_lora(self.model, lora))
         if prompt_tuning is not None:
-            ids = add_prompt(self.model, prompt_tuning, words)
+            ids = add_prompt(self.model, prompt_tuning, known)
             self.codec = replace(self.codec, contract=replace(contract, virtual_ids=ids))
         if trainable_patterns is not None:
             freeze_all_but(self.model, list(trainable_patterns))
@@ -259,14 +259,14 @@ class QueryGenerator(PrivateModule):
         """Load what ``save_model`` wrote, ready to generate."""
         return load_generator(folder)
 
-    def _prompt(self, prompt: str | None, words: PreTrainedTokenizerBase, chat: bool) -> str:
+    def _prompt(self, prompt: str | None, known: PreTrainedTokenizerBase, chat: bool) -> str:
         text = self.family.default_prompt if prompt is None else prompt
         if isinstance(self.family, DecoderOnly) and PASSAGE not in text:
             raise ConfigurationError(
                 f"model.prompt={text!r} has no {PASSAGE}: a decoder-only model reads passage and query as one text, "
                 f"and must see where the query begins. Write {self.family.default_prompt!r}, or leave it null."
             )
-        return chat_prompt(words, text) if chat else text
+        return chat_prompt(known, text) if chat else text
 
     def _check_sizes(self) -> None:
         vocabulary, words = self.model.get_input_embeddings().num_embeddings, len(self.codec.tokenizer)

@@ -74,8 +74,8 @@ NOISE_STREAM = 2
 """How keys become noise: 1 drew a parameter at once, 2 in blocks. Whatever changes a number raises it: a ledger says
 which one drew its noise, and no step is repeated under another one."""
 
-# Of the key since stream 1, where it told shares of several ranks apart; no strategy adds shares, and without it every
-# number would be another one.
+# A constant part of the key. It once told the shares of several ranks apart; it stays, since without it every number
+# would change.
 _WHOLE = 0
 
 

@@ -152,10 +152,10 @@ def _choice(data: str, metric: str, *, private: bool, bare: bool) -> str:
     scored = {
         "public": "public records need no cover.",
         "synthetic": "the synthetic ones that were scored have an epsilon of their own, which is not in it.",
-    }.get(data, "for those that were scored, by nothing.")
+    }.get(data, "nothing covers those that were scored.")
     return (
-        f"{chosen}, and all trials were trained on private data: for the records that were trained on, the choice is "
-        f"covered by the epsilon of all trials alone; {scored}"
+        f"{chosen}, and all trials were trained on private data: for the records that were trained on, only the "
+        f"epsilon of all trials together covers the choice; {scored}"
     )
 
 

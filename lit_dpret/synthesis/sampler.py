@@ -13,8 +13,8 @@ the logits themselves depend, in their last bits, on the shape of the batch and 
 agree to the byte where they compute the same shapes on the same machine, and ``lit_dpret.synthesis``
 fixes those shapes.
 
-`target_scores` turns it round: how likely given queries are, under the model and under the distribution that is really
-sampled from.
+`target_scores` does the reverse: it says how likely existing queries are, under the model and under the distribution
+that is really sampled from.
 """
 
 from __future__ import annotations

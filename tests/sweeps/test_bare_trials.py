@@ -51,7 +51,7 @@ def test_a_choice_among_private_trials_is_accounted_by_the_limit_of_their_ledger
     assert found["accounted"] is True and found["epsilon"] == 4.0
     assert sweep_limit(told, 1e-5) == 4.0
     text = write_report(sweep_of(tmp_path)).text
-    assert "covered by the epsilon of all trials" in text and "for those that were scored, by nothing" in text
+    assert "epsilon of all trials together covers" in text and "nothing covers those that were scored" in text
 
 
 def test_the_best_of_private_trainings_has_the_epsilon_of_all_of_them_whatever_they_were_scored_on(
@@ -67,7 +67,7 @@ def test_the_best_of_private_trainings_has_the_epsilon_of_all_of_them_whatever_t
     later = with_earlier_tuning(tuning_facts({"data": "none"}), found, "the model", composed=True)
     assert later["accounted"] is False and later["data"] == "private", "what starts from it was chosen with it"
     text = write_report(sweep_of(tmp_path)).text
-    assert "covered by the epsilon of all trials" in text and "cost" not in text.splitlines()[-1]
+    assert "epsilon of all trials together covers" in text and "cost" not in text.splitlines()[-1]
 
 
 def test_the_epsilon_of_synthetic_queries_is_in_no_sum_of_the_trials_that_they_scored(tmp_path: Path) -> None:

@@ -31,8 +31,8 @@ ClipGroups = Literal["flat", "per_layer"]
 def group_parameters(names: Iterable[str], clip_groups: ClipGroups) -> tuple[tuple[str, ...], ...]:
     """The parameters in groups, in their order.
 
-    A layer is the module that owns a parameter; of several that share it, the first, after which
-    ``named_parameters`` calls it. So every parameter is in one group, and a tied weight is one.
+    A layer is the module that owns a parameter. A parameter that several modules share belongs to the first of them,
+    whose name ``named_parameters`` gives it. So every parameter is in one group, and a tied weight counts once.
 
     Example:
         >>> group_parameters(["embed.weight", "out.weight", "out.bias"], "per_layer")

@@ -86,7 +86,7 @@ def sweep_limit(sweep: Mapping[str, Any] | None, delta: float | None) -> float |
 def choose_place(places: Mapping[str, Releases], planned: Releases, *, sweep: str) -> str:
     """The reservation that a run takes over: an equal one, else the cheapest that covers it.
 
-    One reservation covers another run where law by law it holds no less noise off and no fewer releases.
+    A reservation covers another run if, for each sampling law, it counts at least as many releases at no more noise.
 
     Args:
         places: What the sweep still holds, by name.

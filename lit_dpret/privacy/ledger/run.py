@@ -34,7 +34,7 @@ def _bytes(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[bytes | memoryview
 def state_hash(module: nn.Module, optimizer: torch.optim.Optimizer, *, summed: tuple[int, int] = (1, 1)) -> str:
     """SHA-256 of every parameter, buffer and optimizer tensor, and of what decides how a sum is rounded.
 
-    What else ``get_extra_state`` returns is left out: where it changes a step, the tag of the sum is another.
+    What else ``get_extra_state`` returns is left out: where it changes a step, it changes the tag of the step's sum.
 
     Args:
         module: Whose parameters and buffers count.
@@ -331,7 +331,7 @@ class PrivateRun:
         text = f"from step {step} on with fresh noise and coins"
         if ahead:
             text = f"{len(ahead)} steps from step {step} on are executed again with fresh noise and charged again"
-        # `go_on_from` knows a checkpoint by it that was taken before the attempt's first intent.
+        # By this `go_on_from` recognises a checkpoint that was taken before the attempt's first intent.
         self._begun[self.attempt] = step
         self.ledger.append("event", name="fresh_attempt", attempt=self.attempt, step=step, text=text)
 
