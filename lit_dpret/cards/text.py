@@ -187,7 +187,7 @@ def printed_epsilon(card: Card) -> str:
     return "infinite" if guarantee == "none" else "not proved"
 
 
-NO_GUARANTEE = "no privacy guarantee (epsilon is infinite)"
+WITHOUT_PRIVACY = "no privacy guarantee (epsilon is infinite)"
 NOT_PROVED = "privacy not proved (no epsilon)"
 
 
@@ -195,7 +195,7 @@ def privacy_line(card: Card) -> str:
     """The claim in one line, with everything without which an epsilon means nothing."""
     claim = card["claim"]
     if claim["guarantee"] == "none":
-        return NO_GUARANTEE
+        return WITHOUT_PRIVACY
     if claim["guarantee"] != "dp":
         return NOT_PROVED
     return (

@@ -23,7 +23,7 @@ from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.card import read_card
 from lit_dpret.cards.file import CARD_NAME, check_artefact
 from lit_dpret.cards.start import traces_of_training
-from lit_dpret.cards.text import NO_GUARANTEE, NOT_PROVED, privacy_line
+from lit_dpret.cards.text import NOT_PROVED, WITHOUT_PRIVACY, privacy_line
 from lit_dpret.datamodules import PairsDataModule, SyntheticDataModule
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
@@ -500,4 +500,4 @@ def _privacy_of_encoder(model: Any) -> str:
         check_artefact(place, card)
         return privacy_line(card)
     # Without the whole of what a card describes, nobody knows which claim is that of these weights.
-    return NO_GUARANTEE if found == {"none"} else NOT_PROVED
+    return WITHOUT_PRIVACY if found == {"none"} else NOT_PROVED
