@@ -87,8 +87,9 @@ def test_logits_are_computed_where_the_query_stands_and_nowhere_else() -> None:
 
 
 @KINDS
-@TIED
-@pytest.mark.parametrize("count", [3, "length"], ids=["three rows", "as many rows as tokens"])
+@pytest.mark.parametrize(
+    ("tied", "count"), [(True, "length"), (False, 3)], ids=["tied, as many rows as tokens", "untied, three rows"]
+)
 def test_clipping_by_ghost_norms_equals_clipping_one_row_at_a_time(kind: str, tied: bool, count: Any) -> None:
     rows = ROWS if count == 3 else [pair(passage(i, 3), passage(i + 40, 3)) for i in range(8)]
     sums = []
