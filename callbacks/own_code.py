@@ -209,6 +209,16 @@ def refuse_replaced_sampler(loader: Any, sampler: PrivateBatchSampler) -> None:
         )
 
 
+def _refuse_fetching_together(dataset: Any) -> None:
+    if callable(getattr(dataset, "__getitems__", None)):
+        raise ConfigurationError(
+            f"{type(dataset).__name__} has __getitems__, by which a DataLoader fetches the rows of all units at once: "
+            "what one unit's rows are made of could depend on the others. Leave it out, so that each unit is "
+            "fetched by dataset[draw].",
+            trap="T38",
+        )
+
+
 def refuse_other_units(loader: Any, sampler: PrivateBatchSampler) -> bool:
     """Ask a training data set from outside this package for every unit once, and refuse one whose units share rows.
 
@@ -216,6 +226,7 @@ def refuse_other_units(loader: Any, sampler: PrivateBatchSampler) -> bool:
     whether the rows of one unit are known to be all rows of one query, user or image.
 
     Raises:
+        ConfigurationError: It fetches the rows of several units at once.
         DataError: It has another number of units, answered for another unit, or gave rows of one query, user or image
             for two units.
     """
@@ -235,6 +246,7 @@ def refuse_other_units(loader: Any, sampler: PrivateBatchSampler) -> bool:
                 trap="T38",
             )
         return True
+    _refuse_fetching_together(dataset)
     owners, seen, unnamed = UnitOwners(sampler.unit), False, False
     with kept_generators():
         for unit in range(sampler.units):

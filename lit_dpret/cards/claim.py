@@ -217,7 +217,7 @@ def unprotected_quantities(unit: Unit, neighbours: Neighbours, n: int | None) ->
 def tuning_gaps(tuning: Mapping[str, Any]) -> list[str]:
     """List what the choice of hyper-parameters leaves open."""
     if tuning["data"] == "private" and tuning["accounted"]:
-        public = (tuning.get("sweep") or {}).get("metric_data") == "public"
+        public = (tuning.get("sweep") or {}).get("metric_data") in ("public", "none")
         scored = "" if public else ", and the records on which the runs were scored are not covered at all"
         return [
             "The choice of hyper-parameters, in the epsilon of the claim: with it, epsilon is "

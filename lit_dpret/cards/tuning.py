@@ -33,7 +33,7 @@ _TUNING = {
 _OPEN = ("private", "unknown", "synthetic")  # the gravest first
 _METHODS = ("none", "random_stopping")
 #: Data that trials are scored on, with what the sum of their epsilons leaves out.
-_COVERED = {"private": " The records on which the trials were scored are not covered.", "public": ""}
+_COVERED = {"private": " The records on which the trials were scored are not covered.", "public": "", "none": ""}
 
 
 def tuning_facts(
@@ -214,7 +214,7 @@ def declared_search(chosen: Mapping[str, Any]) -> RandomStopping | None:
 def _as_told(chosen: Mapping[str, Any], sweep: Mapping[str, Any]) -> dict[str, Any]:
     """Take facts about the choice from the sweep, which `refuse_other_tuning` has held against what the run states."""
     scored = sweep["metric_data"]
-    private = sweep.get("planned") is not None and scored in ("public", "synthetic", "private")
+    private = sweep.get("planned") is not None and scored != "unknown"  # also where it is said that nothing is compared
     told: dict[str, Any] = {"sweep": dict(sweep), "data": "private" if private else scored}
     if not chosen["n_trials"] and chosen.get("method") in (None, "none"):
         told["n_trials"] = sweep["trials"]
@@ -242,11 +242,12 @@ def _of_sweep(sweep: Mapping[str, Any], *, claims: bool) -> str:
 
 def _summed(sweep: Mapping[str, Any], limit: float) -> str:
     scored = str(sweep["metric_data"])
+    how = "without a comparison, as declared," if scored == "none" else f"by scores on {scored} data"
     return (
-        f"Hyper-parameters were chosen by scores on {scored} data among the trials of one sweep, which were trained on "
-        f"private data. {_of_sweep(sweep, claims=True)} Including the choice, epsilon = {show_epsilon(limit)} at the "
-        f"delta of the claim, the limit of that ledger at delta = {show_delta(sweep['ledger_delta'])}, which no trial "
-        f"may pass (composition of all of them); the epsilon of the claim is for the one run.{_COVERED[scored]}"
+        f"Hyper-parameters were chosen {how} among the trials of one sweep, which were trained on private data. "
+        f"{_of_sweep(sweep, claims=True)} Including the choice, epsilon = {show_epsilon(limit)} at the delta of the "
+        f"claim, the limit of that ledger at delta = {show_delta(sweep['ledger_delta'])}, which no trial may pass "
+        f"(composition of all of them); the epsilon of the claim is for the one run.{_COVERED[scored]}"
     )
 
 

@@ -77,7 +77,7 @@ class CouplingCheck:
             batch: With rows.
             seed: Of the random numbers of the batch.
         """
-        due = self._looks[len(batch.mask) < 2].due(seed)
+        due = self._looks[_of_one_unit(batch)].due(seed)
         self._before = KeptState(module) if due else None
 
     def look(self, module: Any, batch: UnitBatch, seed: int) -> None:
@@ -91,7 +91,7 @@ class CouplingCheck:
         Raises:
             UnsupportedModelError: Rows depend on each other, or are no tensors that could be looked at.
         """
-        alone = len(batch.mask) < 2
+        alone = _of_one_unit(batch)
         previous = None
         if alone:
             previous, self._single = self._single, take_rows(batch.rows, slice(None))
@@ -129,7 +129,9 @@ class CouplingCheck:
                 if first or turn != 1:  # later in turn, which costs a third
                     company = (True, False) if first else (number % 2 == 0,)
                     passes.compare_company(part, company, gradients=first or turn == 2, later=first or turn == 0)
-                if turn == 1 and rows.batch.data_rows is None:  # a batch of fixed shape always has as many rows
+                if rows.batch.data_rows is not None:  # as many rows always, so that only this sees what looks back
+                    passes.compare_company(part.keeping_the_last(), (number % 2 == 0,), gradients=False, later=False)
+                elif turn == 1:
                     passes.compare_sizes(part)
             if metrics := [part for part in module.modules() if isinstance(part, Metric)]:
                 passes.compare_metrics(rows, metrics)
@@ -153,17 +155,25 @@ class CouplingCheck:
                 self._collated = alone.features, passes.collated([*rows, *others], []).features, len(rows)
 
 
+def _of_one_unit(batch: UnitBatch) -> bool:
+    """Whether at most one unit can have rows: fixed shapes have a spare slot, and places that are filled in."""
+    if batch.data_rows is None or is_lazy(batch.unit_ids.device):
+        return len(batch.mask) < 2
+    return int(torch.unique(batch.unit_ids[batch.data_rows]).numel()) < 2
+
+
 class _Rows:
     """Rows of a batch: some are kept, the others replaced.
 
     Attributes:
         slots: The units that have rows.
-        kept: Which rows belong to the first half of these units, ``(rows,)`` booleans.
+        kept: Which rows belong to the first half of these units, or to the ``last``, ``(rows,)`` booleans.
     """
 
-    def __init__(self, module: Any, batch: UnitBatch, slots: list[int]) -> None:
+    def __init__(self, module: Any, batch: UnitBatch, slots: list[int], *, last: bool = False) -> None:
         self.batch, self.slots, self.module = batch, slots, module
-        kept = torch.tensor(slots[: len(slots) // 2], device=batch.unit_ids.device)
+        half = len(slots) // 2
+        kept = torch.tensor(slots[half:] if last else slots[:half], device=batch.unit_ids.device)
         self.kept = torch.isin(batch.unit_ids, kept)
         self._others = (~self.kept).nonzero().flatten()
 
@@ -192,6 +202,10 @@ class _Rows:
             data_rows=data,
         )
         return _Rows(self.module, part, slots)
+
+    def keeping_the_last(self) -> _Rows:
+        """Return the same rows, of which the second half of the units is kept."""
+        return _Rows(self.module, self.batch, self.slots, last=True)
 
     def as_they_are(self) -> Any:
         """Nested dicts of their own, since a module may write into them."""

@@ -135,6 +135,11 @@ class TextCodec:
             ConfigurationError: Names the tokens of the prompt and ``model.max_passage_length``.
         """
         taken, most = len(self.token_ids([""], "passage", whole=True)[0]), self.contract.max_passage_length
+        if taken == 0:
+            raise ConfigurationError(
+                f"model.prompt={self.contract.prompt!r} has no token of its own, so that nothing would stand before "
+                "the query of a passage without words. Put a word around the passage."
+            )
         if taken >= most:
             raise ConfigurationError(
                 f"model.max_passage_length={most} is the length of prompt and passage together, and model.prompt has "

@@ -115,6 +115,8 @@ def refuse_private_objective(task: Any, callbacks: Sequence[Any], name: str, swe
         private.append("a task on private queries")
     elif getattr(task, "undeclared_results", False) and (sweep is None or sweep.facts["metric_data"] == "unknown"):
         private.append("results of the DataModule's queries, of which nothing says whose they are")
+    if sweep is not None and sweep.facts["metric_data"] == "none":
+        private.append("a sweep of task.metric_data=none, which says that nothing is compared")
     if private and not declared:
         raise ConfigurationError(
             f"objective={name} with {private[0]}: a sweeper writes that number where all trials lie, and chooses by "

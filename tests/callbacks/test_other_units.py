@@ -177,6 +177,17 @@ def test_a_data_set_that_mixes_in_what_was_asked_for_before_is_refused(tmp_path:
     assert refused.value.trap == "T38"
 
 
+class FetchedTogether(Rows):
+    def __getitems__(self, draws: list[Draw]) -> list[Any]:
+        return [self[draw] for draw in draws]
+
+
+def test_a_data_set_that_fetches_the_units_of_a_batch_at_once_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="__getitems__") as refused:
+        run(tmp_path, FetchedTogether([of_a_query(20 * number) for number in range(SIZE)]))
+    assert refused.value.trap == "T38"
+
+
 class Augments(Rows):
     """Draws something for each row anew."""
 

@@ -202,6 +202,22 @@ def test_a_loss_that_couples_rows_is_refused_before_anything_is_released(module:
     assert '"intent"' not in (tmp_path / "run" / "privacy_ledger.jsonl").read_text()
 
 
+class CountsWhatCameBefore(Plain):
+    """A row's part is smaller the more rows stand before it, as where a passage counts once in a batch."""
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        before = rows["inputs"][:, :1].abs().cumsum(0).squeeze(1) - rows["inputs"][:, 0].abs()
+        return self.losses(rows["inputs"], rows["target"]) / (1 + before)
+
+
+@pytest.mark.parametrize(("module", "units"), [(Remembering, 1), (CountsWhatCameBefore, 8)])
+def test_in_low_precision_it_is_refused_as_well(module: type[Any], units: int, tmp_path: Path) -> None:
+    data = Numbers(sampling="poisson", physical_batch_size=units)
+    with pytest.raises(UnsupportedModelError) as refusal:
+        train(tmp_path, module, data=data, precision="bf16-mixed", steps=4)
+    assert refusal.value.trap == "T11"
+
+
 @pytest.mark.parametrize(("module", "found_by"), [(m, c) for m, c in COUPLED.items() if c])
 def test_it_is_found_by_the_comparison_that_is_made_for_it(
     module: type[Any], found_by: str, tmp_path: Path, monkeypatch: Patch

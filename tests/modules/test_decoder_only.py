@@ -286,6 +286,7 @@ def test_plain_transformers_read_the_folder(tmp_path: Path) -> None:
         ({"prompt": "generate_query: "}, "model.prompt"),
         ({"prompt": "a b c d e f g h i j k l m n {passage}"}, "model.max_passage_length"),
         ({"max_passage_length": 36}, "model.max_passage_length"),
+        ({"prompt": "{passage}"}, "model.prompt"),
         ({"chat": True}, "model.chat"),
         ({"dropout": 0.1}, "model.dropout"),
         ({"config": {"model_type": "llama", **DECODERS["llama"], "eos_token_id": 7}}, "eos_token_id"),

@@ -113,6 +113,12 @@ def test_an_encoder_alone_is_refused(tmp_path: Path) -> None:
         load(tmp_path / "bert", tokenizer=tokenizer())
 
 
+def test_attention_that_depends_on_the_longest_text_of_a_batch_is_refused(tmp_path: Path) -> None:
+    shape = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2}
+    with pytest.raises(UnsupportedModelError, match="attention_type"):
+        load(None, config={"model_type": "bigbird_pegasus", **shape}, tokenizer=tokenizer())
+
+
 def test_broken_weights_are_refused(tmp_path: Path) -> None:
     folder = generator().save_model(tmp_path / "g")
     weights = (folder / "model.safetensors").read_bytes()

@@ -59,7 +59,11 @@ def test_the_best_of_private_trainings_has_the_epsilon_of_all_of_them_whatever_t
 ) -> None:
     # One Gaussian step each, scored by a public number that rises with one unit's coordinate: the best of ten is ten
     # looks at that unit, and claims of one training do not hold for it.
-    told = sweep(tmp_path, bare=0, scored="public").describe()
+    quiet = tuning_facts(
+        None, None, {**sweep(tmp_path, bare=0, scored="public").describe(), "metric_data": "none"}, 1e-5
+    )
+    assert (quiet["data"], quiet["accounted"], quiet["epsilon"]) == ("private", True, 4.0), "also where none is named"
+    told = SweepFolder.read(tmp_path / "s").describe()
     for declared in (None, {"data": "public"}):
         found = tuning_facts(declared, None, told, 1e-5)
         assert (found["data"], found["accounted"], found["epsilon"]) == ("private", True, 4.0)
