@@ -400,7 +400,8 @@ class UnitCollator:
     """Turn the drawn units into a ``UnitBatch``.
 
     Guarantees:
-        - Where ``collate_rows`` draws from a global generator, it is called for each unit by itself, under
+        - Where ``collate_rows`` draws from a global generator, or from one made of its seed, as other seeds show in
+          the first batch and in steps 1, 2, 4 and so on, it is called for each unit by itself, under
           `Draw.seed`: another unit's rows change neither its coins nor its features, whatever is known of the seeds.
         - A resumed run draws the same, and the global generators are afterwards as before.
 
@@ -430,7 +431,7 @@ class UnitCollator:
         self._unit = unit
         self._shape = shape
         self._apart = apart
-        self._draws = False
+        self._draws = self._looked = False
 
     def _collated(self, drawn: Sequence[tuple[Draw, list[Any]]]) -> Any:
         """Collate the rows of some units, at least one of each: at once, or each unit's alone where coins are drawn."""
@@ -438,15 +439,29 @@ class UnitCollator:
             if not self._draws:
                 seed_generators(drawn[0][0].seed)
                 before = generators_now()
-                features = self._collate_rows([row for _, rows in drawn for row in rows])
-                if not self._apart or generators_now() == before:
+                together = [row for _, rows in drawn for row in rows]
+                features = self._collate_rows(together)
+                if not self._apart:
                     return features
-                self._draws = True
+                self._draws = generators_now() != before or (
+                    self._is_looked_at(drawn[0][0].step) and not self._is_the_same(features, together, drawn[0][0].seed)
+                )
+                if not self._draws:
+                    return features
             parts = []
             for draw, rows in drawn:
                 seed_generators(draw.seed)
                 parts.append(self._collate_rows(rows))
         return _units_joined(parts, [len(rows) for _, rows in drawn])
+
+    def _is_looked_at(self, step: int) -> bool:
+        first, self._looked = not self._looked, True  # each worker process has a collator of its own
+        return first or step & (step - 1) == 0
+
+    def _is_the_same(self, features: Any, rows: list[Any], seed: int) -> bool:
+        """Whether other seeds give the same: coins of a generator made from the seed leave the global ones alone."""
+        seed_generators(seed ^ 0x5DEECE66D)
+        return _equal(features, self._collate_rows(rows))
 
     def _collated_alone(self, drawn: Sequence[tuple[Draw, list[Any]]]) -> Any:
         """Return what ``collate_rows`` makes of the rows of some units alone; None where it draws at random."""

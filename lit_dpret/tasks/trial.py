@@ -105,8 +105,14 @@ def refuse_private_objective(task: Any, callbacks: Sequence[Any], name: str, swe
         Whether the result is on private queries, so that only its owner may read what the sweeper writes.
 
     Raises:
-        ConfigurationError: The result is on private queries, and no planned sweep says that the choice is by them.
+        ConfigurationError: The sweep says that nothing is compared; or the result is on private queries, and no planned
+            sweep says that the choice is by them.
     """
+    if sweep is not None and sweep.facts["metric_data"] == "none":
+        raise ConfigurationError(
+            f"objective={name} in a trial of a sweep with task.metric_data=none: a sweeper compares trials by it, and "
+            "the cards say that nothing is compared. Plan the sweep with the data that the objective is computed on."
+        )
     if any(name in one.public_metrics for one in callbacks if isinstance(one, RetrievalEvaluation)):
         return False
     declared = sweep is not None and sweep.facts["metric_data"] == "private"
@@ -115,8 +121,6 @@ def refuse_private_objective(task: Any, callbacks: Sequence[Any], name: str, swe
         private.append("a task on private queries")
     elif getattr(task, "undeclared_results", False) and (sweep is None or sweep.facts["metric_data"] == "unknown"):
         private.append("results of the DataModule's queries, of which nothing says whose they are")
-    if sweep is not None and sweep.facts["metric_data"] == "none":
-        private.append("a sweep of task.metric_data=none, which says that nothing is compared")
     if private and not declared:
         raise ConfigurationError(
             f"objective={name} with {private[0]}: a sweeper writes that number where all trials lie, and chooses by "

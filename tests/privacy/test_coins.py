@@ -108,6 +108,31 @@ def test_a_unit_with_a_word_more_moves_the_coins_of_no_other_unit(place: str, co
     assert len({values[0] for values in found[0].values()}) == len(found[0]), "units or steps share their coins"
 
 
+class OfASeed(Dropping):
+    """Draws from a generator that it makes of the seed that torch was given, so that torch's own stays as it was."""
+
+    def __call__(self, rows: list[Line]) -> dict[str, Tensor]:
+        own = np.random.default_rng(torch.initial_seed() % 2**32)
+        self.coin = own.random
+        return super().__call__(rows)
+
+
+class InAFork(Dropping):
+    """Puts torch's generator back after it drew."""
+
+    def __call__(self, rows: list[Line]) -> dict[str, Tensor]:
+        with torch.random.fork_rng(devices=[]):
+            return super().__call__(rows)
+
+
+@pytest.mark.parametrize("kind", [OfASeed, InAFork])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_nor_where_the_global_generators_are_left_as_they_were(kind: type[Dropping], workers: int) -> None:
+    found = [coins_of(batches(Cropping(), kind(longer=longer), workers=workers)) for longer in (False, True)]
+    moved = {who for step, who in found[0] if found[0][step, who] != found[1][step, who]}
+    assert moved == {LONG}
+
+
 @pytest.mark.parametrize("place", ["collate_rows", "dataset"])
 def test_workers_draw_what_one_process_draws(place: str) -> None:
     parts: Any = (Cropping(), plain) if place == "dataset" else (Cropping(), Dropping())

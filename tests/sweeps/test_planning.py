@@ -257,6 +257,9 @@ def test_a_declared_choice_on_private_queries_may_be_told_a_sweeper(tmp_path: Pa
         refuse_private_objective(Fit(min_free_mb=1), [evaluated], "val/ndcg@10", None)
     public = RetrievalEvaluation(data="public")
     assert not refuse_private_objective(task, [public], public.public_metrics[0], None)
+    nothing: Any = SimpleNamespace(facts={"metric_data": "none"})
+    with pytest.raises(ConfigurationError, match=r"task\.metric_data=none"):
+        refuse_private_objective(task, [public], public.public_metrics[0], nothing)
 
 
 def test_the_folder_of_such_a_multirun_is_its_owners_before_a_score_is_there(
