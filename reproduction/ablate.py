@@ -47,22 +47,7 @@ _WARM_UP = (
 
 
 class Ablate(HeadStudy):
-    """Train a retriever by every recipe at one budget, evaluate and compare.
-
-    Args:
-        generators: The query generators that recipes may learn from, by a short name.
-        teacher: A cross-encoder, for recipes with ``pseudo_labels``: a folder or a hub name. It is declared public:
-            nothing private may have gone into it.
-        eps: The budget of every private run, and of every generator.
-        written_passages: Queries are made for a public sample of so many passages; null for all that are searched.
-        likeness_texts: BLEU and MAUVE look at so many queries of each generator; null computes neither.
-        only: Names of the recipes to take; null for all but those whose generator starts from a folder that is not
-            there, or whose teacher is not. Such a one that is named is refused when the task runs.
-        **study: The arguments of `HeadStudy`; the variants are `Recipe`, those without privacy upper bounds.
-
-    Raises:
-        ConfigurationError: A setting is out of range, or a name is unknown.
-    """
+    """Train a retriever by every recipe at one budget, evaluate and compare."""
 
     headings = Headings(
         name="ablation", title="What helps at one budget: ways to train a retriever on private queries", rows="Recipes"

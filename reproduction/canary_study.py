@@ -35,24 +35,7 @@ _HOW_NOT_WHAT = ("hydra.run.dir=", "privacy.secret_file=")  # words of a command
 
 
 class CanaryStudy(Study):
-    """Repeated trainings with planted secrets.
-
-    Args:
-        generator: Makes the query generator, given ``privacy``.
-        canaries: Which secrets are planted in every training; without a seed each training draws its own.
-        measure: How they are looked for.
-        eps: Budgets; null among them for training without privacy. The rest of the mode is that of ``privacy``.
-        trainings: With each of them.
-        steps: Logical steps of every training.
-        batch: Units of a step on average.
-        max_grad_norm: Clip bound of the private trainings.
-        tuning_note, tuning_data: What the settings were chosen on; they go into the cards.
-        keep_models: Keep the trained models.
-        min_free_mb: Refuse to start with less free disk.
-
-    Raises:
-        ConfigurationError: A setting is out of range.
-    """
+    """Repeated trainings with planted secrets."""
 
     growing = Study.growing | {"eps", "trainings", "keep_models"}
 

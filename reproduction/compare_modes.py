@@ -25,19 +25,7 @@ from reproduction.study import Cell
 
 
 class CompareModes(HeadStudy):
-    """Train every variant at every budget, evaluate and compare.
-
-    Args:
-        eps: Budgets at which the private variants are trained.
-        synthetic: The folder of a DP synthetic data set, or several; each stands at the smallest budget that
-            covers its claim. Without one, variants that learn from synthetic queries are left out.
-        round_trip_filter: Train on the synthetic queries that find their own passage among so many results
-            of the zero-shot encoder; null trains on all.
-        **study: The arguments of `HeadStudy`; the variants are `HeadVariant`.
-
-    Raises:
-        ConfigurationError: A setting is out of range, or ``only`` names no variant.
-    """
+    """Train every variant at every budget, evaluate and compare."""
 
     headings = COMPARE_MODES
     encoder = "; frozen encoder with a linear query head"

@@ -68,14 +68,6 @@ class CompareNegatives(RetrievalStudy):
     """Train one dual encoder with every variant's negatives, evaluate and compare.
 
     A variant with a source that the run's privacy mode refuses is left out, and the report says why.
-
-    Args:
-        steps: Logical steps of every run.
-        batch: Units of a step on average.
-        **study: The arguments of `RetrievalStudy`; the variants are `NegativesVariant`.
-
-    Raises:
-        ConfigurationError: A setting is out of range, or ``only`` names no variant.
     """
 
     headings = Headings(

@@ -127,12 +127,7 @@ class HeadVariant:
 
 
 class HeadStudy(RetrievalStudy):
-    """Train heads over the same embeddings, evaluate and compare.
-
-    Args:
-        delta: Of every claim; null for 1 / (2 n), n the public number of queries.
-        **study: The arguments of `RetrievalStudy`.
-    """
+    """Train heads over the same embeddings, evaluate and compare."""
 
     private_folder = EMBEDDINGS
 

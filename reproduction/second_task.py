@@ -54,15 +54,6 @@ class SecondTask(Study):
     Guarantees:
         - The encoders' weights are read and never changed.
         - A classifier that was trained is not trained again after ``resume=true``.
-
-    Args:
-        study: The run folder of a `task=variants` with the same ``model``.
-        data: Images of another kind to classify, by their ``labels``. Where its folder does not exist, and for
-            null, the top-level datamodule's coarse labels stand in, and the report says so.
-        seeds: Which of the study's runs to take; null for its lowest seed, one run as in the paper.
-        learning_rate, batch_size, epochs: Of the classifier; the defaults are the paper's (appendix B.2).
-        baseline: The label of the variant that metrics are divided by; null for none.
-        min_free_mb: Refuse to start with less free disk.
     """
 
     growing = Study.growing | {"seeds", "data", "baseline"}

@@ -103,23 +103,7 @@ class Cell:
 
 
 class RetrievalStudy(Study, ABC):
-    """Train, evaluate and compare variants of one retriever.
-
-    Args:
-        retriever: Makes the retriever, given its privacy mode and a variant's settings.
-        variants: What is compared, by a short name; a ``repr`` that tells all of its settings.
-        only: Names of the variants to take; null for all.
-        seeds: Training runs of each row; run i has the seed ``seed + i``, and noise and coins of its own.
-        max_passages: Public sample of passages that are encoded and searched; null for all.
-        split: On which questions the runs are judged.
-        tuning_note: What the settings were chosen on; it goes into the cards.
-        tuning_data: The same in a word.
-        keep_models: Keep the trained models. One takes the space of the encoder, twice.
-        min_free_mb: Refuse to start with less free disk.
-
-    Raises:
-        ConfigurationError: A setting is out of range, or ``only`` names no variant.
-    """
+    """Train, evaluate and compare variants of one retriever."""
 
     headings: ClassVar[Headings]
     growing: ClassVar[frozenset[str]] = Study.growing | {"variants", "only", "seeds", "keep_models"}

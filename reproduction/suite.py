@@ -73,19 +73,6 @@ class Suite(Study):
         - A part that finished is not run again after ``resume=true``; an interrupted one goes on as its task does.
         - All settings of all parts are composed and checked before the first part begins.
         - The page is written again after every part, so that a suite that is stopped leaves one.
-
-    Args:
-        paper: Whose tables and figures are shown; see `reproduction.suite`.
-        parts: The runs, by name, in order.
-        data: Folders and files that parts read, by name; null for what the user does not have.
-        only: Names of the parts to run; null for all. Those that are done already are shown as well.
-        report_only: Run nothing; write the page of what is finished or taken.
-        quote: Show tables that hold texts of the data.
-        note: Said on the page.
-        min_free_mb: Refuse to start with less free disk.
-
-    Raises:
-        ConfigurationError: A name is unknown, a path is not there, or an order of parts cannot be.
     """
 
     def __init__(

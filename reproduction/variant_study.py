@@ -95,24 +95,6 @@ class VariantStudy(Study):
         - Runs of one seed start from the same weights, which are kept and judged as the row of untrained encoders;
           noise and batches come from the run's own secret.
         - The report is written again after every seed, so that a study that is stopped leaves one.
-
-    Args:
-        variants: What is compared, by a short name.
-        only: Names of those to run; null for all.
-        seeds: Of model initialisation, one run of each variant for each.
-        epochs: Passes over the train images; may be a fraction.
-        batch_size: Images of a logical batch on average.
-        baseline: The variant that metrics are divided by.
-        k: Neighbours that vote in the k-NN classifier.
-        held_out_images, held_out_group: How many test images the comparable loss is computed on, and how many
-            of them are each other's negatives.
-        report_only: Train nothing; write the report of the runs that are finished.
-        note: Said at the top of the report, such as what differs from the paper's settings.
-        tuning_note, tuning_data: What the settings were chosen on; they go into the cards.
-        min_free_mb: Refuse to start with less free disk.
-
-    Raises:
-        ConfigurationError: A setting is out of range, or names no variant.
     """
 
     growing = Study.growing | {"note", "report_only"}

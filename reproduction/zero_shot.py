@@ -33,19 +33,6 @@ class ZeroShot:
         - Nothing is downloaded unless ``download=true``; a set that is missing is named, and is in no mean.
         - A set that was finished is not done again with ``resume=true``.
         - The mean counts every set alike, CQADupStack (itself the mean of twelve forums) as one.
-
-    Args:
-        root: The folder with one folder per set, named as BEIR's archives unpack.
-        sets: BEIR's names, or the papers' short ones.
-        also: Folders under ``root`` in the same layout that are no sets of BEIR, as ``cranfield``: their split test.
-        encoder: ``minilm``, the folder of a trained encoder, a hub name, or ``bm25``.
-        metrics: What to measure, as ``ndcg@10``.
-        top_k: How deep to rank; at least the deepest of the metrics.
-        download: Take sets that are not under ``root`` from ir-datasets (extra ``beir``).
-        max_passage_length: Tokens of a passage that are read; null for what the encoder's folder says.
-        max_query_length: The same for a query.
-        cache_dir: Where to keep passage embeddings between runs; null keeps none.
-        min_free_mb: Refuse to start with less free disk than this.
     """
 
     def __init__(

@@ -47,6 +47,12 @@ def test_a_setting_is_told_in_the_words_of_its_constructor() -> None:
     assert by_name["privacy.delta"].text == arguments_of("lit_dpret.privacy.modes.DPSGD")["delta"]
 
 
+@pytest.mark.parametrize("choice", choices("task"), ids=lambda choice: choice.name)
+def test_every_setting_of_a_task_is_explained(choice: Choice) -> None:
+    unexplained = [key.name for key in choice.keys if key.name.count(".") == 1 and not (key.text or key.comment)]
+    assert not unexplained
+
+
 def test_settings_of_a_nested_constructor_are_told_too() -> None:
     (choice,) = [choice for choice in choices("model") if choice.name == "generator"]
     assert {key.name: key.text for key in choice.keys}["model.optimizer.warmup_steps"] == "Steps of linear warm-up."

@@ -1,6 +1,7 @@
 """What the command line can be asked to do; one class each, chosen by ``task=``.
 
 A class is imported when it is asked for: a command that reads two files starts without what a training needs.
+What a setting means is said once, in `configs/task/NAME.yaml`, and on the site's page of every setting.
 
 The package is long because five attacks, two audits and the trials of a sweep train models of their own,
 and each task documents and checks a dozen settings.

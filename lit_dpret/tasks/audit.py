@@ -129,14 +129,7 @@ _COINS = "one_run"
 
 
 class Audit:
-    """Score the canaries of a finished run, rank them, draw queries for them; bounds on epsilon, and the card.
-
-    Args:
-        run: The folder of a run, of a generator or of a dual encoder of texts, that was trained with ``canaries=...``.
-        measure: How the canaries are looked for.
-        card: Add the results to the run's card and the copy beside its model.
-        min_free_mb: Refuse to start with less free disk.
-    """
+    """Score the canaries of a finished run, rank them, draw queries for them; bounds on epsilon, and the card."""
 
     def __init__(self, *, run: str | Path, measure: Measurement, card: bool = True, min_free_mb: float = 50) -> None:
         self.run_folder, self.measure, self.card, self.min_free_mb = Path(run), measure, card, min_free_mb

@@ -27,26 +27,7 @@ Source = Literal["insuranceqa", "medquad", "squad", "newsqa", "planted"]
 
 @dataclass(kw_only=True)
 class BuildSilos:
-    """Write the silos of a source into ``RUN/silos``, and print how large each client is.
-
-    Args:
-        source: ``insuranceqa`` (its domains), ``medquad`` (its sources), ``squad`` (its articles), ``newsqa`` (the
-            genres of its stories), or ``planted`` (invented words).
-        folder: Of the source; a BEIR folder whose queries name a domain, or for ``squad`` also a SQuAD JSON file.
-            Null takes InsuranceQA from its package.
-        newsqa: ``combined-newsqa-data-v1.json``, for ``newsqa``.
-        cnn_urls: The folder with the lists of CNN addresses, for ``newsqa``.
-        merge_world: Take the parts of the world for one genre, for ``newsqa``.
-        clients: How many of the largest clients; null for all that are large enough.
-        min_train: Train queries that a client needs.
-        min_test: Test queries that it needs.
-        max_train_queries: At most so many queries of each split and client, for ``insuranceqa`` and ``medquad``.
-        max_passages: At most so many passages of a client besides those that answer, for the same.
-        planted: The sizes of the planted silos (`lit_dpret.federated.data.planted.Planted`).
-
-    Raises:
-        ConfigurationError: The source is unknown, or a file that it needs is not named.
-    """
+    """Write the silos of a source into ``RUN/silos``, and print how large each client is."""
 
     source: Source
     folder: str | Path | None = None

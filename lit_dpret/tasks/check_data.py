@@ -85,18 +85,6 @@ class CheckData:
     """Read the datamodule's files to the end, collect every problem, and report on what is in them.
 
     The report is printed, and written into the run folder for its owner alone; its name says that it is private.
-
-    Args:
-        examples: How many examples, by id and line, to show of each kind of problem and duplicate.
-        max_texts: How many texts of each side to measure; larger sets are subsampled evenly.
-        write_split: A new folder for the data with a split into train, dev and test; null writes none.
-        fractions: The share of each split.
-        split_by: ``user``, ``text``, or ``auto`` for users where they are known.
-        split_seed: Public seed of the split.
-        resplit: Whether data that has evaluation queries already may be split again.
-
-    Raises:
-        ConfigurationError: A setting is out of range.
     """
 
     examples: int = 5

@@ -20,17 +20,7 @@ from lit_dpret.tasks.ranking import JUDGEMENTS, find_runs
 
 @dataclass(kw_only=True)
 class Compare:
-    """The difference of two systems by every metric on every data set that both have a run for.
-
-    Args:
-        run_a: A TREC run, or the folder of a ``task=evaluate`` or ``task=zero_shot``.
-        run_b: The other one.
-        qrels: The judgements, as TREC or BEIR write them; null for those beside the runs in their folders.
-        metrics: By what to compare, as ``ndcg@10``.
-        level: The confidence of the intervals.
-        resamples: Random swaps of each test.
-        seed: Of bootstrap and swaps.
-    """
+    """The difference of two systems by every metric on every data set that both have a run for."""
 
     run_a: Path
     run_b: Path

@@ -18,12 +18,7 @@ EMBEDDINGS = "embeddings"
 
 @dataclass(frozen=True, kw_only=True)
 class Encode(Encoding):
-    """Embed the datamodule's texts, as `Encoding` says; the same command goes on after an interruption.
-
-    Args:
-        encoder: ``minilm``, the folder of a trained encoder, or a hub name.
-        split: Which queries, where ``side=query``.
-    """
+    """Embed the datamodule's texts, as `Encoding` says; the same command goes on after an interruption."""
 
     takes_ranks: ClassVar[bool] = True
 

@@ -18,14 +18,7 @@ SUMMARY = "evaluation.json"
 
 @dataclass(kw_only=True)
 class Evaluate(Ranker):
-    """Measure an encoder, or BM25, on one split, by any measure at any cut-off; how it ranks is set as for `Ranker`.
-
-    Args:
-        split: Which queries of the datamodule; null for the one that the data set's protocol names
-            (``datamodule.evaluation_split``), else test.
-        metrics: What to measure, as ``ndcg@10``.
-        top_k: How deep to rank; at least the deepest of the metrics.
-    """
+    """Measure an encoder, or BM25, on one split, by any measure at any cut-off; how it ranks is set as for `Ranker`."""
 
     undeclared_results: ClassVar[bool] = True
 

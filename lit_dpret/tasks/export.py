@@ -36,10 +36,6 @@ class Export:
         - The folder's privacy card repeats the claim of the run that the checkpoint belongs to and names its
           card by SHA-256; a run without a card is refused.
         - Nothing in the checkpoint is run: it is read as data, and only classes of this package are built.
-
-    Args:
-        checkpoint: A ``.ckpt`` file, or a run folder, whose newest whole checkpoint is taken.
-        evaluation: An ``evaluation.json`` of ``task=evaluate`` whose metrics go into the model card.
     """
 
     checkpoint: Path

@@ -30,15 +30,6 @@ class Filter:
     Guarantees:
         - Nothing is read but the folder, public passages and the filters' models; a model that brings private
           data of its own is refused before any query is scored.
-
-    Args:
-        data: The folder of queries.
-        filters: What to apply, in order, by any name; classes of `lit_dpret.synthesis.filters`.
-        corpus: All passages that a round trip shall search, where the folder has only those with queries.
-        queries_are_public: Declares that nothing private went into a folder without privacy card.
-        examples: Queries shown for each filter, so many kept and so many not.
-        tuning_data, tuning_note: What the filters' settings were chosen on; they go into the card.
-        min_free_mb: Refuse to start with less free disk.
     """
 
     data: Path

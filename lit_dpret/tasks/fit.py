@@ -94,13 +94,7 @@ CHECKPOINTS = "checkpoints"
 
 
 class Fit:
-    """Train ``model`` on ``datamodule`` under ``privacy``; write model, ledger and card.
-
-    Args:
-        min_free_mb: Refuse to start with less free disk than this.
-        membership_coins: Train on the queries whose fair coin shows heads, about half of them, and keep the coins in
-            ``membership_coins.json`` for ``task=membership``. For experiments: it throws half of the data away.
-    """
+    """Train ``model`` on ``datamodule`` under ``privacy``; write model, ledger and card."""
 
     takes_ranks = takes_canaries = takes_start = True
 

@@ -32,21 +32,7 @@ BLEU = "val/bleu"
 
 
 class FitScored(Fit):
-    """Train as ``task=fit`` does, then draw a query for passages of a validation split and compare.
-
-    Args:
-        data: Whose the validation queries are: ``public``, ``synthetic`` or ``private``; has to be said.
-        datamodule: Holds them; null for the run's own.
-        split: Which of its splits.
-        max_passages: Score on a sample of so many of its passages, by hash of id; null for all.
-        top_p: Nucleus.
-        temperature: Divides the logits.
-        group_size: Passages decoded together.
-        min_free_mb: Refuse to start with less free disk.
-
-    Raises:
-        ConfigurationError: ``data`` is not said, a number is out of range, or sacrebleu is missing.
-    """
+    """Train as ``task=fit`` does, then draw a query for passages of a validation split and compare."""
 
     def __init__(
         self,

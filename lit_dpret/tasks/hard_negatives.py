@@ -30,21 +30,7 @@ _SPARE = 16  # sentences that repeat an answer and count as none
 
 @dataclass(kw_only=True)
 class HardNegatives:
-    """Write ``hard_negatives.json`` and ``.md``, or ``internal_hard_negatives`` about private questions.
-
-    Args:
-        silo: The folder of one client, ``.../clients/NAME``.
-        encoder: ``minilm``, the folder of an encoder or of its run, or a hub name; sentences are ranked by the dot
-            product.
-        whose: Whose the questions are: ``public`` or ``private``. The report holds their texts.
-        questions: How many, drawn from the train questions by the public seed.
-        negatives: Of each question.
-        batch_size: Texts of a forward pass.
-        min_free_mb: Refuse to start with less free disk.
-
-    Raises:
-        ConfigurationError: A number is below 1, or nobody said whose the questions are.
-    """
+    """Write ``hard_negatives.json`` and ``.md``, or ``internal_hard_negatives`` about private questions."""
 
     silo: Path
     encoder: str | Path

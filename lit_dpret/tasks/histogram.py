@@ -42,14 +42,6 @@ class Histogram:
 
     The ledger of this run begins with what the generator's training cost, so that its card claims both together;
     queries that are chosen by the histogram (``filter=histogram_match``) get that card.
-
-    Args:
-        generator: The run folder of the generator, or the ``model`` folder in it.
-        bins: Public bins; `LengthBins`, `TopicBins` or `LabelBins` of `lit_dpret.synthesis.filters.bins`.
-        noise_multiplier: Standard deviation of the noise on each bin, over what one unit can change.
-        max_count: Queries of one unit that are counted, chosen by a hash of their text. More than 1 only makes
-            sense under ``privacy.unit=user``, and costs noise.
-        min_free_mb: Refuse to start with less free disk.
     """
 
     generator: Path

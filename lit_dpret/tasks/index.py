@@ -16,14 +16,7 @@ INDEX = "index"
 
 @dataclass(kw_only=True)
 class Index:
-    """Write an index folder, with the embeddings linked into it.
-
-    Args:
-        embeddings: The folder that ``task=encode`` wrote.
-        search: ``exact``, or ``faiss:FACTORY`` with a string of faiss's ``index_factory``.
-        private: Declares that an index of private queries is wanted.
-        device: ``cpu``, or ``cuda`` to build faiss's structure on GPUs.
-    """
+    """Write an index folder, with the embeddings linked into it."""
 
     embeddings: Path
     search: str = "exact"

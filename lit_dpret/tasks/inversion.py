@@ -47,35 +47,7 @@ _LABELS: dict[Arm, str] = {
 
 @dataclass(kw_only=True)
 class Inversion:
-    """Three attacks on embeddings: a probe with its control, naming a candidate, and writing the text out.
-
-    Args:
-        encoder: ``minilm``, the folder of an encoder or of its run, or a hub name.
-        whose: Whose the texts are: ``public`` or ``private``. What is written about private ones is internal.
-        texts: A file of texts (``text``, JSONL and so on); null for those of the datamodule.
-        split: Which queries of the datamodule, or ``passages`` for its passages.
-        side: Whether the encoder is given them as ``query`` or as ``passage``.
-        known: Texts that the attacker knows with their embeddings, and trains on.
-        attacked: Others, on which everything is measured.
-        language_model: The folder of a causal language model, as GPT-2, with its tokenizer; null for a small new
-            GPT-2 with those of the encoder's tokens that the known texts have.
-        how: Whether embeddings enter as ``key_value`` pairs, as in paper 004, or as word vectors (``embedding``).
-        places: Of the prefix.
-        max_tokens: Of a text, the end mark included.
-        steps: Of each training.
-        batch_size: Texts of each step, and of each forward pass.
-        lr: Of Adam, falling linearly; null for 1e-3 of a new language model and 5e-5 of a given one.
-        candidates: From which texts are named.
-        samples: Attacked texts that stand in the report with what was written from their embeddings; for public ones.
-        attacker_encoder: What the attacker embeds candidates with; null for the attacked encoder itself. One with
-            another space is mapped by the known texts.
-        confidence: Of intervals.
-        device: Where to compute: ``cpu``, ``cuda`` and so on.
-        min_free_mb: Refuse to start with less free disk.
-
-    Raises:
-        ConfigurationError: A setting is out of range.
-    """
+    """Three attacks on embeddings: a probe with its control, naming a candidate, and writing the text out."""
 
     encoder: str | Path
     whose: Owner | None = None

@@ -109,33 +109,7 @@ MEMORISED_MOST = 10
 
 @dataclass(kw_only=True)
 class MembershipSettings:
-    """How a run is attacked, besides the folder of the run.
-
-    Args:
-        model: What is attacked, where it is not the run's own model: a folder of anything derived from it.
-        others: Where queries that were not trained on come from: ``coins``, ``dev`` or ``test``. Null for the coins
-            where the run has some, else ``dev``.
-        queries: How many queries to attack.
-        rows_per_query: Passages of a query that are looked at.
-        reference: A model that never saw private data: ``start``, the one that the configuration starts from, or a
-            folder or name; null for none.
-        shadows: Shadow models at most; 0 for none. An even number from 4.
-        minutes: Wall time of all shadow models together. Each takes the target's number of steps; where the time is
-            short there are fewer of them, and none where it is too short for four.
-        pool: Public passages from which encoders are asked to tell the right one.
-        temperature: Of the encoders' softmax.
-        release: A folder of synthetic queries derived from the run, to be attacked by itself as well.
-        release_reference: Another one, which nobody in question had a part in; for the bigram attack.
-        release_encoder: Embeds queries for the attack by nearest neighbours.
-        repeats: The share of a query's 3-grams in one synthetic query from which on it counts as repeated; 1
-            asks for all of its words in order.
-        confidence: Of intervals, and of the evidence.
-        alarm: Of what makes the task fail: a rate above its ceiling, or evidence above the claim.
-        resamples: Of the bootstrap behind the intervals.
-        batch_size: Texts per forward pass.
-        device: Where to compute signals: ``cpu``, ``cuda`` and so on.
-        min_free_mb: Refuse to start with less free disk.
-    """
+    """How a run is attacked, besides the folder of the run: `run` is the method of every task."""
 
     model: Path | None = None
     others: Others | None = None
@@ -183,13 +157,6 @@ class Membership(MembershipSettings):
 
     The composed configuration is the target's: its ``datamodule`` finds the queries, and its ``model``,
     ``privacy`` and ``trainer`` are what shadow models are trained with.
-
-    Args:
-        run: The run folder that saw private queries, with its ledger and, where there are any, its coins.
-        settings: Those of `MembershipSettings`.
-
-    Raises:
-        ConfigurationError: A setting is out of range.
     """
 
     private_results = True  # of the queries that are attacked

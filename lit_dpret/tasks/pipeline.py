@@ -91,29 +91,7 @@ SCORE = "synthetic/nDCG@10"
 
 @dataclass(kw_only=True)
 class Pipeline:
-    """Generator, synthetic queries, retriever, baselines, report.
-
-    Args:
-        generator: Makes the query generator, given ``privacy``.
-        retriever: Makes the frozen dual encoder, given ``privacy``.
-        generator_steps, generator_batch, generator_physical_batch, generator_max_grad_norm: The
-            generator's training under the top-level ``privacy``.
-        retriever_steps, retriever_batch, retriever_max_grad_norm: The retriever's, in every row.
-        max_passages: Public sample of passages that are encoded and searched; null for all.
-        queries_per_passage, top_p, temperature, group_size: Of the synthesis.
-        round_trip_filter: Train on the synthetic queries that find their own passage among so many results
-            of the zero-shot encoder; null trains on all.
-        samples: How many synthetic queries the report shows.
-        tuning_note, tuning_data: What the settings were chosen on; they go into the cards.
-        only: Which systems stand in the table (`System`); null for all that the privacy mode has. Systems can be
-            added to a finished run.
-        embeddings: Folder of embeddings that several runs share. They are as private as the queries, and whoever
-            names it removes it; null for one of the run's own, which is removed at its end.
-        min_free_mb: Refuse to start with less free disk.
-
-    Raises:
-        ConfigurationError: A setting is out of range.
-    """
+    """Generator, synthetic queries, retriever, baselines, report."""
 
     undeclared_results: ClassVar[bool] = True  # of the DataModule's test queries
     unprivate_results: ClassVar[tuple[str, ...]] = (_UNPROTECTED,)

@@ -251,21 +251,7 @@ class _Progress:
 
 @dataclass(kw_only=True)
 class Plan:
-    """Print, write and draw the plan: noise, epsilon under each law and relation, ceilings, time and memory.
-
-    Args:
-        units: The public number of units; null counts them in the datamodule.
-        epochs: The length of the run in passes, instead of ``trainer.max_steps``.
-        measure: Run a few batches of random token ids through the clipping engine, for time and memory: of the model
-            (``true``), or of slices of it (``slices``), from which those of the whole are told.
-        device: Also predict time and memory on accelerators of that name (`lit_dpret.costs.work`); null: do not.
-        world_size: How many of them.
-        strategy: ``ddp``, ``fsdp``, ``zero1``, ``zero2`` or ``zero3``.
-        plot: Draw ``plan.png``; null draws it where matplotlib is installed.
-
-    Raises:
-        ConfigurationError: A number is out of range, or ``plot`` is asked for and matplotlib is missing.
-    """
+    """Print, write and draw the plan: noise, epsilon under each law and relation, ceilings, time and memory."""
 
     units: int | None = None
     epochs: float | None = None

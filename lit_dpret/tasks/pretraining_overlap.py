@@ -27,23 +27,7 @@ _QUERIES, _PASSAGES = "queries", "passages"
 
 @dataclass(kw_only=True)
 class PretrainingOverlap:
-    """Look for the datamodule's queries and passages in the corpus that a public model was trained on.
-
-    Args:
-        corpus: The corpus or a sample of it: a file of records (JSONL, TSV, CSV, parquet; .gz and .zst too), or a
-            folder of such files.
-        queries: Whose the queries are: ``public``, ``synthetic`` or ``private``.
-        card_entry: Declares that the shares of private queries may be computed; the card in ``card`` says so
-            from then on.
-        card: The folder whose privacy card is about a model that learnt from these queries; null for none.
-        field: The field of a record that holds its text.
-        split: Which queries of the datamodule.
-        max_texts: So many queries and passages are looked for, chosen by hash of id; null for all.
-        subsets: How many such choices are made and reported one by one; texts of one may be in another.
-        ngram: Words in a row that count as an overlap.
-        sampled: The share of the corpus that the files are a random sample of, 1 for all of it; null where they
-            are no random sample, or nobody knows. It gives bounds for the whole corpus.
-    """
+    """Look for the datamodule's queries and passages in the corpus that a public model was trained on."""
 
     corpus: Path
     queries: Whose | None = None

@@ -23,21 +23,6 @@ class PseudoLabels:
     Guarantees:
         - An interrupted run goes on where it stopped, and writes the same files.
         - Nothing is read but released queries, public passages, and models that their claim covers.
-
-    Args:
-        data: The folder of queries.
-        cross_encoder: The public cross-encoder: a folder or a hub name.
-        cross_encoder_is_public: Declares that nothing private went into it.
-        encoder: Finds the passages: ``minilm``, ``bm25``, a public encoder, or a retriever that was trained on
-            these queries.
-        encoder_is_public: Declares that nothing private went into an encoder without privacy card.
-        corpus: All passages, where the folder has only those with queries.
-        queries_are_public: Declares that nothing private went into a folder without privacy card.
-        depth: How far down the ranking negatives are drawn from.
-        per_query: How many for each query.
-        batch_size: Pairs per forward pass of the cross-encoder.
-        max_length: Tokens of a pair that are read; null for what its folder says.
-        min_free_mb: Refuse to start with less free disk.
     """
 
     data: Path

@@ -22,13 +22,6 @@ class Search:
     The query is embedded in memory and written nowhere by this task; Hydra, though, keeps the command
     in the run folder (``.hydra/overrides.yaml``), so a private query does not belong on a command line
     of which that folder is shared.
-
-    Args:
-        index: The folder that ``task=encode`` or ``task=index`` wrote.
-        query: The text.
-        top_k: How many passages to print.
-        encoder: Where the index's encoder lies now, if it has moved.
-        device: ``cpu``, ``cuda`` and so on.
     """
 
     index: Path

@@ -76,29 +76,7 @@ class Texts:
 
 @dataclass(kw_only=True)
 class Similarity:
-    """Hold the queries of a synthetic data set against original ones.
-
-    Args:
-        synthetic: The folder of the synthetic data set, in BEIR's layout.
-        reference: Whose the original queries are: ``public``, ``synthetic`` or ``private``.
-        card_entry: Declares that numbers about private queries may be computed; the card of the synthetic data
-            set says so from then on.
-        split: Which queries of the datamodule are the original ones.
-        reference_file: A file of queries (``text``, JSONL and so on) in place of those of the datamodule.
-        held_out: A further split, which the generator never saw: how much the overlap is by chance.
-        measures: Of ``bleu``, ``mauve``, ``diversity`` and ``overlap``; null for all that apply.
-        ngram: Words in a row that count as copied.
-        encoder: What makes the features of MAUVE: ``minilm``, the folder of an encoder, or a hub name.
-        features: Of what MAUVE takes features: ``query``, ``query_passage`` (both in one text).
-        max_texts: MAUVE and diversity look at so many texts of each side, or at what the smaller one has.
-        seeds: Runs of MAUVE's k-means.
-        buckets: Of MAUVE's histograms; null for a tenth of the texts.
-        ceiling: MAUVE of two samples of the original queries too, of the same size, where there are so many:
-            what no synthetic set can be expected to exceed.
-        plot: Draw the histograms; null for where matplotlib is installed.
-        batch_size: Texts per forward pass.
-        device: Where to encode: ``cpu``, ``cuda`` and so on.
-    """
+    """Hold the queries of a synthetic data set against original ones."""
 
     synthetic: Path
     reference: Whose | None = None

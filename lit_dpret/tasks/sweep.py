@@ -35,17 +35,6 @@ class Sweep:
         - Before the first trial starts, all of them are reserved in the ledger of the data set; where the limit
           does not cover them, nothing starts, and the refusal says how many it would cover.
         - A trial that is done is not run again; one that was interrupted goes on.
-
-    Args:
-        file: The sweep, as W&B reads it.
-        dataset_ledger: Adds up what the trials release, with all other runs on the data set.
-        total_eps: Its limit; null takes what the ledger was begun with.
-        metric_data: On which data the trials are compared: ``public``, ``synthetic``, ``private`` or ``unknown``, or
-            ``none`` where no metric is named; it goes onto every trial's card. Trials that say otherwise are refused.
-        start: False plans and reserves only, for ``wandb agent``, ``-m`` and Optuna.
-        offline: W&B writes to the trials' folders and sends nothing.
-        give_back: Let go of what is reserved for trials that have not begun; then nothing is run.
-        min_free_mb: Refuse to start with less free disk.
     """
 
     def __init__(

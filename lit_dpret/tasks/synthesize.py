@@ -21,31 +21,7 @@ SYNTHETIC = "synthetic"
 
 @dataclass(kw_only=True)
 class Synthesize:
-    """Write synthetic queries in BEIR's layout, with the generator's privacy card attached.
-
-    Args:
-        generator: The ``model`` folder of a generator run.
-        passages_are_public: Declares that the datamodule's list of passages does not depend on
-            private queries, or that the generator's claim takes it as public (zero-out). Without the
-            declaration nothing is generated.
-        queries_per_passage: Draws for each passage.
-        max_passages: Generate for a public sample of so many passages, chosen by hash of id.
-        top_p: Nucleus.
-        temperature: Divides the logits.
-        top_k: Keep this many tokens before the nucleus is taken; null keeps all.
-        max_new_tokens: Longest query.
-        min_new_tokens: Tokens before the end mark may come.
-        group_size: Passages decoded together; part of what makes the files reproducible.
-        precision: ``32-true`` or ``bf16-true``; another such part, like ``device`` and ``threads``.
-        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:0``.
-        threads: Threads that a group is computed with.
-        workers: Processes that draw groups, each with the generator in memory; 0 for this one. The files are
-            the same.
-        groups_in_flight: Groups that each worker holds at once, computed or waiting.
-        language: ISO codes for the data card, with commas between them.
-        license: Licence for the data card, as the Hugging Face hub writes it.
-        tuning_data, tuning_note: On which data the settings above were chosen; they go into the card.
-    """
+    """Write synthetic queries in BEIR's layout, with the generator's privacy card attached."""
 
     takes_ranks = True
 

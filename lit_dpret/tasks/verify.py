@@ -17,17 +17,7 @@ REPORT = "verify.json"
 
 
 class Verify:
-    """Check a card against its files, its ledger and its parents; write ``verify.json``.
-
-    Args:
-        card: A privacy card, or the folder that holds it.
-        parents: Folders or files to look for the parents' cards and ledgers in, besides those around the card.
-        allow_missing_parents: A parent that is not found counts as not checked, instead of as a failure.
-        allow_missing_ledger: The same for the ledger behind the claim.
-        protocols: Files of audit protocols that must have been registered before the first release.
-        public_key: A PEM file with the Ed25519 key by which the card must be signed.
-        sign_with: A PEM file with a private Ed25519 key: if nothing failed, the card is signed by it.
-    """
+    """Check a card against its files, its ledger and its parents; write ``verify.json``."""
 
     def __init__(
         self,

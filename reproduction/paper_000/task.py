@@ -34,30 +34,6 @@ class Paper000:
         - The report is written again after each part, so that a reproduction that is stopped leaves one.
         - Original queries, and queries made of them without privacy, are shown or measured only where they were
           declared public; otherwise all reports are for their owner alone.
-
-    Args:
-        pipeline: Makes `Pipeline`: generator, retriever and their settings.
-        shrink: Makes the smaller generator that a size ``shrunk`` stands for.
-        shrink_passages: How many public passages it learns from.
-        similarity, zero_shot, overlap, canaries: Make the tasks of these parts.
-        grid: The points of the search for settings.
-        sizes: Hub name, folder, ``public_t5`` or ``shrunk`` of each size of generator, by a name for it; null for the
-            two that need no hub.
-        beside: The paper's size that each stands beside; null for those of the paper's names, and T5-Base and T5-Small
-            for the two.
-        main: The size that is trained at every epsilon; null for the first.
-        eps: Epsilons; null for no privacy.
-        others_at: Those at which the other sizes are trained too; null for all.
-        originals_are_public: Declares that the original queries, of every split, may be shown and measured.
-        canaries_from: The folder of a finished canary study; null runs one.
-        canary_queries: Train queries of a canary study that is run here; null for all.
-        examples: How many passages are shown with their queries.
-        example_texts: Show texts of the data set there; false for reports that go where its licence does not let them.
-        only: Which parts; null for all. Parts can be added to a finished run.
-        min_free_mb: Refuse to start with less free disk.
-
-    Raises:
-        ConfigurationError: A setting is out of range.
     """
 
     def __init__(
