@@ -2,8 +2,8 @@
 
 The canaries are planted before the run is planned, as private units like all others, and scored with the model before
 its first step and after its last. How many of the coins can be guessed from what the model gained bounds epsilon from
-below (`lit_dpret.audit.statistics.claim`, `lit_dpret.audit.canaries.coin_flips`). Where the bound contradicts what the
-ledger claims, something is broken: the model and its card are written first, and then the run ends with an error.
+below (`lit_dpret.audit.statistics.one_run`, `lit_dpret.audit.canaries.coin_flips`). Where the bound contradicts what
+the ledger claims, something is broken: the model and its card are written first, and then the run ends with an error.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from lightning.pytorch.callbacks import Callback
 from lit_dpret.audit.canaries.canary import Kind
 from lit_dpret.audit.canaries.coin_flips import AuditScores, CoinFlips, coins_in_run, read_scores, write_scores
 from lit_dpret.audit.canaries.suite import EVALUATION_SPLITS
-from lit_dpret.audit.statistics.claim import SHARES, Refutation, both_ends, both_ends_audit, refute
 from lit_dpret.audit.statistics.evidence import Evidence
+from lit_dpret.audit.statistics.one_run import SHARES, Refutation, both_ends, both_ends_audit, refute
 from lit_dpret.audit.statistics.power import most_certifiable
 from lit_dpret.audit.statistics.scores import CanaryScores
 from lit_dpret.callbacks.planning import ledger_of

@@ -20,7 +20,7 @@ import numpy as np
 
 from lit_dpret.audit.statistics.error_rates import rate_at_least, rate_at_most
 from lit_dpret.audit.statistics.evidence import Evidence, check_confidence
-from lit_dpret.audit.statistics.metrics import Interval, accuracy_at_least, auc, bootstrap_all, tpr_at_fpr
+from lit_dpret.audit.statistics.metrics import Interval, accuracy_at_least, auc, bootstrap, tpr_at_fpr
 from lit_dpret.audit.statistics.one_run import one_run_audit
 from lit_dpret.audit.statistics.scores import CanaryScores
 
@@ -123,7 +123,7 @@ def measure(
         if proved > claimed:
             above.append(Exceeded(what=f"epsilon at delta={delta:.3g}", at_least=proved, ceiling=claimed))
     rates = {f"{rate:g}": partial(tpr_at_fpr, fpr=rate) for rate in RATES}
-    intervals = bootstrap_all(
+    intervals = bootstrap(
         {"auc": auc, "accuracy": half_accuracy, **rates}, scores, confidence=confidence, resamples=resamples
     )
     return AttackResult(

@@ -14,7 +14,9 @@ from functools import lru_cache
 from scipy.optimize import brentq
 from scipy.special import log_ndtr
 
-LARGEST = 1e4
+_LARGEST_GAUSSIAN = 1e4
+#: No audit tells epsilons beyond this one apart.
+LARGEST = 1e6
 
 
 def gaussian_delta(mu: float, eps: float) -> float:
@@ -37,7 +39,7 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
     high = 1.0
     while _log_delta(mu, high) > math.log(delta):
         high *= 2
-        if high > LARGEST:
+        if high > _LARGEST_GAUSSIAN:
             return math.inf
     return float(brentq(lambda eps: _log_delta(mu, eps) - math.log(delta), 0.0, high, xtol=1e-9))
 
@@ -107,4 +109,24 @@ def least_where(allowed: Callable[[float], bool], high: float) -> float:
     while high - low > 1e-10 * max(high, 1e-3):
         middle = (low + high) / 2
         low, high = (low, middle) if allowed(middle) else (middle, high)
+    return low
+
+
+def largest_contradicted(contradicted: Callable[[float], bool], floor: float = 0.0) -> float:
+    """Return the largest epsilon that was found contradicted, to seven digits; ``floor`` where none above it is.
+
+    Guarantees:
+        - Above ``floor`` the answer was itself contradicted, so it is a lower bound whatever the function's shape.
+        - Where ``contradicted`` is true up to a point and false from there on, that point.
+    """
+    if not contradicted(floor):
+        return floor
+    low, high = floor, max(1.0, 2 * floor)
+    while contradicted(high):
+        low, high = high, 2 * high
+        if high > LARGEST:
+            return math.inf
+    while high - low > 1e-7 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if contradicted(middle) else (low, middle)
     return low

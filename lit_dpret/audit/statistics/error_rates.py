@@ -21,9 +21,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.special import betainc, betaincinv, ndtri
 
-from lit_dpret.audit.statistics.curves import gaussian_epsilon, least_epsilon
-from lit_dpret.audit.statistics.evidence import Evidence, Terms, check_confidence, check_delta
-from lit_dpret.audit.statistics.right_guesses import largest_contradicted
+from lit_dpret.audit.statistics.curves import gaussian_epsilon, largest_contradicted, least_epsilon
+from lit_dpret.audit.statistics.evidence import Evidence, Terms
 from lit_dpret.audit.statistics.scores import CanaryScores, Counts
 from lit_dpret.audit.statistics.thresholds import Bonferroni, Explicit, Split, Strategy, audit
 from lit_dpret.errors import ConfigurationError
@@ -36,7 +35,6 @@ ASSUMPTION = (
 HULL = " The number of thresholds was that of the ROC hull, which no theorem covers."
 CURVE = "the mechanism's trade-off curve is that of a Gaussian (an assumption, not a theorem, for DP-SGD); and "
 CREDIBLE = "a Beta(1/2, 1/2) prior of each error rate: the level is credibility, not coverage of the worst case; and "
-LARGEST = 1e3
 NODES = 500
 
 
@@ -81,19 +79,15 @@ def clopper_pearson_audit(
 ) -> Evidence:
     """Return the largest epsilon that bounds on the false positive and false negative rate contradict.
 
+    ``delta``, ``confidence`` and ``copies`` as in `Terms`; ``strategy`` chooses the threshold, ``Bonferroni()`` by
+    default.
+
     Guarantees:
         - Where the assumption holds, ``eps_lower`` is above the mechanism's epsilon with probability at most
           ``1 - confidence``, whatever the mechanism is, under every strategy but ``Bonferroni(over="hull")``.
         - ``Bonferroni(over="all")`` covers every threshold, also one that the scores suggested: beyond the k-th
           highest score of n lies a share of the distribution that is Beta(k, n - k + 1), which has the very
           quantiles of Clopper and Pearson, and there are at most n such shares to be wrong about.
-
-    Args:
-        scores: Of members and others.
-        delta: Of the claim that is put to the test.
-        confidence: Probability that the bound is true.
-        copies: How often each member stood in the training data.
-        strategy: How the threshold is chosen; ``Bonferroni()`` by default.
 
     Raises:
         ConfigurationError: A number is out of its range.
@@ -130,17 +124,13 @@ def gdp_audit(
 ) -> Evidence:
     """Return the epsilon at ``delta`` of the smallest mu that the error rates do not contradict.
 
+    As `clopper_pearson_audit`, with a ``delta`` above 0, at which the curve's epsilon is read. k copies, units of a
+    mu-GDP mechanism, are k mu-GDP.
+
     Guarantees:
         - For a mu-GDP mechanism and independent scores, ``eps_lower`` above its epsilon has probability at most
           ``1 - confidence``, under the strategies of `clopper_pearson_audit`.
         - An attack that is worse than chance proves nothing: a negative mu is 0, not its absolute value.
-
-    Args:
-        scores: Of members and others.
-        delta: At which the curve's epsilon is read; above 0.
-        confidence: Probability that the bound is true.
-        copies: How often each member stood in the training data; k units of a mu-GDP mechanism are k mu-GDP.
-        strategy: How the threshold is chosen; ``Bonferroni()`` by default.
 
     Raises:
         ConfigurationError: A number is out of its range.
@@ -153,11 +143,6 @@ def gdp_audit(
     )  # fmt: skip
 
 
-def mu_at_least(counts: Counts, *, confidence: float = 0.95) -> float:
-    """Return a lower bound on mu from the counts at one threshold that was chosen beforehand; at least 0."""
-    return _mu(counts, check_confidence(confidence))
-
-
 def bayesian_audit(
     scores: CanaryScores,
     *,
@@ -168,16 +153,8 @@ def bayesian_audit(
 ) -> Evidence:
     """Return the epsilon below which a posterior of ``1 - confidence`` is left.
 
-    Guarantees:
-        - A test that is worse than chance counts as epsilon 0, and is not turned round.
-
-    Args:
-        scores: Of members and others; high scores are taken for members.
-        delta: Of the claim that is put to the test.
-        confidence: Posterior probability that epsilon is larger than the bound.
-        copies: How often each member stood in the training data.
-        strategy: A threshold chosen beforehand, or by other canaries; ``Split()`` by default. A posterior cannot be
-            divided among thresholds.
+    A test that is worse than chance counts as epsilon 0, and is not turned round. A posterior cannot be divided among
+    thresholds, so that ``strategy`` has one that was chosen beforehand, or by other canaries (``Split()``).
 
     Raises:
         ConfigurationError: Another strategy, or a number is out of its range.
@@ -192,49 +169,12 @@ def bayesian_audit(
     )  # fmt: skip
 
 
-def bayesian_interval(counts: Counts, *, delta: float = 0.0, confidence: float = 0.9) -> tuple[float, float]:
-    """Return the equal-tailed credible interval of epsilon, where a test worse than chance is turned round.
-
-    Its lower end is above 0 even for guesses at random, since (0, 0)-DP has no mass: an estimate of
-    epsilon, and no evidence that it is not 0. Ends above 1000 are infinite.
-
-    >>> low, high = bayesian_interval(Counts(tp=487, fn=0, fp=512, tn=1), delta=1e-5)
-    >>> round(low, 3), round(high, 3)
-    (0.144, 6.416)
-
-    Raises:
-        ConfigurationError: A number is out of its range.
-    """
-    check_delta(delta)
-    tail = check_confidence(confidence) / 2
-
-    def quantile(mass: float) -> float:
-        def below(eps: float) -> bool:
-            return eps <= LARGEST and posterior_of_dp(counts, eps, delta, turned_round=True) < mass
-
-        found = largest_contradicted(below)
-        return found if found < LARGEST * (1 - 1e-6) else math.inf
-
-    return quantile(tail), quantile(1 - tail)
-
-
-def posterior_of_dp(counts: Counts, eps: float, delta: float, *, turned_round: bool = False) -> float:
-    """Return the posterior probability that both rates lie where (eps, delta)-DP wants them. It rises with both.
-
-    Args:
-        counts: At one threshold.
-        eps: Of the claim.
-        delta: Of the claim.
-        turned_round: Whether rates that are together above 1, an attack worse than chance, also count against
-            the claim.
-    """
+def posterior_of_dp(counts: Counts, eps: float, delta: float) -> float:
+    """Return the posterior probability that both rates lie where (eps, delta)-DP wants them. It rises with both."""
     rate, chances = _false_positive_rates(counts.fp, counts.tn)
     odds = math.exp(min(eps, 700.0))
     least = np.maximum(1 - delta - odds * rate, (1 - delta - rate) / odds)
     inside = 1 - betainc(0.5 + counts.fn, 0.5 + counts.tp, np.clip(least, 0, 1))
-    if turned_round:
-        least = np.maximum(1 - delta - odds * (1 - rate), (rate - delta) / odds)
-        inside = inside - betainc(0.5 + counts.tp, 0.5 + counts.fn, np.clip(least, 0, 1))
     return float(chances @ np.maximum(0, inside))
 
 

@@ -2,27 +2,44 @@
 
 Steinke, Nasr and Jagielski 2023, "Privacy Auditing with One (1) Training Run", arXiv 2305.08846. Under
 (eps, delta)-DP the number of right guesses is hardly ever above a Binomial with q = e^eps / (1 + e^eps), whatever the
-canaries do to each other in that one training. The count's p-value is in `lit_dpret.audit.statistics.right_guesses`,
-which the plan of a run uses as well; here are scores, thresholds and copies.
+canaries do to each other in that one training. Three readings of the same guesses:
 
-`one_run_fdp_audit` tests a whole trade-off curve: Mahloujifar, Melis and Chaudhuri 2024, "Auditing f-Differential
-Privacy in One Run", arXiv 2410.22235, bound the right guesses by a recursion over their tail (Algorithm 3) instead of
-by one Binomial. The recursion refutes a *curve*. Taken for refuting an (eps, delta), as here and in jax_privacy, it
-presumes that the mechanism's curve is that of a Gaussian with this (eps, delta), which composed DP-SGD approaches and
-no theorem grants.
+* `one_run_audit`, `one_run_counts`: the largest epsilon that they contradict at one delta, for any mechanism.
+* `one_run_fdp_audit`, `one_run_fdp_counts`: a whole trade-off curve. Mahloujifar, Melis and Chaudhuri 2024, "Auditing
+  f-Differential Privacy in One Run", arXiv 2410.22235, bound the right guesses by a recursion over their tail
+  (Algorithm 3) instead of by one Binomial. The recursion refutes a *curve*. Taken for refuting an (eps, delta), as here
+  and in jax_privacy, it presumes that the mechanism's curve is that of a Gaussian with this (eps, delta), which
+  composed DP-SGD approaches and no theorem grants.
+* `refute`, `both_ends_audit`: all pairs (eps, delta) of a claimed curve at once, from guesses at both ends. Some pair
+  is easier to contradict than the one that is printed: a larger epsilon comes with a much smaller delta, and delta
+  counts m times. Trying all pairs costs nothing. With W the number of right guesses, the theorem bounds the same tail,
+  P[W >= v], at every pair; so the least of these bounds is a bound on it, and the outcomes that it finds less likely
+  than the allowed error all lie beyond the first of them. For the same reason the lower bounds on epsilon at several
+  deltas hold all at once.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 from scipy.special import ndtr, ndtri
+from scipy.stats import binom
 
-from lit_dpret.audit.statistics.curves import gaussian_mu
+from lit_dpret.audit.statistics.curves import gaussian_mu, largest_contradicted
 from lit_dpret.audit.statistics.error_rates import CURVE, HULL
-from lit_dpret.audit.statistics.evidence import Evidence, Terms, check_count, check_hits
-from lit_dpret.audit.statistics.right_guesses import largest_contradicted, one_run_p_value, unplanned_p_value
+from lit_dpret.audit.statistics.evidence import (
+    Evidence,
+    Terms,
+    check_confidence,
+    check_count,
+    check_delta,
+    check_hits,
+)
 from lit_dpret.audit.statistics.scores import CanaryScores, Counts
-from lit_dpret.audit.statistics.thresholds import Bonferroni, Explicit, MultiSplit, Split, Strategy, audit
+from lit_dpret.audit.statistics.thresholds import Bonferroni, Explicit, Split, Strategy, audit
 from lit_dpret.errors import ConfigurationError
 
 METHOD = "one-run audit"
@@ -31,6 +48,12 @@ ASSUMPTION = (
     "a fair coin of its own decided for each canary whether it was trained on, and the guesses were made from what "
     "was released, without the coins."
 )
+#: Shares of the canaries that are guessed, half of them in and half of them out. For a perfect attack, for one whose
+#: scores overlap, and for one that knows only a few. Of 80 percent a fair coin's luck hardly ever makes one wrong.
+SHARES = (0.8, 0.5, 0.2)
+
+Curve = Sequence[tuple[float, float]]
+"""Pairs (epsilon, delta) that a mechanism is claimed to satisfy all at once."""
 
 
 def one_run_audit(
@@ -43,25 +66,21 @@ def one_run_audit(
 ) -> Evidence:
     """Return what the scores of coin-flipped canaries prove, where the highest are taken for members.
 
+    ``delta``, ``confidence`` and ``copies`` as in `Terms`; ``strategy`` chooses the threshold,
+    ``Bonferroni(over="doubling")`` by default.
+
     Guarantees:
         - For a mechanism that is (eps, delta)-DP and coins as assumed, ``eps_lower > eps`` has probability at most
           ``1 - confidence`` under every strategy but ``Bonferroni(over="hull")`` (Theorem 5.2 of the paper).
         - Where the strategy fixes a threshold and so leaves the number of guesses to the scores (``Explicit``,
-          ``Split``, ``MultiSplit``), that number is paid for (`unplanned_p_value`), which only a delta makes dear.
+          ``Split``), that number is paid for (`unplanned_p_value`), which only a delta makes dear.
         - Ties count for nothing: they are guessed as wrong as they can be, or canaries of equal score alike.
-
-    Args:
-        scores: Of members and others.
-        delta: Of the claim that is put to the test.
-        confidence: Probability that the bound is true.
-        copies: How often each included canary stood in the training data.
-        strategy: How the threshold is chosen; ``Bonferroni(over="doubling")`` by default.
 
     Raises:
         ConfigurationError: A number is out of its range.
     """
     strategy = strategy or Bonferroni(over="doubling")
-    planned = not _leaves_guesses_to_scores(strategy)
+    planned = not isinstance(strategy, Explicit | Split)
 
     def bound(counts: Counts, error: float, floor: float, terms: Terms) -> float:
         return _epsilon(counts, error, floor, terms, planned)
@@ -77,9 +96,9 @@ def one_run_counts(
     """Return the same bound from counts: ``correct`` of ``guesses`` guesses about ``canaries`` canaries.
 
     ``planned`` says that the number of guesses was fixed beforehand. Where what was released decides about it, say
-    false: the bound then holds for every number (`lit_dpret.audit.statistics.right_guesses.unplanned_p_value`). It
-    serves rare real queries as well as canaries: hold a random half of them out before training, and guess of those
-    that the release repeats that they were trained on.
+    false: the bound then holds for every number (`unplanned_p_value`). It serves rare real queries as well as
+    canaries: hold a random half of them out before training, and guess of those that the release repeats that they
+    were trained on.
 
     >>> one_run_counts(canaries=1000, guesses=100, correct=90, delta=1e-5).eps_lower.__round__(4)
     1.6261
@@ -92,6 +111,53 @@ def one_run_counts(
     return terms.evidence(METHOD, eps, ASSUMPTION)
 
 
+def one_run_p_value(eps: float, *, canaries: int, guesses: int, correct: int, delta: float) -> float:
+    """Return the largest probability of so many right guesses under (eps, delta)-DP (the paper's Theorem 5.2).
+
+    With q = e^eps / (1 + e^eps) and w = 2 m delta / i it is the largest over i of
+    (1 - w) P[Bin(r, q) >= v] + w P[Bin(r, q) >= v - i], or 1. Both tails rise with eps; so does the whole
+    where w <= 1, that is, wherever 2 m delta <= 1. Beyond that no proof is known to us, and none is
+    needed: who searches for the largest eps that is contradicted may return any that is.
+    """
+    if correct == 0:
+        return 1.0
+    rate = 1 / (1 + math.exp(-eps))
+    surpassed = float(binom.sf(correct - 1, guesses, rate))
+    if delta == 0:
+        return surpassed
+    # Further down than all of the distribution's mass, the share of the mass only falls with the width.
+    mass_begins = math.floor(guesses * rate - 12 * math.sqrt(guesses * rate * (1 - rate)) - 12)
+    width = np.arange(1, max(1, correct - max(0, mass_begins)) + 1)
+    near = binom.sf(correct - 1 - width, guesses, rate) - surpassed
+    return min(1.0, surpassed + 2 * canaries * delta * float(np.max(near / width)))
+
+
+def unplanned_p_value(eps: float, *, canaries: int, guesses: int, correct: int, delta: float, error: float) -> float:
+    """Return the same where the release decides how many are guessed; compare it with ``error`` and nothing else.
+
+    With a delta the theorem is for a number of guesses that was fixed beforehand: of several numbers a mechanism may
+    spend its delta on the one that it harms most. This bound is for all numbers at once. Given the release, reveal the
+    coins of the guessed canaries one after the other. A guess is right with a probability h that exceeds
+    q = e^eps / (1 + e^eps) by delta / (1 + e^eps) on average at most, so the right guesses are at most B + D, where B
+    is Binomial(guesses, q) given the release, and D a count with an expectation of at most m delta / 2 that may hang
+    together with anything. For every slope l <= 1, the event B + D >= v has an indicator of at most
+    max(0, 1 - l (v - B)+) + l D. So rejecting where the expectation of the first term at the observed numbers, plus
+    l m delta / 2, is below ``error`` errs with no larger probability, whatever decides about the numbers. The slope is
+    fixed beforehand: min(1, error / (m delta)), which never spends more than half of the error on D. (An argument of
+    our own.) It rises with eps, also where delta does.
+    """
+    if correct == 0:
+        return 1.0
+    rate, extra = 1 / (1 + math.exp(-eps)), canaries * delta
+    slope = 1.0 if extra <= error else error / extra
+    short = np.arange(1, min(correct, math.ceil(1 / slope)) + 1)
+    within = np.maximum(0.0, 1 - slope * short) @ binom.pmf(correct - short, guesses, rate)
+    return min(1.0, float(binom.sf(correct - 1, guesses, rate)) + float(within) + slope * extra / 2)
+
+
+# -- a Gaussian's trade-off curve ---------------------------------------------------------------
+
+
 def one_run_fdp_audit(
     scores: CanaryScores,
     *,
@@ -102,17 +168,12 @@ def one_run_fdp_audit(
 ) -> Evidence:
     """Return what the scores of coin-flipped canaries prove about a mechanism with a Gaussian curve.
 
+    As `one_run_audit`, with a ``delta`` above 0, at which the curve's epsilon is read. k copies, units of a mu-GDP
+    mechanism, are k mu-GDP (Theorem 2.14 of Dong et al.).
+
     Guarantees:
         - For a mu-GDP mechanism, ``eps_lower`` above its epsilon has probability at most ``1 - confidence``, under the
           strategies and coins of `one_run_audit`.
-
-    Args:
-        scores: Of members and others.
-        delta: At which the curve's epsilon is read; above 0.
-        confidence: Probability that the bound is true.
-        copies: How often each included canary stood in the training data. k units of a mu-GDP mechanism are
-            k mu-GDP (Theorem 2.14 of Dong et al.).
-        strategy: How the threshold is chosen; ``Bonferroni(over="doubling")`` by default.
 
     Raises:
         ConfigurationError: A number is out of its range.
@@ -120,7 +181,7 @@ def one_run_fdp_audit(
     strategy = strategy or Bonferroni(over="doubling")
     terms = Terms(delta=delta, confidence=confidence, copies=copies, gaussian=True)
     assumption = CURVE + _assumed(strategy)
-    if _leaves_guesses_to_scores(strategy):
+    if isinstance(strategy, Explicit | Split):
         assumption += " NOT PROVED: how many were guessed depended on the scores, and the recursion takes it as fixed."
     return audit(scores, _epsilon_fdp, strategy, terms, method=METHOD_FDP, assumption=assumption, guessing=True)
 
@@ -155,6 +216,46 @@ def refutes_mu(mu: float, *, canaries: int, guesses: int, correct: int, error: f
     return right + wrong > guesses / canaries
 
 
+# -- guesses at both ends, and a whole claimed curve --------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refutation:
+    """How unlikely the guesses are if the claim is true.
+
+    Attributes:
+        p_value: The probability of guesses so good, at most, for any mechanism that keeps the claim; every choice that
+            was tried is paid for. Small values contradict the claim. Large ones support nothing.
+        eps, delta: Where on the curve it was found.
+    """
+
+    p_value: float
+    eps: float
+    delta: float
+
+    def contradicts(self, *, confidence: float) -> bool:
+        """Return whether the claim is contradicted with ``confidence``."""
+        return self.p_value < check_confidence(confidence)
+
+
+def both_ends(scores: CanaryScores, shares: Sequence[float] = SHARES) -> list[tuple[int, int]]:
+    """Return for each share how many canaries are guessed and how many of the guesses are right.
+
+    Half of a share are the highest scores, taken for members, the other half the lowest, taken for others. So the
+    number of guesses depends on the number of canaries alone.
+
+    Raises:
+        ConfigurationError: A share is not in (0, 1], or none of them guesses one canary at either end.
+    """
+    for share in shares:
+        if not 0 < share <= 1:
+            raise ConfigurationError(f"share={share} of the canaries to guess must be above 0 and at most 1.")
+    sizes = sorted({int(share * len(scores) / 2) for share in shares} - {0}, reverse=True)
+    if not sizes:
+        raise ConfigurationError(f"{len(scores)} canaries are too few to guess one at either end: plant more.")
+    return [guess_extremes(scores, highest=size, lowest=size) for size in sizes]
+
+
 def guess_extremes(scores: CanaryScores, *, highest: int, lowest: int) -> tuple[int, int]:
     """Guess ``highest`` canaries in and ``lowest`` out; return the number of guesses and of right ones.
 
@@ -180,8 +281,56 @@ def guess_extremes(scores: CanaryScores, *, highest: int, lowest: int) -> tuple[
     return highest + lowest, right
 
 
-def _leaves_guesses_to_scores(strategy: Strategy) -> bool:
-    return isinstance(strategy, Explicit | Split | MultiSplit)
+def both_ends_audit(
+    scores: CanaryScores, *, delta: float, confidence: float = 0.95, shares: Sequence[float] = SHARES
+) -> Evidence:
+    """Return the lower bound on epsilon at ``delta`` from guesses at both ends.
+
+    Guarantees:
+        - For a mechanism that is (eps, delta)-DP and fair independent coins, ``eps_lower > eps`` has probability at
+          most ``1 - confidence`` (Theorem 5.2, and a union over ``shares``, which are fixed beforehand).
+
+    Raises:
+        ConfigurationError: A number is out of its range.
+    """
+    counts = both_ends(scores, shares)
+    error = check_confidence(confidence) / len(counts)
+    found = [
+        one_run_counts(
+            canaries=len(scores), guesses=guesses, correct=right, delta=delta, confidence=1 - error
+        ).eps_lower
+        for guesses, right in counts
+    ]
+    return Evidence(
+        method=METHOD, eps_lower=max(found), delta=delta, confidence=confidence, assumption=ASSUMPTION,
+        tests=len(counts),
+    )  # fmt: skip
+
+
+def refute(scores: CanaryScores, curve: Curve, *, shares: Sequence[float] = SHARES) -> Refutation:
+    """Return how unlikely the guesses at both ends are under a mechanism that satisfies every pair of ``curve``.
+
+    Guarantees:
+        - For such a mechanism and fair independent coins, ``p_value <= p`` has probability at most p, for every p.
+        - More pairs can only lower the p-value, at no cost; see the text of the module.
+
+    Raises:
+        ConfigurationError: The curve is empty or a pair of it is out of range.
+    """
+    if not curve:
+        raise ConfigurationError("There is no claim to test: its curve has no pair (epsilon, delta).")
+    for eps, delta in curve:
+        check_delta(delta)
+        if not eps >= 0:
+            raise ConfigurationError(f"eps={eps} must be at least 0.")
+    counts = both_ends(scores, shares)
+    found = [
+        (one_run_p_value(eps, canaries=len(scores), guesses=guesses, correct=right, delta=delta), eps, delta)
+        for guesses, right in counts
+        for eps, delta in curve
+    ]
+    p_value, eps, delta = min(found)
+    return Refutation(p_value=min(1.0, p_value * len(counts)), eps=eps, delta=delta)
 
 
 def _assumed(strategy: Strategy) -> str:

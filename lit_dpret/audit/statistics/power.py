@@ -14,9 +14,8 @@ from scipy import stats
 
 from lit_dpret.audit.statistics.error_rates import clopper_pearson_counts
 from lit_dpret.audit.statistics.evidence import Terms, check_count
-from lit_dpret.audit.statistics.one_run import one_run_counts
+from lit_dpret.audit.statistics.one_run import one_run_counts, one_run_p_value
 from lit_dpret.audit.statistics.rank_epsilon import top_rank_bound, top_rank_one_training
-from lit_dpret.audit.statistics.right_guesses import CONFIDENCE, one_run_epsilon, one_run_p_value
 from lit_dpret.audit.statistics.scores import Counts
 from lit_dpret.errors import ConfigurationError
 
@@ -104,7 +103,7 @@ def canaries_needed(eps: float, *, delta: float, copies: int = 1, confidence: fl
 
 
 def audit_power(
-    eps: float, delta: float, *, canaries: tuple[int, ...] = CANARIES, confidence: float = CONFIDENCE
+    eps: float, delta: float, *, canaries: tuple[int, ...] = CANARIES, confidence: float = 0.95
 ) -> list[dict[str, Any]]:
     """For each number of canaries, what an audit could certify of an (eps, delta) claim that is exactly spent.
 
@@ -120,7 +119,7 @@ def audit_power(
         # Of a binomial count, at least half lies at or above the median.
         median = int(stats.binom.median(count, accuracy))
         both = [
-            one_run_epsilon(canaries=count, guesses=count, correct=right, delta=delta, confidence=confidence)
+            one_run_counts(canaries=count, guesses=count, correct=right, delta=delta, confidence=confidence).eps_lower
             for right in (count, median)
         ]
         rows.append(

@@ -13,17 +13,14 @@ P(E) <= (e^(eps_alpha) Q(E))^((alpha - 1) / alpha) for every event E. The ceilin
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
 from scipy.fft import next_fast_len
-from scipy.optimize import minimize_scalar
-from scipy.special import ndtr, ndtri
 from scipy.stats import binom
 
-from lit_dpret.audit.statistics.curves import least_epsilon, least_where
+from lit_dpret.audit.statistics.curves import largest_contradicted, least_epsilon, least_where
 from lit_dpret.audit.statistics.error_rates import rate_at_least
 from lit_dpret.audit.statistics.evidence import (
     Evidence,
@@ -34,7 +31,6 @@ from lit_dpret.audit.statistics.evidence import (
     check_probability,
 )
 from lit_dpret.audit.statistics.exposure import mean_rank
-from lit_dpret.audit.statistics.right_guesses import largest_contradicted
 from lit_dpret.errors import ConfigurationError
 
 RANDOM = "each secret was drawn uniformly from its candidates, and ranked among them all with ties against it"
@@ -263,39 +259,3 @@ def renyi_bound(hits: int, trials: int, *, prior: float, order: float, confidenc
         method=f"Renyi epsilon of order {order:g}", eps_lower=eps, delta=None, confidence=confidence,
         assumption="each secret was drawn at random with that prior and had a training of its own, in one copy.",
     )  # fmt: skip
-
-
-def renyi_ceiling(rdp: Callable[[float], float], prior: float) -> tuple[float, float]:
-    """Return the highest probability of guessing a secret that a Renyi curve allows, and the order that gives it.
-
-    min over alpha > 1 of (e^(rdp(alpha)) prior)^((alpha - 1) / alpha).
-
-    >>> success, order = renyi_ceiling(lambda alpha: alpha / 2, prior=0.01)
-    >>> round(success, 6), round(order, 3)
-    (0.126146, 3.035)
-
-    Args:
-        rdp: The Renyi epsilon of the mechanism at each order.
-        prior: Probability of guessing it without the model.
-
-    Raises:
-        ConfigurationError: ``prior`` is no probability.
-    """
-    check_probability("prior", prior)
-
-    def log_success(log_excess: float) -> float:
-        order = 1 + math.exp(log_excess)
-        return (rdp(order) + math.log(prior)) * (order - 1) / order
-
-    found = minimize_scalar(log_success, bounds=(-12.0, 12.0), method="bounded", options={"xatol": 1e-10})
-    return min(1.0, math.exp(float(found.fun))), 1 + math.exp(float(found.x))
-
-
-def gaussian_ceiling(mu: float, prior: float) -> float:
-    """Return the same for a mu-GDP mechanism, exactly, by its trade-off curve: Phi(Phi^-1(prior) + mu).
-
-    >>> round(gaussian_ceiling(1.0, 0.01), 7)
-    0.0923622
-    """
-    check_probability("prior", prior)
-    return float(ndtr(ndtri(prior) + mu))

@@ -1,24 +1,24 @@
 """From which score on is a canary taken for a member? Whoever picks the best threshold has to pay for the choice.
 
-A bound holds with its confidence for one threshold that was chosen without the labels it is then judged by. Four
-ways to have one: name it beforehand, divide the allowed error among all that are tried (Bonferroni), choose by a
-part of the canaries and judge by the rest, or do that often and take the median.
+A bound holds with its confidence for one threshold that was chosen without the labels it is then judged by. Three
+ways to have one: name it beforehand, divide the allowed error among all that are tried (Bonferroni), or choose by a
+part of the canaries and judge by the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
-from lit_dpret.audit.statistics.evidence import Evidence, Terms, check_count, check_probability
+from lit_dpret.audit.statistics.evidence import Evidence, Terms, check_probability
 from lit_dpret.audit.statistics.scores import CanaryScores, Counts, roc_hull
 from lit_dpret.errors import ConfigurationError, DataError
 
 Bound = Callable[[Counts, float, float], float]
-"""From counts, an allowed error and a floor to the bound that the counts give, or the floor where that is higher."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,55 +54,50 @@ class Split:
     seed: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class MultiSplit:
-    """The median of many splits, each at half the allowed error.
-
-    The median is too high only if half of the splits are, and by Markov's inequality that has at most twice the
-    probability that one is. Draws less luck from one seed than `Split`, and pays for it.
-    """
-
-    splits: int = 15
-    share: float = 0.5
-    seed: int = 0
+Strategy = Explicit | Bonferroni | Split
 
 
-Strategy = Explicit | Bonferroni | Split | MultiSplit
+Found = tuple[float, float | None, int]
+"""The best bound, the threshold that gave it (None: none), and among how many the error was divided."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Found:
-    """The best bound, the threshold that gave it (None: none, or several), and among how many the error was divided."""
-
-    eps: float
-    threshold: float | None
-    tests: int
-
-
-def best_bound(scores: CanaryScores, bound: Bound, strategy: Strategy, error: float, *, guessing: bool) -> Found:
-    """Return the bound that ``strategy`` gets out of the scores.
+def audit(
+    scores: CanaryScores, bound: Callable[[Counts, float, float, Terms], float], strategy: Strategy, terms: Terms, *,
+    method: str, assumption: str, guessing: bool,
+) -> Evidence:  # fmt: skip
+    """Return the evidence that ``strategy`` gets out of the scores.
 
     Args:
         scores: Of all canaries.
-        bound: What the counts at one threshold prove.
+        bound: What the counts at one threshold prove: from counts, an allowed error and a floor to the bound, or the
+            floor where that is higher, which lets later thresholds be dismissed early.
         strategy: How thresholds are chosen.
-        error: Allowed probability that the bound is wrong.
+        terms: The claim and the confidence.
+        method: Of the evidence.
+        assumption: Of the evidence.
         guessing: Whether ``bound`` allows guesses that depend on the scores, as the one-run audits do.
 
     Raises:
-        ConfigurationError: ``doubling`` for a bound on rates, or a share or number of splits that is none.
+        ConfigurationError: ``doubling`` for a bound on rates, or a share that is none.
         DataError: A split leaves one part without members or without others.
     """
+
+    def of(counts: Counts, error: float, floor: float) -> float:
+        return bound(counts, error, floor, terms)
+
+    eps, threshold, tests = _best_bound(scores, of, strategy, terms.error, guessing)
+    return terms.evidence(method, eps, assumption, threshold=threshold, tests=tests)
+
+
+def _best_bound(scores: CanaryScores, bound: Bound, strategy: Strategy, error: float, guessing: bool) -> Found:
     match strategy:
         case Explicit(threshold=threshold):
             if np.isnan(threshold):
                 raise ConfigurationError("Explicit(threshold=nan): a threshold must be a number.")
-            return Found(eps=bound(scores.counts(threshold), error, 0.0), threshold=threshold, tests=1)
-        case Bonferroni(over="hull"):
-            tests = len(roc_hull(scores)[0])
-            return _best(scores, _promising(scores), bound, error / tests, tests)
-        case Bonferroni(over="all"):
-            return _best(scores, _promising(scores), bound, error / len(scores), len(scores))
+            return bound(scores.counts(threshold), error, 0.0), threshold, 1
+        case Bonferroni(over="hull" | "all" as over):
+            tests = len(roc_hull(scores)[0]) if over == "hull" else len(scores)
+            return *_best(scores, bound, error / tests), tests
         case Bonferroni(over="doubling"):
             if not guessing:
                 raise ConfigurationError(
@@ -110,60 +105,40 @@ def best_bound(scores: CanaryScores, bound: Bound, strategy: Strategy, error: fl
                     "Use over='all'."
                 )
             sizes = 2 ** np.arange(len(scores).bit_length())
-            return _doubling(scores, sizes, bound, error / len(sizes))
+            return *_doubling(scores, sizes, bound, error / len(sizes)), len(sizes)
         case Split(share=share, seed=seed):
-            return _split(scores, bound, share, error, np.random.default_rng(seed))
-        case MultiSplit(splits=splits, share=share, seed=seed):
-            check_count("splits", splits, least=1)
-            rngs = np.random.default_rng(seed).spawn(splits)
-            each = [_split(scores, bound, share, error / 2, rng).eps for rng in rngs]
-            return Found(eps=float(np.median(each)), threshold=None, tests=1)
+            return *_split(scores, bound, share, error, np.random.default_rng(seed)), 1
         case _:
             raise ConfigurationError(f"{strategy!r} is no way to choose a threshold.")
 
 
-def audit(
-    scores: CanaryScores, bound: Callable[[Counts, float, float, Terms], float], strategy: Strategy, terms: Terms, *,
-    method: str, assumption: str, guessing: bool,
-) -> Evidence:  # fmt: skip
-    """Return the evidence of an estimator whose ``bound`` reads the counts at one threshold under ``terms``."""
-    found = best_bound(
-        scores,
-        lambda counts, error, floor: bound(counts, error, floor, terms),
-        strategy,
-        terms.error,
-        guessing=guessing,
-    )
-    return terms.evidence(method, found.eps, assumption, threshold=found.threshold, tests=found.tests)
-
-
-def _doubling(scores: CanaryScores, sizes: np.ndarray, bound: Bound, error: float) -> Found:
+def _doubling(scores: CanaryScores, sizes: NDArray[np.int64], bound: Bound, error: float) -> tuple[float, float | None]:
     """Return the best of so many highest scores, numbers that do not depend on the scores; ties count as wrong."""
     best, chosen = 0.0, None
     for size in map(int, sizes):
         eps = bound(scores.highest(size), error, best)
         if eps > best:
             best, chosen = eps, float(scores.pooled[-size])
-    return Found(eps=best, threshold=chosen, tests=len(sizes))
+    return best, chosen
 
 
-def _promising(scores: CanaryScores) -> Iterator[float]:
-    """Return the hull's thresholds, the most promising first, so that later ones are dismissed early."""
+def _best(scores: CanaryScores, bound: Bound, error: float) -> tuple[float, float | None]:
+    """Return the best bound of the hull's thresholds, which no other threshold beats."""
     thresholds, alone, missed = roc_hull(scores)
     right, wrong = len(scores.in_scores) - missed, len(scores.out_scores) - alone
-    return iter(thresholds[np.argsort(-(right - wrong) / np.sqrt(np.maximum(1, right + wrong)), kind="stable")])
-
-
-def _best(scores: CanaryScores, thresholds: Iterator[float], bound: Bound, error: float, tests: int) -> Found:
+    # The most promising first, so that the floor dismisses later ones early.
+    order = np.argsort(-(right - wrong) / np.sqrt(np.maximum(1, right + wrong)), kind="stable")
     best, chosen = 0.0, None
-    for threshold in thresholds:
+    for threshold in thresholds[order]:
         eps = bound(scores.counts(threshold), error, best)
         if eps > best:
             best, chosen = eps, float(threshold)
-    return Found(eps=best, threshold=chosen, tests=tests)
+    return best, chosen
 
 
-def _split(scores: CanaryScores, bound: Bound, share: float, error: float, rng: np.random.Generator) -> Found:
+def _split(
+    scores: CanaryScores, bound: Bound, share: float, error: float, rng: np.random.Generator
+) -> tuple[float, float | None]:
     check_probability("share", share)
     first = rng.permutation(len(scores)) < round(share * len(scores))
     of_members, of_others = first[: len(scores.in_scores)], first[len(scores.in_scores) :]
@@ -171,7 +146,5 @@ def _split(scores: CanaryScores, bound: Bound, share: float, error: float, rng: 
         raise DataError(f"A split of {len(scores)} canaries left a part without members or without others: add more.")
     choosing = CanaryScores(scores.in_scores[of_members], scores.out_scores[of_others])
     judging = CanaryScores(scores.in_scores[~of_members], scores.out_scores[~of_others])
-    threshold = _best(choosing, _promising(choosing), bound, error, 1).threshold
-    if threshold is None:
-        return Found(eps=0.0, threshold=None, tests=1)
-    return Found(eps=bound(judging.counts(threshold), error, 0.0), threshold=threshold, tests=1)
+    _, threshold = _best(choosing, bound, error)
+    return (0.0, None) if threshold is None else (bound(judging.counts(threshold), error, 0.0), threshold)

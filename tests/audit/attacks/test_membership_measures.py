@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 import pytest
 
 from lit_dpret.audit.attacks.membership import RATES, exceeded, half_accuracy, measure
-from lit_dpret.audit.statistics.metrics import auc, bootstrap, bootstrap_all, max_accuracy
+from lit_dpret.audit.statistics.metrics import auc, bootstrap, tpr_at_fpr
 from lit_dpret.audit.statistics.scores import CanaryScores
 from lit_dpret.privacy.accounting.ceilings import attack_ceilings
 from lit_dpret.privacy.accounting.releases import FullBatch, GaussianRelease
@@ -106,5 +106,6 @@ def test_evidence_above_the_claim_is_called_so() -> None:
 def test_intervals_of_several_statistics_are_those_of_each_alone() -> None:
     rng = np.random.default_rng(0)
     scores = CanaryScores(rng.normal(1, 1, 50), rng.normal(0, 1, 60))
-    both = bootstrap_all({"a": auc, "b": max_accuracy}, scores, resamples=50)
-    assert both == {name: bootstrap(one, scores, resamples=50) for name, one in (("a", auc), ("b", max_accuracy))}
+    statistics = {"a": auc, "b": partial(tpr_at_fpr, fpr=0.1)}
+    both = bootstrap(statistics, scores, resamples=50)
+    assert both == {name: bootstrap({"": one}, scores, resamples=50)[""] for name, one in statistics.items()}

@@ -11,7 +11,7 @@ import pytest
 from canary_samples import flipped
 from scipy import stats
 
-from lit_dpret.audit.statistics.claim import Curve, both_ends, both_ends_audit, refute
+from lit_dpret.audit.statistics.one_run import Curve, both_ends, both_ends_audit, refute
 from lit_dpret.audit.statistics.scores import CanaryScores
 from lit_dpret.errors import ConfigurationError, DataError
 

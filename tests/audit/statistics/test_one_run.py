@@ -19,9 +19,10 @@ from lit_dpret.audit.statistics.one_run import (
     one_run_counts,
     one_run_fdp_audit,
     one_run_fdp_counts,
+    one_run_p_value,
     refutes_mu,
+    unplanned_p_value,
 )
-from lit_dpret.audit.statistics.right_guesses import one_run_p_value, unplanned_p_value
 from lit_dpret.audit.statistics.scores import CanaryScores
 from lit_dpret.audit.statistics.thresholds import Bonferroni, Explicit, Strategy
 from lit_dpret.errors import ConfigurationError
@@ -293,6 +294,8 @@ def test_guessing_both_ways_counts_both_ways() -> None:
         ({"guesses": 0, "correct": 1}, "correct=1"),
         ({"canaries": 0}, "canaries=0"),
         ({"correct": -1}, "correct=-1"),
+        ({"correct": True}, "correct=True"),
+        ({"correct": 2.0}, "correct=2.0"),
         ({"delta": 1.0}, "delta=1.0"),
         ({"delta": float("nan")}, "delta=nan"),
         ({"confidence": 1.0}, "confidence=1.0"),

@@ -18,11 +18,9 @@ from lit_dpret.audit.statistics.exposure import (
     rank,
 )
 from lit_dpret.audit.statistics.rank_epsilon import (
-    gaussian_ceiling,
     mean_rank_bound,
     mean_rank_point,
     renyi_bound,
-    renyi_ceiling,
     top_rank_bound,
     top_rank_one_training,
 )
@@ -220,24 +218,6 @@ def test_hits_in_one_training_are_no_likelier_than_the_bound_says() -> None:
                 assert float(binom.sf(hits - 1, 30, hit)) <= 0.05
 
 
-@pytest.mark.parametrize(
-    ("sigma", "prior", "success", "order", "exact"),
-    [
-        (1, 0.01, 0.126146, 3.035, 0.0923622),
-        (1, 1e-10, 5.3708e-8, 6.785, 4.1303e-8),
-        (2, 1e-10, 2.6261e-9, 13.573, 2.2957e-9),
-    ],
-)
-def test_a_renyi_ceiling_is_the_quoted_one_and_above_the_exact_one(
-    sigma: float, prior: float, success: float, order: float, exact: float
-) -> None:
-    found, at = renyi_ceiling(lambda alpha: alpha / (2 * sigma**2), prior)
-    assert found == pytest.approx(success, rel=2e-5)
-    assert at == pytest.approx(order, abs=2e-3)
-    assert gaussian_ceiling(1 / sigma, prior) == pytest.approx(exact, rel=2e-5)
-    assert found > exact
-
-
 def test_a_renyi_bound_undoes_the_ceiling() -> None:
     for order in (1.5, 3.0, 20.0, math.inf):
         found = renyi_bound(80, 100, prior=0.01, order=order)
@@ -262,7 +242,6 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     (top_rank_one_training, {"hits": 1, "canaries": 2, "candidates": 10, "neighbours": "user"}, "neighbours='user'"),
     (renyi_bound, {"hits": 1, "trials": 2, "prior": 0.0, "order": 2.0}, "prior=0.0"),
     (renyi_bound, {"hits": 1, "trials": 2, "prior": 0.1, "order": 1.0}, "order=1.0"),
-    (renyi_ceiling, {"rdp": lambda a: a, "prior": 1.0}, "prior=1.0"),
     (exposure_of_rank, {"rank": 0, "candidates": 10}, "rank=0"),
     (leak_probability, {"log_probability": 0.1, "draws": 1}, "log_probability=0.1"),
     (leak_probability, {"log_probability": -0.1, "draws": -1}, "draws=-1"),
