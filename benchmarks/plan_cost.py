@@ -48,7 +48,7 @@ class Case:
         from lit_dpret.modules import OptimizerSpec
         from lit_dpret.modules.outline import GeneratorOutline
         from lit_dpret.privacy.budget import PrivacyBudget
-        from lit_dpret.privacy.plan import PrivacyPlan
+        from lit_dpret.privacy.plan import PrivacyPlan, Sampling
 
         size, rows, label = name.split(":")
         self.rows = int(rows)
@@ -57,8 +57,9 @@ class Case:
             optimizer=OptimizerSpec(), pretrained=f"google-t5/t5-{size}", **settings
         )
         self.plan = PrivacyPlan.build(
-            PrivacyBudget(eps=3.0, delta=1e-5), sampling="poisson", steps=60, max_grad_norm=0.1, n_public=10_000,
-            expected_batch_size=64, noise_multiplier=5.0, physical_batch_size=self.rows,
+            PrivacyBudget(eps=3.0, delta=1e-5),
+            Sampling(sampling="poisson", expected_batch_size=64, physical_batch_size=self.rows),
+            steps=60, max_grad_norm=0.1, n_public=10_000, noise_multiplier=5.0,
         )  # fmt: skip
         config: Any = self.outline.model.config
         self.layers = int(config.num_layers), int(config.num_decoder_layers)

@@ -1,6 +1,6 @@
 """The base of every private DataModule: how it asks to be sampled, and how it is sampled.
 
-The DataModule states its wishes (`lit_dpret.privacy.sampling.SamplingRequest`); the run's privacy
+The DataModule states its wishes (`lit_dpret.privacy.plan.SamplingRequest`); the run's privacy
 plan turns them into a law, draws by it, and attaches its sampler here before `fit`. Without a
 sampler there is no train loader, so a Trainer cannot quietly train on batches that no accountant
 has heard of.

@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, get_args
+from typing import Any, Protocol, get_args
 
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy import clip_fraction
@@ -35,6 +35,29 @@ SAMPLINGS = ("truncated_poisson", "poisson", "fixed_size", "shuffle", "full_batc
 
 HISTOGRAM = "histogram"
 """The mode in the plan of a released histogram."""
+
+
+class SamplingRequest(Protocol):
+    """How a DataModule asks for batches to be drawn; the plan turns it into a law."""
+
+    sampling: str
+    expected_batch_size: int | None
+    sample_rate: float | None
+    physical_batch_size: int
+    cap: int | None
+    rows_per_unit: str
+
+
+@dataclass(kw_only=True)
+class Sampling:
+    """A `SamplingRequest` where there is no DataModule, as in a test of one step."""
+
+    sampling: str
+    expected_batch_size: int | None = None
+    sample_rate: float | None = None
+    physical_batch_size: int = 32
+    cap: int | None = None
+    rows_per_unit: str = "one"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,19 +149,14 @@ class PrivacyPlan:
     def build(
         cls,
         budget: PrivacyBudget,
+        request: SamplingRequest,
         *,
-        sampling: str,
         steps: int,
         max_grad_norm: float,
         n_public: int | None,
-        sample_rate: float | None = None,
-        expected_batch_size: int | None = None,
         noise_multiplier: float | None = None,
-        cap: int | None = None,
         clip_fraction_budget: float = 0.0,
         accountant: AccountantName = "pld",
-        physical_batch_size: int = 32,
-        noise: NoiseName = "gaussian",
         **fields: Any,
     ) -> PrivacyPlan:
         """Resolve what was asked for: the law with its cap, and the noise that the budget needs.
@@ -151,27 +169,22 @@ class PrivacyPlan:
 
         Args:
             budget: The guarantee.
-            sampling: The kind of law, one of `SAMPLINGS`.
+            request: How batches are to be drawn. Where its rate is None, the rate follows from the expected batch size
+                and ``n_public``; where its cap is None, a cap is chosen.
             steps: Logical steps planned.
             max_grad_norm: L2 bound on one unit's gradient.
             n_public: Units in the data set, where that is public. Under ``add_or_remove`` None, or a
                 constant that the user declared for a truncated law.
-            sample_rate: Probability of one unit being drawn.
-            expected_batch_size: Units per logical batch on average; from it and ``n_public`` follows
-                the rate where that is not given.
             noise_multiplier: Noise over sensitivity; None to calibrate it to the budget.
-            cap: Largest batch under ``truncated_poisson``; None to have it chosen.
             clip_fraction_budget: The share of a step's budget for the count of clipped units; 0 for none.
             accountant: ``pld``, ``rdp`` or ``prv``.
-            physical_batch_size: Units per forward.
-            noise: ``gaussian`` or ``discrete``.
             **fields: The fields of `PrivacyPlan` that are taken as they are.
 
         Raises:
             ConfigurationError: Something is missing, out of range, or cannot meet the budget.
             UnsupportedAccountingError: No library judges the combination.
         """
-        require_choice("datamodule.sampling", sampling, SAMPLINGS)
+        require_choice("datamodule.sampling", request.sampling, SAMPLINGS)
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise ConfigurationError(f"A private run of {steps} steps releases nothing; set trainer.max_steps.")
         if n_public is not None:
@@ -180,9 +193,9 @@ class PrivacyPlan:
             budget.check_delta(n_public)
         if clip_fraction_budget != 0:
             clip_fraction.check_budget(clip_fraction_budget)
-        law = _law(sampling, budget=budget, n=n_public, sample_rate=sample_rate, batch=expected_batch_size, cap=cap)
+        law = _law(request, budget=budget, n=n_public)
         counter = Accountant(delta=budget.delta, neighbours=budget.neighbours, name=accountant)
-        uncapped = isinstance(law, Poisson) and sampling == "truncated_poisson"
+        uncapped = isinstance(law, Poisson) and request.sampling == "truncated_poisson"
         if uncapped and accountant != "pld":
             check_supported(TruncatedPoisson(sample_rate=0.5, cap=1, n=2), accountant, budget.neighbours)
         if noise_multiplier is not None:
@@ -215,13 +228,14 @@ class PrivacyPlan:
             steps=steps,
             noise_multiplier=noise_multiplier,
             max_grad_norm=max_grad_norm,
-            sensitivity=charged(clip_fraction.sensitivity(max_grad_norm, clip_fraction_budget), noise),
-            denominator=_denominator(law, budget, n_public, expected_batch_size),
-            physical_batch_size=physical_batch_size,
+            sensitivity=charged(
+                clip_fraction.sensitivity(max_grad_norm, clip_fraction_budget), fields.get("noise", "gaussian")
+            ),
+            denominator=_denominator(law, budget, n_public, request.expected_batch_size),
+            physical_batch_size=request.physical_batch_size,
             accountant=accountant,
             n_public=n_public,
             clip_fraction_budget=clip_fraction_budget,
-            noise=noise,
             **fields,
         )
 
@@ -292,19 +306,12 @@ def _check_given_noise(noise: float, counter: Accountant, law: SamplingLaw, step
         )
 
 
-def _law(
-    sampling: str,
-    *,
-    budget: PrivacyBudget,
-    n: int | None,
-    sample_rate: float | None,
-    batch: int | None,
-    cap: int | None,
-) -> SamplingLaw:
+def _law(request: SamplingRequest, *, budget: PrivacyBudget, n: int | None) -> SamplingLaw:
     """The law of that name, its numbers filled in from what is public; plain Poisson where a cap is to be chosen."""
+    sampling, batch, cap = request.sampling, request.expected_batch_size, request.cap
     if sampling == "full_batch":
         return FullBatch()
-    rate = _rate(budget, n, sample_rate, batch)
+    rate = _rate(budget, n, request.sample_rate, batch)
     if sampling == "poisson":
         return Poisson(sample_rate=rate)
     if n is None or (cap is None and sampling == "truncated_poisson" and budget.neighbours == "add_or_remove"):

@@ -21,6 +21,7 @@ from lit_dpret.privacy.accounting.coupling import largest_batch
 from lit_dpret.privacy.accounting.releases import FixedSize, FullBatch, Poisson, SamplingLaw, Shuffle, TruncatedPoisson
 from lit_dpret.privacy.batches import PADDING, Draw, SeededDraws, UnitBatch, UnitOwners
 from lit_dpret.privacy.noise import KeyedStream
+from lit_dpret.privacy.plan import SamplingRequest
 
 
 class Row(Protocol):
@@ -43,17 +44,6 @@ class UnitDataset(Protocol):
 
     def __len__(self) -> int: ...
     def rows(self, unit: int) -> Sequence[Row]: ...
-
-
-class SamplingRequest(Protocol):
-    """How a DataModule asks for batches to be drawn; the plan turns it into a law."""
-
-    sampling: str
-    expected_batch_size: int | None
-    sample_rate: float | None
-    physical_batch_size: int
-    cap: int | None
-    rows_per_unit: str
 
 
 class TrainingData(SamplingRequest, Protocol):

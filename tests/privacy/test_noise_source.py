@@ -22,7 +22,7 @@ from lit_dpret.privacy.histogram import histogram_plan
 from lit_dpret.privacy.modes import DPSGD, BatchClip, LogitDP, PerExampleDuplicated, PublicPassages
 from lit_dpret.privacy.modes.base import Update
 from lit_dpret.privacy.noise import BLOCK, FloatNoise, GridNoise, KeyedStream, grid_bits, noise_source
-from lit_dpret.privacy.plan import PrivacyPlan
+from lit_dpret.privacy.plan import PrivacyPlan, Sampling
 
 SECRET = bytes(range(32))
 STREAM = KeyedStream(SECRET, "run")
@@ -119,8 +119,8 @@ def attached(noise: NoiseName, module: nn.Module | None = None, **settings: Any)
     module = nn.Linear(64, 64, bias=False) if module is None else module
     mode = DPSGD(eps=50.0, noise=noise, **settings)
     plan = PrivacyPlan.build(
-        PrivacyBudget(eps=50.0, delta=1e-3), sampling="poisson", steps=1, max_grad_norm=1.0, n_public=128,
-        expected_batch_size=64, noise_multiplier=1.0, noise=noise,
+        PrivacyBudget(eps=50.0, delta=1e-3), Sampling(sampling="poisson", expected_batch_size=64),
+        steps=1, max_grad_norm=1.0, n_public=128, noise_multiplier=1.0, noise=noise,
     )  # fmt: skip
     mode.attach(module, plan, STREAM)
     return mode

@@ -23,7 +23,7 @@ from lit_dpret.privacy.accounting.releases import (
     TruncatedPoisson,
 )
 from lit_dpret.privacy.budget import PrivacyBudget
-from lit_dpret.privacy.plan import SAMPLINGS, PrivacyPlan
+from lit_dpret.privacy.plan import SAMPLINGS, PrivacyPlan, Sampling
 
 N = 2000
 
@@ -35,13 +35,14 @@ def budget(eps: float = 1.0, **changes: Any) -> PrivacyBudget:
 def build(**changes: Any) -> PrivacyPlan:
     settings: dict[str, Any] = {
         "budget": budget(),
-        "sampling": "poisson",
         "steps": 50,
         "max_grad_norm": 0.5,
         "n_public": N,
-        "expected_batch_size": 40,
     }
-    return PrivacyPlan.build(**{**settings, **changes})
+    request = Sampling(sampling="poisson", expected_batch_size=40)
+    for name in set(changes) & set(vars(request)):
+        setattr(request, name, changes.pop(name))
+    return PrivacyPlan.build(**{**settings, "request": request, **changes})
 
 
 @pytest.fixture(scope="module")

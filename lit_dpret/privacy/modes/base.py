@@ -23,8 +23,7 @@ from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.budget import Neighbours, PrivacyBudget, Unit
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.noise import KeyedStream
-from lit_dpret.privacy.plan import PrivacyPlan
-from lit_dpret.privacy.sampling import SamplingRequest
+from lit_dpret.privacy.plan import PrivacyPlan, SamplingRequest
 
 Guarantee = Literal["dp", "inherited", "none"]
 Candidates = Literal["rows", "batch", "copies", "pool"]

@@ -29,8 +29,7 @@ from lit_dpret.privacy.budget import charged
 from lit_dpret.privacy.modes.base import Candidates
 from lit_dpret.privacy.modes.gaussian import GaussianMode, GaussianSettings
 from lit_dpret.privacy.noise import KeyedStream
-from lit_dpret.privacy.plan import PrivacyPlan
-from lit_dpret.privacy.sampling import SamplingRequest
+from lit_dpret.privacy.plan import PrivacyPlan, SamplingRequest
 
 
 class CoupledMode(GaussianMode):

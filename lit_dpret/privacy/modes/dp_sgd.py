@@ -21,8 +21,7 @@ from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.clipping import ClipGroups, ClipStats, make_engine
 from lit_dpret.privacy.modes.gaussian import GaussianMode, GaussianSettings
 from lit_dpret.privacy.noise import KeyedStream
-from lit_dpret.privacy.plan import PrivacyPlan
-from lit_dpret.privacy.sampling import SamplingRequest
+from lit_dpret.privacy.plan import PrivacyPlan, SamplingRequest
 
 Engine = Literal["ghost", "vmap", "opacus", "loop"]
 Clip = Literal["abadi", "automatic"]

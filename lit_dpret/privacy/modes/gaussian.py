@@ -25,8 +25,7 @@ from lit_dpret.privacy.budget import AccountantName, Neighbours, NoiseName, Priv
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.modes.base import Guarantee, PrivacyMode, StepCounts, Update, trainable
 from lit_dpret.privacy.noise import KeyedStream, noise_source
-from lit_dpret.privacy.plan import PrivacyPlan
-from lit_dpret.privacy.sampling import SamplingRequest
+from lit_dpret.privacy.plan import PrivacyPlan, SamplingRequest
 from lit_dpret.privacy.state_watch import StateWatch
 
 
@@ -177,17 +176,13 @@ class GaussianMode(PrivacyMode):
     def _build_plan(self, request: SamplingRequest, *, units: int, steps: int, **facts: Any) -> PrivacyPlan:
         public = self.public_units(units)
         return PrivacyPlan.build(
-            budget=self.budget(public),
-            sample_rate=request.sample_rate,
-            expected_batch_size=request.expected_batch_size,
+            self.budget(public),
+            request,
             n_public=public,
-            sampling=request.sampling,
             steps=steps,
             noise_multiplier=self.noise_multiplier,
             accountant=self.accountant,
             mode=self.name,
-            physical_batch_size=request.physical_batch_size,
-            cap=request.cap,
             max_units_per_user=self.max_units_per_user,
             noise=self.noise,
             **facts,
