@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
@@ -32,6 +33,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = items[first::parts]
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = kept
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_is_waited_for_that_no_test_looks_at() -> Iterator[None]:
+    """Spare each tiny fit what takes a third of its time and decides nothing.
+
+    What was written outlives a killed process without the disk; `os.fstat` still refuses a file that is closed.
+    `torch.manual_seed` keeps a traceback for each kind of device that is not there, for when it should come.
+    Each Trainer searches all installed packages for callbacks.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", os.fstat)
+        if (torch := sys.modules.get("torch")) is not None:
+            for kind in ("cuda", "xpu", "mtia"):
+                if not getattr(torch, kind).is_available():
+                    patch.setattr(getattr(torch, kind), "manual_seed_all", lambda seed: None)
+        connector = sys.modules.get("lightning.pytorch.trainer.connectors.callback_connector")
+        if connector is not None:
+            patch.setattr(connector, "_load_external_callbacks", functools.cache(connector._load_external_callbacks))
+        yield
 
 
 @pytest.fixture(autouse=True)
