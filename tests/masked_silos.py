@@ -12,7 +12,6 @@ import torch
 from tiny_silos import SMALL
 
 from lit_dpret.federated.aggregation import Weights
-from lit_dpret.federated.credentials import Credentials
 from lit_dpret.federated.documents import Patience
 from lit_dpret.federated.federation import FedResult
 from lit_dpret.federated.flower.client_app import build_client_app
@@ -20,7 +19,7 @@ from lit_dpret.federated.flower.grid import Fate, InProcessGrid
 from lit_dpret.federated.flower.library import SUPERLINK_NODE_ID, Context, Message, RecordDict, acting_as
 from lit_dpret.federated.flower.payloads import digest_of, envelope
 from lit_dpret.federated.flower.server_app import FlowerFederation, build_server_app
-from lit_dpret.federated.keys import identity_of, new_identity
+from lit_dpret.federated.keys import Credentials, identity_of, new_identity
 from lit_dpret.federated.settings import PddAs2
 
 NAMES = tuple(f"client{i}" for i in range(5))

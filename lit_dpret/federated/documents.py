@@ -67,7 +67,7 @@ class SiloSettings:
                     f"federated.roster=true, and this silo's document has no {missing}. Write both into it: the file "
                     "of lit-dpret silo --new-signing-key, and the list of everybody's public halves."
                 )
-            from lit_dpret.federated.credentials import load_credentials
+            from lit_dpret.federated.keys import load_credentials
 
             credentials = load_credentials(read_silo(self.data).name, self.signing_key, self.roster_file)
         return SiloClient(

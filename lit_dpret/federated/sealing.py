@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Literal
 
 from lit_dpret.errors import DataError
-from lit_dpret.federated.credentials import Credentials
-from lit_dpret.federated.keys import KEY_BYTES, agreed, label, new_key, public_of, seal, unseal
+from lit_dpret.federated.keys import KEY_BYTES, Credentials, agreed, label, new_key, public_of, seal, unseal
 from lit_dpret.federated.storage import save_json
 
 Kind = Literal["request", "answer"]

@@ -60,7 +60,7 @@ from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
 from lit_dpret.retrieval.metrics import Values
 
 if TYPE_CHECKING:  # it needs the package cryptography, which is of an extra
-    from lit_dpret.federated.credentials import Credentials
+    from lit_dpret.federated.keys import Credentials
 
 
 MakeModule = Callable[..., AS2DualEncoder]

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.federated.aggregation import check_norm, client_weights
-from lit_dpret.federated.credentials import Credentials
+from lit_dpret.federated.keys import Credentials
 from lit_dpret.federated.secure_mean import vector_of, words_for
 from lit_dpret.federated.secure_sum import Client, Keys, Session, Unmasking, Words, threshold_for
 from lit_dpret.federated.settings import PddAs2

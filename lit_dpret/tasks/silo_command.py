@@ -27,7 +27,7 @@ def silo_command(arguments: Sequence[str]) -> None:
     """
     given = silo_parser().parse_args(arguments)
     if given.new_signing_key is not None:
-        from lit_dpret.federated.credentials import make_identity
+        from lit_dpret.federated.keys import make_identity
 
         public = make_identity(given.new_signing_key)
         sys.stdout.write(f"written: {given.new_signing_key}\nits public half, for everybody's roster: {public}\n")

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("cryptography", reason="needs the extra federated (cryptography)")
 
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.federated.credentials import Credentials, load_credentials, make_identity, write_roster
+from lit_dpret.federated.keys import Credentials, load_credentials, make_identity, write_roster
 
 
 def files(root: Path, *names: str) -> Path:

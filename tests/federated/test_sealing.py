@@ -11,8 +11,7 @@ import pytest
 pytest.importorskip("cryptography", reason="needs the extra federated (cryptography)")
 
 from lit_dpret.errors import DataError
-from lit_dpret.federated.credentials import Credentials
-from lit_dpret.federated.keys import identity_of, new_identity
+from lit_dpret.federated.keys import Credentials, identity_of, new_identity
 from lit_dpret.federated.sealing import Letter, Refresh, Sealer
 
 NOW = Refresh(run="r", number=3, weights="w")

@@ -19,12 +19,12 @@ from superlink import make_authority, make_node_key, write_private
 
 from lit_dpret.datamodules.silo_folder import silo_folders, write_silos
 from lit_dpret.errors import ConfigurationError, DataError, LedgerError, ResumeError
-from lit_dpret.federated.credentials import write_roster
 from lit_dpret.federated.data import planted_silos
 from lit_dpret.federated.documents import SiloSettings, read_silo_settings
 from lit_dpret.federated.flower import node
 from lit_dpret.federated.flower.library import task_commands
 from lit_dpret.federated.flower.node import Connection, check_silo, node_arguments, write_commands
+from lit_dpret.federated.keys import write_roster
 from lit_dpret.federated.model import AS2Maker, start_of
 from lit_dpret.federated.settings import PddAs2
 from lit_dpret.tasks.silo_command import silo_command

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from lit_dpret.errors import LitDpretError
-from lit_dpret.federated.credentials import Credentials
-from lit_dpret.federated.keys import new_identity
+from lit_dpret.federated.keys import Credentials, new_identity
 from lit_dpret.federated.secure_sum import Client, Server
 from lit_dpret.federated.settings import PddAs2, Stage1
 from lit_dpret.federated.silo_sum import SiloSum, SumPlan
