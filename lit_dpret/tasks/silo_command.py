@@ -35,7 +35,8 @@ def silo_command(arguments: Sequence[str]) -> None:
     if given.settings is None:
         raise ConfigurationError("lit-dpret silo needs --settings FILE, the silo's own document.")
     from lit_dpret.federated.documents import read_silo_settings
-    from lit_dpret.federated.flower.node import Connection, check_silo, flower_version, start_silo
+    from lit_dpret.federated.flower.connection import Connection
+    from lit_dpret.federated.flower.node import check_silo, flower_version, start_silo
 
     if given.superlink is None and not given.check:
         raise ConfigurationError("lit-dpret silo needs --superlink HOST:PORT, or --check to check the silo alone.")

@@ -188,7 +188,7 @@ def test_a_server_gets_no_round_and_no_request_that_the_silos_settings_do_not_pl
         "train.personalise": {"epoch": 1},
     }
     for kind, turn in asked.items():
-        content = run.server._envelope(weights=fingerprint(weights), **turn)
+        content = run.server.silos.message(weights=fingerprint(weights), **turn)
         content["weights"] = weights_record(weights)
         with acting_as(run_id=1, node_id=SUPERLINK_NODE_ID):
             (reply,) = run.grid.send_and_receive([Message(content, 10, kind)])

@@ -39,7 +39,7 @@ class Asking:
         self.start: Weights = self.run.server.start
 
     def ask(self, kind: str, weights: Weights, *, records: dict[str, Any] | None = None, **facts: Any) -> Any:
-        content = self.run.server._envelope(weights=fingerprint(weights), **facts)
+        content = self.run.server.silos.message(weights=fingerprint(weights), **facts)
         content["weights"] = weights_record(weights)
         for name, record in (records or {}).items():
             content[name] = record

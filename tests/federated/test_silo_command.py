@@ -22,8 +22,9 @@ from lit_dpret.errors import ConfigurationError, DataError, LedgerError, ResumeE
 from lit_dpret.federated.data import planted_silos
 from lit_dpret.federated.documents import SiloSettings, read_silo_settings
 from lit_dpret.federated.flower import node
+from lit_dpret.federated.flower.connection import Connection
 from lit_dpret.federated.flower.library import task_commands
-from lit_dpret.federated.flower.node import Connection, check_silo, node_arguments, write_commands
+from lit_dpret.federated.flower.node import check_silo, node_arguments, write_commands
 from lit_dpret.federated.keys import write_roster
 from lit_dpret.federated.model import AS2Maker, start_of
 from lit_dpret.federated.settings import PddAs2

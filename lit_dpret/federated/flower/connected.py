@@ -4,42 +4,57 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
 
 from lit_dpret.errors import DataError
+from lit_dpret.federated.aggregation import fingerprint
 from lit_dpret.federated.documents import Patience
+from lit_dpret.federated.federation import FedResult
 from lit_dpret.federated.flower.library import Grid, Message, RecordDict
-from lit_dpret.federated.flower.payloads import head_of
+from lit_dpret.federated.flower.payloads import digest_of, envelope, head_of, payload_bytes, weights_record
+from lit_dpret.federated.settings import PddAs2
 
 _LONGEST = 200  # characters of what a node says of its own failure
+_TRAFFIC = {
+    "train.stage1": "stage 1",
+    "query.seal_key": "requests",
+    "query.fedneg_request": "requests",
+    "query.fedneg_serve": "responses",
+    "train.personalise": "pools",
+}
 
 
 class ConnectedSilos:
-    """The silos of a run by name, and the nodes that they answer from.
+    """The silos of a run by name, the nodes that they answer from, and all messages to them.
 
     Guarantees:
         - A silo is identified by the message that it replies to, never by what its reply says: it can neither answer
           for another silo nor take the name of one that is connected.
-        - A silo that does not answer well is named in ``faults`` and left out of this exchange, and is asked again in
+        - A silo that does not answer well is named in the faults and left out of this exchange, and is asked again in
           the next.
 
     Args:
-        faults: Receives everything that goes wrong.
+        settings: Of the run; every message carries their digest.
+        result: Receives everything that goes wrong, and the bytes of all messages.
         patience: How long it waits; checked.
-        numbered: Leave out silos without a number on a roster of keys.
     """
 
-    def __init__(self, faults: list[str], patience: Patience, *, numbered: bool = False) -> None:
-        self.faults, self.timeout, self.wait = faults, patience.timeout, patience.wait
+    def __init__(self, settings: PddAs2, result: FedResult, patience: Patience) -> None:
+        self.settings, self.result, self.faults = settings, result, result.faults
+        self.timeout, self.wait = patience.timeout, patience.wait
         self.examples: dict[str, int] = {}
-        self._numbered = numbered
+        self._grid: Grid | None = None
         self._numbers: dict[str, int] = {}
         self._listed: dict[str, int] = {}
         self._nodes: dict[str, int] = {}
         self._holds: dict[str, str] = {}
 
-    def wait_for(self, grid: Grid, count: int) -> None:
+    def connect(self, grid: Grid, count: int) -> None:
         """Wait until so many nodes are there; raise a DataError where they are not there in time."""
+        self._grid = grid
         until = time.monotonic() + self.wait
         while (there := len(list(grid.get_node_ids()))) < count:
             if time.monotonic() > until:
@@ -49,11 +64,74 @@ class ConnectedSilos:
                 )
             time.sleep(0.5)
 
-    def present(self, grid: Grid, where: str, greeting: RecordDict) -> list[str]:
+    # -- messages ------------------------------------------------------------------------------
+
+    def message(self, **facts: Any) -> RecordDict:
+        """Make a message of this run with facts in its head."""
+        return envelope(settings=digest_of(self.settings), **facts)
+
+    def about(self, weights: Mapping[str, Tensor], name: str, **facts: Any) -> RecordDict:
+        """Make a message about the global weights, with them where the silo does not have them yet."""
+        wanted = fingerprint(weights)
+        content = self.message(weights=wanted, **facts)
+        if self.lacks(name, wanted):
+            content["weights"] = weights_record(weights)
+        return content
+
+    def lacks(self, name: str, what: str) -> bool:
+        """Tell whether a silo still has to be sent this; from now on it counts as having it, until it fails."""
+        known = self._holds.get(name)
+        self._holds[name] = what
+        return known != what
+
+    def exchange(self, kind: str, contents: Mapping[str, RecordDict], where: str) -> dict[str, RecordDict]:
+        """Send each silo its message of type ``kind``; return the answers, and count the bytes of both.
+
+        Faults begin with ``where``.
+        """
+        answers = self._send(kind, {self._nodes[name]: content for name, content in contents.items()})
+        found: dict[str, RecordDict] = {}
+        for name in contents:
+            answer = answers.get(self._nodes[name])
+            if isinstance(answer, RecordDict):
+                found[name] = answer
+            else:
+                self._fault(name, where, answer or f"did not answer within {self.timeout} seconds")
+        phase = "stage 1" if kind.startswith("train.secagg_") else _TRAFFIC.get(kind)
+        if phase is not None:
+            sizes = {
+                name: payload_bytes(content) + (payload_bytes(found[name]) if name in found else 0)
+                for name, content in contents.items()
+            }
+            self.result.traffic.note(phase, f"{where}, {kind}", sizes)
+        return found
+
+    def ask(
+        self, kind: str, contents: Mapping[str, RecordDict], read: Callable[[str, RecordDict], Any], where: str
+    ) -> dict[str, Any]:
+        """Exchange messages and decode every answer; one that is refused is left out and reported."""
+        return self.read_each(self.exchange(kind, contents, where), read, where)
+
+    def read_each(
+        self, contents: Mapping[str, RecordDict], read: Callable[[str, RecordDict], Any], where: str
+    ) -> dict[str, Any]:
+        """Decode every silo's answer, given its name and its content; one that is refused is left out and reported."""
+        found: dict[str, Any] = {}
+        for name, content in contents.items():
+            try:
+                found[name] = read(name, content)
+            except DataError as error:
+                self.faults.append(f"{where}: {error}")
+        return found
+
+    # -- who is there --------------------------------------------------------------------------
+
+    def present(self, where: str) -> list[str]:
         """Return the names of the silos that are there; new ones introduce themselves, missing ones are reported."""
-        here = set(grid.get_node_ids())
+        here = set(self._connected().get_node_ids())
         strangers = sorted(here - set(self._nodes.values()))
-        answers = self._send(grid, "query.describe", dict.fromkeys(strangers, greeting))
+        answers = self._send("query.describe", dict.fromkeys(strangers, self.message()))
+        numbered = self.settings.roster
         for node in strangers:
             answer = answers.get(node)
             if not isinstance(answer, RecordDict):
@@ -66,20 +144,20 @@ class ConnectedSilos:
                 self.faults.append(f"{where}: node {node} has no name or no train query; it is left out.")
             elif self._nodes.get(name) in here:
                 self.faults.append(f"{where}: node {node} says that it is {name!r}, who is there already.")
-            elif self._numbered and not self._is_new(number, name):
+            elif numbered and not self._is_new(number, name):
                 self.faults.append(f"{where}: node {node} has no number on a roster of keys, or another silo's.")
             else:
                 self._nodes[name], self.examples[name] = node, examples
-                self._numbers[name] = number if self._numbered else 0
+                self._numbers[name] = number if numbered else 0
                 self._listed[name] = listed if isinstance(listed, int) else 0
                 self._holds.pop(name, None)
         for name in sorted(name for name, node in self._nodes.items() if node not in here):
             self._fault(name, where, "is not there")
         return sorted(name for name, node in self._nodes.items() if node in here)
 
-    def numbers(self, names: list[str]) -> dict[str, int]:
+    def numbers(self, names: Sequence[str]) -> dict[str, int]:
         """Return the numbers that silos know each other by: those of the roster of keys, or by order of names."""
-        if self._numbered:
+        if self.settings.roster:
             return {name: self._numbers[name] for name in names}
         return {name: place for place, name in enumerate(sorted(names), start=1)}
 
@@ -88,32 +166,19 @@ class ConnectedSilos:
         """The length of the roster of keys, as most of the known silos say; 0 where there is none."""
         return Counter(self._listed.values()).most_common(1)[0][0] if self._listed else 0
 
-    def lacks(self, name: str, what: str) -> bool:
-        """Tell whether a silo still has to be sent this; from now on it counts as having it, until it fails."""
-        known = self._holds.get(name)
-        self._holds[name] = what
-        return known != what
-
-    def exchange(self, grid: Grid, kind: str, contents: Mapping[str, RecordDict], where: str) -> dict[str, RecordDict]:
-        """Send each silo its message of type ``kind`` and return the answers; faults begin with ``where``."""
-        answers = self._send(grid, kind, {self._nodes[name]: content for name, content in contents.items()})
-        found: dict[str, RecordDict] = {}
-        for name in contents:
-            answer = answers.get(self._nodes[name])
-            if isinstance(answer, RecordDict):
-                found[name] = answer
-            else:
-                self._fault(name, where, answer or f"did not answer within {self.timeout} seconds")
-        return found
+    def _connected(self) -> Grid:
+        if self._grid is None:
+            raise DataError("No grid carries messages yet: call connect first.")
+        return self._grid
 
     def _is_new(self, number: object, name: str) -> bool:
         whole = isinstance(number, int) and not isinstance(number, bool) and number > 0
         return whole and all(known != number for other, known in self._numbers.items() if other != name)
 
-    def _send(self, grid: Grid, kind: str, contents: Mapping[int, RecordDict]) -> dict[int, RecordDict | str]:
+    def _send(self, kind: str, contents: Mapping[int, RecordDict]) -> dict[int, RecordDict | str]:
         """Map node id to its answer or an error message; a node that did not answer in time is missing."""
         messages = [Message(content, node, kind) for node, content in contents.items()]
-        replies = list(grid.send_and_receive(messages, timeout=self.timeout)) if messages else []
+        replies = list(self._connected().send_and_receive(messages, timeout=self.timeout)) if messages else []
         node_of = {message.metadata.message_id: message.metadata.dst_node_id for message in messages}
         found: dict[int, RecordDict | str] = {}
         for reply in replies:

@@ -8,13 +8,13 @@ than the threshold are left, nothing can be unmasked, and the round is refused b
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lit_dpret.errors import DataError
 from lit_dpret.federated.aggregation import Weights, fingerprint
+from lit_dpret.federated.flower.connected import ConnectedSilos
 from lit_dpret.federated.flower.library import RecordDict
 from lit_dpret.federated.flower.payloads import (
     bytes_of,
@@ -22,7 +22,6 @@ from lit_dpret.federated.flower.payloads import (
     digest_of,
     keys_of,
     keys_record,
-    read_each,
     unmasking_of,
     weights_record,
     words_of,
@@ -30,15 +29,10 @@ from lit_dpret.federated.flower.payloads import (
 from lit_dpret.federated.keys import SIGNATURE_BYTES
 from lit_dpret.federated.secure_mean import mean_of, words_for
 from lit_dpret.federated.secure_sum import Keys, Server
-from lit_dpret.federated.settings import PddAs2
 from lit_dpret.federated.silo_sum import SumPlan
 from lit_dpret.federated.storage import save_json
 
-Exchange = Callable[[str, Mapping[str, RecordDict]], dict[str, RecordDict]]
-"""Takes the type of a message and its contents by silo; returns the answers of those who answered."""
 
-
-@dataclass(kw_only=True)
 class MaskedRound:
     """One round of stage 1 by a secure sum.
 
@@ -49,34 +43,23 @@ class MaskedRound:
           middle of it, is lost: the weights stay as they were, and the loss is reported.
 
     Args:
-        settings: Of the run.
+        silos: Those that are asked, and all messages to them.
+        names: Of the silos that are there.
         weights: The global weights.
         number: Of the round.
-        numbers: Of the connected silos, by name.
-        exchange: Sends and receives.
-        envelope: Makes a message with facts in its head.
-        faults: Receives the silos that were left out.
-        where: Names the round in the faults.
-        min_clients: Fewer vectors than these are not summed.
-        roster: How many are on the roster of keys; 0 where there is none.
+        least: Fewer vectors than these are not summed.
     """
 
-    settings: PddAs2
-    weights: Weights
-    number: int
-    numbers: Mapping[str, int]
-    exchange: Exchange
-    envelope: Callable[..., RecordDict]
-    faults: list[str]
-    where: str
-    min_clients: int = 1
-    roster: int = 0
-
-    def __post_init__(self) -> None:
-        clients = range(1, self.roster + 1) if self.settings.roster else sorted(self.numbers.values())
+    def __init__(
+        self, silos: ConnectedSilos, names: Sequence[str], weights: Weights, number: int, *, least: int
+    ) -> None:
+        self.silos, self.weights, self.number, self.least = silos, weights, number, least
+        self.settings, self.numbers = silos.settings, silos.numbers(names)
+        self.where = f"stage 1, round {number}"
+        clients = range(1, silos.listed + 1) if self.settings.roster else sorted(self.numbers.values())
         self._plan = SumPlan(
-            run=digest_of(self.settings), round=self.number, attempt=secrets.token_hex(16),
-            weights=fingerprint(self.weights), clients=tuple(clients),
+            run=digest_of(self.settings), round=number, attempt=secrets.token_hex(16),
+            weights=fingerprint(weights), clients=tuple(clients),
         )  # fmt: skip
         self._server = Server(self._plan.session(self.settings.sum_threshold))
 
@@ -98,7 +81,7 @@ class MaskedRound:
             return self._lost(str(error))
 
     def _lost(self, why: str) -> tuple[Weights, list[str]]:
-        self.faults.append(
+        self.silos.faults.append(
             f"{self.where}: {why} Silos agree to one list of a round, so it is lost and its updates stay unknown; the "
             "next one begins with the weights that this one began with."
         )
@@ -110,7 +93,7 @@ class MaskedRound:
         Raises:
             DataError: Too few silos are left. Nothing was unmasked: the round may be begun again.
         """
-        self._need(len(self.numbers), "are there", least=self.min_clients)  # before one of them trains for nothing
+        self._need(len(self.numbers), "are there", least=self.least)  # before one of them trains for nothing
         sent, clients = weights_record(self.weights), list(self._plan.clients)
         contents: dict[str, RecordDict] = {}
         for name, number in self.numbers.items():
@@ -136,7 +119,7 @@ class MaskedRound:
             "train.secagg_masked", contents, lambda name, content: words_of(content, f"client {name!r}", size=size)
         )
         self._server.masked = {self.numbers[name]: words for name, words in masked.items()}
-        self._need(len(masked), "sent a vector", least=self.min_clients)
+        self._need(len(masked), "sent a vector", least=self.least)
 
     def unmask(self) -> tuple[Weights, list[str]]:
         """Acts 4 and 5: return the next global weights, and whose updates they are made of.
@@ -164,12 +147,12 @@ class MaskedRound:
         return mean_of(self.weights, total, fixed, clients=len(names), limit=limit, norm=norm), names
 
     def _message(self, **facts: Any) -> RecordDict:
-        return self.envelope(attempt=self._plan.attempt, **facts)
+        return self.silos.message(attempt=self._plan.attempt, **facts)
 
     def _ask(
         self, kind: str, contents: Mapping[str, RecordDict], read: Callable[[str, RecordDict], Any]
     ) -> dict[str, Any]:
-        return read_each(self.exchange(kind, contents), read, self.faults, self.where)
+        return self.silos.ask(kind, contents, read, self.where)
 
     def _own_keys(self, name: str, content: RecordDict) -> Keys:
         found = keys_of(content, f"client {name!r}")

@@ -11,80 +11,24 @@ machine are trusted.
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import shutil
 import socket
-import stat
 import sys
 import tempfile
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from lit_dpret.errors import ConfigurationError, StorageError
 from lit_dpret.federated.documents import SiloSettings
 from lit_dpret.federated.flower import silent_environment
-from lit_dpret.federated.flower.reach import Reach, check_key
+from lit_dpret.federated.flower.connection import Connection
 from lit_dpret.federated.silo import SiloClient
 from lit_dpret.federated.synthetic import GENERATOR
 from lit_dpret.federated.trust import trust_table
 
 ANSWERS = "flwr-clientapp"  # the one command that is answered
-
-
-@dataclass(frozen=True, kw_only=True)
-class Connection:
-    """A silo's connection to the server.
-
-    Args:
-        superlink: ``HOST:PORT``.
-        key: The silo's own ECDSA key, private, as ``ssh-keygen -t ecdsa -b 384`` writes it.
-        root_certificates: Of who signed the server's certificate; null for those of the system.
-        insecure: No TLS: everything that is sent can be read and changed on the way.
-        port: Of the node's own interface on the loopback address; null for a free one.
-    """
-
-    superlink: str
-    key: Path | None = None
-    root_certificates: Path | None = None
-    insecure: bool = False
-    port: int | None = None
-
-    def check(self) -> Connection:
-        """Refuse options that cannot connect, or would connect in clear unasked; return the connection."""
-        if not re.fullmatch(r"(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}", self.superlink):
-            raise ConfigurationError(f"--superlink={self.superlink!r} is no HOST:PORT, as server.example.org:8000.")
-        if self.insecure:
-            clash = next((name for name in ("key", "root_certificates") if getattr(self, name) is not None), None)
-            if clash is not None:
-                raise ConfigurationError(
-                    f"--insecure goes without TLS, and --{clash.replace('_', '-')} needs it. Leave one of them out."
-                )
-            return self
-        if self.key is None:
-            raise ConfigurationError(
-                "--key is missing: the server knows a silo by its key. Make one (ssh-keygen -t ecdsa -b 384 -N '' -f "
-                "FILE) and have FILE.pub registered, or write --insecure to go without TLS and key."
-            )
-        _check_key(self.key)
-        if self.root_certificates is not None:
-            check_certificates(self.root_certificates, "--root-certificates")
-        return self
-
-    def reach(self) -> None:
-        """Refuse a server that would reject this connection, before Flower retries for ever.
-
-        Raises:
-            ConfigurationError: It speaks no TLS, or only TLS; its certificate is another's; or it knows no such key.
-        """
-        Reach(
-            address=self.superlink, root_certificates=self.root_certificates, insecure=self.insecure,
-            certificates_option="--root-certificates", insecure_option="--insecure",
-        ).check()  # fmt: skip
-        if self.key is not None:
-            check_key(self.superlink, self.key, self.root_certificates)
 
 
 def check_silo(settings: SiloSettings) -> str:
@@ -227,51 +171,6 @@ def _sum_line(client: SiloClient) -> list[str]:
         f"secure sum: {one.threshold} of the {listed} silos on the roster have to stay (federated.sum_threshold), and "
         f"{one.colluders} may work with the server without learning more than the sum of the others"
     ]
-
-
-def _check_key(path: Path) -> None:
-    from cryptography.exceptions import UnsupportedAlgorithm
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.hazmat.primitives.serialization import load_ssh_private_key
-
-    content = _read(path, "--key")
-    mode = stat.S_IMODE(path.stat().st_mode)
-    if mode & 0o077:
-        raise ConfigurationError(f"--key={path} has mode {mode:04o} and can be read by others. Run: chmod 600 {path}")
-    try:
-        key = load_ssh_private_key(content, None)
-    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        raise ConfigurationError(
-            f"--key={path} is no private key without a passphrase. Make one: ssh-keygen -t ecdsa -b 384 -N '' -f FILE"
-        ) from error
-    if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise ConfigurationError(
-            f"--key={path} is no ECDSA key, which Flower needs. Make one: ssh-keygen -t ecdsa -b 384 -N '' -f FILE"
-        )
-
-
-def check_certificates(path: Path, option: str) -> None:
-    """Refuse a file without a certificate that is still valid, by the name of its ``option``."""
-    from cryptography import x509
-
-    content = _read(path, option)
-    try:
-        found = x509.load_pem_x509_certificates(content)
-    except ValueError as error:
-        raise ConfigurationError(f"{option}={path} holds no certificate (PEM).") from error
-    newest = max(one.not_valid_after_utc for one in found)
-    if newest < datetime.now(UTC):
-        raise ConfigurationError(
-            f"{option}={path}: no certificate in it is valid after {newest:%Y-%m-%d}. Ask the server's "
-            "operator for the new one."
-        )
-
-
-def _read(path: Path, option: str) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ConfigurationError(f"{option}={path} cannot be read: {error.strerror}.") from error
 
 
 def _free_port() -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -55,19 +55,6 @@ def whole(head: Mapping[str, Any], name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise DataError(f"The server's {name} is {value!r} and no number.", kind="bad message")
     return value
-
-
-def read_each(
-    contents: Mapping[str, RecordDict], read: Callable[[str, RecordDict], Any], faults: list[str], where: str
-) -> dict[str, Any]:
-    """Decode every silo's answer; an answer that is refused is left out and reported in ``faults``."""
-    found: dict[str, Any] = {}
-    for name, content in contents.items():
-        try:
-            found[name] = read(name, content)
-        except DataError as error:
-            faults.append(f"{where}: {error}")
-    return found
 
 
 def payload_bytes(content: RecordDict) -> int:

@@ -6,16 +6,16 @@ that is asked, for all who ask it. Sealed, the server knows who asks whom, for i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lit_dpret.errors import DataError
+from lit_dpret.federated.aggregation import Weights
+from lit_dpret.federated.flower.connected import ConnectedSilos
 from lit_dpret.federated.flower.library import ConfigRecord, RecordDict
-from lit_dpret.federated.flower.masked_round import Exchange
 from lit_dpret.federated.flower.payloads import (
     block_of,
     body_of,
@@ -24,12 +24,10 @@ from lit_dpret.federated.flower.payloads import (
     bytes_record,
     is_number,
     pool_record,
-    read_each,
     rows_of,
     rows_record,
 )
 from lit_dpret.federated.negatives import SENT_AS, Block, Site, merge_lists, pool_of, select_clients
-from lit_dpret.federated.settings import PddAs2
 
 Pools = dict[str, dict[str, Any]]
 """Records of the message ``train.personalise``, by silo."""
@@ -38,29 +36,25 @@ Letters = Mapping[str, tuple[RecordDict, dict[int, bytes]]]
 """By sender the message with its letters' bodies, and the boxes in it by receiver."""
 
 
-@dataclass(kw_only=True)
 class Relay:
     """One refresh of all silos' negatives.
 
     Args:
-        settings: Of the run.
+        silos: Those that ask and answer, and all messages to them.
+        names: Of the silos that are there.
+        weights: The global weights.
+        refresh: Its number.
         sites: Where the silos are, by name.
         dim: Of an embedding.
-        refresh: Its number.
-        exchange: Sends and receives.
-        message: Makes a message to a silo about the global weights.
-        faults: Receives what was left out.
-        numbers: Of the connected silos, by name: they seal under these.
     """
 
-    settings: PddAs2
-    sites: Mapping[str, Site]
-    dim: int
-    refresh: int
-    exchange: Exchange
-    message: Callable[..., RecordDict]
-    faults: list[str]
-    numbers: Mapping[str, int]
+    def __init__(
+        self, silos: ConnectedSilos, names: Sequence[str], weights: Weights, refresh: int, *,
+        sites: Mapping[str, Site], dim: int,
+    ) -> None:  # fmt: skip
+        self.silos, self.weights, self.refresh, self.sites, self.dim = silos, weights, refresh, sites, dim
+        self.settings, self.numbers = silos.settings, silos.numbers(names)  # silos seal under these numbers
+        self.where = f"refresh {refresh}"
 
     def pools(self) -> Pools:
         """Return what each silo that asked gets to train with."""
@@ -77,15 +71,17 @@ class Relay:
 
     def _in_clear(self) -> Pools:
         stage, names = self.settings.stage2, list(self.numbers)
-        requests = {name: self.message(name, refresh=self.refresh) for name in names}
-        rows: dict[str, Tensor] = self._read(
-            self.exchange("query.fedneg_request", requests),
+        requests = {name: self._message(name) for name in names}
+        rows: dict[str, Tensor] = self.silos.ask(
+            "query.fedneg_request",
+            requests,
             lambda name, content: rows_of(content, f"client {name!r}", dim=self.dim),
+            self.where,
         )
         asked = self._askers(list(rows), names)
         serving = {name: self._asking(name, [rows[asker] for asker in listed]) for name, listed in asked.items()}
         blocks: dict[str, list[Block]] = {asker: [] for asker in rows}
-        for name, content in self.exchange("query.fedneg_serve", serving).items():
+        for name, content in self.silos.exchange("query.fedneg_serve", serving, self.where).items():
             for place, asker in enumerate(asked[name]):
                 says_nothing = stage.request == "none"
                 count, limit = (1, stage.n) if says_nothing else (len(rows[asker]), stage.top_k)
@@ -94,7 +90,7 @@ class Relay:
                     block = block_of(content, name, rows=count, dim=self.dim, limit=limit, name=record)
                     blocks[asker].append(block)
                 except DataError as error:
-                    self.faults.append(f"refresh {self.refresh} of client {asker!r}: {error}")
+                    self.silos.faults.append(f"{self.where} of client {asker!r}: {error}")
         found: Pools = {}
         for asker, answers in blocks.items():
             exact = stage.request == "exact"
@@ -105,7 +101,7 @@ class Relay:
     def _asking(self, name: str, rows: list[Tensor]) -> RecordDict:
         if self.settings.stage2.request == "none":  # requests that say nothing are all the same one
             rows = [torch.empty(0, self.dim)]
-        content = self.message(name, refresh=self.refresh, askers=len(rows))
+        content = self._message(name, askers=len(rows))
         for place, one in enumerate(rows):
             content[f"rows.{place}"] = rows_record(one)
         return content
@@ -114,18 +110,18 @@ class Relay:
 
     def _sealed(self) -> Pools:
         numbers = self.numbers
-        begun = {name: self.message(name, refresh=self.refresh, number=number) for name, number in numbers.items()}
-        keys: dict[str, bytes] = self._read(self.exchange("query.seal_key", begun), self._own_key)
-        requests = {name: self.message(name, refresh=self.refresh) for name in keys}
+        begun = {name: self._message(name, number=number) for name, number in numbers.items()}
+        keys: dict[str, bytes] = self.silos.ask("query.seal_key", begun, self._own_key, self.where)
+        requests = {name: self._message(name) for name in keys}
         for name, content in requests.items():
             content["keys"] = bytes_record({numbers[one]: keys[one] for one in self._selected(name, list(keys))})
-        letters = self._letters(self.exchange("query.fedneg_request", requests))
+        letters = self._letters("query.fedneg_request", requests)
 
         serving: dict[str, RecordDict] = {}
         for name, listed in self._askers(list(letters), list(keys)).items():
-            serving[name] = self.message(name, refresh=self.refresh)
+            serving[name] = self._message(name)
             self._carry(serving[name], name, "request", {one: letters[one] for one in listed}, keys)
-        answers = self._letters(self.exchange("query.fedneg_serve", serving))
+        answers = self._letters("query.fedneg_serve", serving)
         found: Pools = {}
         for asker in letters:
             got = {name: letter for name, letter in answers.items() if numbers[asker] in letter[1]}
@@ -134,10 +130,14 @@ class Relay:
             found[asker] = dict(carried)
         return found
 
-    def _letters(self, replies: Mapping[str, RecordDict]) -> Letters:
-        for name, content in replies.items():
+    def _letters(self, kind: str, contents: Mapping[str, RecordDict]) -> Letters:
+        """Exchange messages; return the letters in the answers, and report those that silos left out."""
+
+        def read(name: str, content: RecordDict) -> tuple[RecordDict, dict[int, bytes]]:
             self.report_refusals(name, content)
-        return self._read(replies, lambda name, content: (content, bytes_of(content, "boxes", f"client {name!r}")))
+            return content, bytes_of(content, "boxes", f"client {name!r}")
+
+        return self.silos.ask(kind, contents, read, self.where)
 
     def _carry(self, content: RecordDict, to: str, kind: str, letters: Letters, keys: Mapping[str, bytes]) -> None:
         """Put the letters to one silo into a message: bodies, boxes, and the keys of their senders."""
@@ -177,8 +177,8 @@ class Relay:
                 askers[name].append(asker)
         return {name: listed for name, listed in askers.items() if listed}
 
-    def _read(self, contents: Mapping[str, RecordDict], read: Callable[[str, RecordDict], Any]) -> dict[str, Any]:
-        return read_each(contents, read, self.faults, f"refresh {self.refresh}")
+    def _message(self, name: str, **facts: Any) -> RecordDict:
+        return self.silos.about(self.weights, name, refresh=self.refresh, **facts)
 
     def _fault(self, what: str) -> None:
-        self.faults.append(f"refresh {self.refresh}: {what}")
+        self.silos.faults.append(f"{self.where}: {what}")

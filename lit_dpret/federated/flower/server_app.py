@@ -15,22 +15,13 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from lit_dpret.federated.aggregation import Weights, check_enough, fingerprint
+from lit_dpret.federated.aggregation import Weights, check_enough
 from lit_dpret.federated.documents import Patience
 from lit_dpret.federated.federation import Federation, FedResult
-from lit_dpret.federated.flower.client_app import SUM_ACTS
 from lit_dpret.federated.flower.connected import ConnectedSilos
 from lit_dpret.federated.flower.library import Context, Grid, RecordDict, ServerApp
 from lit_dpret.federated.flower.masked_round import MaskedRound
-from lit_dpret.federated.flower.payloads import (
-    SCHEMA,
-    digest_of,
-    envelope,
-    payload_bytes,
-    read_each,
-    weights_of,
-    weights_record,
-)
+from lit_dpret.federated.flower.payloads import SCHEMA, weights_of, weights_record
 from lit_dpret.federated.flower.relay import Relay
 from lit_dpret.federated.negatives import Site
 from lit_dpret.federated.settings import PHASES, PddAs2, Phase
@@ -38,14 +29,6 @@ from lit_dpret.files import write_whole
 from lit_dpret.progress import ProgressLine
 
 _MOST_QUERIES = 2**31
-_TRAFFIC = {
-    "train.stage1": "stage 1",
-    **{f"train.{act}": "stage 1" for act in SUM_ACTS},
-    "query.seal_key": "requests",
-    "query.fedneg_request": "requests",
-    "query.fedneg_serve": "responses",
-    "train.personalise": "pools",
-}
 
 
 class FlowerFederation(Federation):
@@ -83,53 +66,38 @@ class FlowerFederation(Federation):
         check_enough(settings.check().stage1, patience.min_clients, "federated.min_clients")
         super().__init__(settings, start, folder)
         self.dim, self.min_clients, self.sites = dim, patience.min_clients, dict(sites or {})
-        self.silos = ConnectedSilos(self.result.faults, patience, numbered=settings.roster)
+        self.silos = ConnectedSilos(settings, self.result, patience)
 
     def serve(self, grid: Grid, *, measure: Sequence[Phase] = PHASES, split: str = "test") -> FedResult:
         """Wait for the silos, run what is needed, and collect the measures that they share; ``grid`` carries messages.
 
         As `Federation.run`.
         """
-        self._grid = grid
-        self.silos.wait_for(grid, self.min_clients)
+        self.silos.connect(grid, self.min_clients)
         return self.run(measure=measure, split=split)
 
     # -- stage 1 -------------------------------------------------------------------------------
 
     def round(self, weights: Weights, number: int, progress: Callable[[int], None]) -> Weights:
         where = f"stage 1, round {number}"
+        names = self.silos.present(where)
         if self.settings.secure_sum:
-            return self._masked_round(weights, number, where)
+            with self.giving_reasons(where):
+                masked = MaskedRound(self.silos, names, weights, number, least=self.min_clients)
+                found, self.result.rounds[number] = masked.run(self.folder / f"unmasking-{number:03}.json")
+            return found
         sent = weights_record(weights)
         contents: dict[str, RecordDict] = {}
-        for name in self._present(where):
-            contents[name] = self._envelope(round=number)
+        for name in names:
+            contents[name] = self.silos.message(round=number)
             contents[name]["weights"] = sent
-        updates = read_each(
-            self._exchange("train.stage1", contents, where),
+        updates = self.silos.ask(
+            "train.stage1",
+            contents,
             lambda name, content: weights_of(content, f"client {name!r}", like=weights),
-            self.result.faults,
             where,
         )
         return self.combine(weights, updates, self.silos.examples, number, least=self.min_clients)
-
-    def _masked_round(self, weights: Weights, number: int, where: str) -> Weights:
-        numbers = self.silos.numbers(self._present(where))
-        with self.giving_reasons(where):
-            masked = MaskedRound(
-                settings=self.settings,
-                weights=weights,
-                number=number,
-                numbers=numbers,
-                exchange=lambda kind, contents: self._exchange(kind, contents, where),
-                envelope=self._envelope,
-                faults=self.result.faults,
-                where=where,
-                min_clients=self.min_clients,
-                roster=self.silos.listed,
-            )
-            found, self.result.rounds[number] = masked.run(self.folder / f"unmasking-{number:03}.json")
-        return found
 
     # -- stage 2 -------------------------------------------------------------------------------
 
@@ -141,26 +109,15 @@ class FlowerFederation(Federation):
                 if done.is_file():
                     continue
                 where = f"stage 2, epoch {number}"
-                names = self._present(where)
-                relay = Relay(
-                    settings=self.settings,
-                    sites=self.sites,
-                    dim=self.dim,
-                    refresh=number,
-                    exchange=lambda kind, contents, where=f"refresh {number}": (  # type: ignore[misc]
-                        self._exchange(kind, contents, where)
-                    ),
-                    message=lambda name, **facts: self._global(name, weights, **facts),
-                    faults=self.result.faults,
-                    numbers=self.silos.numbers(names),
-                )
+                names = self.silos.present(where)
+                relay = Relay(self.silos, names, weights, number, sites=self.sites, dim=self.dim)
                 pools = relay.pools() if stage.asks(number) else {name: {} for name in names}
                 contents: dict[str, RecordDict] = {}
                 for name, records in pools.items():
-                    contents[name] = self._global(name, weights, epoch=number)
+                    contents[name] = self.silos.about(weights, name, epoch=number)
                     for kind, record in records.items():
                         contents[name][kind] = record
-                finished = self._exchange("train.personalise", contents, where)
+                finished = self.silos.exchange("train.personalise", contents, where)
                 for name, content in finished.items():
                     relay.report_refusals(name, content)
                 _write_json(done, {"schema": SCHEMA, "silos": sorted(finished)})
@@ -173,10 +130,12 @@ class FlowerFederation(Federation):
         shared = self.result.systems[system] = {}
         where = f"measures of {system}"
         contents: dict[str, RecordDict] = {}
-        for name in self._present(where):
-            facts = {"system": system, "split": split}
-            contents[name] = self._envelope(**facts) if weights is None else self._global(name, weights, **facts)
-        for name, content in self._exchange("evaluate.retrieval", contents, where).items():
+        facts = {"system": system, "split": split}
+        for name in self.silos.present(where):
+            contents[name] = (
+                self.silos.message(**facts) if weights is None else self.silos.about(weights, name, **facts)
+            )
+        for name, content in self.silos.exchange("evaluate.retrieval", contents, where).items():
             head, found = content["head"], content.metric_records.get("measures", {})
             epsilon = head.get("epsilon")
             if isinstance(epsilon, float) and 0 <= epsilon < float("inf"):
@@ -192,33 +151,6 @@ class FlowerFederation(Federation):
                 self.result.faults.append(f"{where}: client {name!r} sent measures that cannot be.")
                 continue
             shared[name] = {metric: np.broadcast_to(value, (count,)) for metric, value in values.items()}
-
-    # -- messages ------------------------------------------------------------------------------
-
-    def _global(self, name: str, weights: Mapping[str, Tensor], **facts: Any) -> RecordDict:
-        """Make a message about the global weights, with them where the silo does not have them yet."""
-        wanted = fingerprint(weights)
-        content = self._envelope(weights=wanted, **facts)
-        if self.silos.lacks(name, wanted):
-            content["weights"] = weights_record(weights)
-        return content
-
-    def _envelope(self, **facts: Any) -> RecordDict:
-        return envelope(settings=digest_of(self.settings), **facts)
-
-    def _present(self, where: str) -> list[str]:
-        return self.silos.present(self._grid, where, self._envelope())
-
-    def _exchange(self, kind: str, contents: Mapping[str, RecordDict], where: str) -> dict[str, RecordDict]:
-        """Return the answers of the silos that answered well, and count the bytes of all messages."""
-        found = self.silos.exchange(self._grid, kind, contents, where)
-        if kind in _TRAFFIC:
-            sizes = {
-                name: payload_bytes(content) + (payload_bytes(found[name]) if name in found else 0)
-                for name, content in contents.items()
-            }
-            self.result.traffic.note(_TRAFFIC[kind], f"{where}, {kind}", sizes)
-        return found
 
 
 def server_facts(result: FedResult) -> dict[str, Any]:

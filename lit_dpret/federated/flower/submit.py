@@ -22,9 +22,9 @@ from lit_dpret.federated.documents import SILO_SCHEMA, RunRequest, SuperLinkTarg
 from lit_dpret.federated.federation import FedResult
 from lit_dpret.federated.flower import silent_environment
 from lit_dpret.federated.flower.components import REFUSAL, RESULT, RUN_CONFIG
-from lit_dpret.federated.flower.node import check_certificates, flower_program
+from lit_dpret.federated.flower.connection import Connection
+from lit_dpret.federated.flower.node import flower_program
 from lit_dpret.federated.flower.payloads import digest_of
-from lit_dpret.federated.flower.reach import Reach
 from lit_dpret.federated.model import AS2Maker
 from lit_dpret.federated.settings import PHASES, PddAs2, Phase
 from lit_dpret.federated.storage import save_json
@@ -56,30 +56,19 @@ _OURS = "lit-dpret"
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
-def check_link(link: SuperLinkTarget) -> None:
-    """Refuse settings that cannot connect, or exclude each other."""
-    if not link.by_address:
-        odd = next((name for name in ("root_certificates", "insecure") if getattr(link, name)), None)
-        if odd is not None:
-            raise ConfigurationError(
-                f"federated.{odd} goes with federated.superlink=HOST:PORT; {link.superlink!r} is a name, and the "
-                "Flower configuration says how it is reached."
-            )
-    elif link.insecure and link.root_certificates is not None:
-        raise ConfigurationError(
-            "federated.insecure=true goes without TLS, and federated.root_certificates needs it. Leave one out."
-        )
-    if link.root_certificates is not None:
-        check_certificates(link.root_certificates, "federated.root_certificates")
-
-
-def reach_link(link: SuperLinkTarget) -> None:
-    """Refuse an address whose server would reject this connection (`Reach.check`)."""
+def connection_of(link: SuperLinkTarget) -> Connection | None:
+    """Return the checked connection to an address; None for a name, which the user's Flower configuration explains."""
     if link.by_address:
-        Reach(
-            address=str(link.superlink), root_certificates=link.root_certificates, insecure=link.insecure,
-            certificates_option="federated.root_certificates", insecure_option="federated.insecure=true",
-        ).check()  # fmt: skip
+        return Connection(
+            superlink=str(link.superlink), root_certificates=link.root_certificates, insecure=link.insecure, of="run"
+        ).check()
+    odd = next((name for name in ("root_certificates", "insecure") if getattr(link, name)), None)
+    if odd is not None:
+        raise ConfigurationError(
+            f"federated.{odd} goes with federated.superlink=HOST:PORT; {link.superlink!r} is a name, and the "
+            "Flower configuration says how it is reached."
+        )
+    return None
 
 
 def flower(run: FederationRun) -> FedResult:
@@ -105,7 +94,7 @@ def flower(run: FederationRun) -> FedResult:
             f"federated.superlink is null, and a run has to be handed to somebody. {document} is what the silos' "
             "owners have to agree to: give it to them, and set federated.superlink=HOST:PORT."
         )
-    check_link(link)
+    connection = connection_of(link)
     # Whichever part is asked for, one run has all phases: its silos and their budgets are of that run.
     phases = tuple(phase for phase in PHASES if phase != "stage2" or settings.stage2.epochs)
     request = RunRequest(
@@ -114,7 +103,8 @@ def flower(run: FederationRun) -> FedResult:
     ).check()  # fmt: skip
     kept = folder / f"{request.name}-{run.split}.json"
     if not kept.is_file():
-        reach_link(link)
+        if connection is not None:
+            connection.reach()
         document.write_text(silo_document(settings, model), encoding="utf-8")
         save_json(kept, _run(request, folder, link))
     return result_of(json.loads(kept.read_text(encoding="utf-8")), request.name, run.measure)

@@ -16,10 +16,7 @@ pytest.importorskip("flwr", reason="needs the extra federated (flwr)")
 from superlink import SuperLink, free_port, make_authority, make_node_key
 
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.federated.documents import SuperLinkTarget
-from lit_dpret.federated.flower.node import Connection
-from lit_dpret.federated.flower.reach import Reach, check_key
-from lit_dpret.federated.flower.submit import reach_link
+from lit_dpret.federated.flower.connection import Connection
 
 
 @contextmanager
@@ -46,9 +43,8 @@ def listening(files: dict[str, Path] | None) -> Iterator[str]:
         server.close()
 
 
-def reach(address: str, ca: Path | None = None, *, insecure: bool = False) -> Reach:
-    return Reach(address=address, root_certificates=ca, insecure=insecure, certificates_option="--root-certificates",
-                 insecure_option="--insecure")  # fmt: skip
+def reach(address: str, ca: Path | None = None, *, insecure: bool = False) -> Connection:
+    return Connection(superlink=address, root_certificates=ca, insecure=insecure)
 
 
 def test_each_way_in_which_tls_can_be_wrong_has_its_own_line(tmp_path: Path) -> None:
@@ -56,39 +52,38 @@ def test_each_way_in_which_tls_can_be_wrong_has_its_own_line(tmp_path: Path) -> 
     old = make_authority(tmp_path / "old", days=-1)
     found: dict[str, str] = {}
 
-    def line(name: str, one: Reach) -> None:
+    def line(name: str, one: Connection) -> None:
         with pytest.raises(ConfigurationError) as caught:
-            one.check()
+            one.reach()
         found[name] = str(caught.value)
 
     with listening(ours) as address:
-        assert reach(address, ours["ca"]).check()
+        reach(address, ours["ca"]).reach()
         line("authority", reach(address, other["ca"]))
         line("no authority", reach(address))
         line("TLS", reach(address, insecure=True))
         elsewhere = address.replace("127.0.0.1", "127.0.0.2")  # the same machine, under an address of no certificate
-        assert reach(elsewhere, ours["ca"]).check()  # where nobody listens is Flower's affair
+        reach(elsewhere, ours["ca"]).reach()  # where nobody listens is Flower's affair
     with listening(None) as address:
-        assert reach(address, insecure=True).check()
+        reach(address, insecure=True).reach()
         line("no TLS", reach(address, ours["ca"]))
     with listening(old) as address:
         line("expired", reach(address, old["ca"]))
     assert len(set(found.values())) == len(found) and not any("\n" in one for one in found.values())
     assert "--root-certificates=" in found["authority"] and "--root-certificates is not given" in found["no authority"]
     assert "--insecure" in found["TLS"] and "--insecure" in found["no TLS"]
-    assert reach(f"127.0.0.1:{free_port()}", ours["ca"]).check()
-    assert reach("nowhere.invalid:1", ours["ca"]).check()
+    reach(f"127.0.0.1:{free_port()}", ours["ca"]).reach()
+    reach("nowhere.invalid:1", ours["ca"]).reach()
 
 
 def test_a_submitted_run_names_its_own_settings(tmp_path: Path) -> None:
     ours, other = make_authority(tmp_path / "ours"), make_authority(tmp_path / "other")
     with listening(ours) as address:
-        reach_link(SuperLinkTarget(superlink=address, root_certificates=ours["ca"]))
+        Connection(superlink=address, root_certificates=ours["ca"], of="run").check().reach()
         with pytest.raises(ConfigurationError, match=r"federated\.root_certificates"):
-            reach_link(SuperLinkTarget(superlink=address, root_certificates=other["ca"]))
+            Connection(superlink=address, root_certificates=other["ca"], of="run").reach()
         with pytest.raises(ConfigurationError, match=r"federated\.insecure"):
-            reach_link(SuperLinkTarget(superlink=address, insecure=True))
-        reach_link(SuperLinkTarget(superlink="a-name"))
+            Connection(superlink=address, insecure=True, of="run").reach()
 
 
 @pytest.mark.slow
@@ -115,4 +110,4 @@ def test_with_a_true_superlink_key_authority_and_tls_are_told_apart(tmp_path: Pa
         with pytest.raises(ConfigurationError, match="--insecure"):
             Connection(superlink=address, key=good, root_certificates=own).reach()
         Connection(superlink=address, insecure=True).reach()
-        check_key(f"127.0.0.1:{free_port()}", good, own)  # nobody there: nothing is known of the key
+        Connection(superlink=f"127.0.0.1:{free_port()}", key=good, root_certificates=own).reach()  # nobody there

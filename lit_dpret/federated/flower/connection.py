@@ -1,0 +1,186 @@
+"""The way to a SuperLink, checked before Flower tries it, and what is wrong with it reported in one line.
+
+Flower says "connection unavailable" for a certificate of another authority, for a missing TLS and for an unexpected one
+alike, or retries for ever. Temporary failures (nobody listens yet, the network is down) are left to Flower.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import ssl
+import stat
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+from lit_dpret.errors import ConfigurationError
+
+_SECONDS = 10.0
+_OTHER_NAME = (62, 64)  # of OpenSSL: the certificate is of another host name, or of another address
+_EXPIRED = 10
+_NEW_KEY = "ssh-keygen -t ecdsa -b 384 -N '' -f FILE"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Connection:
+    """A connection to a SuperLink.
+
+    Args:
+        superlink: ``HOST:PORT``.
+        key: The silo's own ECDSA key, private, as ``ssh-keygen -t ecdsa -b 384`` writes it.
+        root_certificates: Of who signed the server's certificate; null for those that Flower comes with.
+        insecure: No TLS: everything that is sent can be read and changed on the way.
+        port: Of a silo's own interface on the loopback address; null for a free one.
+        of: A ``silo``, which needs a key and has options (``--key``); or a ``run`` that is handed over, which needs
+            none and has settings (``federated.insecure``). Refusals name the one or the other.
+    """
+
+    superlink: str
+    key: Path | None = None
+    root_certificates: Path | None = None
+    insecure: bool = False
+    port: int | None = None
+    of: Literal["silo", "run"] = "silo"
+
+    def check(self) -> Connection:
+        """Refuse options that cannot connect, or would connect in clear unasked; return the connection."""
+        if not re.fullmatch(r"(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}", self.superlink):
+            raise ConfigurationError(
+                f"{self._option('superlink')}={self.superlink!r} is no HOST:PORT, as server.example.org:8000."
+            )
+        if self.insecure:
+            clash = next((name for name in ("key", "root_certificates") if getattr(self, name) is not None), None)
+            if clash is not None:
+                raise ConfigurationError(
+                    f"{self._insecure} goes without TLS, and {self._option(clash)} needs it. Leave one of them out."
+                )
+            return self
+        if self.key is not None:
+            _check_key(self.key)
+        elif self.of == "silo":
+            raise ConfigurationError(
+                f"--key is missing: the server knows a silo by its key. Make one ({_NEW_KEY}) and have FILE.pub "
+                "registered, or write --insecure to go without TLS and key."
+            )
+        if self.root_certificates is not None:
+            _check_certificates(self.root_certificates, self._option("root_certificates"))
+        return self
+
+    def reach(self) -> None:
+        """Refuse a server that would reject this connection: begin TLS, check its certificate, log in and out again.
+
+        Raises:
+            ConfigurationError: The server speaks no TLS, speaks it where none was expected, or has a certificate of
+                another authority, for another name, or that has expired; or it knows no such key.
+        """
+        host, _, port = self.superlink.rpartition(":")
+        try:
+            raw = socket.create_connection((host.strip("[]"), int(port)), timeout=_SECONDS)
+        except (OSError, OverflowError):
+            return
+        with raw:
+            try:
+                self._context().wrap_socket(raw, server_hostname=host.strip("[]")).close()
+            except ssl.SSLCertVerificationError as error:
+                raise ConfigurationError(self._certificate_line(error.verify_code)) from error
+            except ssl.SSLError as error:
+                if not self.insecure and error.reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE"):
+                    raise ConfigurationError(
+                        f"The server at {self.superlink} speaks no TLS: whatever is sent to it can be read and changed "
+                        f"on the way. Have it started with a certificate, or say {self._insecure}."
+                    ) from error
+                return
+            except OSError:
+                return
+        if self.insecure:
+            raise ConfigurationError(
+                f"{self._insecure} goes without TLS, and the server at {self.superlink} wants it. Leave it out, and "
+                f"name {self._option('root_certificates')}."
+            )
+        if self.key is not None:
+            from lit_dpret.federated.flower.library import is_registered
+
+            if is_registered(self.superlink, self.key, self.root_certificates) is False:
+                raise ConfigurationError(
+                    f"--key={self.key}: the server at {self.superlink} knows no silo with this key, or takes one for "
+                    "alive still (a minute after a crash). Have it registered: flwr supernode register "
+                    f"{self.key}.pub NAME-OF-THE-SUPERLINK."
+                )
+
+    def _option(self, name: str) -> str:
+        return f"federated.{name}" if self.of == "run" else f"--{name.replace('_', '-')}"
+
+    @property
+    def _insecure(self) -> str:
+        return "federated.insecure=true" if self.of == "run" else "--insecure"
+
+    def _context(self) -> ssl.SSLContext:
+        if self.insecure:
+            found = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            found.check_hostname, found.verify_mode = False, ssl.CERT_NONE
+            return found
+        if self.root_certificates is not None:
+            return ssl.create_default_context(cafile=str(self.root_certificates))
+        import certifi  # the authorities that Flower's own client trusts
+
+        return ssl.create_default_context(cafile=certifi.where())
+
+    def _certificate_line(self, code: int) -> str:
+        if code in _OTHER_NAME:
+            return (
+                f"The certificate of the server at {self.superlink} is of another host name or address. Reach it by a "
+                "name that is in the certificate, or have its operator make one for this."
+            )
+        if code == _EXPIRED:
+            return f"The certificate of the server at {self.superlink} has expired. Ask its operator for a new one."
+        given = self.root_certificates
+        return (
+            f"{self._option('root_certificates')}{f'={given}' if given else ' is not given'}: the certificate of the "
+            f"server at {self.superlink} was signed by another authority, or somebody is in the middle. Ask the "
+            "server's operator for the certificate of who signed it."
+        )
+
+
+def _check_key(path: Path) -> None:
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import load_ssh_private_key
+
+    content = _read(path, "--key")
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if mode & 0o077:
+        raise ConfigurationError(f"--key={path} has mode {mode:04o} and can be read by others. Run: chmod 600 {path}")
+    try:
+        key = load_ssh_private_key(content, None)
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        raise ConfigurationError(
+            f"--key={path} is no private key without a passphrase. Make one: {_NEW_KEY}"
+        ) from error
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise ConfigurationError(f"--key={path} is no ECDSA key, which Flower needs. Make one: {_NEW_KEY}")
+
+
+def _check_certificates(path: Path, option: str) -> None:
+    """Refuse a file without a certificate that is still valid, by the name of its ``option``."""
+    from cryptography import x509
+
+    content = _read(path, option)
+    try:
+        found = x509.load_pem_x509_certificates(content)
+    except ValueError as error:
+        raise ConfigurationError(f"{option}={path} holds no certificate (PEM).") from error
+    newest = max(one.not_valid_after_utc for one in found)
+    if newest < datetime.now(UTC):
+        raise ConfigurationError(
+            f"{option}={path}: no certificate in it is valid after {newest:%Y-%m-%d}. Ask the server's "
+            "operator for the new one."
+        )
+
+
+def _read(path: Path, option: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigurationError(f"{option}={path} cannot be read: {error.strerror}.") from error
