@@ -104,13 +104,7 @@ def read_silo_settings(path: Path, **given: Path | None) -> SiloSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Patience:
-    """How many silos a server needs, and how long it waits for them.
-
-    Args:
-        min_clients: Fewer updates than these end the run.
-        timeout: Seconds to wait for the answers of a round; null waits as long as Flower keeps messages.
-        wait: Seconds to wait at the start until ``min_clients`` silos are there.
-    """
+    """How many silos a server needs, and how long it waits for them."""
 
     min_clients: int = 2
     timeout: float | None = None
@@ -125,14 +119,7 @@ class Patience:
 
 @dataclass(frozen=True, kw_only=True)
 class SuperLinkTarget(Patience):
-    """The SuperLink that a run is handed to, and how patient its server is.
-
-    Args:
-        superlink: ``HOST:PORT``, or the name of a connection in the user's own Flower configuration (with log-in).
-        root_certificates: Of who signed its certificate, for ``HOST:PORT``; null for those of the system.
-        insecure: No TLS, for ``HOST:PORT``.
-        run_name: The server keeps the run under it; the same name and settings continue what is finished.
-    """
+    """The SuperLink that a run is handed to, and how patient its server is."""
 
     superlink: str | None = None
     root_certificates: Path | None = None

@@ -32,21 +32,6 @@ class AS2Maker:
 
     Guarantees:
         - Two calls with the same arguments give the same weights, in any process.
-
-    Args:
-        encoder: ``minilm`` (public weights of the [quickstart] extra), a model's name on the hub, a folder, or
-            ``planted``: a new transformer of one layer that knows only the words of the planted silos.
-        layers: Take only the encoder's first so many layers; null for all.
-        train_embeddings: False freezes the embedding tables (words, positions, types) at their public values: far fewer
-            numbers travel, and none of them is a row for a word. The paper trains them.
-        max_query_length: Tokens of a question that are read.
-        max_sentence_length: Tokens of a sentence that are read.
-        temperature: Divides the dot product.
-        query_pooling: ``cls``, ``mean`` or ``max``.
-        sentence_pooling: The same.
-        weight_decay: Of AdamW.
-        planted: Sizes of the planted silos, for ``encoder=planted``; filled in by `FederationPlan`.
-        seed: Of a new encoder's weights; public.
     """
 
     encoder: str = "distilbert-base-uncased"

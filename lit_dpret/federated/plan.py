@@ -35,24 +35,6 @@ class FederationPlan(Safeguards, SuperLinkTarget):
     paper's, with it what the budget allows. A value that is given and that a budget refuses is refused by name.
     The settings of `SuperLinkTarget` are for ``transport=flower``.
 
-    Args:
-        transport: What carries the messages; see `lit_dpret.federated.transport`.
-        silos: ``insuranceqa``, its domains as clients; ``planted``, invented words; or a folder of silos, as
-            task=build_silos writes it.
-        clients: How many of the largest clients, by train queries; null for all of a folder.
-        sample: ``max_train_queries``, ``max_test_queries`` (of each other split) and ``max_passages`` of a client, and
-            the public ``seed`` of the draw, for ``insuranceqa``.
-        planted: Sizes of the planted silos; arguments of `Planted`.
-        declare_public: Declare every sentence public, for silos that are built here: what ``response=public`` rests on.
-        model: Arguments of `AS2Maker`.
-        stage1: Arguments of `Stage1`; null ``in_batch``, ``other_positives`` and ``weighting`` follow from the budget.
-        stage2: Arguments of `Stage2`; the same for ``in_batch``, ``request`` and ``response``.
-        privacy: Arguments of `FederatedPrivacy`.
-        state: The state folder that each silo begins with, ``DIR/NAME``: what task=federated_generators left in
-            ``RUN/private``. Every seed begins with a copy, so that its ledgers go on from what the generators cost.
-        secret_file: Keys the noise; null for the user's state folder.
-        note: Printed in the report, such as what these settings were chosen on.
-
     Raises:
         ConfigurationError: A setting is unknown or refused.
     """

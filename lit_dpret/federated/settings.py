@@ -1,78 +1,37 @@
 """Settings of a PDD-AS2 run, and what it refuses under a privacy budget.
 
 The defaults are the paper's where it states one. With ``privacy.eps`` set the run *fails closed*: whatever would
-release something that no ledger counts is refused by name, before any data is read.
+release something that no ledger counts is refused by name, before any data is read. The meaning of each setting is
+stated once, in ``configs/federated/inprocess.yaml``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal, get_args, get_origin, get_type_hints
 
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.privacy.budget import AccountantName, Neighbours, NoiseName, Unit, require_choice
+from lit_dpret.privacy.budget import Neighbours, NoiseName, require_choice
 from lit_dpret.settings import require_number, require_switch, require_whole
 
 Weighting = Literal["examples", "uniform", "capped"]
-
-
-Aggregation = Literal["mean", "median", "trimmed_mean", "krum", "multi_krum"]
-
-
 Selection = Literal["all", "random", "region", "latency"]
-SendAs = Literal["float16", "float32"]
+Stage1Negatives = Literal["static", "bm25", "random"]
 Phase = Literal["bm25", "stage1", "stage2"]
 """What can be measured: BM25, the shared model of stage 1, the personal models of stage 2."""
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
-Request = Literal["exact", "dp_centroid", "none"]
-
-
-Response = Literal["raw", "public", "dp_centroid", "synthetic"]
-
-
-Strategy = Literal["fedavg", "fedprox"]
-
-
-Stage1Negatives = Literal["static", "bm25", "random"]
-
-
-OptimizerState = Literal["reset", "keep"]
-
-
-Stage2Negatives = Literal["fed", "dynamic"]
-
-
-TrainOn = Literal["queries", "synthetic"]
+def _require_choices(where: str, settings: object) -> None:
+    """Refuse values of the fields that are literals, where they are none of these."""
+    for name, hint in get_type_hints(type(settings)).items():
+        if get_origin(hint) is Literal:
+            require_choice(f"{where}.{name}", getattr(settings, name), get_args(hint))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stage1:
-    """Federated training of both encoders.
-
-    Args:
-        warmup_rounds: With BM25 negatives and other questions' answers, before the static ones; one local epoch each.
-        rounds: With static hard negatives, mined with the global model at the start of each round.
-        batch_size: Queries of a step; under a budget the average of a Poisson draw.
-        negatives: ``static``, hard ones after the warm-up, as in the paper; or in every round ``bm25`` or ``random``
-            ones, as its baselines.
-        bm25_n: BM25 negatives of a row.
-        other_positives: Answers of other questions of a row, in the warm-up.
-        static_n: Static, or random, negatives of a row.
-        top_k: Among how many of the best they are drawn: the remedy against query hubness.
-        in_batch: The batch's other sentences as negatives too.
-        strategy: ``fedavg``, or ``fedprox`` with ``strength`` as its mu.
-        strength: See ``strategy``; 0 with ``fedavg``.
-        weighting: ``examples``, |D_i| as in the paper; ``uniform``; ``capped`` at ``n_hat``.
-        n_hat: See ``weighting``.
-        aggregation: ``mean``, FedAvg; or one of Flower's rules for silos that may send anything, each of which counts
-            all silos alike: ``median``, ``trimmed_mean``, ``krum``, ``multi_krum`` (`lit_dpret.federated.aggregation`).
-        malicious: How many silos these rules stand.
-        lr: Of AdamW.
-        optimizer_state: ``reset``, every round begins with a fresh optimizer; or ``keep``, each silo goes on with its
-            own moments, which stay on its disk. The paper does not say.
-    """
+    """Federated training of both encoders."""
 
     warmup_rounds: int = 1
     rounds: int = 10
@@ -83,14 +42,14 @@ class Stage1:
     static_n: int = 8
     top_k: int = 300
     in_batch: bool = True
-    strategy: Strategy = "fedavg"
+    strategy: Literal["fedavg", "fedprox"] = "fedavg"
     strength: float = 0.0
     weighting: Weighting = "examples"
     n_hat: int | None = None
-    aggregation: Aggregation = "mean"
+    aggregation: Literal["mean", "median", "trimmed_mean", "krum", "multi_krum"] = "mean"
     malicious: int = 1
     lr: float = 3e-5
-    optimizer_state: OptimizerState = "reset"
+    optimizer_state: Literal["reset", "keep"] = "reset"
 
     def check(self) -> None:
         """Refuse values that are out of range, or that exclude each other."""
@@ -100,9 +59,7 @@ class Stage1:
         require_whole("federated.stage1", self, 1, "n_hat", null=True)
         require_number("federated.stage1", self, "lr")
         require_number("federated.stage1", self, "strength", zero=True)
-        for name, literal in (("strategy", Strategy), ("weighting", Weighting), ("negatives", Stage1Negatives),
-                              ("optimizer_state", OptimizerState), ("aggregation", Aggregation)):  # fmt: skip
-            require_choice(f"federated.stage1.{name}", getattr(self, name), get_args(literal))
+        _require_choices("federated.stage1", self)
         if self.warmup_rounds + self.rounds < 1:
             raise ConfigurationError("federated.stage1 has no round. Set federated.stage1.rounds to at least 1.")
         if (self.strategy == "fedprox") != (self.strength > 0):
@@ -123,40 +80,21 @@ class Stage1:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage2:
-    """A query encoder of each client's own, the sentence encoder frozen.
-
-    Args:
-        epochs: Local epochs.
-        refresh_every: Epochs from one request for negatives to the next; what was answered is kept in between.
-        batch_size: As in stage 1.
-        negatives: ``fed``, from other clients; or ``dynamic``, the best of the client's own at every step (ADORE).
-        n: Negatives of a row.
-        top_k: Among how many of the best they are drawn.
-        select: Which clients are asked.
-        select_count: How many of them; null for all.
-        request: What is asked with (`lit_dpret.federated.negatives`).
-        response: What is answered with.
-        centroids: Request rows under ``request=dp_centroid``, a public number.
-        centroid_iterations: Releases of one refresh.
-        send_as: ``float16`` or ``float32``.
-        in_batch: The batch's other sentences as negatives too.
-        anchor: Strength of MR-MTL's term towards the shared query encoder; 0 for none.
-        lr: Of AdamW.
-    """
+    """A query encoder of each client's own, the sentence encoder frozen."""
 
     epochs: int = 1
     refresh_every: int = 1
     batch_size: int = 32
-    negatives: Stage2Negatives = "fed"
+    negatives: Literal["fed", "dynamic"] = "fed"
     n: int = 200
     top_k: int = 300
     select: Selection = "all"
     select_count: int | None = None
-    request: Request = "exact"
-    response: Response = "raw"
+    request: Literal["exact", "dp_centroid", "none"] = "exact"
+    response: Literal["raw", "public", "dp_centroid", "synthetic"] = "raw"
     centroids: int = 64
     centroid_iterations: int = 3
-    send_as: SendAs = "float16"
+    send_as: Literal["float16", "float32"] = "float16"
     in_batch: bool = True
     anchor: float = 0.0
     lr: float = 3e-5
@@ -179,9 +117,7 @@ class Stage2:
         require_whole("federated.stage2", self, 1, "select_count", null=True)
         require_number("federated.stage2", self, "lr")
         require_number("federated.stage2", self, "anchor", zero=True)
-        for name, literal in (("negatives", Stage2Negatives), ("select", Selection), ("request", Request),
-                              ("response", Response), ("send_as", SendAs)):  # fmt: skip
-            require_choice(f"federated.stage2.{name}", getattr(self, name), get_args(literal))
+        _require_choices("federated.stage2", self)
         if self.n > self.top_k:
             raise ConfigurationError(
                 f"federated.stage2.n={self.n} negatives cannot be drawn from the best top_k={self.top_k}. Raise top_k."
@@ -190,46 +126,28 @@ class Stage2:
 
 @dataclass(frozen=True, kw_only=True)
 class FederatedPrivacy:
-    """The budget of each silo, for everything that leaves it in one run, or in all that share its folder of ledgers.
-
-    Args:
-        eps: Of each silo, over all rounds and refreshes; null promises nothing.
-        delta: Null for 1/(2n) of the silo's own n.
-        unit: ``query`` or ``pair``.
-        neighbours: See docs/privacy.md.
-        max_grad_norm: L2 bound on one unit's gradient.
-        request_share: The part of eps that requests may cost by themselves.
-        collection_eps: Budget of a silo's collection where it is private and answers are ``dp_centroid``; of
-            another unit, a passage, so it does not add up with eps.
-        collection_delta: Its delta.
-        collection_radius: The longest that a sentence embedding counts as; public.
-        accountant: ``pld`` or ``rdp``.
-        noise: ``gaussian``, or ``discrete`` for whole numbers on a public grid, of training and of centroids.
-    """
+    """The budget of each silo, for everything that leaves it in one run, or in all that share its folder of ledgers."""
 
     eps: float | None = None
     delta: float | None = None
-    unit: Unit = "query"
+    unit: Literal["query", "pair"] = "query"
     neighbours: Neighbours = "zero_out"
     max_grad_norm: float = 1.0
     request_share: float = 0.3
     collection_eps: float | None = None
     collection_delta: float = 1e-5
     collection_radius: float = 10.0
-    accountant: AccountantName = "pld"
+    accountant: Literal["pld", "rdp"] = "pld"
     noise: NoiseName = "gaussian"
 
     def check(self) -> None:
         """Refuse values that are out of range, or that exclude each other."""
-        require_choice("federated.privacy.unit", self.unit, ("query", "pair"))
-        require_choice("federated.privacy.neighbours", self.neighbours, get_args(Neighbours))
+        _require_choices("federated.privacy", self)
         if self.eps is not None and self.neighbours == "add_or_remove":
             raise ConfigurationError(
                 "federated.privacy.neighbours=add_or_remove protects how many queries a silo has, and the rate and the "
                 "number of its steps are made of that. Set it to zero_out or replace_one."
             )
-        require_choice("federated.privacy.accountant", self.accountant, ("pld", "rdp"))
-        require_choice("federated.privacy.noise", self.noise, get_args(NoiseName))
         require_number("federated.privacy", self, "eps", "delta", "collection_eps", null=True)
         require_number("federated.privacy", self, "max_grad_norm", "request_share", "collection_delta",
                        "collection_radius")  # fmt: skip
@@ -239,26 +157,9 @@ class FederatedPrivacy:
 
 @dataclass(frozen=True, kw_only=True)
 class Safeguards:
-    """What the server and the other silos get to see of a silo, and what a silo can do to the others.
+    """What the server and the other silos get to see of a silo, and what a silo can do to the others."""
 
-    Args:
-        train_on: ``queries``, those of the silo's people; or ``synthetic``, those that its DP generator wrote
-            (`lit_dpret.federated.synthetic`), with which rounds and requests cost nothing more.
-        secure_sum: Add the clients' updates up under masks (`lit_dpret.federated.secure_sum`).
-        update_limit: The largest change of one weight in a round that fits under the masks; larger ones are cut.
-        update_norm: How long (L2) a silo's change of all weights in a round may be beside the weights themselves;
-            longer ones are left out by name, in clear by the server and under masks by the silo. Null for no bound.
-        sum_threshold: How many clients a sum has to be of, and to unmask it: t of the n on the roster, or of those
-            that begin a round where there is none; where this is not more than half of them, one more than half. Null
-            for more than two thirds. With a roster fewer than 2t - n clients may work with the server.
-        seal: Encrypt what silos ask and answer each other end to end, so that the server sees sizes alone
-            (`lit_dpret.federated.sealing`).
-        roster: Every client has a long-term signing key and the list of everybody's, takes no key that is not
-            signed by one of them, and unmasks no sum whose clients have not signed who is left; without it the server
-            is trusted to follow the protocol.
-    """
-
-    train_on: TrainOn = "queries"
+    train_on: Literal["queries", "synthetic"] = "queries"
     secure_sum: bool = False
     update_limit: float = 1.0
     update_norm: float | None = 1.0
@@ -269,14 +170,7 @@ class Safeguards:
 
 @dataclass(frozen=True, kw_only=True)
 class PddAs2(Safeguards):
-    """Everything about a run that is public.
-
-    Args:
-        stage1: See `Stage1`.
-        stage2: See `Stage2`.
-        privacy: See `FederatedPrivacy`.
-        seed: Public.
-    """
+    """Everything about a run that is public."""
 
     stage1: Stage1 = field(default_factory=Stage1)
     stage2: Stage2 = field(default_factory=Stage2)
@@ -302,7 +196,7 @@ class PddAs2(Safeguards):
         self.stage1.check()
         self.stage2.check()
         self.privacy.check()
-        require_choice("federated.train_on", self.train_on, get_args(TrainOn))
+        _require_choices("federated", self)
         require_switch("federated", self, "secure_sum", "seal", "roster")
         require_number("federated", self, "update_limit")
         require_number("federated", self, "update_norm", null=True)

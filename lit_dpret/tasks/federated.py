@@ -45,16 +45,6 @@ _HOW_NOT_WHAT = ("hydra.run.dir=", "federated.secret_file=")
 class Federated:
     """Run the systems that are not finished, and report their results.
 
-    Args:
-        systems: Rows of the table; see `lit_dpret.federated.systems`.
-        seeds: One run of each system that learns for each of them.
-        split: On which questions they are measured: ``test``, or ``dev`` to choose settings on.
-        note: Printed at the top of the report, such as what the settings were chosen on.
-        save_encoder: Write the global encoder of stage 1, of the first seed, to ``private/encoder`` as a folder that
-            other tasks and sentence-transformers load.
-        keep_models: Keep all weights; otherwise only the global model of stage 1, from which systems can be added.
-        min_free_mb: Refuse to start with less free disk.
-
     Raises:
         ConfigurationError: A system is unknown, or seeds are missing or not distinct.
     """

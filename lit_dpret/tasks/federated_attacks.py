@@ -44,27 +44,6 @@ class FederatedAttacks:
     The attacked messages come from the code that a federation runs: requests from its centroids under its ledger,
     updates from a silo's first round. The model is the public one that a run begins with.
 
-    Args:
-        silos: The folder of all silos (``task=build_silos``); at least two.
-        whose: ``public`` or ``private`` queries. Reports about private ones are internal.
-        attacks: ``requests``, the silo's; ``updates``, the server's, which trains rounds of each silo.
-        encoder: ``minilm``, a folder of an encoder or of its run, or a hub name.
-        layers: Only its first so many layers; null for all.
-        candidates: From which a query is named, with its own; unsent queries of a silo have to be twice as many.
-        request_eps: Epsilons of requests by centroids, each by itself.
-        update_eps: Epsilons of one round of DP-SGD, each by itself. The first is attacked under a secure sum as well.
-        delta: Of the requests; null for 1/(2n). Updates take 1/(2n).
-        centroids: Rows of a request by centroids.
-        centroid_iterations: Releases of one request.
-        batch_size: Queries of a step.
-        negatives: BM25 negatives of a query.
-        lr: Of AdamW.
-        weight_decay: Of AdamW; the paper leaves it open, and PyTorch's own default is 0.01.
-        max_query_length: Tokens of a query that are read.
-        max_passage_length: Tokens of a sentence that are read.
-        confidence: Of intervals.
-        min_free_mb: Refuse to start with less free disk.
-
     Raises:
         ConfigurationError: A setting is out of range.
     """

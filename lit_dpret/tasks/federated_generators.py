@@ -51,21 +51,6 @@ class FederatedGenerators:
         - ``resume=true`` repeats nothing that is finished. A generator that was killed stays charged, and is trained
           again only if the budget covers both.
 
-    Args:
-        eps: What each generator may cost by itself; a part of ``federated.privacy.eps``.
-        names: Silos of ``federated.silos``; null for all of them.
-        data: The folder of one silo, for an owner who has no other; then ``federated.silos`` is not read.
-        epochs: Over the train queries.
-        batch_size: Queries of a step on average.
-        queries_per_passage: Draws for each public sentence.
-        top_p: Nucleus.
-        temperature: Divides the logits.
-        top_k: Keep this many tokens before the nucleus is taken; null keeps all.
-        max_new_tokens: Longest query.
-        min_new_tokens: Tokens before the end mark may come.
-        group_size: Sentences decoded together; part of what makes the files reproducible.
-        min_free_mb: Refuse to start with less free disk.
-
     Raises:
         ConfigurationError: A number is out of range.
     """

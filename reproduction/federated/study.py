@@ -36,18 +36,6 @@ _SKEW, _EQUAL = 8.0, 2.0
 class FederatedStudy:
     """Run the cells of a study that are not done yet, and tell what it found.
 
-    Args:
-        study: Which one; see `reproduction.federated.catalogue`.
-        seeds: One run of each point for each of them.
-        systems: Which of the study's systems are compared; null for its default.
-        values: What varies, where one thing does: shares, k, or numbers of clients; null for the paper's.
-        skew: Of ``study=gain``: the smallest silo keeps ``1 / skew`` of its train queries. Null: 1 where the largest
-            silo has at least twice the queries of the smallest, else 8.
-        split: On which questions the points are judged: ``test``, or ``dev``.
-        plot: Draw a PNG; null where matplotlib is installed.
-        note: Said at the top of the report.
-        min_free_mb: Refuse to start with less free disk.
-
     Raises:
         ConfigurationError: There is no such study, or a setting is not one of it.
     """
