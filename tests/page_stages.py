@@ -177,11 +177,12 @@ EMBEDDINGS = "encode task.encoder=runs/encoder/model hydra.run.dir=runs/corpus"
 INDEX = "index task.embeddings=runs/corpus/embeddings hydra.run.dir=runs/index"
 
 STAGES: dict[str, Stage] = {
-    "README.md": Stage(
-        files=(private_log, silos), left=("runs/quickstart/report.html", "runs/index/index/privacy_card.json")
-    ),
+    "README.md": Stage(files=(private_log,), left=("runs/quickstart/report.html",)),
     "docs/ablations.md": Stage(files=(beir_folder,), names={"PUBLIC_PAIRS": "BEIR_FOLDER"}),
     "docs/canaries.md": Stage(names={"=RUN": "=runs/canary", "RUN": "runs/canary"}),
+    "docs/commands.md": Stage(
+        files=(private_log, silos), first=("experiment=quickstart",), left=("runs/index/index/privacy_card.json",)
+    ),
     "docs/data.md": Stage(
         files=(private_log, table_log, beir_folder, hub_data, msmarco, squad),
         names={"datamodule.path=DIR": "datamodule.path=hub_data"},

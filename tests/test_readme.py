@@ -16,11 +16,11 @@ def test_the_readme_shows_the_main_commands() -> None:
     shown = " ".join(word for command in commands("README.md") for word in command.words)
     for wanted in (
         "experiment=quickstart",
+        "task=check_data",
         "task=plan",
-        "task=doctor",
+        "model=generator",
         "task=synthesize",
-        "task=evaluate",
-        "datamodule=pairs",
+        "verify",
     ):
         assert wanted in shown
 
