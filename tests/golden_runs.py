@@ -1,6 +1,6 @@
 """Small seeded runs of every mode and family, and the facts of each that a change of the code must leave as they are.
 
-Imported by path; not a test. Write the facts anew, only where the CHANGELOG says why they change:
+Imported by path; not a test. Write the facts anew, only where the commit says why they change:
 
     PYTHONPATH=tests:. python tests/golden_runs.py [name ...]
 """
