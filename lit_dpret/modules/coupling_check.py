@@ -28,7 +28,7 @@ from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.memory import is_out_of_memory
 from lit_dpret.modules.module_state import KeptState, Looks
 from lit_dpret.privacy.batches import ALONE, UnitBatch, take_rows
-from lit_dpret.privacy.coins import kept_generators, own_generators, python_and_numpy_now, seed_python_and_numpy
+from lit_dpret.privacy.coins import kept_generators, own_generators, python_and_numpy_now, seed_everywhere
 from lit_dpret.privacy.ledger.trained import held, reached
 
 #: What two passes may differ by, relative to the largest value: kernels that add in another order. They run without
@@ -341,7 +341,7 @@ class _Passes:
         with _FixedCoins():  # type: ignore[no-untyped-call]
             if before:
                 module.collate_rows(before)
-            self._seed_everything()
+            seed_everywhere(self._seed)
             coins = python_and_numpy_now()
             found = module.collate_rows(rows)
             draws = coins != python_and_numpy_now()
@@ -362,13 +362,9 @@ class _Passes:
         if _differ(found[0], found[1], floor=FLOOR):
             self._refuse(rows)
 
-    def _seed_everything(self) -> None:
-        torch.manual_seed(self._seed)
-        seed_python_and_numpy(self._seed)
-
     def _losses(self, features: Any, *, gradients: bool = False, fixed_coins: bool = False) -> Tensor:
         """Return the row losses, ``(rows,)``; with ``fixed_coins`` no shape decides which random number a row gets."""
-        self._seed_everything()
+        seed_everywhere(self._seed)
         wide = torch.autocast(self.module.device.type, enabled=False)
         coins: Any = _FixedCoins() if fixed_coins else nullcontext()  # type: ignore[no-untyped-call]
         with torch.set_grad_enabled(gradients or self._differentiates), coins, wide:

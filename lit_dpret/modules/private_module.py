@@ -38,7 +38,7 @@ from lit_dpret.modules.module_state import HookWatch
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.physical_batches import PhysicalBatches, memory_advice
 from lit_dpret.privacy.batches import UnitBatch, map_rows, rows_in_turn
-from lit_dpret.privacy.coins import kept_generators, seed_python_and_numpy
+from lit_dpret.privacy.coins import kept_generators, seed_everywhere
 from lit_dpret.privacy.ledger.gate import Guard, public_names, unaccounted, uncounted
 from lit_dpret.privacy.modes import PrivacyMode, StepCounts
 from lit_dpret.privacy.sampling import Row
@@ -463,8 +463,7 @@ class PrivateModule(Checkpointed):
     @contextmanager
     def _replayable_dropout(self, seed: int) -> Any:
         with kept_generators():
-            torch.manual_seed(seed)
-            seed_python_and_numpy(seed)
+            seed_everywhere(seed)
             seed_xla(self.device, seed)
             yield
 

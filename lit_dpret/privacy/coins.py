@@ -10,35 +10,124 @@ In ``per_row_loss`` a batch has one seed. There, rows stand in one tensor and sh
 a batch with fewer rows can give a row another part of the same sequence. That is harmless as long as the sequence is
 secret and each row's part of it is independent of the others': then the other rows' numbers have the same joint
 distribution without the unit as with it, and the bound holds for every value that they take.
+
+So nobody may be able to try out all seeds of a batch. A seed has 256 bits. ``random`` and numpy take them all; torch's
+generator on a CPU keeps 32 bits of a seed that it is given, so its whole state is filled from a hash instead
+(`seed_torch`), and operations that draw one word of it and go on with a small generator of their own draw from it
+directly (`_draw_every_number`). A CUDA device takes 64 bits of a seed, and an XLA device 31.
 """
 
 from __future__ import annotations
 
+import hashlib
 import random
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+
+from lit_dpret.errors import ConfigurationError
+
+_WORDS = 624  # of the state of a Mersenne twister
+_FIRST_WORD = 24  # byte of torch's state: before it stand the seed, counters, and two flags
+_DEVICE_SEED = (1 << 63) - 1
 
 
 def _uses_cuda() -> bool:
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
-def seed_python_and_numpy(seed: int) -> None:
-    """Seed ``random`` and ``numpy.random`` by a number of up to 64 bits."""
-    random.seed(seed)
-    np.random.seed([seed & 0xFFFFFFFF, seed >> 32])
-
-
 def seed_generators(seed: int) -> None:
-    """Seed the global generators: on the CPU, and on CUDA devices that this process uses."""
-    torch.default_generator.manual_seed(seed)
+    """Seed the global generators by a whole number from 0: on the CPU, and on CUDA devices that this process uses."""
+    _draw_every_number()
+    seed_torch(torch.default_generator, seed)
     if _uses_cuda():
-        torch.cuda.manual_seed_all(seed)
-    seed_python_and_numpy(seed)
+        torch.cuda.manual_seed_all(seed & _DEVICE_SEED)
+    random.seed(seed)
+    np.random.seed([seed >> shift & 0xFFFFFFFF for shift in range(0, max(64, seed.bit_length()), 32)])
+
+
+def seed_everywhere(seed: int) -> None:
+    """Seed the global generators as `seed_generators` does, and those of every accelerator that torch knows."""
+    torch.manual_seed(seed & _DEVICE_SEED)
+    seed_generators(seed)
+
+
+def seed_torch(generator: torch.Generator, seed: int) -> None:
+    """Fill the whole state of a generator on the CPU from a hash of ``seed``, of which ``manual_seed`` keeps 32 bits.
+
+    ``initial_seed()`` then has 63 bits of the hash, for code that makes a generator of its own from it.
+    """
+    hashed = hashlib.shake_256(b"%x" % seed).digest(8 + 4 * _WORDS)
+    state = _fresh_state().copy()
+    state[:8].view(np.uint64)[:] = int.from_bytes(hashed[:8], "little") & _DEVICE_SEED
+    state[_FIRST_WORD : _FIRST_WORD + 8 * _WORDS].view(np.uint64)[:] = np.frombuffer(hashed, dtype="<u4", offset=8)
+    generator.set_state(torch.from_numpy(state))
+
+
+@cache
+def _fresh_state() -> np.ndarray:
+    """Return the bytes of torch's state right after a seed, when the next number is made of all words anew."""
+    state: np.ndarray = torch.Generator().manual_seed(5).get_state().numpy()
+    words = state[_FIRST_WORD : _FIRST_WORD + 8 * _WORDS].view(np.uint64)
+    _, same, *_ = np.random.RandomState(5).get_state()  # of the same twister, seeded in the same way
+    if not np.array_equal(words, same):
+        raise ConfigurationError(
+            f"torch {torch.__version__} keeps the state of its generator in another way than this program knows, so "
+            "that dropout could not be keyed by the secret. Install a version of torch that pyproject.toml names."
+        )
+    return state
+
+
+def _bernoulli(target: Tensor, p: float = 0.5, *, generator: torch.Generator | None = None) -> Tensor:
+    return target.copy_(_uniform(target, generator) < p)
+
+
+def _exponential(target: Tensor, lambd: float = 1.0, *, generator: torch.Generator | None = None) -> Tensor:
+    return target.copy_(-torch.log1p(-_uniform(target, generator)) / lambd)
+
+
+def _uniform(like: Tensor, generator: torch.Generator | None) -> Tensor:
+    return torch.empty(like.shape, dtype=torch.float64).uniform_(generator=generator)
+
+
+_OF_ONE_WORD: dict[str, tuple[str, Callable[..., Tensor]]] = {
+    "bernoulli_": ("bernoulli_.float", _bernoulli),
+    "exponential_": ("exponential_", _exponential),
+}
+
+
+@cache
+def _draw_every_number() -> torch.library.Library | None:
+    """Let dropout on a CPU draw each number from torch's generator, and return what keeps it so.
+
+    On processors of Intel, MKL draws a whole tensor of Bernoulli or exponential numbers from one 32-bit word of the
+    generator: whoever knows what a layer was given can try out all words. The same operations get what torch itself
+    computes on other processors.
+    """
+    found = [each for name, each in _OF_ONE_WORD.items() if _draws_one_word(name)]
+    if not found:
+        return None
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]  # undone where nobody holds it
+    with warnings.catch_warnings(action="ignore"):  # that something of torch's own is replaced, which is meant
+        for overload, draw in found:
+            library.impl(overload, draw, "CPU")  # type: ignore[no-untyped-call]
+    return library
+
+
+def _draws_one_word(name: str) -> bool:
+    """Whether few numbers leave the generator as many do."""
+    after = []
+    for count in (2, 300):
+        generator = torch.Generator().manual_seed(0)
+        getattr(torch.empty(count), name)(generator=generator)
+        after.append(generator.get_state())
+    return torch.equal(*after)
 
 
 def python_and_numpy_now() -> tuple[object, ...]:

@@ -178,12 +178,12 @@ class KeyedStream:
         return np.random.Generator(np.random.Philox(key=seed))
 
     def model_seed(self, attempt: int, step: int, part: int) -> int:
-        """A seed for dropout in one physical batch, so that a replayed step draws the same masks."""
-        return int.from_bytes(self._digest("dropout", attempt, step, part, size=8), "little") >> 1
+        """A seed of 256 bits for dropout in one physical batch, so that a replayed step draws the same masks."""
+        return int.from_bytes(self._digest("dropout", attempt, step, part), "little")
 
     def unit_seed(self, attempt: int, step: int, unit: int) -> int:
-        """A seed for what is drawn while the rows of one unit are fetched and collated for one logical step."""
-        return int.from_bytes(self._digest("unit", attempt, step, unit, size=8), "little") >> 1
+        """A seed of 256 bits for what is drawn while one unit's rows are fetched and collated for one logical step."""
+        return int.from_bytes(self._digest("unit", attempt, step, unit), "little")
 
     def normal(
         self,

@@ -1,9 +1,11 @@
-"""What code of the user's draws from global generators is each unit's own, in every step, and nobody else's."""
+"""What code of the user's draws from global generators is each unit's own, in every step, and nobody can try it out."""
 
 from __future__ import annotations
 
 import pickle
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from torch.utils.data import DataLoader
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.privacy.accounting.releases import FullBatch, Poisson, SamplingLaw
 from lit_dpret.privacy.batches import Draw, FixedShape, SeededDraws, UnitBatch, UnitCollator, copied_rows
-from lit_dpret.privacy.coins import generators_now
+from lit_dpret.privacy.coins import generators_now, kept_generators, seed_generators, seed_torch
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.sampling import PrivateBatchSampler
 
@@ -271,3 +273,94 @@ def test_what_a_loss_draws_follows_from_the_secret_and_not_from_the_public_seed(
         drawn.append([])
         fit(tmp_path / f"{public}{secret}", module, steps=2)
     assert drawn[0] == drawn[1] != drawn[2]
+
+
+# -- how many coins there are ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("coin", COINS)
+def test_every_bit_of_a_seed_decides_what_is_drawn(coin: str) -> None:
+    seeds = [0, *(1 << bit for bit in range(0, 256, 16))]
+    with kept_generators():
+        drawn = [(seed_generators(seed), [COINS[coin]() for _ in range(4)])[1] for seed in (*seeds, *seeds)]
+    assert drawn[: len(seeds)] == drawn[len(seeds) :] and len({tuple(each) for each in drawn}) == len(seeds)
+
+
+def test_no_mask_of_a_batch_is_found_by_trying_what_manual_seed_keeps() -> None:
+    seed = KeyedStream(b"s" * 32, "run").model_seed(0, 0, 0)
+    with kept_generators():
+        seed_generators(seed)
+        mask = torch.nn.functional.dropout(torch.ones(64))
+        state = torch.get_rng_state().numpy()
+        for tried in (seed & 0xFFFFFFFF, seed & (1 << 63) - 1, torch.initial_seed(), int(state[24:32].view("u8")[0])):
+            torch.manual_seed(tried)
+            assert not torch.equal(torch.nn.functional.dropout(torch.ones(64)), mask)
+
+
+def test_all_words_of_the_twister_follow_from_the_seed() -> None:
+    states = []
+    for seed in range(40):
+        seed_torch(generator := torch.Generator(), seed)
+        states.append(generator.get_state().numpy()[24 : 24 + 8 * 624].view("u8"))
+    found = np.stack(states)
+    assert (found < 1 << 32).all() and ((found == found[0]).sum(0) == 1).all()
+
+
+def test_a_filled_generator_draws_what_is_uniform_and_goes_on_after_a_save() -> None:
+    seed_torch(generator := torch.Generator(), 3)
+    drawn = torch.rand(100_000, dtype=torch.float64, generator=generator)
+    assert abs(drawn.mean() - 0.5) < 0.005 and abs(drawn.var() - 1 / 12) < 0.002
+    other = torch.Generator()
+    other.set_state(generator.get_state())
+    assert torch.equal(torch.randn(700, generator=generator), torch.randn(700, generator=other))
+
+
+def test_seeds_of_batches_and_units_cannot_be_tried_out() -> None:
+    stream = KeyedStream(b"s" * 32, "run")
+    for seeds in (
+        [stream.model_seed(0, step, 0) for step in range(64)],
+        [stream.unit_seed(0, 0, n) for n in range(64)],
+    ):
+        every = 0
+        for seed in seeds:
+            every |= seed
+        assert every == (1 << 256) - 1, "each of 256 bits is one in some seed"
+    assert max(draw.seed for batch in sampler() for draw in batch).bit_length() > 240
+
+
+OF_ONE_WORD = """
+import torch
+from lit_dpret.privacy import coins
+
+name, overload = {name!r}, {overload!r}
+
+def of_one_word(target, p=None, *, generator=None):  # as MKL does it on processors of Intel
+    word = int(torch.randint(1 << 31, (1,), generator=generator))
+    own = torch.empty(target.shape, dtype=torch.float64).uniform_(generator=torch.Generator().manual_seed(word))
+    return target.copy_(own < 0.5 if name == "bernoulli_" else own)
+
+at_first = getattr(torch.empty(1000), name)(generator=torch.Generator().manual_seed(1))
+replaced = torch.library.Library("aten", "IMPL")
+replaced.impl(overload, of_one_word, "CPU")
+assert coins._draws_one_word(name)
+coins.seed_generators(7)
+assert not coins._draws_one_word(name)
+again = getattr(torch.empty(1000), name)(generator=torch.Generator().manual_seed(1))
+torch.testing.assert_close(again, at_first)
+if name == "bernoulli_":
+    for kind in (torch.float32, torch.bfloat16, torch.bool):
+        assert abs(torch.empty(200_000, dtype=kind).bernoulli_(0.1).double().mean() - 0.1) < 0.005
+    once = torch.nn.functional.dropout(torch.ones(100_000), 0.1)
+    assert abs((once == 0).double().mean() - 0.1) < 0.005
+    many = torch.func.vmap(lambda x: torch.nn.functional.dropout(x, 0.5), randomness="different")(torch.ones(4, 99))
+    assert len({{tuple(row) for row in many.tolist()}}) == 4
+"""
+
+
+@pytest.mark.parametrize(("name", "overload"), [("bernoulli_", "bernoulli_.float"), ("exponential_", "exponential_")])
+def test_an_operation_that_makes_all_its_numbers_of_one_word_draws_each_from_the_generator(
+    name: str, overload: str
+) -> None:
+    code = OF_ONE_WORD.format(name=name, overload=overload)
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
