@@ -168,15 +168,6 @@ def next_weights(
 ) -> tuple[Weights, list[str]]:
     """Return the next global weights, and whose updates they are made of: nobody's, where the old weights are kept.
 
-    Args:
-        start: The global weights of the round.
-        updates: Each silo's weights after it.
-        shares: How much each counts under ``aggregation=mean``; the other rules count all alike.
-        run: The settings.
-        where: The round, for the faults.
-        faults: Receives updates that are left out, by name, and a result that is refused.
-        least: Fewer good updates than these are not combined.
-
     Raises:
         DataError: There are too few good updates.
     """

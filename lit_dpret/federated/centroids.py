@@ -97,14 +97,7 @@ def table_of(
 def dp_centroids(
     embeddings: Tensor, plan: CentroidPlan, noised: Noised, *, units: Sequence[Hashable] | None = None
 ) -> Tensor:
-    """Return centroids of private rows, ``(count, dim)``, float32: a function only of what ``noised`` returned.
-
-    Args:
-        embeddings: Private rows, ``(rows, dim)``; there may be none.
-        plan: How.
-        noised: Called ``plan.iterations`` times (`lit_dpret.federated.silo_ledger.SiloLedger.gaussian`).
-        units: As for `table_of`.
-    """
+    """Return centroids of private rows, ``(count, dim)``, float32: a function only of what ``noised`` returned."""
     centroids = plan.start(embeddings.shape[1])
     for _ in range(plan.iterations):
         table = noised(table_of(embeddings, centroids, plan, units), plan.sensitivity)

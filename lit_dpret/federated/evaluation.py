@@ -33,15 +33,10 @@ LEVELS = ("sentence", "passage")
 
 @dataclass(frozen=True)
 class Levels:
-    """One ranking at both levels.
+    """One ranking at both levels."""
 
-    Attributes:
-        sentences: Places in the list of sentences, ``(queries, depth)``.
-        passages: Places in the list of passages, ``(queries, depth)``.
-    """
-
-    sentences: TopK
-    passages: TopK
+    sentences: TopK  # places in the list of sentences, (queries, depth)
+    passages: TopK  # places in the list of passages, (queries, depth)
 
 
 def rank_levels(searcher: Searcher, passage_of: Tensor, *, depth: int = 100) -> Levels:
@@ -51,11 +46,6 @@ def rank_levels(searcher: Searcher, passage_of: Tensor, *, depth: int = 100) -> 
 
     Guarantees:
         - The passages are those of the full ranking of sentences, in the order of each one's best sentence.
-
-    Args:
-        searcher: Of the sentences.
-        passage_of: The place of each sentence's passage, long, ``(sentences,)``.
-        depth: How far down.
     """
     total, asked = len(passage_of), min(depth, len(passage_of))
     most = len(torch.unique(passage_of))
@@ -96,12 +86,7 @@ def collapse(top: TopK, passage_of: Tensor, depth: int) -> TopK:
 
 
 class SentenceCollection:
-    """The sentences of one client, in an order that breaks ties, with the passages that they are from.
-
-    Args:
-        sentences: Text by sentence id.
-        passage_of: Passage id by sentence id.
-    """
+    """The sentences of one client, in an order that breaks ties, with the passages that they are from."""
 
     def __init__(self, sentences: Mapping[str, str], passage_of: Mapping[str, str]) -> None:
         if not sentences:

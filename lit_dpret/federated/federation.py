@@ -75,12 +75,6 @@ class Federation(ABC):
         - An answer of wrong shape or with values that are not finite is left out and reported; the round continues
           with the others.
 
-    Args:
-        settings: Of the run; every silo has the same.
-        start: The weights to begin with; public.
-        folder: Of the server's state.
-        facts: Further public facts that a state folder is begun with.
-
     Raises:
         ResumeError: The folder is that of another run.
     """
@@ -133,11 +127,6 @@ class Federation(ABC):
     @abstractmethod
     def round(self, weights: Weights, number: int, progress: Callable[[int], None]) -> Weights:
         """Return the next global weights; the last ones where the round is void.
-
-        Args:
-            weights: The global weights of the round.
-            number: Of the round, counting the warm-up as well.
-            progress: Takes the finished steps of this round.
 
         Raises:
             DataError: Too few updates can be used; the message says why each of the others was left out.

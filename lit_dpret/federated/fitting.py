@@ -93,10 +93,6 @@ class KeepOptimizer(Callback):
     """Restores the optimizer's state of an earlier fit, and saves its own at the end.
 
     Under a private mode the state is a function of noised gradients only; it stays on this machine either way.
-
-    Args:
-        before: Path of the earlier state, if there is one.
-        after: Path of the new state.
     """
 
     def __init__(self, before: Path, after: Path) -> None:

@@ -30,15 +30,7 @@ def in_process(run: FederationRun) -> FedResult:
 
 
 class InProcessFederation(Federation):
-    """All clients of one run; the guarantees are those of `Federation`.
-
-    Args:
-        clients: With different names.
-        settings: Those that the clients were made with.
-        start: The weights to begin with; public.
-        folder: Of the server's state.
-        sites: Where the clients are; null where nothing is known.
-    """
+    """All clients of one run; the guarantees are those of `Federation`."""
 
     def __init__(
         self,

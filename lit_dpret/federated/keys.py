@@ -185,11 +185,6 @@ ROSTER_SCHEMA = "lit-dpret/federated-roster/1"
 class Credentials:
     """A silo's name, signing key and roster.
 
-    Args:
-        name: Of the silo, as on the roster.
-        identity: Its signing key, 32 bytes.
-        roster: The public signing key of every silo, by name.
-
     Raises:
         ConfigurationError: The roster has no such silo, or another key for it.
     """

@@ -285,10 +285,6 @@ class OtherPositives(PassageSource):
     Called *gold passages* by Karpukhin et al., "Dense Passage Retrieval for Open-Domain Question Answering",
     section 3.2. **It couples rows**: the negatives of a row are other people's records, so every mode that clips
     rows refuses it.
-
-    Args:
-        per_query: How many a row gets.
-        seed: Of the draws; public.
     """
 
     name: ClassVar[str] = "other_positives"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from lit_dpret.federated.data.planted import Planted
 from lit_dpret.federated.documents import SuperLinkTarget
 from lit_dpret.federated.model import AS2Maker
 from lit_dpret.federated.settings import FederatedPrivacy, PddAs2, Safeguards, Stage1, Stage2
+from lit_dpret.federated.storage import copy_once
 from lit_dpret.federated.synthetic import PUBLIC, check_generated
 from lit_dpret.federated.transport import ELSEWHERE, FederationRun, check_transport, silo_state
 from lit_dpret.settings import built, require_whole
@@ -214,12 +214,7 @@ class FederationPlan(Safeguards, SuperLinkTarget):
     def begin_states(self, silos: Mapping[str, Path], folder: Path) -> None:
         """Copy the state that each silo begins with to ``folder``, unless it has one there."""
         for name in silos if self.state is not None else ():
-            state = silo_state(folder, name)
-            if not state.exists():
-                draft = state.with_name(f".{name}.draft")
-                shutil.rmtree(draft, ignore_errors=True)
-                shutil.copytree(Path(str(self.state)) / name, draft)
-                draft.rename(state)
+            copy_once(Path(str(self.state)) / name, silo_state(folder, name))
 
     def _build(self) -> Sequence[Silo]:
         if self.silos == PLANTED:

@@ -34,17 +34,11 @@ _HEADER = struct.Struct(">BIII")  # kind, refresh, sender, receiver: said in cle
 
 @dataclass(frozen=True, kw_only=True)
 class Refresh:
-    """The refresh that a letter is part of.
+    """The refresh that a letter is part of."""
 
-    Args:
-        run: Digest of the settings.
-        number: Of the refresh.
-        weights: Fingerprint of the global weights.
-    """
-
-    run: str
+    run: str  # digest of the settings
     number: int
-    weights: str
+    weights: str  # fingerprint of the global weights
 
 
 @dataclass(frozen=True)
@@ -61,10 +55,6 @@ class Sealer:
     Guarantees:
         - A letter opens for those it was sealed for, and shows everybody else only its size.
         - With credentials it neither seals for nor opens from a key that is not signed by the roster.
-
-    Args:
-        state: The silo's state folder.
-        credentials: With ``federated.roster=true``.
     """
 
     def __init__(self, state: Path, credentials: Credentials | None = None) -> None:

@@ -368,11 +368,7 @@ class Client:
 
 
 class Server:
-    """The server's side: relays, adds up, and removes the masks.
-
-    Args:
-        session: The sum.
-    """
+    """The server's side: relays, adds up, and removes the masks."""
 
     def __init__(self, session: Session) -> None:
         self.session = session

@@ -21,7 +21,7 @@ from lit_dpret.datamodules import PairsDataModule, SyntheticDataModule
 from lit_dpret.datamodules.silo import SiloDataModule
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.federated.aggregation import Weights, put_weights, take_weights
-from lit_dpret.federated.centroids import CentroidPlan, dp_centroids
+from lit_dpret.federated.centroids import CentroidPlan
 from lit_dpret.federated.evaluation import METRICS, SentenceCollection
 from lit_dpret.federated.fitting import (
     KeepOptimizer,
@@ -42,8 +42,8 @@ from lit_dpret.federated.negatives import (
     respond_uniformly,
 )
 from lit_dpret.federated.settings import PddAs2
-from lit_dpret.federated.silo_account import SiloAccount, collection_centroids
-from lit_dpret.federated.storage import Served, keep_facts, save_json, save_tensors
+from lit_dpret.federated.silo_account import SiloAccount, centroids_once, collection_centroids
+from lit_dpret.federated.storage import Served, keep_facts, save_tensors
 from lit_dpret.federated.synthetic import public_sentences
 from lit_dpret.modules.as2 import AS2DualEncoder
 from lit_dpret.negatives import (
@@ -259,27 +259,25 @@ class SiloClient:
             rows = module.encode_queries(list(self.queries.values()))
             save_tensors({"rows": rows}, kept)
             return rows
-        # One that was broken off released something for nothing: that stays charged, and more noise pays for it.
-        if self.ledger is not None:
-            self.ledger.settle_broken_releases()
-        if (begun := kept.with_suffix(".begun")).is_file():
-            stage1 = self.settings.stage1
-            self.account.keep_within(rounds=stage1.warmup_rounds + stage1.rounds, epochs=refresh, refreshes=refresh)
-        noise = self.account.noise
-        if self.ledger is None or noise is None or noise.request is None:
+        if self.ledger is None or self.account.noise is None or self.account.noise.request is None:
             raise ConfigurationError(
                 "federated.stage2.request=dp_centroid without federated.privacy.eps would ask with centroids that "
                 "protect nobody. Set federated.privacy.eps, or request=exact."
             )
+
+        def noise(begun: bool) -> float:
+            if begun:
+                rounds = self.settings.stage1.warmup_rounds + self.settings.stage1.rounds
+                self.account.keep_within(rounds=rounds, epochs=refresh, refreshes=refresh)
+            planned = self.account.noise
+            return 0.0 if planned is None or planned.request is None else planned.request
+
         plan = CentroidPlan(count=stage.centroids, iterations=stage.centroid_iterations, seed=self.settings.seed)
-        queries = module.tower("query").encode_apart(list(self.queries.values()), "query")
-        with self.ledger.gaussian(
-            "fed_request", noise_multiplier=noise.request, count=stage.centroid_iterations
-        ) as noised:
-            save_json(begun, refresh)
-            rows = dp_centroids(queries, plan, noised)
-        save_tensors({"rows": rows}, kept)
-        return rows
+        texts = list(self.queries.values())
+        return centroids_once(
+            kept, self.ledger, "fed_request", plan, noise=noise,
+            rows=lambda: module.tower("query").encode_apart(texts, "query"),
+        )  # fmt: skip
 
     def serve(self, weights: Mapping[str, Tensor], rows: Tensor, *, refresh: int) -> Block:
         """Answer another client's request."""
@@ -432,9 +430,11 @@ class SiloClient:
         module = self._fresh(weights)
         if response == "synthetic":
             return module.encode_passages([] if self.synthetic is None else self.synthetic.texts)
+        tower = module.tower("passage")
         return collection_centroids(
-            lambda: module.tower("passage").encode_apart(self.collection.texts, "passage"), self.collection, module,
-            self.state, self.settings, secret_file=self._secret_file, ledgers=self.ledgers,
+            self.state / f"collection-{tower.fingerprint()[:16]}.safetensors",
+            lambda: tower.encode_apart(self.collection.texts, "passage"), self.collection, self.settings,
+            secret_file=self._secret_file, ledgers=self.ledgers,
         )  # fmt: skip
 
 

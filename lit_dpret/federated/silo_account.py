@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -17,7 +17,6 @@ from lit_dpret.federated.settings import PddAs2
 from lit_dpret.federated.silo_ledger import NoisePlan, SiloLedger, noise_of_rest, split_budget
 from lit_dpret.federated.storage import save_json, save_tensors
 from lit_dpret.federated.synthetic import SyntheticSet, read_synthetic, units_and_budget
-from lit_dpret.modules.as2 import AS2DualEncoder
 from lit_dpret.negatives.base import coins
 from lit_dpret.privacy.accounting.accountant import calibrate_noise
 from lit_dpret.privacy.accounting.releases import FullBatch, Poisson, SamplingLaw
@@ -29,22 +28,13 @@ _NOISE = "noise.json"
 
 @dataclass(frozen=True)
 class SiloAccount:
-    """The account of one silo in one run.
-
-    Attributes:
-        name: Of the silo.
-        settings: Of the run.
-        ledger: Of what was spent of its queries; None without ``privacy.eps``.
-        units: How many units of privacy the silo has; 0 without ``privacy.eps``.
-        state: The folder of the run's files.
-        synthetic: The silo's generated queries, where the run uses them.
-    """
+    """The account of one silo in one run."""
 
     name: str
     settings: PddAs2
-    ledger: SiloLedger | None
-    units: int
-    state: Path
+    ledger: SiloLedger | None  # of what was spent of its queries; None without a budget
+    units: int  # of privacy; 0 without a budget
+    state: Path  # of the run's files
     synthetic: SyntheticSet | None
 
     @property
@@ -159,53 +149,86 @@ class SiloAccount:
         return sum(stage.asks(epoch) for epoch in range(first, stage.epochs)) * stage.centroid_iterations
 
 
+def centroids_once(
+    kept: Path,
+    ledger: SiloLedger,
+    label: str,
+    plan: CentroidPlan,
+    *,
+    rows: Callable[[], Tensor],
+    noise: Callable[[bool], float],
+    units: Sequence[Hashable] | None = None,
+) -> Tensor:
+    """Release private centroids and keep them in a file, from where they are reused for free.
+
+    Args:
+        kept: The file.
+        ledger: It is charged with them, as ``label``.
+        label: ``fed_request`` or ``fed_response``.
+        plan: How.
+        rows: Embeds the private texts, each by itself: none influences another one's embedding.
+        noise: Returns the noise multiplier, given whether an earlier try was broken off. What that released stays
+            charged, and more noise has to pay for it.
+        units: As for `table_of`.
+    """
+    ledger.settle_broken_releases()
+    begun, private = kept.with_suffix(".begun"), rows()
+    with ledger.gaussian(label, noise_multiplier=noise(begun.is_file()), count=plan.iterations) as noised:
+        save_json(begun, label)
+        found = dp_centroids(private, plan, noised, units=units)
+    save_tensors({"rows": found}, kept)
+    return found
+
+
 SENTENCES_PER_PASSAGE = 1
 """How many sentences of a passage count in the centroids of a private collection: each costs noise for all."""
 
 
 def collection_centroids(
+    kept: Path,
     sentences: Callable[[], Tensor],
     collection: SentenceCollection,
-    module: AS2DualEncoder,
-    state: Path,
     settings: PddAs2,
     *,
     secret_file: str | Path | None,
     ledgers: Path,
 ) -> Tensor:
-    """Return private centroids of a collection, released once for each sentence encoder and reused for free.
+    """Return private centroids of a collection (`centroids_once`), kept in a file for one sentence encoder.
 
-    The unit is a passage, in a ledger of its own in ``ledgers``; one sentence of each counts. ``sentences`` embeds
-    them so that none influences another one's embedding.
+    The unit is a passage, in a ledger of its own in ``ledgers``; one sentence of each counts.
 
     Raises:
         ConfigurationError: There is no budget, or its delta permits publishing one whole passage.
         BudgetExceededError: Another sentence encoder's centroids were released, and both are not covered.
     """
-    kept = state / f"collection-{module.tower('passage').fingerprint()[:16]}.safetensors"
     if kept.is_file():
         return load_file(kept)["rows"]
-    privacy, stage = settings.privacy, settings.stage2
+    privacy, stage, passages = settings.privacy, settings.stage2, len(collection.passage_ids)
     if privacy.collection_eps is None:
         raise ConfigurationError("federated.stage2.response=dp_centroid needs federated.privacy.collection_eps.")
     budget = PrivacyBudget(
         eps=privacy.collection_eps, delta=privacy.collection_delta, unit="passage", neighbours=privacy.neighbours
     )
-    noise = calibrate_noise(
-        eps=budget.eps, delta=budget.delta, neighbours=budget.neighbours, law=FullBatch(),
-        steps=stage.centroid_iterations, accountant=privacy.accountant,
-    )  # fmt: skip
-    if privacy.neighbours != "add_or_remove":
-        _check_delta(budget, len(collection.passage_ids))
+    if privacy.neighbours != "add_or_remove" and budget.delta >= 1 / passages:
+        raise ConfigurationError(
+            f"federated.privacy.collection_delta={budget.delta:g} is not below 1/n = {1 / passages:.3g} for "
+            f"n={passages} passages: such a guarantee allows publishing one of them outright. Lower it."
+        )
     ledger = SiloLedger(ledgers, budget, accountant=privacy.accountant, noise=privacy.noise, secret_file=secret_file)
-    ledger.settle_broken_releases()
-    begun = kept.with_suffix(".begun")
-    if begun.is_file():  # an earlier try was broken off: what it released stays charged, and more noise pays for it
+
+    def noise(begun: bool) -> float:
+        planned = calibrate_noise(
+            eps=budget.eps, delta=budget.delta, neighbours=budget.neighbours, law=FullBatch(),
+            steps=stage.centroid_iterations, accountant=privacy.accountant,
+        )  # fmt: skip
+        if not begun:
+            return planned
         rest = noise_of_rest(
-            NoisePlan(noise, noise), budget, (), requests=stage.centroid_iterations, spent=ledger.charged(),
+            NoisePlan(planned, planned), budget, (), requests=stage.centroid_iterations, spent=ledger.charged(),
             accountant=privacy.accountant,
         )  # fmt: skip
-        noise = rest.request or noise
+        return rest.request or planned
+
     plan = CentroidPlan(
         count=stage.centroids,
         iterations=stage.centroid_iterations,
@@ -215,16 +238,4 @@ def collection_centroids(
         seed=settings.seed,
     )
     units = collection.passage_of.tolist()
-    with ledger.gaussian("fed_response", noise_multiplier=noise, count=stage.centroid_iterations) as noised:
-        save_json(begun, noise)
-        rows = dp_centroids(sentences(), plan, noised, units=units)
-    save_tensors({"rows": rows}, kept)
-    return rows
-
-
-def _check_delta(budget: PrivacyBudget, passages: int) -> None:
-    if budget.delta >= 1 / passages:
-        raise ConfigurationError(
-            f"federated.privacy.collection_delta={budget.delta:g} is not below 1/n = {1 / passages:.3g} for "
-            f"n={passages} passages: such a guarantee allows publishing one of them outright. Lower it."
-        )
+    return centroids_once(kept, ledger, "fed_response", plan, rows=sentences, noise=noise, units=units)

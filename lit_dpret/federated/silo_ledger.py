@@ -204,9 +204,6 @@ class SiloLedger:
 
         A release that was announced counts whether or not it was made. What had been reserved beyond is given back.
 
-        Args:
-            path: Of the run's own ledger.
-
         Raises:
             LedgerError: The run still goes on in some process, or its ledger is damaged or older than this file; it
                 stays charged as it was.
@@ -288,29 +285,13 @@ class SiloLedger:
             )
         return releases
 
-    def by_run(self) -> dict[str, float]:
-        """Return the epsilon of each run or mechanism by itself, by name; they compose to less than their sum."""
-        if not self.path.exists():
-            return {}
-        found = self._ledger.releases()
-        delta = min(self.budget.delta, self._ledger.terms()["delta"])
-        return {
-            name: epsilon(releases, delta=delta, neighbours=self.budget.neighbours, accountant=self.accountant)
-            for name, releases in found.items()
-        }
-
 
 @dataclass(frozen=True)
 class NoisePlan:
-    """Noise multipliers with which everything that is planned stays within a budget.
+    """Noise multipliers with which everything that is planned stays within a budget."""
 
-    Attributes:
-        training: Of every step of every round.
-        request: Of every iteration of centroids; None where none are planned.
-    """
-
-    training: float
-    request: float | None
+    training: float  # of every step of every round
+    request: float | None  # of every iteration of centroids; None where none are planned
 
 
 @lru_cache(maxsize=64)  # computed once for all silos of one size

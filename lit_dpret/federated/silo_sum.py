@@ -98,11 +98,6 @@ class SiloSum:
           nothing.
         - Under ``federated.roster`` it takes part only in sums of the whole roster, under the numbers of the roster,
           whatever the server says, and reveals shares only for a list that enough silos have signed.
-
-    Args:
-        state: The silo's state folder.
-        settings: Of the run.
-        credentials: With ``federated.roster=true``.
     """
 
     def __init__(self, state: Path, settings: PddAs2, credentials: Credentials | None = None) -> None:

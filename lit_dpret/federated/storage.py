@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import secrets
+import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -90,6 +91,15 @@ def keep_facts(path: Path, name: str, facts: Mapping[str, object]) -> None:
     write_whole(path, json.dumps(known | {name: now}, indent=2).encode(), owner_only=True)
 
 
+def copy_once(source: Path, target: Path) -> None:
+    """Copy a folder, whole or not at all, unless it has been copied already."""
+    if not target.exists():
+        draft = target.with_name(f".{target.name}.draft")
+        shutil.rmtree(draft, ignore_errors=True)
+        shutil.copytree(source, draft)
+        draft.rename(target)
+
+
 class Traffic:
     """Bytes of one run, kept beside the server's state.
 
@@ -106,13 +116,7 @@ class Traffic:
         self._events: dict[str, dict[str, int]] = json.loads(path.read_text(encoding="utf-8")) if known and path else {}
 
     def note(self, phase: str, event: str, sent: dict[str, int]) -> None:
-        """Record what each silo sent, or received from the server, in one event of a phase.
-
-        Args:
-            phase: ``stage 1``, ``requests`` or ``responses``.
-            event: Which one of its kind; the same event replaces the first.
-            sent: Bytes by silo.
-        """
+        """Record what each silo sent, or received from the server, in one event of a phase."""
         self._events[f"{phase}/{event}"] = dict(sent)
         if self._path is not None:
             save_json(self._path, self._events)

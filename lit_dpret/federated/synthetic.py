@@ -50,19 +50,12 @@ _WHERE = "federated synthetic queries"
 
 @dataclass(frozen=True, repr=False)
 class SyntheticSet:
-    """A silo's synthetic queries, verified.
-
-    Attributes:
-        folder: Where they lie.
-        texts: The queries, each once.
-        claim: The claim of their card, in a line.
-        releases: Their charges to this silo's ledger; empty where there is no budget.
-    """
+    """A silo's synthetic queries, verified."""
 
     folder: Path
-    texts: list[str]
-    claim: str
-    releases: list[Release]
+    texts: list[str]  # each once
+    claim: str  # of their card, in a line
+    releases: list[Release]  # charged to this silo's ledger; empty where there is no budget
 
     def __repr__(self) -> str:
         return f"SyntheticSet({len(self.texts)} queries)"
@@ -89,17 +82,11 @@ def public_sentences(folder: Path) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class GeneratorTerms:
-    """How a silo's generator is trained.
+    """How a silo's generator is trained."""
 
-    Args:
-        eps: The part of the silo's budget that the generator may cost by itself.
-        epochs: Over the train queries.
-        batch_size: Queries of a step on average.
-    """
-
-    eps: float
+    eps: float  # the part of the silo's budget that the generator may cost by itself
     epochs: int = 1
-    batch_size: int = 32
+    batch_size: int = 32  # on average
 
 
 def train_generator(

@@ -21,13 +21,13 @@ from lit_dpret.datamodules.silo_folder import CLIENTS, read_silo, write_silos
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.federated.aggregation import Weights
 from lit_dpret.federated.data import merged_silo, pseudo_silo
-from lit_dpret.federated.federation import FedResult, PerClient
+from lit_dpret.federated.federation import PerClient
 from lit_dpret.federated.model import start_of
 from lit_dpret.federated.plan import FederationPlan
-from lit_dpret.federated.settings import FederatedPrivacy, PddAs2, Stage1Negatives
+from lit_dpret.federated.settings import FederatedPrivacy, PddAs2, Phase, Stage1Negatives
 from lit_dpret.federated.silo import MakeModule, SiloClient
 from lit_dpret.federated.silo_ledger import QUERY_LEDGER, spent_together
-from lit_dpret.federated.storage import newest_round
+from lit_dpret.federated.storage import copy_once, newest_round
 from lit_dpret.federated.transport import ELSEWHERE, run_federation, silo_state
 from lit_dpret.modules.as2 import AS2DualEncoder
 from lit_dpret.privacy.budget import AccountantName
@@ -36,22 +36,10 @@ from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.progress import ProgressLine
 
 System = Literal[
-    "bm25",
-    "zero_shot",
-    "pseudo_queries",
-    "single_random",
-    "single_bm25",
-    "single_star",
-    "stage1",
-    "customised",
-    "fed_negative",
-    "central",
-]
-
-
+    "bm25", "zero_shot", "pseudo_queries", "single_random", "single_bm25", "single_star", "stage1", "customised",
+    "fed_negative", "central",
+]  # fmt: skip
 SYSTEMS: tuple[System, ...] = get_args(System)
-
-
 FEDERATED: tuple[System, ...] = ("stage1", "customised", "fed_negative")
 CENTRAL = "central"
 
@@ -82,18 +70,12 @@ class SystemRunner:
         - An interrupted system continues from what is finished; stage 1 of a seed is trained once.
         - Under a budget every system has ledgers of its own that continue those of stage 1, so that a system's epsilon
           is what releasing that system alone would cost.
-
-    Args:
-        plan: The federation.
-        silos: The data folder of each client.
-        folder: Of all state; private.
-        split: On which questions.
-        fed: Whether fed-negatives will be asked for: under a budget stage 1 leaves room for the requests.
     """
 
     def __init__(
         self, plan: FederationPlan, silos: Mapping[str, Path], folder: Path, *, split: str, fed: bool = True
     ) -> None:
+        # With ``fed`` negatives will be asked for: under a budget stage 1 leaves room for the requests.
         self.plan, self.silos, self.folder, self.split, self.fed = plan, dict(silos), folder, split, fed
 
     def run(self, system: System, seed: int) -> SystemResult:
@@ -172,22 +154,17 @@ class SystemRunner:
             return self._federation(own, shared, "stage2")
         self._federation(settings, shared, "stage1")
         copied = shared.with_name(system)
-        if not copied.exists():
-            draft = shared.with_name(f".{system}")
-            shutil.rmtree(draft, ignore_errors=True)
-            shutil.copytree(shared, draft)
-            draft.rename(copied)
+        copy_once(shared, copied)
         return self._federation(own, copied, "stage2")
 
     def _shared(self, settings: PddAs2) -> Path:
         return self.folder / f"seed{settings.seed}" / "federation"
 
-    def _federation(self, settings: PddAs2, folder: Path, what: Literal["bm25", "stage1", "stage2"]) -> SystemResult:
+    def _federation(self, settings: PddAs2, folder: Path, what: Phase) -> SystemResult:
         # Under a budget a generator that a system does not use is not in its ledgers.
         if settings.generated or settings.privacy.eps is None:
             self.plan.begin_states(self.silos, folder)
-        run = self.plan.federation(settings, self.silos, folder)
-        return _result(run_federation(replace(run, measure=[what], split=self.split)), what)
+        return run_phase(self.plan, settings, self.silos, folder, what, split=self.split)
 
 
 def spent_in(
@@ -209,9 +186,14 @@ def spent_in(
     return {name: spent_together(found, accountant=accountant) for name, found in sorted(ledgers.items())}
 
 
-def _result(found: FedResult, what: str) -> SystemResult:
-    values = as_lists(found.systems[what])
-    if what == "bm25":
+def run_phase(
+    plan: FederationPlan, settings: PddAs2, silos: Mapping[str, Path], folder: Path, phase: Phase, *, split: str
+) -> SystemResult:
+    """Run what a phase needs, with the state of all silos in ``folder``, and measure that phase alone."""
+    run = replace(plan.federation(settings, silos, folder), measure=[phase], split=split)
+    found = run_federation(run)
+    values = as_lists(found.systems[phase])
+    if phase == "bm25":
         return SystemResult(values)
     sent = {name: dict(count) for name, count in found.traffic.by_silo().items()}
     return SystemResult(values, dict(found.epsilon), sent, list(found.faults))

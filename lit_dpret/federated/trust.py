@@ -9,19 +9,12 @@ from lit_dpret.federated.settings import PddAs2
 
 @dataclass(frozen=True)
 class Sight:
-    """One thing that leaves a silo.
-
-    Attributes:
-        what: The thing.
-        server: The part that the server, which relays everything, can read.
-        silos: The part that the other silos can read.
-        protection: The guarantee that limits the harm, or that there is none.
-    """
+    """One thing that leaves a silo."""
 
     what: str
-    server: str
-    silos: str
-    protection: str
+    server: str  # the part that the server, which relays everything, can read
+    silos: str  # the part that the other silos can read
+    protection: str  # the guarantee that limits the harm, or that there is none
 
 
 _NONE = "none: in clear"

@@ -28,17 +28,11 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, repr=False)
 class Asker:
-    """A silo's queries, embedded by the shared query encoder; as private as the texts.
+    """A silo's queries, embedded by the shared query encoder; as private as the texts."""
 
-    Attributes:
-        texts: The train queries, which requests are made of.
-        sent: Their embeddings, ``(queries, dim)``.
-        unsent: Embeddings of its dev and test queries that equal no train query, ``(queries, dim)``.
-    """
-
-    texts: Sequence[str]
-    sent: Floats
-    unsent: Floats
+    texts: Sequence[str]  # the train queries, which requests are made of
+    sent: Floats  # their embeddings, (queries, dim)
+    unsent: Floats  # of its dev and test queries that equal no train query, (queries, dim)
 
     def __repr__(self) -> str:
         return f"Asker({len(self.texts)} queries)"
@@ -46,17 +40,11 @@ class Asker:
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """One way to ask.
-
-    Args:
-        name: For the report.
-        request: ``exact``, ``dp_centroid`` or ``none``.
-        eps: What the request alone costs, under ``dp_centroid``; None for centroids without noise.
-    """
+    """One way to ask."""
 
     name: str
     request: str
-    eps: float | None = None
+    eps: float | None = None  # of the request alone; None for centroids without noise
 
 
 def ways(request_eps: Sequence[float]) -> list[Way]:
@@ -101,16 +89,6 @@ def attack_requests(
     seed: int,
 ) -> dict[str, Any]:
     """Make every silo's request in one way, and attack it as another silo.
-
-    Args:
-        askers: The silos.
-        way: How they ask.
-        folder: Of the ledgers that the requests are charged to.
-        plan: Of centroids.
-        delta: Of the requests; None for 1/(2n).
-        candidates: Texts to choose from.
-        confidence: Of intervals.
-        seed: Of the draws.
 
     Returns:
         Facts for the report: per silo, pooled, and from rows that are another silo's.

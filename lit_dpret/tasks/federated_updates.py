@@ -28,17 +28,11 @@ Tell = Callable[[int, int], None]
 
 @dataclass(frozen=True, repr=False)
 class SiloTokens:
-    """The tokens of a silo's texts; as private as the texts.
-
-    Attributes:
-        queries: Of its train queries.
-        collection: Of its sentences.
-        held_out: Of its dev and test queries, which no round trains on.
-    """
+    """The tokens of a silo's texts; as private as the texts."""
 
     queries: Ids
     collection: Ids
-    held_out: Ids
+    held_out: Ids  # of its dev and test queries, which no round trains on
 
     def __repr__(self) -> str:
         return f"SiloTokens({len(self.queries)} of queries, {len(self.collection)} of the collection)"
@@ -46,21 +40,13 @@ class SiloTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class Defence:
-    """A defence of updates against the server.
-
-    Args:
-        name: For the report.
-        eps: Of one round of DP-SGD, everything that the silo may spend; None without noise.
-        coupled: Negatives of the batch and other questions' answers, as in the paper; no budget allows them.
-        masked: Secure sum over all silos.
-        frozen_words: The embedding tables of words and positions are not trained.
-    """
+    """A defence of updates against the server."""
 
     name: str
-    eps: float | None = None
-    coupled: bool = False
-    masked: bool = False
-    frozen_words: bool = False
+    eps: float | None = None  # of one round of DP-SGD, all that the silo may spend; None without noise
+    coupled: bool = False  # negatives of the batch and other questions' answers, as in the paper; no budget allows them
+    masked: bool = False  # a secure sum over all silos
+    frozen_words: bool = False  # the embedding tables of words and positions are not trained
 
 
 def defences(update_eps: Sequence[float]) -> list[Defence]:
@@ -168,17 +154,7 @@ def attack_updates(
     *,
     confidence: float,
 ) -> dict[str, Any]:
-    """Attack each silo by the rows of the word embeddings.
-
-    Args:
-        defence: Of the updates.
-        updates: The weights that the server sees for each silo; None where they have no such rows.
-        start: The word embeddings that the round began with.
-        table: Their name.
-        tokens: Of each silo's texts.
-        special: Ids of tokens that stand in every text.
-        confidence: Of intervals.
-    """
+    """Attack each silo by the rows of the word embeddings."""
     facts: dict[str, Any] = {**asdict(defence), "pooled": None, "silos": {}, "anyone": None}
     if updates is None:
         return facts

@@ -80,28 +80,16 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Contrast:
-    """Two points of a study, compared seed by seed.
+    """Two points of a study, compared seed by seed."""
 
-    Args:
-        claim: What is reported of them; empty where nothing is.
-        more: The point that the claim has above the other.
-        less: The other.
-    """
-
-    claim: str
-    more: str
+    claim: str  # empty where nothing is claimed
+    more: str  # the point that the claim has above the other
     less: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trend:
-    """A difference between two lines that falls with the number of a client's queries.
-
-    Args:
-        claim: What is reported.
-        of: The line that gains.
-        over: The line that it gains over.
-    """
+    """A difference between two lines that falls with the number of a client's queries."""
 
     claim: str
     of: str
@@ -130,14 +118,7 @@ _COMMUNICATION_EPOCHS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What points are made for.
-
-    Args:
-        run: The federation's settings.
-        clients: How many silos it has.
-        systems: Which ones are compared.
-        values: What varies.
-    """
+    """What points are made for."""
 
     run: PddAs2
     clients: int

@@ -21,15 +21,13 @@ from typing import Any
 from lit_dpret.datamodules.records import SPLITS
 from lit_dpret.datamodules.silo_folder import MANIFEST, Silo, SiloQuery, read_silo, silo_folders, write_silos
 from lit_dpret.errors import DataError
-from lit_dpret.federated.federation import FedResult
 from lit_dpret.federated.fitting import attempt_folder
 from lit_dpret.federated.plan import FederationPlan
-from lit_dpret.federated.settings import PddAs2, Phase
+from lit_dpret.federated.settings import PddAs2
 from lit_dpret.federated.silo_ledger import QUERY_LEDGER
-from lit_dpret.federated.storage import save_json
+from lit_dpret.federated.storage import copy_once, save_json
 from lit_dpret.federated.synthetic import PUBLIC
-from lit_dpret.federated.systems import SystemResult, as_lists, spent_in, trained_alone
-from lit_dpret.federated.transport import run_federation
+from lit_dpret.federated.systems import SystemResult, as_lists, run_phase, spent_in, trained_alone
 from lit_dpret.negatives.base import coins
 from reproduction.federated.catalogue import AS_THEY_ARE, Point, SiloChange
 
@@ -40,12 +38,6 @@ def changed_silos(base: Mapping[str, Path], change: SiloChange, folder: Path, *,
     Guarantees:
         - Collections stay as they are, and so do dev and test queries unless silos are divided.
         - What is declared public (`PUBLIC`) stays so.
-
-    Args:
-        base: The data folder of each client.
-        change: What is to be others.
-        folder: Where they are written, once.
-        seed: Of the draw; public.
     """
     if change == AS_THEY_ARE:
         return dict(base)
@@ -139,12 +131,6 @@ class Cells:
         - A cell that is finished is not run again, whichever study asks for it; one that was interrupted goes on.
         - Stage 1 is run once for all cells that differ in stage 2 alone, unless there is a budget: its noise depends
           on what else is planned.
-
-    Args:
-        plan: The federation.
-        base: The data folder of each of its clients.
-        folder: Of results, silos and state; private.
-        split: On which questions.
     """
 
     def __init__(self, plan: FederationPlan, base: Mapping[str, Path], folder: Path, *, split: str) -> None:
@@ -176,10 +162,10 @@ class Cells:
             found = self._stage1(settings, silos, point, seed)
         elif point.system in _STAGE_2:
             self._stage1(settings, silos, point, seed)
-            self._copy_stage_1(self._stage1_folder(settings, point, seed), state)
-            found = _result(self._federation(settings, silos, state, "stage2"), "stage2")
+            copy_once(self._stage1_folder(settings, point, seed) / "state", state)
+            found = run_phase(self.plan, settings, silos, state, "stage2", split=self.split)
         elif point.system == "bm25":
-            found = _result(self._federation(_stage_1_alone(settings), silos, state, "bm25"), "bm25")
+            found = run_phase(self.plan, _stage_1_alone(settings), silos, state, "bm25", split=self.split)
         else:
             measured = trained_alone(point.system, settings, silos, self.plan.model, state, split=self.split)
             found = SystemResult(as_lists(measured))
@@ -217,7 +203,8 @@ class Cells:
         path = folder / "result.json"
         if not path.is_file():
             run = settings if settings.privacy.eps is not None else _stage_1_alone(settings)
-            save_json(path, asdict(_result(self._federation(run, silos, folder / "state", "stage1"), "stage1")))
+            found = run_phase(self.plan, run, silos, folder / "state", "stage1", split=self.split)
+            save_json(path, asdict(found))
             for pattern in _KEPT_OF_STAGE_1:
                 for file in (folder / "state").rglob(pattern):
                     file.unlink()
@@ -227,17 +214,6 @@ class Cells:
         private = settings.privacy.eps is not None
         facts = {**self._facts(point, seed), "run": asdict(settings if private else _stage_1_alone(settings))}
         return self.folder / "state" / f"shared-stage1-{_hash(facts)}"
-
-    def _copy_stage_1(self, shared: Path, state: Path) -> None:
-        if not state.exists():
-            draft = state.with_name(f".{state.name}")
-            shutil.rmtree(draft, ignore_errors=True)
-            shutil.copytree(shared / "state", draft)
-            draft.rename(state)
-
-    def _federation(self, settings: PddAs2, silos: Mapping[str, Path], folder: Path, what: Phase) -> FedResult:
-        run = self.plan.federation(settings, silos, folder)
-        return run_federation(replace(run, measure=[what], split=self.split))
 
     def silos(self, point: Point, seed: int) -> dict[str, Path]:
         """The data folder of each client of a cell."""
@@ -262,11 +238,6 @@ class Cells:
 def _stage_1_alone(settings: PddAs2) -> PddAs2:
     """Settings in which nothing of stage 2 stands."""
     return replace(settings, stage2=replace(type(settings.stage2)(), epochs=0, in_batch=False))
-
-
-def _result(found: FedResult, what: str) -> SystemResult:
-    sent = {} if what == "bm25" else {name: dict(count) for name, count in found.traffic.by_silo().items()}
-    return SystemResult(as_lists(found.systems[what]), dict(found.epsilon), sent, list(found.faults))
 
 
 def _contents(folder: Path) -> str:

@@ -38,20 +38,7 @@ def tell(
     notes: Sequence[str],
     command: str,
 ) -> dict[str, float]:
-    """Write the report and print it in short; returns sentence R@1 by point.
-
-    Args:
-        study: Which one.
-        points: In the order of the table.
-        found: Results of every point and seed.
-        folder: Of the report.
-        plan: The federation.
-        cells: That were run.
-        sizes: For each seed the train queries of each client, for a study of clients; else empty.
-        plot: Draw a PNG.
-        notes: What a reader must know of this run.
-        command: What was typed.
-    """
+    """Write the report and print it in short; returns sentence R@1 by point."""
     rows = [_row(study, point, found[point.name]) for point in points]
     gains = _gains(points, found, study.trend, sizes) if study.trend is not None else []
     findings = [_finding(one, found) for one in study.contrasts(points)]
@@ -162,13 +149,7 @@ def _gains(
 def trend_finding(
     trend: Trend, by_line: Mapping[str, Mapping[int, SystemResult]], sizes: Mapping[int, Mapping[str, int]]
 ) -> str:
-    """Whether a line gains more over another where a client has fewer queries, and whether the seeds carry it.
-
-    Args:
-        trend: What is reported.
-        by_line: Results of each line by seed.
-        sizes: Train queries of each client by seed.
-    """
+    """Whether a line gains more over another where a client has fewer queries, and whether the seeds carry it."""
     slopes: list[float] = []
     for seed, counts in sizes.items():
         names = list(counts)

@@ -26,11 +26,6 @@ _ASIDE = 0.008  # of the axis, from one line to the next, so that their interval
 def draw_study(page: StudyPage, path: Path) -> Path:
     """Write the picture of a study as a PNG.
 
-    Args:
-        page: What is told. With gains it is the form of the paper's Figure 4; where no row has a place on the axis,
-            quality against bytes; else lines, the form of its Figure 5.
-        path: Of the PNG.
-
     Raises:
         StorageError: The file cannot be written.
     """

@@ -66,13 +66,7 @@ class StudyRow:
 
 @dataclass(frozen=True, kw_only=True)
 class ClientGain:
-    """How much one client, or the one of a rank in size, gains over training alone.
-
-    Args:
-        client: Its name, or its rank.
-        queries: Train queries; the mean over seeds.
-        gains: Of each line, for each seed.
-    """
+    """How much one client, or the one of a rank in size, gains over training alone."""
 
     client: str
     queries: float
@@ -81,19 +75,7 @@ class ClientGain:
 
 @dataclass(frozen=True, kw_only=True)
 class StudyPage:
-    """What is told of a study.
-
-    Args:
-        title: Heading.
-        axis: What stands along the plot.
-        rows: The points.
-        says: The paper's finding; empty where it has none.
-        findings: Differences between points, in words.
-        gains: Of each client, for a study of clients.
-        notes: What a reader must know.
-        command: What to type to get the same again.
-        promise: What is promised of the models, in a line.
-    """
+    """What is told of a study."""
 
     title: str
     axis: str

@@ -27,12 +27,6 @@ NODES = range(10, 15)
 BY_CHANCE = 5 / np.sqrt(4000)  # five standard deviations of a correlation of 4,000 pairs
 
 
-@pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No power fails in these tests."""
-    monkeypatch.setattr("os.fsync", lambda _: None)
-
-
 # -- the protocol -------------------------------------------------------------------------------
 
 WITHHELD = [(5, 3, 0), (10, 6, 0), (20, 11, 0), (10, 7, 2), (20, 14, 6)]

@@ -65,15 +65,6 @@ def test_by_messages_the_same_weights_and_measures_come_out_as_in_one_process(
         assert traffic[kind].down < 3 * weights, kind
 
 
-def test_under_masks_by_messages_real_silos_get_the_weights_of_the_plain_mean(tmp_path: Path) -> None:
-    capped = replace(only_stage1(rounds=1), stage1=replace(only_stage1(rounds=1).stage1, weighting="capped", n_hat=30))
-    weights = federation(tmp_path, capped).train_shared()
-    result = Run(tmp_path, replace(capped, secure_sum=True)).launch()
-    assert not result.faults
-    for name, value in weights.items():
-        torch.testing.assert_close(result.weights[name], value, rtol=0, atol=2e-6)
-
-
 def test_a_silo_that_fails_in_a_round_is_named_the_round_goes_on_and_it_comes_back(tmp_path: Path) -> None:
     class Breaks(SiloClient):
         def train_shared(self, weights: Any, number: int) -> Any:
@@ -85,21 +76,6 @@ def test_a_silo_that_fails_in_a_round_is_named_the_round_goes_on_and_it_comes_ba
     assert result.rounds == {0: ["client0", "client2"], 1: ["client0", "client1", "client2"]}
     assert len(result.faults) == 1 and "private words" not in str(result.faults)
     assert result.faults[0].startswith("stage 1, round 0: client 'client1' failed: RuntimeError")
-
-
-def test_a_silo_that_sends_nan_is_left_out_and_the_mean_is_that_of_the_others(tmp_path: Path) -> None:
-    class Poisons(SiloClient):
-        def train_shared(self, weights: Any, number: int) -> Any:
-            found = super().train_shared(weights, number)
-            if self.name == "client2":
-                found[next(iter(found))].fill_(float("nan"))
-            return found
-
-    run = Run(tmp_path, only_stage1(rounds=1), silo=Poisons)
-    result = run.launch()
-    assert result.rounds == {0: ["client0", "client1"]}
-    assert "stage 1, round 0: client 'client2': " in result.faults[0] and "not finite" in result.faults[0]
-    assert all(bool(torch.isfinite(value).all()) for value in result.weights.values())
 
 
 def test_a_silo_that_answers_late_or_is_gone_is_named_and_takes_part_again(tmp_path: Path) -> None:

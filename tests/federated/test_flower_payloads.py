@@ -86,29 +86,25 @@ def test_an_answer_and_a_pool_come_out_as_they_went_in() -> None:
 @pytest.mark.parametrize(
     ("block", "message"),
     [
-        (Block("x", torch.randn(2, 3), torch.tensor([0, 1]), torch.zeros(1)), "entries is of the wrong type"),
-        (Block("x", torch.full((2, 3), float("nan")), torch.tensor([0, 1]), torch.tensor([0])), "not finite"),
-        (Block("x", torch.randn(2, 3), torch.tensor([0, 1]), torch.tensor([5])), "lists that do not fit"),
-        (Block("x", torch.randn(2, 3), torch.tensor([0, 1, 2]), torch.tensor([0, 0])), "answers to 2 rows where 1"),
-        (Block("x", torch.randn(2, 3), torch.tensor([0, 2]), torch.tensor([0, 1])), "at most 1 for each of 1 rows"),
+        (Block("x", torch.randn(2, 3), torch.tensor([0, 1]), torch.zeros(1)), "'b'.*entries is of the wrong type"),
+        (Block("x", torch.randn(2, 3), torch.tensor([0, 2]), torch.tensor([0, 1])), "client 'b'.*at most 1 for each"),
     ],
 )
-def test_an_answer_that_is_wrong_is_refused_with_the_name_of_who_gave_it(block: Block, message: str) -> None:
+def test_an_answer_is_checked_under_the_name_of_who_gave_it(block: Block, message: str) -> None:
+    """What `Block.check` refuses stands in `test_negatives`."""
     content = payloads.envelope()
     content["block"] = payloads.block_record(block)
-    with pytest.raises(DataError, match=rf"client 'b'.*{message}|'b'.*{message}"):
+    with pytest.raises(DataError, match=message):
         payloads.block_of(content, "b", rows=1, dim=3, limit=1)
 
 
 @pytest.mark.parametrize("rows", [torch.zeros(2, 3), torch.zeros(2), torch.full((1, 4), float("nan"))])
-def test_request_rows_of_wrong_shape_or_without_values_are_refused(rows: torch.Tensor) -> None:
+def test_request_rows_of_wrong_shape_or_without_values_are_refused_and_no_rows_are_a_request(
+    rows: torch.Tensor,
+) -> None:
     content = payloads.envelope()
     content["rows"] = payloads.rows_record(rows)
     with pytest.raises(DataError, match="The request of client 'a'"):
         payloads.rows_of(content, "client 'a'", dim=4)
-
-
-def test_no_rows_at_all_are_a_request_too() -> None:
-    content = payloads.envelope()
     content["rows"] = payloads.rows_record(torch.empty(0, 4))
     assert payloads.rows_of(content, "client 'a'", dim=4).shape == (0, 4)

@@ -30,12 +30,6 @@ NAMES = ("client0", "client1", "client2")
 DIM = 16
 
 
-@pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No power fails in these tests."""
-    monkeypatch.setattr("lit_dpret.files.os.fsync", lambda _: None)
-
-
 def coins(name: str, what: int, rows: int) -> torch.Tensor:
     return torch.randn(rows, DIM, generator=torch.Generator().manual_seed(10 * int(name[-1]) + what))
 

@@ -24,12 +24,6 @@ from lit_dpret.federated.keys import join, new_identity
 CAPPED = replace(MASKED, stage1=replace(MASKED.stage1, weighting="capped", n_hat=20))
 
 
-@pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No power fails in these tests."""
-    monkeypatch.setattr("lit_dpret.files.os.fsync", lambda _: None)
-
-
 def plain(run: Masked, names: Iterable[str], number: int = 0, start: Weights | None = None) -> Weights:
     """The mean that a server which sees everything would make."""
     begin = START if start is None else start

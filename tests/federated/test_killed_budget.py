@@ -36,12 +36,6 @@ SETTINGS = replace(
 KEEP = replace(SETTINGS, stage1=replace(SETTINGS.stage1, optimizer_state="keep"))
 
 
-@pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No power fails in these tests, only processes do."""
-    monkeypatch.setattr("os.fsync", lambda _: None)
-
-
 def client(root: Path, settings: Any = SETTINGS, **shape: Any) -> SiloClient:
     return federation(root, settings, size=TWO, **shape).clients["client0"]
 
@@ -134,9 +128,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> SiloClient:
     return train(tmp_path_factory.mktemp("whole"))
 
 
-def moments(**named: Callable[[], None]) -> Any:
+def moments(*every_day: str, **named: Callable[[], None]) -> Any:
     """Each moment as a case; some are enough for every day."""
-    every_day = ("step_announced", "no_result", "request_announced")
     return pytest.mark.parametrize("moment", [
         pytest.param(moment, id=name, marks=() if name in every_day else pytest.mark.slow)
         for name, moment in named.items()
@@ -144,6 +137,8 @@ def moments(**named: Callable[[], None]) -> Any:
 
 
 @moments(
+    "step_announced",
+    "no_result",
     ledger_begun=at_record("plan", "stage1-000", after=True),
     before_the_first_step=at_record("intent", "stage1-000"),
     step_announced=at_record("intent", "stage1-001", nth=2, after=True),
@@ -193,6 +188,7 @@ def no_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @moments(
+    "request_announced",  # and of the steps `test_another_secret_repeats_nothing_and_stays_within_the_budget`
     before_the_first_step=at_record("intent", "stage1-000"),
     step_announced=at_record("intent", "stage1-001", after=True),
     step_released=at_record("release", "stage1-000", nth=2, after=True),
@@ -226,12 +222,15 @@ def test_where_everything_was_released_and_cannot_be_repeated_nothing_more_is_re
     assert one.epsilon() == spent == pytest.approx(announced(one), rel=1e-12) and (spent or 99) <= EPS
 
 
-def test_another_secret_repeats_nothing_and_stays_within_the_budget(tmp_path: Path) -> None:
+def test_another_secret_repeats_nothing_and_stays_within_the_budget(whole: SiloClient, tmp_path: Path) -> None:
     killed(at_record("intent", "stage1-001", nth=2, after=True), lambda: train(tmp_path))
     (tmp_path / "secret").unlink()
     one = train(tmp_path)
     assert len(list((one.state / "stage1-001").glob("attempt-*"))) == 2
     assert one.epsilon() == pytest.approx(announced(one), rel=1e-12) and (one.epsilon() or 0) <= EPS
+    noise, planned = one.account.noise, whole.account.noise
+    assert noise is not None and planned is not None and noise.training > planned.training  # what was lost is paid for
+    assert one.ledger is not None and one.ledger.total().running == 0  # type: ignore[union-attr]
 
 
 def test_centroids_of_a_collection_that_were_broken_off_are_released_within_their_budget(tmp_path: Path) -> None:

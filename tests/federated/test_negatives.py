@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -134,13 +136,18 @@ def fed(pool: FedPool, **numbers: int) -> FedNegatives:
     return source
 
 
-def chosen(source: FedNegatives, query: int, step: int = 0) -> list[int]:
+def chooser(source: FedNegatives, query: int) -> Callable[[int], list[int]]:
+    """The negatives of one query by step."""
     known = texts()
-    towers = WordTowers()
-    embedding = towers.embeddings([known.queries[query]], "query", None)
+    embedding = WordTowers().embeddings([known.queries[query]], "query", None)
     groups = frozenset(int(known.groups[place]) for place in known.positives(query))
     seat = Seat(query, known.queries[query], known.positives(query)[0], groups)
-    return source.choose_near(seat, embedding[0], source.nearest(embedding, 2), 0, step=step)
+    near = source.nearest(embedding, 2)
+    return lambda step: source.choose_near(seat, embedding[0], near, 0, step=step)
+
+
+def chosen(source: FedNegatives, query: int, step: int = 0) -> list[int]:
+    return chooser(source, query)(step)
 
 
 def test_a_pool_is_searched_with_the_query_as_it_is_and_never_names_an_answer() -> None:
@@ -179,8 +186,9 @@ def test_the_best_of_few_is_always_the_same_and_uniform_among_many() -> None:
     source = fed(pool, per_query=5, depth=20)
     order = [place - len(PASSAGES) for place in source.nearest(
         WordTowers().embeddings([texts().queries[0]], "query", None), 0).indices[0].tolist()]  # fmt: skip
+    draw = chooser(source, 0)
     for step in range(400):
-        for place in chosen(source, 0, step):
+        for place in draw(step):
             counts[order.index(place - len(PASSAGES))] += 1
     # Each of the best 20 is drawn 100 times on average, variance 75: chi-square of 19 degrees, 99.99 % is 50.8.
     assert float(((counts - 100) ** 2 / 75).sum()) < 50.8

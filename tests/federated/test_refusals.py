@@ -77,6 +77,7 @@ def test_a_budget_takes_capped_weights_under_masks_and_no_request_at_all() -> No
         ({"stage2": {"in_batch": None}}, r"stage2\.in_batch=None must be true or false"),
         ({"secure_sum": "false"}, "secure_sum='false' must be true or false"),
         ({"privacy": {"unit": "user"}}, "is not one of query, pair"),
+        ({"privacy": {"noise": "laplace"}}, r"federated\.privacy\.noise"),
         ({"privacy": {"eps": 1.0, "neighbours": "add_or_remove"}}, "Set it to zero_out or replace_one"),
         ({"secure_sum": True}, "needs a public bound"),
         ({"update_limit": 0.0}, "update_limit=0"),

@@ -18,11 +18,6 @@ NOW = Refresh(run="r", number=3, weights="w")
 TEXT = b"rows of private queries" * 50
 
 
-@pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lit_dpret.files.os.fsync", lambda _: None)
-
-
 def three(root: Path, refresh: Refresh = NOW) -> tuple[dict[int, Sealer], dict[int, bytes]]:
     sealers = {number: Sealer(root / str(number)) for number in (1, 2, 3)}
     return sealers, {number: one.begin(refresh, number) for number, one in sealers.items()}

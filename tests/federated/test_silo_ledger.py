@@ -41,7 +41,6 @@ def test_requests_of_several_processes_add_up_to_the_epsilon_of_all_of_them(tmp_
         centroids(ledger(tmp_path), torch.randn(20, 4), 5.0)
     silo = ledger(tmp_path)
     assert silo.epsilon() == pytest.approx(cost((5.0, 6)))
-    assert silo.by_run() == {"fed_request": pytest.approx(cost((5.0, 6)))}
 
 
 def test_a_request_that_the_budget_does_not_cover_is_refused_before_any_noise_is_drawn(tmp_path: Path) -> None:
@@ -92,7 +91,6 @@ def test_rounds_of_training_and_requests_are_charged_to_one_budget(tmp_path: Pat
     train = GaussianRelease(noise_multiplier=2.0, law=Poisson(sample_rate=0.1), count=6)
     asked = GaussianRelease(noise_multiplier=6.0, law=FullBatch(), count=2)
     assert silo.epsilon() == pytest.approx(epsilon([train, asked], **TERMS))  # type: ignore[arg-type]
-    assert len(silo.by_run()) == 3
 
 
 def test_the_planned_noise_just_fits_the_budget() -> None:
@@ -174,7 +172,6 @@ def test_what_is_spent_is_told_at_the_delta_of_a_log_that_has_grown(tmp_path: Pa
     assert grown.epsilon() == pytest.approx(
         epsilon(grown.charged(), delta=1e-4, neighbours="zero_out", accountant="rdp")
     )
-    assert list(grown.by_run().values()) == pytest.approx([grown.epsilon()])
 
 
 def test_another_limit_than_the_silo_began_with_is_refused_by_its_own_setting(tmp_path: Path) -> None:

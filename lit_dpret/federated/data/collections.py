@@ -39,16 +39,6 @@ def silos_by_domain(
     A client's passages are those of its domain (`Collection.passage_domains`) and those that answer its
     queries; a passage that answers in two domains is in both. Splits stay as they are.
 
-    Args:
-        collection: With a domain for each query.
-        clients: How many of the largest domains; null for all that are large enough.
-        min_train: Train queries that a client needs.
-        min_test: Test queries that it needs.
-        max_train_queries: Of each client; for samples.
-        max_test_queries: Of each other split of each client; null for as many as ``max_train_queries``.
-        max_passages: Of each client: those that answer a kept query, and others up to so many.
-        seed: Of the sample, public; null takes the first in order of id.
-
     Raises:
         ConfigurationError: A number is below 1.
         DataError: The queries name no domain, or fewer domains than ``clients`` are large enough.

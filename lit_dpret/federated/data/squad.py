@@ -46,15 +46,6 @@ def silos_by_article(
     Questions without a split get one by their *passage*: questions about one paragraph never stand on both
     sides.
 
-    Args:
-        passages: Article and text by passage id.
-        questions: On these passages.
-        clients: How many of the largest articles; null for all that are large enough.
-        min_train: Train queries that a client needs.
-        min_test: Test queries that it needs.
-        fractions: Of passages in ``train``, ``dev`` and ``test``.
-        seed: Of that split; public.
-
     Returns:
         The silos, and how many questions were ``ambiguous`` (several sentences hold the answer) or ``dropped``
         (none does).

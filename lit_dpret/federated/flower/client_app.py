@@ -42,6 +42,7 @@ from lit_dpret.federated.flower.library import (
 )
 from lit_dpret.federated.flower.payloads import (
     SCHEMA,
+    answer,
     block_of_parts,
     block_record,
     body_of,
@@ -143,9 +144,8 @@ def build_client_app(
     register("train", "stage1", train_stage1)
     for act, handler in SUM_ACTS.items():
         register("train", act, partial(summed, handler))
-    register("query", "seal_key", seal_key)
-    register("query", "fedneg_request", fedneg_request)
-    register("query", "fedneg_serve", fedneg_serve)
+    for query in (seal_key, fedneg_request, fedneg_serve):
+        register("query", query.__name__, query)
     register("train", "personalise", personalise)
     register("evaluate", "retrieval", partial(evaluate, share=share_measures, spent=share_epsilon))
     return app
@@ -213,9 +213,7 @@ def train_stage1(client: SiloClient, content: RecordDict, head: Head) -> RecordD
     if client.settings.secure_sum:
         raise DataError("The server asks for an update in clear, under secure_sum=true.", kind="other settings")
     weights = weights_of(content, _SERVER, like=client.model[0])
-    reply = envelope()
-    reply["weights"] = weights_record(client.train_shared(weights, whole(head, "round")))
-    return reply
+    return answer(weights=weights_record(client.train_shared(weights, whole(head, "round"))))
 
 
 # -- stage 1 by a secure sum -------------------------------------------------------------------
@@ -231,50 +229,36 @@ def secagg_setup(client: SiloClient, content: RecordDict, head: Head) -> RecordD
     number = whole(head, "number")
     plan.session(client.settings.sum_threshold)  # refused before anything is learned
     update = client.train_shared(weights, plan.round)
-    reply = envelope()
-    reply["keys"] = keys_record([_sum(client).begin(plan, number, weights, update, examples=client.examples)])
-    return reply
+    return answer(keys=keys_record([_sum(client).begin(plan, number, weights, update, examples=client.examples)]))
 
 
 def secagg_share(client: SiloClient, content: RecordDict, head: Head) -> RecordDict:
     """Act 2: take everybody's keys, return sealed shares."""
-    reply = envelope()
-    reply["shares"] = bytes_record(_sum(client).share(_attempt(head), keys_of(content, _SERVER)))
-    return reply
+    return answer(shares=bytes_record(_sum(client).share(_attempt(head), keys_of(content, _SERVER))))
 
 
 def secagg_masked(client: SiloClient, content: RecordDict, head: Head) -> RecordDict:
     """Act 3: take sealed shares, return the masked vector."""
-    reply = envelope()
-    reply["masked"] = words_record(_sum(client).mask(_attempt(head), bytes_of(content, "shares", _SERVER)))
-    return reply
+    return answer(masked=words_record(_sum(client).mask(_attempt(head), bytes_of(content, "shares", _SERVER))))
 
 
 def secagg_sign(client: SiloClient, content: RecordDict, head: Head) -> RecordDict:
     """Act 4: sign who is left and who was lost."""
     if client.credentials is None:
         raise DataError("The server asks for a signature, and the settings have no roster.", kind="other settings")
-    reply = envelope()
     signature = _sum(client).sign(_attempt(head), _numbers(head, "active"), _numbers(head, "dead"))
-    reply["signatures"] = bytes_record({client.credentials.number: signature})
-    return reply
+    return answer(signatures=bytes_record({client.credentials.number: signature}))
 
 
 def secagg_unmask(client: SiloClient, content: RecordDict, head: Head) -> RecordDict:
     """Act 5: take the lists and their signatures, return a share of one secret of every silo."""
     signatures = bytes_of(content, "signatures", _SERVER, size=SIGNATURE_BYTES)
     found = _sum(client).unmask(_attempt(head), _numbers(head, "active"), _numbers(head, "dead"), signatures)
-    reply = envelope()
-    reply["seeds"], reply["lost"] = bytes_record(found.seeds), bytes_record(found.keys)
-    return reply
+    return answer(seeds=bytes_record(found.seeds), lost=bytes_record(found.keys))
 
 
 SUM_ACTS: dict[str, Handler] = {
-    "secagg_setup": secagg_setup,
-    "secagg_share": secagg_share,
-    "secagg_masked": secagg_masked,
-    "secagg_sign": secagg_sign,
-    "secagg_unmask": secagg_unmask,
+    act.__name__: act for act in (secagg_setup, secagg_share, secagg_masked, secagg_sign, secagg_unmask)
 }
 
 
@@ -333,15 +317,12 @@ def global_weights(client: SiloClient, content: RecordDict, head: Head) -> Weigh
 def fedneg_request(client: SiloClient, content: RecordDict, head: Head) -> RecordDict:
     """Return the rows that other silos are asked with; under ``seal`` in a letter to them."""
     rows = client.request(global_weights(client, content, head), whole(head, "refresh"))
-    reply = envelope()
     if not client.settings.seal:
-        reply["rows"] = rows_record(rows)
-        return reply
+        return answer(rows=rows_record(rows))
     refresh, sealer = _refresh(client, head), _sealer(client)
     keys, refused = sealer.usable(refresh, bytes_of(content, "keys", _SERVER))
     letter = sealer.seal(refresh, "request", save({"rows": rows.float().contiguous()}), keys)
-    reply["request"], reply["boxes"] = body_record(letter.body), bytes_record(letter.boxes)
-    return _refusals(reply, refused)
+    return _refusals(answer(request=body_record(letter.body), boxes=bytes_record(letter.boxes)), refused)
 
 
 def fedneg_serve(client: SiloClient, content: RecordDict, head: Head) -> RecordDict:
@@ -386,9 +367,7 @@ def seal_key(client: SiloClient, content: RecordDict, head: Head) -> RecordDict:
     if not client.settings.seal:
         raise DataError("The server begins to seal, and the settings do not.", kind="other settings")
     number = whole(head, "number")
-    reply = envelope()
-    reply["keys"] = bytes_record({number: _sealer(client).begin(_refresh(client, head), number)})
-    return reply
+    return answer(keys=bytes_record({number: _sealer(client).begin(_refresh(client, head), number)}))
 
 
 def _sealed_answers(client: SiloClient, content: RecordDict, head: Head, weights: Weights) -> RecordDict:

@@ -39,13 +39,7 @@ Fate = Callable[[Message], Mishap | None]
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of one type of message, with envelopes.
-
-    Attributes:
-        messages: From the server.
-        down: Bytes from the server to nodes.
-        up: Bytes back.
-    """
+    """Bytes of one type of message, with envelopes."""
 
     messages: int = 0
     down: int = 0

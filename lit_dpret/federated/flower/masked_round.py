@@ -41,13 +41,6 @@ class MaskedRound:
         - It asks each silo only for shares of the seed of every vector that arrived and of the key of every other.
         - Lists are signed and a round is unmasked once. A round that fails at that, or whose server was ended in the
           middle of it, is lost: the weights stay as they were, and the loss is reported.
-
-    Args:
-        silos: Those that are asked, and all messages to them.
-        names: Of the silos that are there.
-        weights: The global weights.
-        number: Of the round.
-        least: Fewer vectors than these are not summed.
     """
 
     def __init__(

@@ -36,6 +36,11 @@ def envelope(**facts: Any) -> RecordDict:
     return RecordDict({"head": ConfigRecord({"schema": SCHEMA, **facts})})
 
 
+def answer(**records: ArrayRecord | ConfigRecord) -> RecordDict:
+    """Return a message with these records, and nothing to say in its head."""
+    return RecordDict({**envelope(), **records})
+
+
 def head_of(content: RecordDict, whose: str) -> Mapping[str, Any]:
     """Return the head of a message.
 

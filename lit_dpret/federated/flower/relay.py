@@ -37,16 +37,7 @@ Letters = Mapping[str, tuple[RecordDict, dict[int, bytes]]]
 
 
 class Relay:
-    """One refresh of all silos' negatives.
-
-    Args:
-        silos: Those that ask and answer, and all messages to them.
-        names: Of the silos that are there.
-        weights: The global weights.
-        refresh: Its number.
-        sites: Where the silos are, by name.
-        dim: Of an embedding.
-    """
+    """One refresh of all silos' negatives."""
 
     def __init__(
         self, silos: ConnectedSilos, names: Sequence[str], weights: Weights, refresh: int, *,

@@ -96,10 +96,6 @@ class UntilStopped:
 
     The server runs in a thread of its own, and a waiting thread would keep the process from ending after an interrupt
     or a crash of Ray.
-
-    Args:
-        grid: Flower's.
-        stopped: Set when the simulation has ended.
     """
 
     def __init__(self, grid: Grid, stopped: threading.Event) -> None:
