@@ -93,13 +93,12 @@ def read_silo_settings(path: Path, **given: Path | None) -> SiloSettings:
             raise ConfigurationError(f"--settings={path} does not say {name}. Write it there, or give --{name} DIR.")
     settings = built(SiloSettings, found, str(path))
     settings.federated.check()
-    base = path.parent  # a path in a file is relative to that file
-    said = {name: base / value for name, value in (("data", settings.data), ("state", settings.state))
-            if given.get(name) is None}  # fmt: skip
-    own = ("secret_file", "signing_key", "roster_file", "ledgers")
-    said |= {name: base / value for name in own if (value := getattr(settings, name)) is not None}
-    whole = {"data": settings.data, "state": settings.state, **said}
-    return replace(settings, **{name: value.resolve() for name, value in whole.items()})  # type: ignore[arg-type]
+    whole = {}
+    for name in ("data", "state", "secret_file", "signing_key", "roster_file", "ledgers"):
+        value = getattr(settings, name)
+        if value is not None:  # a path in a file is relative to that file
+            whole[name] = (value if given.get(name) is not None else path.parent / value).resolve()
+    return replace(settings, **whole)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.federated.aggregation import Weights, check_silos, client_weights
 from lit_dpret.federated.federation import Federation, FedResult
 from lit_dpret.federated.model import start_of
-from lit_dpret.federated.negatives import Block, FedPool, Site, merge_lists, pool_of, select_clients
+from lit_dpret.federated.negatives import Block, FedPool, Site, merged_pool, select_clients
 from lit_dpret.federated.settings import PHASES, PddAs2, Phase
 from lit_dpret.federated.silo import SiloClient
 from lit_dpret.federated.transport import FederationRun
@@ -112,7 +112,7 @@ class InProcessFederation(Federation):
             except DataError as error:
                 self.result.faults.append(f"refresh {refresh} of client {asker!r}: {error}")
         self.result.traffic.note("responses", event, answered)
-        return merge_lists(blocks, rows, stage.top_k) if stage.request == "exact" else pool_of(blocks, rows.shape[1])
+        return merged_pool(blocks, rows, stage)
 
     def measure(self, system: Phase, weights: Weights | None, *, split: str = "test") -> None:
         self.result.systems[system] = {

@@ -35,7 +35,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.federated.settings import Selection
+from lit_dpret.federated.settings import Selection, Stage2
 from lit_dpret.federated.storage import save_tensors
 from lit_dpret.negatives.base import PassageSource, Seat, Towers, TrainTexts, coins
 from lit_dpret.negatives.mined import DynamicNegatives
@@ -245,6 +245,11 @@ def pool_of(blocks: Sequence[Block], dim: int) -> FedPool:
     ordered = sorted(blocks, key=lambda block: block.client)
     found = [block.embeddings.float() for block in ordered]
     return FedPool(torch.unique(torch.cat(found), dim=0) if found else torch.empty(0, dim))
+
+
+def merged_pool(blocks: Sequence[Block], rows: Tensor, stage: Stage2) -> FedPool:
+    """Merge the answers to a request of ``rows`` into the asker's pool, which has lists where the rows are queries."""
+    return merge_lists(blocks, rows, stage.top_k) if stage.request == "exact" else pool_of(blocks, rows.shape[1])
 
 
 def kept_pool(pool: FedPool | None, path: Path) -> FedPool:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -319,7 +319,7 @@ class SiloClient:
         sources: list[NegativeSource] = [InBatchNegatives(), source] if stage.in_batch else [source]
         anchor: list[Callback] = []
         if stage.anchor:
-            anchor.append(TowardsAnchor(take_weights(self._fresh(weights)), stage.anchor))
+            anchor.append(TowardsAnchor(take_weights(self._global_module(weights)), stage.anchor))
 
         def start(privacy: PrivacyMode) -> AS2DualEncoder:
             return self._personal_module(weights, privacy=privacy, negatives=sources)
@@ -342,7 +342,7 @@ class SiloClient:
         if weights is None:
             levels = self.collection.bm25(list(queries.values()))
         else:
-            module = self._personal_module(weights) if personal else self._fresh(weights)
+            module = self._personal_module(weights) if personal else self._global_module(weights)
             asked = module.encode_queries(list(queries.values()))
             levels = self.collection.dense(asked, self._embedded(weights))
         return self.collection.measure(levels, list(queries), qrels, metrics)
@@ -375,28 +375,16 @@ class SiloClient:
             seed=self.settings.seed,
         )
 
-    def _fresh(self, weights: Mapping[str, Tensor]) -> AS2DualEncoder:
-        """Return the global model, both towers."""
-        module = self._make(
-            privacy=NoPrivacy(), optimizer_lr=self.settings.stage2.lr, towers="separate", passage_tower="frozen",
-            negatives=None,
-        )  # fmt: skip
+    def _global_module(self, weights: Mapping[str, Tensor], **settings: Any) -> AS2DualEncoder:
+        """Return the global model, both towers; the sentence side is frozen."""
+        settings = {"privacy": NoPrivacy(), "negatives": None, **settings}
+        module = self._make(optimizer_lr=self.settings.stage2.lr, towers="separate", passage_tower="frozen", **settings)
         module.put_global(weights)
         return module
 
-    def _personal_module(
-        self,
-        weights: Mapping[str, Tensor],
-        *,
-        privacy: PrivacyMode | None = None,
-        negatives: list[NegativeSource] | None = None,
-    ) -> AS2DualEncoder:
+    def _personal_module(self, weights: Mapping[str, Tensor], **settings: Any) -> AS2DualEncoder:
         """Return the global model with the client's own query encoder, where it has one."""
-        module = self._make(
-            privacy=privacy or NoPrivacy(), optimizer_lr=self.settings.stage2.lr, towers="separate",
-            passage_tower="frozen", negatives=negatives,
-        )  # fmt: skip
-        module.put_global(weights)
+        module = self._global_module(weights, **settings)
         newest = sorted(self.state.glob(f"{self._kind}-*.safetensors"))
         if newest:
             put_weights(module, load_file(newest[-1]))
@@ -412,7 +400,7 @@ class SiloClient:
 
     def _embedded(self, weights: Mapping[str, Tensor], places: Sequence[int] | None = None) -> Tensor:
         """Embed all or some sentences of the collection by the global sentence encoder, once for each encoder."""
-        module, texts = self._fresh(weights), self.collection.texts
+        module, texts = self._global_module(weights), self.collection.texts
         key, some = module.tower("passage").fingerprint(), None if places is None else tuple(places)
         found = self._sentences.get(some)
         if found is None or found[0] != key:
@@ -427,7 +415,7 @@ class SiloClient:
             return self._embedded(weights)
         if response == "public":
             return self._embedded(weights, public_places(self.folder, self.collection))
-        module = self._fresh(weights)
+        module = self._global_module(weights)
         if response == "synthetic":
             return module.encode_passages([] if self.synthetic is None else self.synthetic.texts)
         tower = module.tower("passage")

@@ -1,39 +1,52 @@
-"""`task=federated_attacks`: the two attacks that paper 004 names and leaves open, before and after each defence."""
+"""`task=federated_attacks`: the two attacks that paper 004 names and leaves open, before and after each defence.
+
+A curious silo matches the requests of the others, made in each `Way`, with suspected texts. A curious server reads the
+word embeddings off the updates of one round, under each `Defence`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from rich.console import Console
+from torch import Tensor
 
+from lit_dpret.audit.attacks.federated.requests import Identified, Rate, identify_requests, own_texts, pooled
+from lit_dpret.audit.attacks.federated.word_rows import MovedRows, Told, moved_rows, tell_tokens
 from lit_dpret.audit.statistics.evidence import check_confidence
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.start import model_folder
+from lit_dpret.datamodules import SiloDataModule
+from lit_dpret.datamodules.records import normalise
 from lit_dpret.datamodules.silo_folder import read_manifest, silo_folders
-from lit_dpret.errors import ConfigurationError, UnsupportedModelError
-from lit_dpret.federated.centroids import CentroidPlan
+from lit_dpret.encoders import Side, TextEncoder
+from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError
+from lit_dpret.federated.aggregation import Weights, take_weights
+from lit_dpret.federated.centroids import CentroidPlan, dp_centroids
+from lit_dpret.federated.fitting import attempt_folder
 from lit_dpret.federated.model import AS2Maker
+from lit_dpret.federated.settings import FederatedPrivacy, PddAs2, Stage1, Stage2
+from lit_dpret.federated.silo import MakeModule, SiloClient
+from lit_dpret.federated.silo_ledger import SiloLedger, silo_budget
+from lit_dpret.modules import AS2DualEncoder
+from lit_dpret.privacy.accounting.accountant import calibrate_noise
+from lit_dpret.privacy.accounting.releases import FullBatch
+from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.report.federated_attacks import write_federated_attacks
 from lit_dpret.settings import require_whole
-from lit_dpret.tasks.federated_requests import Asker, Way, asker_of, attack_requests, ways
-from lit_dpret.tasks.federated_updates import (
-    Defence,
-    attack_updates,
-    defences,
-    round_of,
-    start_weights,
-    tokens_of,
-    updates_of,
-    word_table,
-)
 from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.stages import Stages, settings_fingerprint
 from lit_dpret.tasks.uncovered import Owner, require_owner
 
+Floats = NDArray[np.float64]
+Ids = NDArray[np.int64]
 Attack = Literal["requests", "updates"]
 
 
@@ -126,7 +139,6 @@ class FederatedAttacks:
     ) -> list[dict[str, Any]]:
         """Run the silo's attack on each way to ask."""
         module, _ = start_weights(make)
-        plan = CentroidPlan(count=self.centroids, iterations=self.centroid_iterations, seed=parts.seed)
         askers: dict[str, Asker] = {}
 
         def attacked(folder: Path, _: bool, way: Way) -> dict[str, Any]:
@@ -136,13 +148,45 @@ class FederatedAttacks:
                         progress(place, len(folders))
                         askers[name] = asker_of(data, module)
                     progress(len(folders), len(folders))
-            return attack_requests(
-                askers, way, folder, plan=plan, delta=self.delta, candidates=self.candidates,
-                confidence=self.confidence, seed=parts.seed,
-            )  # fmt: skip
+            return self._attack_requests(askers, way, folder, parts.seed)
 
         listed = enumerate(ways(self.request_eps))
         return [stages.run(f"request-{number}", partial(attacked, way=way)) for number, way in listed]
+
+    def _attack_requests(self, askers: Mapping[str, Asker], way: Way, folder: Path, seed: int) -> dict[str, Any]:
+        """Make every silo's request in one way, and attack it as another silo; its ledgers are in ``folder``.
+
+        Returns:
+            Facts for the report: per silo, pooled, and from rows that are another silo's.
+        """
+        plan = CentroidPlan(count=self.centroids, iterations=self.centroid_iterations, seed=seed)
+        settings: dict[str, Any] = {
+            "candidates": self.candidates, "confidence": self.confidence, "seed": seed,
+            "means": way.request == "dp_centroid", "tops": tuple(top for top in (1, 10) if top < self.candidates),
+        }  # fmt: skip
+        rows = {name: _rows(asker, way, folder / name, plan, self.delta) for name, asker in askers.items()}
+        own: dict[str, Identified] = {}
+        foreign: dict[str, Identified] = {}
+        near: list[dict[str, Any]] = []
+        names = list(askers)
+        for place, name in enumerate(names):
+            asker, other = askers[name], names[(place + 1) % len(names)]
+            own[name] = identify_requests(rows[name], asker.sent, asker.unsent, **settings)
+            foreign[name] = identify_requests(rows[other], asker.sent, asker.unsent, **settings)
+            for reader in names:
+                if reader != name:
+                    mine = askers[reader]
+                    found = own_texts(rows[name], (asker.texts, asker.sent), (mine.texts, mine.sent), seed=seed)
+                    near += [] if found is None else [found.to_dict()]
+        means = {key: float(np.mean([one[key] for one in near])) for key in near[0]} if near else None
+        return {
+            **asdict(way),
+            "rows": sum(map(len, rows.values())),
+            "pooled": _pooled_requests(list(own.values())),
+            "rows_of_another_silo": _pooled_requests(list(foreign.values())),
+            "own_texts": means,
+            "silos": {name: found.to_dict() for name, found in own.items()},
+        }
 
     def _updates(
         self, parts: Parts, stages: Stages, folders: Mapping[str, Path], make: AS2Maker
@@ -164,14 +208,22 @@ class FederatedAttacks:
                 raise UnsupportedModelError(
                     "federated.model.train_embeddings=false left word embeddings in the update."
                 )
-            settings = round_of(
-                defence, batch_size=self.batch_size, negatives=self.negatives, lr=self.lr, seed=parts.seed
-            )
+            settings = self._round(defence, parts.seed)
             with ProgressLine(f"a round of each silo: {defence.name}") as progress:
                 return read(updates_of(defence, folders, parts.run_dir / "rounds", make, start, settings, progress))
 
         listed = enumerate(defences(self.update_eps))
         return [stages.run(f"update-{number}", partial(attacked, defence=defence)) for number, defence in listed]
+
+    def _round(self, defence: Defence, seed: int) -> PddAs2:
+        """Return the settings of one round of the warm-up: all of the budget goes into the update that is attacked."""
+        stage = Stage1(
+            warmup_rounds=1, rounds=0, batch_size=self.batch_size, bm25_n=self.negatives,
+            top_k=max(20, self.negatives), lr=self.lr, in_batch=defence.coupled,
+            other_positives=int(defence.coupled), weighting="uniform",
+        )  # fmt: skip
+        stage2 = Stage2(epochs=0, batch_size=self.batch_size, in_batch=False)
+        return PddAs2(stage1=stage, stage2=stage2, privacy=FederatedPrivacy(eps=defence.eps), seed=seed)
 
     def _maker(self) -> AS2Maker:
         """Return the maker of the model of a federation with these settings."""
@@ -219,3 +271,292 @@ class FederatedAttacks:
     def _fingerprint(self, parts: Parts) -> str:
         manifest = read_manifest(self.silos, knob="task.silos")
         return settings_fingerprint(self, but=["min_free_mb"], seed=parts.seed, manifest=manifest)
+
+
+# -- a curious silo -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, repr=False)
+class Asker:
+    """A silo's queries, embedded by the shared query encoder; as private as the texts."""
+
+    texts: Sequence[str]  # the train queries, which requests are made of
+    sent: Floats  # their embeddings, (queries, dim)
+    unsent: Floats  # of its dev and test queries that equal no train query, (queries, dim)
+
+    def __repr__(self) -> str:
+        return f"Asker({len(self.texts)} queries)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """One way to ask."""
+
+    name: str
+    request: str
+    eps: float | None = None  # of the request alone; None for centroids without noise
+
+
+def ways(request_eps: Sequence[float]) -> list[Way]:
+    """From the paper's own to the one that says nothing."""
+    noised = [Way(name=f"dp_centroid, eps={eps:g}", request="dp_centroid", eps=eps) for eps in request_eps]
+    return [
+        Way(name="exact (the paper)", request="exact"),
+        Way(name="centroids without noise", request="dp_centroid"),
+        *noised,
+        Way(name="none", request="none"),
+    ]
+
+
+def asker_of(folder: Path, module: AS2DualEncoder) -> Asker:
+    """Embed the queries that a silo asks with, and others that it could have asked with.
+
+    Raises:
+        DataError: It has no dev or test query to distinguish train queries from.
+    """
+    data = SiloDataModule(folder=folder)
+    texts = list(data.evaluation_set("train")[0].values())
+    known = {normalise(text) for text in texts}
+    others = {
+        normalise(query.text): query.text for query in data.silo.queries if normalise(query.text) not in known
+    }  # fmt: skip
+    if not others:
+        raise DataError(
+            f"{folder} has no query outside of its train split, so there is nothing to distinguish those from."
+        )
+    return Asker(texts, _array(module.encode_queries(texts)), _array(module.encode_queries(list(others.values()))))
+
+
+def _rows(asker: Asker, way: Way, folder: Path, plan: CentroidPlan, delta: float | None) -> Floats:
+    """Return the rows that a silo asks with; under a budget they are charged to a ledger in ``folder``."""
+    if way.request == "exact":
+        return asker.sent
+    if way.request == "none":
+        return np.empty((0, asker.sent.shape[1]))
+    queries = torch.from_numpy(asker.sent)
+    if way.eps is None:
+        return _array(dp_centroids(queries, plan, lambda table, _: table))
+    budget = silo_budget(way.eps, delta, unit="query", neighbours="zero_out", units=len(queries))
+    noise = calibrate_noise(
+        eps=budget.eps, delta=budget.delta, neighbours=budget.neighbours, law=FullBatch(), steps=plan.iterations,
+        accountant="pld",
+    )  # fmt: skip
+    # A request that was killed stays charged in its ledger; nothing of this study leaves the machine.
+    ledger = SiloLedger(attempt_folder(folder), budget)
+    with ledger.gaussian("fed_request", noise_multiplier=noise, count=plan.iterations) as noised:
+        return _array(dp_centroids(queries, plan, noised))
+
+
+def _pooled_requests(found: Sequence[Identified]) -> dict[str, Any]:
+    facts: dict[str, Any] = {"nearness": _spread([one.nearness for one in found])}
+    facts["traced"] = _spread([one.traced for one in found if one.traced is not None])
+    for kind in ("named", "control"):
+        rates = {top: pooled([getattr(one, kind)[top] for one in found]) for top in found[0].named}
+        facts[kind] = {str(top): None if one is None else one.to_dict() for top, one in rates.items()}
+    return facts
+
+
+def _spread(values: Sequence[float]) -> dict[str, float] | None:
+    if not values:
+        return None
+    return {"auc": float(np.mean(values)), "auc_least": min(values), "auc_most": max(values)}
+
+
+def _array(rows: Tensor) -> Floats:
+    return np.asarray(rows.detach().double().cpu().numpy())
+
+
+# -- a curious server ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, repr=False)
+class SiloTokens:
+    """The tokens of a silo's texts; as private as the texts."""
+
+    queries: Ids
+    collection: Ids
+    held_out: Ids  # of its dev and test queries, which no round trains on
+
+    def __repr__(self) -> str:
+        return f"SiloTokens({len(self.queries)} of queries, {len(self.collection)} of the collection)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Defence:
+    """A defence of updates against the server."""
+
+    name: str
+    eps: float | None = None  # of one round of DP-SGD, all that the silo may spend; None without noise
+    coupled: bool = False  # negatives of the batch and other questions' answers, as in the paper; no budget allows them
+    masked: bool = False  # a secure sum over all silos
+    frozen_words: bool = False  # the embedding tables of words and positions are not trained
+
+
+def defences(update_eps: Sequence[float]) -> list[Defence]:
+    """List the defences, from the paper's own round to an update without words."""
+    private = [Defence(name=f"DP-SGD, eps={eps:g}", eps=eps) for eps in update_eps]
+    summed = [replace(one, name=f"secure sum of {one.name}", masked=True) for one in private[:1]]
+    return [
+        Defence(name="FedAvg (the paper)", coupled=True),
+        Defence(name="negatives of the collection alone"),
+        Defence(name="secure sum (the sum is attacked)", coupled=True, masked=True),
+        *private,
+        *summed,
+        Defence(name="word embeddings frozen", frozen_words=True),
+    ]
+
+
+def tokens_of(folder: Path, encoder: TextEncoder) -> SiloTokens:
+    """Return the tokens of a silo's texts as the encoder reads them, without special ones."""
+    data = SiloDataModule(folder=folder)
+    split = {"train": list[str](), "other": list[str]()}
+    for query in data.silo.queries:
+        split["train" if query.split == "train" else "other"].append(query.text)
+
+    def ids(texts: Sequence[str], side: Side) -> Ids:
+        found = encoder.tokenize(texts, side)["input_ids"] if texts else np.empty(0)
+        return np.setdiff1d(np.asarray(found).reshape(-1), encoder.tokenizer.all_special_ids).astype(np.int64)
+
+    return SiloTokens(
+        ids(split["train"], "query"), ids(list(data.silo.sentences.values()), "passage"), ids(split["other"], "query")
+    )
+
+
+def updates_of(
+    defence: Defence, folders: Mapping[str, Path], folder: Path, make: MakeModule, start: Weights, settings: PddAs2,
+    tell: Callable[[int, int], None],
+) -> dict[str, Weights]:  # fmt: skip
+    """Return the weights that the server sees for each silo after one round: its own, or under masks the mean.
+
+    A finished round is read from ``folder``, so that masked and clear attacks share it.
+    """
+    state = folder / f"{'coupled' if defence.coupled else 'alone'}-{'plain' if defence.eps is None else defence.eps}"
+    found: dict[str, Weights] = {}
+    if defence.masked:  # its package is of an extra: asked for before anything is trained
+        from lit_dpret.federated.secure_mean import secure_mean
+    for number, (name, data) in enumerate(folders.items()):
+        tell(number, len(folders))
+        found[name] = SiloClient(data, _state(state / name), settings, make).train_shared(start, 0)
+    tell(len(folders), len(folders))
+    if not defence.masked:
+        return found
+    unchecked = replace(settings, update_norm=None, sum_threshold=None)  # every update is attacked
+    name = f"attacked round of {state.name}"
+    mean = secure_mean(start, found, dict.fromkeys(found, 1.0), unchecked, name=name, faults=[])
+    return dict.fromkeys(found, mean)
+
+
+def _state(folder: Path) -> Path:
+    """Return the state folder of a finished round, or a new one.
+
+    A round that was killed stays charged in its own ledger, and no budget allows it twice. Nothing of this study
+    leaves the machine, so the round is repeated under another ledger.
+    """
+    number = 0
+    while (one := folder / f"attempt-{number}").exists() and not (one / "stage1-000.safetensors").is_file():
+        number += 1
+    return one
+
+
+def word_table(module: AS2DualEncoder) -> str | None:
+    """Return the name of the word embeddings in an update; None where no update has them.
+
+    Raises:
+        UnsupportedModelError: The encoder does not say which of its parameters they are.
+    """
+    table = getattr(module.encoder.backbone, "get_input_embeddings", lambda: None)()
+    if table is None or not hasattr(table, "weight"):
+        raise UnsupportedModelError(
+            f"{type(module.encoder.backbone).__name__} does not say which of its parameters are word embeddings, so "
+            "the attack has nothing to read."
+        )
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    name = names[id(table.weight)]
+    return name if name in take_weights(module) else None
+
+
+def attack_updates(
+    defence: Defence,
+    updates: Mapping[str, Weights] | None,
+    start: Tensor,
+    table: str,
+    tokens: Mapping[str, SiloTokens],
+    special: Sequence[int],
+    *,
+    confidence: float,
+) -> dict[str, Any]:
+    """Attack each silo by the rows of the word embeddings."""
+    facts: dict[str, Any] = {**asdict(defence), "pooled": None, "silos": {}, "anyone": None}
+    if updates is None:
+        return facts
+    before = start.double().numpy()
+    everyone = np.setdiff1d(np.arange(len(before)), special)
+    told: dict[str, dict[str, Told | None]] = {}
+    moved: dict[str, MovedRows] = {}
+    for name, update in updates.items():
+        moved[name] = moved_rows(before, update[table].double().numpy())
+        told[name] = {
+            kind: tell_tokens(moved[name], right, wrong, touched_alone=kind == "queries_touched", confidence=confidence)
+            for kind, (right, wrong) in _questions(name, tokens, everyone, masked=defence.masked).items()
+        }
+    facts["silos"] = {
+        name: {
+            "kept": moved[name].kept,
+            "touched": int(moved[name].touched.sum()),
+            **{kind: None if one is None else one.to_dict() for kind, one in kinds.items()},
+        }
+        for name, kinds in told.items()
+    }
+    facts["pooled"] = {kind: _pooled_tokens([one[kind] for one in told.values()]) for kind in next(iter(told.values()))}
+    if defence.masked:
+        queries = np.concatenate([one.queries for one in tokens.values()])
+        texts = np.concatenate([one.collection for one in tokens.values()])
+        only = np.setdiff1d(queries, texts)
+        nobody = np.setdiff1d(everyone, np.concatenate([queries, texts]))
+        found = tell_tokens(next(iter(moved.values())), only, nobody, confidence=confidence)
+        facts["anyone"] = None if found is None else found.to_dict()
+    return facts
+
+
+def start_weights(make: MakeModule) -> tuple[AS2DualEncoder, Weights]:
+    """Build the model that a round begins with; return it and the weights that travel."""
+    module = make(privacy=NoPrivacy(), optimizer_lr=1e-3)
+    return module, take_weights(module)
+
+
+def _questions(
+    name: str, tokens: Mapping[str, SiloTokens], everyone: Ids, *, masked: bool
+) -> dict[str, tuple[Ids, Ids]]:
+    """Return by name what is tested about one silo: tokens to find, and tokens that must not be named."""
+    own = tokens[name]
+    mine = np.union1d(own.queries, own.collection)
+    others = np.concatenate([one.queries for other, one in tokens.items() if other != name] or [own.queries[:0]])
+    read = [one for other, one in tokens.items() if masked or other == name]  # silos whose texts are in the update
+    inside = np.unique(np.concatenate([part for one in read for part in (one.queries, one.collection)]))
+    absent = np.setdiff1d(everyone, np.union1d(inside, own.held_out))
+    collection_alone = np.setdiff1d(own.collection, own.queries)
+    return {
+        "queries": (own.queries, collection_alone),
+        "queries_touched": (own.queries, collection_alone),
+        "queries_only": (np.setdiff1d(own.queries, own.collection), np.setdiff1d(everyone, mine)),
+        "whose": (np.setdiff1d(own.queries, others), np.setdiff1d(others, own.queries)),
+        "control": (np.setdiff1d(own.held_out, inside), absent),
+    }
+
+
+def _pooled_tokens(found: Sequence[Told | None]) -> dict[str, Any] | None:
+    known = [one for one in found if one is not None]
+    if not known:
+        return None
+
+    def facts(rates: Sequence[Rate]) -> dict[str, Any] | None:
+        one = pooled(rates)
+        return None if one is None else one.to_dict()
+
+    return {
+        **(_spread([one.auc for one in known]) or {}),
+        "recall": facts([one.recall for one in known]),
+        "precision": facts([one.precision for one in known if one.precision is not None]),
+        "tokens": sum(one.tokens for one in known),
+        "prevalence": sum(one.tokens for one in known) / sum(one.tokens + one.others for one in known),
+    }  # fmt: skip

@@ -407,6 +407,11 @@ def test_without_stage_2_its_systems_are_refused_and_stage_1_is_run_and_charged_
     spent = data["systems"]["stage1"]["epsilon"]
     assert all(value is None if eps is None else 0 < value <= eps for value in spent.values())
     assert not any("request" in row[0] or "answer" in row[0] for row in data["trust"])
+    # Weights that nothing goes on from are removed, and ledgers stay.
+    state = tmp_path / "one" / "private" / "seed0" / "federation"
+    assert [path.name for path in state.rglob("*.safetensors")] == ["global-001.safetensors"]
+    assert len(list(state.rglob("silo_ledger.query.jsonl"))) == (0 if eps is None else 2)
+    assert (tmp_path / "one" / "stage1-seed0").stat().st_mode & 0o077 == 0
 
 
 def test_what_is_not_set_follows_from_the_budget() -> None:
@@ -471,15 +476,6 @@ def test_what_is_said_inside_is_not_shown(capsys: pytest.CaptureFixture[str]) ->
     assert "outer" in said and "inner" not in said
 
 
-def test_weights_that_nothing_goes_on_from_are_removed_and_ledgers_stay(tmp_path: Path) -> None:
-    made = plan(privacy=EPS, stage2={**TWO, "epochs": 0}, secret_file=str(tmp_path / "secret"))
-    Federated(systems=["stage1"], seeds=[0]).run(parts(tmp_path / "run", made))
-    state = tmp_path / "run" / "private" / "seed0" / "federation"
-    assert [path.name for path in state.rglob("*.safetensors")] == ["global-001.safetensors"]
-    assert len(list(state.rglob("silo_ledger.query.jsonl"))) == 2
-    assert (tmp_path / "run" / "stage1-seed0").stat().st_mode & 0o077 == 0
-
-
 def test_a_transformer_for_each_side_is_no_start_of_stage_1(tmp_path: Path) -> None:
     made = AS2Maker(**{**MODEL, "planted": Planted(**TINY)})
     module = made(privacy=NoPrivacy(), optimizer_lr=1e-3, towers="separate", passage_tower="trained")
@@ -496,7 +492,9 @@ def test_what_stage_1_saved_is_a_start_of_another_run(tmp_path: Path) -> None:
         assert name == other and torch.equal(value, same)
 
 
-def test_the_global_encoder_of_stage_1_is_saved_for_other_tasks(tmp_path: Path) -> None:
+def test_the_global_encoder_of_stage_1_is_saved_for_other_tasks_and_is_no_public_start_of_a_claim(
+    tmp_path: Path,
+) -> None:
     made = plan(secret_file=str(tmp_path / "secret"))
     Federated(systems=["stage1"], seeds=[0], save_encoder=True).run(parts(tmp_path / "run", made))
     saved = load_towers(tmp_path / "run" / "private" / "encoder")
@@ -508,16 +506,11 @@ def test_the_global_encoder_of_stage_1_is_saved_for_other_tasks(tmp_path: Path) 
     assert not torch.allclose(start, trained)
     assert torch.allclose(saved.passage_encoder.encode(["entity0 attribute0"], "passage"), trained, atol=1e-5)
     assert saved.query_encoder.contract.pooling == "cls" and saved.passage_encoder.contract.pooling == "mean"
-
-
-def test_what_a_federation_trained_is_no_public_start_of_a_claim(tmp_path: Path) -> None:
-    """Rounds without noise, and then a budget: each silo had said what the second federation alone had cost."""
-    unbounded = plan(secret_file=str(tmp_path / "secret"), privacy={"eps": None})
-    Federated(systems=["stage1"], seeds=[0], save_encoder=True).run(parts(tmp_path / "run", unbounded))
+    # Rounds without noise, and then a budget: each silo would say what the second federation alone had cost.
     encoder = tmp_path / "run" / "private" / "encoder"
     changes: dict[str, Any] = {"model": {**MODEL, "encoder": str(encoder)}, "planted": None}
-    silos = str(tmp_path / "run" / "silos")
     with pytest.raises(ConfigurationError, match=r"federated\.model\.encoder") as refused:
+        silos = str(tmp_path / "run" / "silos")
         again = plan(secret_file=str(tmp_path / "secret"), silos=silos, privacy=EPS, **changes)
         Federated(systems=["stage1"], seeds=[0]).run(parts(tmp_path / "second", again))
     assert refused.value.trap == "T30"

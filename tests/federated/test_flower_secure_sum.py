@@ -15,7 +15,7 @@ pytest.importorskip("flwr", reason="needs the extra federated (flwr)")
 
 from masked_silos import MASKED, NAMES, START, Drifts, Masked, credentials, drifted
 
-from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.errors import DataError
 from lit_dpret.federated.aggregation import Weights, client_weights, weighted_mean
 from lit_dpret.federated.flower.library import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from lit_dpret.federated.flower.payloads import weights_record
@@ -354,13 +354,3 @@ def test_a_message_without_its_parts_is_answered_by_an_error(
     run, _ = in_the_middle(tmp_path)
     reply = run.ask(10, f"train.secagg_{act}", content, **{"attempt": "x", **facts})
     assert reply.has_error() and reply.error.reason.startswith("DataError (")
-
-
-def test_settings_of_the_sum_without_meaning_are_refused() -> None:
-    for change, message in (
-        ({"sum_threshold": 2}, "at least 3: of a sum of two"),
-        ({"sum_threshold": 3, "secure_sum": False}, "goes with federated.secure_sum=true"),
-        ({"roster": True, "secure_sum": False, "sum_threshold": None}, r"federated\.roster=true signs"),
-    ):
-        with pytest.raises(ConfigurationError, match=message):
-            replace(MASKED, **change).check()

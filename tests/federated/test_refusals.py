@@ -22,6 +22,9 @@ def changed(run: PddAs2, **parts: Any) -> PddAs2:
     return replace(run, **made)
 
 
+MASKED: dict[str, Any] = {"secure_sum": True, "stage1": {"weighting": "uniform"}}
+
+
 def test_the_papers_settings_and_the_private_ones_pass() -> None:
     assert PddAs2().check() == PddAs2() and SMALL.check() is SMALL and PRIVATE.check() is PRIVATE
 
@@ -81,6 +84,17 @@ def test_a_budget_takes_capped_weights_under_masks_and_no_request_at_all() -> No
         ({"privacy": {"eps": 1.0, "neighbours": "add_or_remove"}}, "Set it to zero_out or replace_one"),
         ({"secure_sum": True}, "needs a public bound"),
         ({"update_limit": 0.0}, "update_limit=0"),
+        ({**MASKED, "sum_threshold": 2}, r"federated\.sum_threshold=2"),
+        ({"sum_threshold": 3}, r"federated\.sum_threshold=3 goes with"),
+        ({"roster": True}, r"federated\.roster=true"),
+        ({**MASKED, "stage1": {"aggregation": "krum", "weighting": "uniform"}}, r"aggregation=krum with .*secure_sum"),
+        ({"stage1": {"aggregation": "median"}}, r"federated\.stage1\.weighting=examples"),
+        ({"stage1": {"aggregation": "mode"}}, r"federated\.stage1\.aggregation"),
+        ({"stage1": {"malicious": 0}}, r"federated\.stage1\.malicious=0"),
+        ({"update_norm": 0.0}, r"federated\.update_norm=0\.0"),
+        ({"train_on": "guesses"}, r"federated\.train_on='?guesses"),
+        ({"train_on": "synthetic", "stage2": {"request": "dp_centroid"}}, r"request=dp_centroid with .*train_on"),
+        ({"train_on": "synthetic", "privacy": {"eps": 1.0}}, r"stage2\.response=raw"),
         *(
             (change, rf"federated\.{knob}='?{value}")
             for value in ("abc", True, float("nan"), float("inf"), -1)

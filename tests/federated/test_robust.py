@@ -109,26 +109,6 @@ def test_too_few_silos_for_a_rule_are_refused_before_anything_is_trained(tmp_pat
         combined(start, updates, rule("krum"))
 
 
-@pytest.mark.parametrize(
-    ("change", "setting"),
-    [
-        (
-            {"stage1": Stage1(aggregation="krum", weighting="uniform"), "secure_sum": True},
-            r"federated\.secure_sum=true",
-        ),
-        ({"stage1": Stage1(aggregation="median")}, r"federated\.stage1\.weighting=examples"),
-        ({"stage1": Stage1(aggregation="mode")}, r"federated\.stage1\.aggregation"),  # type: ignore[arg-type]
-        ({"stage1": Stage1(malicious=0)}, r"federated\.stage1\.malicious=0"),
-        ({"update_norm": 0.0}, r"federated\.update_norm=0\.0"),
-        ({"update_norm": float("nan")}, r"federated\.update_norm=nan"),
-        ({"update_norm": True}, r"federated\.update_norm=True"),
-    ],
-)
-def test_settings_that_no_rule_fits_are_refused_by_name(change: dict[str, Any], setting: str) -> None:
-    with pytest.raises(ConfigurationError, match=setting):
-        PddAs2(**change).check()
-
-
 def test_a_plan_weighs_all_silos_alike_where_a_rule_does() -> None:
     plan = FederationPlan(silos="planted", stage1={"aggregation": "median"}, update_norm=None)
     assert plan.settings(0).stage1.weighting == "uniform" and plan.settings(0).update_norm is None

@@ -23,7 +23,7 @@ from lit_dpret.tasks.parts import Parts
 from reproduction import FederatedStudy
 from reproduction.federated.catalogue import STUDIES, Asked, Point, SiloChange, study_of
 from reproduction.federated.cells import Cells, changed_silos, divided, kept_shares, sizes, with_share
-from reproduction.federated.report import _promise
+from reproduction.federated.study import _promise
 from reproduction.published import of_study
 
 SIZE = {"clients": 2, "entities": 6, "attributes": 4, "told": 2, "questions": 2, "hubs": 1}
@@ -342,7 +342,7 @@ def test_under_a_budget_every_cell_goes_on_with_ledgers_of_its_own_and_stays_wit
 ])  # fmt: skip
 def test_whether_small_clients_gain_more_is_judged_by_the_seeds(gains: list[list[float]], verdict: str) -> None:
     from lit_dpret.federated.systems import SystemResult
-    from reproduction.federated.report import SHOWN, trend_finding
+    from reproduction.federated.study import SHOWN, trend_finding
 
     trend = study_of("gain").trend
     assert trend is not None

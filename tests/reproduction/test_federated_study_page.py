@@ -12,11 +12,12 @@ import pytest
 from lit_dpret.errors import DataError
 from lit_dpret.report.figures import can_draw
 from lit_dpret.retrieval.statistics import Interval
-from reproduction.federated.study_figure import draw_study, figure_of
 from reproduction.federated.study_page import (
     ClientGain,
     StudyPage,
     StudyRow,
+    draw_study,
+    figure_of,
     read_study,
     study_grid,
     with_reach,

@@ -20,7 +20,7 @@ from lit_dpret.federated.data import planted_silos
 from lit_dpret.federated.data.planted import Planted
 from lit_dpret.federated.model import AS2Maker
 from lit_dpret.tasks import FederatedAttacks
-from lit_dpret.tasks.federated_updates import start_weights, word_table
+from lit_dpret.tasks.federated_attacks import start_weights, word_table
 from lit_dpret.tasks.parts import Parts
 
 SIZE = Planted(clients=3, entities=10, attributes=6, told=4, questions=4, phrasings=3, hubs=2)

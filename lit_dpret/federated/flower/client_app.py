@@ -64,7 +64,7 @@ from lit_dpret.federated.flower.payloads import (
     words_record,
 )
 from lit_dpret.federated.keys import SIGNATURE_BYTES
-from lit_dpret.federated.negatives import Block, FedPool, merge_lists, pool_of
+from lit_dpret.federated.negatives import Block, FedPool, merged_pool
 from lit_dpret.federated.sealing import Kind, Refresh, Sealer
 from lit_dpret.federated.settings import PHASES, PddAs2
 from lit_dpret.federated.silo import SiloClient
@@ -422,7 +422,7 @@ def _sealed_pool(
         except DataError as error:
             refused[sender] = error.kind
     _sealer(client).forget()
-    return merge_lists(blocks, rows, stage.top_k) if stage.request == "exact" else pool_of(blocks, dim), refused
+    return merged_pool(blocks, rows, stage), refused
 
 
 def _opened(

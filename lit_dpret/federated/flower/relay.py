@@ -27,7 +27,7 @@ from lit_dpret.federated.flower.payloads import (
     rows_of,
     rows_record,
 )
-from lit_dpret.federated.negatives import SENT_AS, Block, Site, merge_lists, pool_of, select_clients
+from lit_dpret.federated.negatives import SENT_AS, Block, Site, merged_pool, select_clients
 
 Pools = dict[str, dict[str, Any]]
 """Records of the message ``train.personalise``, by silo."""
@@ -84,8 +84,7 @@ class Relay:
                     self.silos.faults.append(f"{self.where} of client {asker!r}: {error}")
         found: Pools = {}
         for asker, answers in blocks.items():
-            exact = stage.request == "exact"
-            pool = merge_lists(answers, rows[asker], stage.top_k) if exact else pool_of(answers, self.dim)
+            pool = merged_pool(answers, rows[asker], stage)
             found[asker] = {"pool": pool_record(pool, send_as=SENT_AS[stage.send_as])}
         return found
 
