@@ -22,7 +22,7 @@ from lit_dpret.datamodules.silo import SiloDataModule
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.federated.aggregation import Weights, put_weights, take_weights
 from lit_dpret.federated.centroids import CentroidPlan
-from lit_dpret.federated.evaluation import METRICS, SentenceCollection
+from lit_dpret.federated.evaluation import SentenceCollection
 from lit_dpret.federated.fitting import (
     KeepOptimizer,
     NotRepeatedError,
@@ -330,12 +330,7 @@ class SiloClient:
     # -- evaluation ----------------------------------------------------------------------------
 
     def evaluate(
-        self,
-        weights: Mapping[str, Tensor] | None,
-        *,
-        personal: bool,
-        split: str = "test",
-        metrics: Sequence[str] = METRICS,
+        self, weights: Mapping[str, Tensor] | None, *, personal: bool, split: str = "test"
     ) -> dict[str, Values]:
         """Measure every query of a split on the client's own collection; the values are as private as the queries."""
         queries, qrels = self.data.evaluation_set(split)
@@ -345,7 +340,7 @@ class SiloClient:
             module = self._personal_module(weights) if personal else self._global_module(weights)
             asked = module.encode_queries(list(queries.values()))
             levels = self.collection.dense(asked, self._embedded(weights))
-        return self.collection.measure(levels, list(queries), qrels, metrics)
+        return self.collection.measure(levels, list(queries), qrels)
 
     # -- privacy -------------------------------------------------------------------------------
 

@@ -116,10 +116,10 @@ class SiloLedger:
                     "Restore the newest one: without it nobody knows what is spent."
                 )
 
-    def training(self, *, noise_multiplier: float, max_grad_norm: float, **settings: Any) -> DPSGD:
+    def training(self, *, noise_multiplier: float, max_grad_norm: float) -> DPSGD:
         """Return the privacy mode of one round of training, charged to this silo.
 
-        The noise is that of `split_budget`, which plans it for all rounds together; ``settings`` go to `DPSGD`.
+        The noise is that of `split_budget`, which plans it for all rounds together.
         """
         budget = self.budget
         return DPSGD(
@@ -134,7 +134,6 @@ class SiloLedger:
             secret_file=self.secret_file,
             dataset_ledger=self.path,
             total_eps=budget.eps,
-            **settings,
         )
 
     @contextmanager

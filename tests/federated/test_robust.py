@@ -146,24 +146,13 @@ def test_an_update_times_a_great_number_or_without_numbers_is_left_out_by_name_a
             torch.testing.assert_close(result.weights[name], value, rtol=0, atol=1e-6)
 
 
-def test_in_one_process_too_and_without_the_check_the_model_is_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = federation(tmp_path)
-    updates = {name: {key: value + 0.01 for key, value in run.start.items()} for name in run.clients}
-    updates["client2"] = {key: value * 1e20 for key, value in updates["client2"].items()}
-    found = run.aggregate(run.start, updates, 0)
-    assert "round 0: client 'client2'" in run.result.faults[0] and away(found, run.start) < 10
-    monkeypatch.setattr(aggregation, "check_norm", lambda *_: None)
-    assert away(run.aggregate(run.start, updates, 0), run.start) > 1e18
-
-
 @pytest.mark.parametrize("hidden", [False, True])
 def test_a_norm_that_no_update_keeps_to_is_named_by_the_error(hidden: bool, tmp_path: Path) -> None:
     stage = replace(SMALL.stage1, weighting="uniform")
     run = federation(tmp_path, replace(SMALL, stage1=stage, update_norm=1e-9, secure_sum=hidden))
+    updates = {name: {key: value * 1.1 for key, value in run.start.items()} for name in run.clients}
     with pytest.raises(DataError, match=r"federated\.update_norm=1e-09"):
-        run.train_shared()
+        run.aggregate(run.start, updates, 0)
 
 
 def test_a_round_whose_result_is_not_finite_keeps_the_last_good_model_and_says_so(
@@ -182,9 +171,7 @@ def test_a_round_whose_result_is_not_finite_keeps_the_last_good_model_and_says_s
 # -- under masks --------------------------------------------------------------------------------
 
 
-def test_under_masks_a_silo_holds_back_an_update_beyond_the_norm_and_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_under_masks_a_silo_holds_back_an_update_beyond_the_norm_and_is_named(tmp_path: Path) -> None:
     class Poisons(Drifts):
         def train_shared(self, weights: Any, number: int) -> Weights:
             found = super().train_shared(weights, number)
@@ -193,10 +180,6 @@ def test_under_masks_a_silo_holds_back_an_update_beyond_the_norm_and_is_named(
     result = Masked(tmp_path / "one", silo=Poisons).launch()
     assert result.rounds == {0: [name for name in NAMES if name != "client3"]}
     assert "client 'client3' failed: DataError (bad update)" in result.faults[0]
-    monkeypatch.setattr(silo_sum, "check_norm", lambda *_: None)  # then the range of the words alone holds
-    found = Masked(tmp_path / "mutant", silo=Poisons).launch()
-    assert found.rounds == {0: list(NAMES)}
-    assert max(float((found.weights[key] - START[key]).abs().max()) for key in START) <= MASKED.update_limit
 
 
 @pytest.mark.parametrize(("change", "weight"), [(300.0, 1.0), (0.5, -4.0), (0.5, 40.0), (0.9, -3.99)])
