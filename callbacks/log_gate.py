@@ -8,7 +8,7 @@ declared to be public, and a logger that writes times gets its numbers when the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any
@@ -21,7 +21,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
 
 from lit_dpret.callbacks.planning import accountant_of
-from lit_dpret.privacy.ledger.gate import public_names, unaccounted
+from lit_dpret.privacy.ledger.gate import public_names, tells_progress, unaccounted
 
 _SHOWN = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 
@@ -89,14 +89,14 @@ class LogGate:
         finally:
             self.open = before
 
-    def check(self, names: Iterable[str]) -> None:
+    def check(self, metrics: Mapping[str, Any]) -> None:
         """Refuse names that nobody declares, or note them where private numbers are shown on purpose."""
         if self.open:
             return
         callbacks = list(self._trainer.callbacks)
         known = public_names([self._module, *callbacks]) | _learning_rates(callbacks)
-        for name in names:
-            if name not in known:
+        for name, value in metrics.items():
+            if name not in known and not tells_progress(name, value, self._trainer):
                 self.private(repr(name))
 
     def private(self, what: str) -> None:

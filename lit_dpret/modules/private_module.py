@@ -39,7 +39,7 @@ from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.physical_batches import PhysicalBatches, memory_advice
 from lit_dpret.privacy.batches import UnitBatch, map_rows, rows_in_turn
 from lit_dpret.privacy.coins import kept_generators, seed_everywhere
-from lit_dpret.privacy.ledger.gate import Guard, public_names, unaccounted, uncounted
+from lit_dpret.privacy.ledger.gate import ALWAYS, Guard, public_names, tells_progress, unaccounted, uncounted
 from lit_dpret.privacy.modes import PrivacyMode, StepCounts
 from lit_dpret.privacy.sampling import Row
 
@@ -243,16 +243,17 @@ class PrivateModule(Checkpointed):
             keep_masters(state, self, self.trainer.optimizers)
         super().on_save_checkpoint(checkpoint)
 
-    def log(self, name: str, *args: Any, **kwargs: Any) -> None:
+    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Log as Lightning does; under a guarantee, only what is declared public or a declared leak.
 
         Raises:
-            ConfigurationError: Nobody lists ``name`` in ``public_metrics``.
+            ConfigurationError: Nobody lists ``name`` in ``public_metrics``, and it is not the epoch or the step.
         """
-        if self.privacy.guarantee == "dp" and not self.log_private_loss and name not in self._public():
+        watched = self.privacy.guarantee == "dp" and not self.log_private_loss
+        if watched and name not in self._public() and not tells_progress(name, value, self._trainer):
             raise unaccounted(repr(name), self.privacy)
         if not self._rehearses:
-            super().log(name, *args, **kwargs)
+            super().log(name, value, *args, **kwargs)
 
     def _public(self) -> frozenset[str]:
         callbacks = () if self._trainer is None else self._trainer.callbacks  # type: ignore[attr-defined]
@@ -272,7 +273,7 @@ class PrivateModule(Checkpointed):
         guard = self._counted_by
         watched = self.privacy.guarantee == "dp" and not self.log_private_loss
         if watched:
-            self._hooks.compare(self, batch, self._public())
+            self._hooks.compare(self, batch, self._public() | ALWAYS)
         with self._handover.clipping():
             self._add(batch)
         if batch.last:
@@ -376,7 +377,7 @@ class PrivateModule(Checkpointed):
         guard.record(permit, update)  # it lets go of the sums, and measures what becomes of them
         optimizer: Any = self.optimizers()
         self._handover.give(update.gradients, optimizer)
-        with self._hooks.optimizing(self, optimizer, self._public()):
+        with self._hooks.optimizing(self, optimizer, self._public() | ALWAYS):
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         schedules: Any = self.lr_schedulers() or []

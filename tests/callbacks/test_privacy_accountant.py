@@ -14,6 +14,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from stand_ins import KillAt, Killed, Numbers, Regression, dp, fit, records, weights
+from torch import Tensor
 
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
 from lit_dpret.cards.card import read_card
@@ -276,6 +277,7 @@ def test_a_sampler_that_draws_more_than_it_says_is_noticed_and_charged(tmp_path:
     [
         ([EarlyStopping(monitor="train/loss")], {}, "EarlyStopping"),
         ([ModelCheckpoint(monitor="train/loss")], {}, "ModelCheckpoint"),
+        ([EarlyStopping(monitor="privacy/clip_fraction")], {}, "EarlyStopping"),
         ([], {"limit_train_batches": 0.5}, "limit_train_batches"),
     ],
 )
@@ -284,6 +286,50 @@ def test_settings_that_break_the_claim_are_refused(
 ) -> None:
     with pytest.raises(ConfigurationError, match=named):
         fit(tmp_path / "run", seeded(tmp_path), extra=extra, **settings)
+
+
+@pytest.mark.parametrize("monitor", ["privacy/eps_spent", "privacy/delta", "step", "epoch"])
+def test_a_checkpoint_may_be_chosen_by_what_no_data_decide(monitor: str, tmp_path: Path) -> None:
+    best = ModelCheckpoint(
+        dirpath=tmp_path / "kept", monitor=monitor, mode="max", every_n_train_steps=1, filename="best"
+    )
+    fit(tmp_path / "run", seeded(tmp_path), steps=2, extra=[best])
+    assert (tmp_path / "kept" / "best.ckpt").is_file() and spent(tmp_path / "run") > 0
+
+
+class TellsItsLoss(Regression):
+    """Logs a number of private rows under a name by which a checkpoint may be chosen."""
+
+    name = "step"
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        found = super().per_row_loss(rows)
+        self.log(self.name, found.detach().mean())
+        return found
+
+
+@pytest.mark.parametrize("name", ["privacy/eps_spent", "epoch", "step", "trainer/global_step"])
+def test_a_private_number_under_such_a_name_is_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TellsItsLoss, "name", name)
+    best = ModelCheckpoint(dirpath=tmp_path / "kept", monitor=name, every_n_train_steps=1)
+    with pytest.raises(ConfigurationError) as refused:
+        fit(tmp_path / "run", TellsItsLoss(privacy=dp(tmp_path, noise_seed=1)), steps=2, extra=[best])
+    assert refused.value.trap == "T25"
+
+
+class TellsItsProgress(Regression):
+    """Logs the epoch and the step by hand, as some do to have them on an axis."""
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        self.log_dict({"epoch": float(self.current_epoch), "step": float(self.global_step)})
+        self.trainer.callback_metrics["trainer/global_step"] = self.global_step
+        return super().per_row_loss(rows)
+
+
+def test_the_epoch_and_the_step_may_be_logged_by_hand(tmp_path: Path) -> None:
+    fit(tmp_path / "run", TellsItsProgress(privacy=dp(tmp_path, noise_seed=1)), steps=4)
 
 
 def test_a_replaced_sampler_is_refused(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, Protocol
 
+import torch
 from torch import Tensor
 
 from lit_dpret.distributed.ranks import Ranks
@@ -77,7 +78,19 @@ ALWAYS = frozenset({"epoch", "step", "trainer/global_step"})
 
 def public_names(sources: Iterable[Any]) -> frozenset[str]:
     """The names that modules and callbacks declare to be computed without a private row."""
-    return ALWAYS.union(*(getattr(source, "public_metrics", ()) for source in sources))
+    return frozenset().union(*(getattr(source, "public_metrics", ()) for source in sources))
+
+
+def tells_progress(name: str, value: Any, trainer: Any) -> bool:
+    """Whether what is logged under one of Lightning's own names is the epoch or the step, and no other number.
+
+    Lightning shows what a batch logged after its step, so the count may be one behind.
+    """
+    if name not in ALWAYS or trainer is None or not isinstance(value, (int, float, Tensor)):
+        return False
+    found = torch.as_tensor(value)
+    counts = [count - behind for count in (trainer.current_epoch, trainer.global_step) for behind in (0, 1)]
+    return found.numel() == 1 and found.item() in torch.tensor(counts).to(found.dtype).tolist()
 
 
 def unaccounted(what: str, mode: Any) -> ConfigurationError:
