@@ -227,6 +227,9 @@ def inherit_card(
         accounting, ceilings = without_numbers(accounting), None
         pretraining.pop("start", None)
     tuned, planted = tuning_facts(facts.tuning), parent["empirical"].get("planted")
+    whole = with_earlier_tuning(
+        tuned, parent["tuning"], str(parent["subject"]["name"]), composed=False, proved=claim["guarantee"] == "dp"
+    )
     left_out = [f"{subject['name']}: {gap}" for gap in tuning_gaps(tuned)]
     left_out += [gap for gap in parent["not_covered"] if gap not in left_out]  # it may have the same name
     if claim["guarantee"] != "dp":
@@ -239,7 +242,7 @@ def inherit_card(
         "mechanism": {**facts.mechanism, "kind": "post_processing", "mode": "synthetic", "description": description},
         "accounting": accounting,
         "assumptions": [*(a.to_dict() for a in known), *copy.deepcopy(list(parent["assumptions"]))],
-        "tuning": with_earlier_tuning(tuned, parent["tuning"], str(parent["subject"]["name"]), composed=False),
+        "tuning": whole,
         "pretraining": pretraining,
         "generation": dict(facts.generation or parent["generation"]),
         "randomness": copy.deepcopy(dict(parent["randomness"])),

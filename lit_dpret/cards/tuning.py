@@ -28,6 +28,12 @@ _TUNING = {
     "unknown": "NOT ACCOUNTED: it was not stated on which data the hyper-parameters were chosen.",
 }
 
+_CHOSEN = {
+    "private": "hyper-parameters were chosen on private data",
+    "unknown": "it was not stated on which data the hyper-parameters were chosen",
+    "synthetic": "hyper-parameters were chosen on DP synthetic data",
+}
+
 #: Data on which a choice tells of private data, or may. Trainings on private data tell of these whatever they are
 #: scored on: the best of them is a function of all of them.
 _OPEN = ("private", "unknown", "synthetic")  # the gravest first
@@ -88,15 +94,21 @@ def tuning_facts(
 
 
 def with_earlier_tuning(
-    own: Mapping[str, Any], earlier: Mapping[str, Any] | None, name: str, *, composed: bool
+    own: Mapping[str, Any], earlier: Mapping[str, Any] | None, name: str, *, composed: bool, proved: bool = True
 ) -> dict[str, Any]:
     """Add to a tuning block how the settings of what the artefact was made from were chosen.
 
     A choice on private or unstated data behind the model is a choice behind whatever is made from it. What is made
-    from it without private data keeps that epsilon; a claim ``composed`` of both runs has none that is proved.
+    from it without private data keeps that epsilon; a claim ``composed`` of both runs has none that is proved, and
+    neither has an artefact of which nothing is ``proved``.
     """
-    if earlier is None or earlier["data"] not in _OPEN or (not own["accounted"] and own["data"] == earlier["data"]):
+    if earlier is None or earlier["data"] not in _OPEN:
         return dict(own)
+    if not own["accounted"] and own["data"] == earlier["data"] and str(earlier["text"]) in str(own["text"]):
+        return dict(own)
+    if not proved:
+        lost = f"NOT ACCOUNTED: {_CHOSEN[earlier['data']]}, and of what is made here nothing is claimed."
+        earlier = {**earlier, "epsilon": None, "accounted": False, "text": lost}
     text = f"{own['text']} Of {name}: {earlier['text']}"
     if not composed and own["data"] not in _OPEN:
         return {**earlier, "text": text}

@@ -88,6 +88,42 @@ def test_a_derived_artefact_keeps_its_parents_price_in_what_is_not_covered(tmp_p
     assert verify_card(child, run.path) == verify_card(searched, run.path) == []
 
 
+@pytest.mark.parametrize("own", ["none", "public", "unknown", "private"])
+def test_a_derived_artefact_without_a_claim_states_no_price_of_its_parents_search(own: str, tmp_path: Path) -> None:
+    run = trained(tmp_path)
+    path = write_card(run.card(tuning=SEARCH), run.folder)
+    broken = CardFacts(tuning={"data": own}, assumptions=[Assumption("The passages are public.", False)])
+    child = inherit_card(path, CHILD, broken, description="x")
+    assert child["claim"]["guarantee"] == "not_proved"
+    assert child["tuning"]["accounted"] is False and child["tuning"].get("epsilon") is None
+    assert "private data" in child["tuning"]["text"] and "NOT ACCOUNTED" in child["tuning"]["text"]
+    for text in (json.dumps(child), card_markdown(child), card_html(child)):
+        assert f"epsilon = {show_epsilon(cost())}" not in text
+
+
+SWEEP: dict[str, Any] = {
+    "id": "ab", "trials": 10, "private_runs": 10, "without_privacy": 0, "varied": ["model.optimizer.lr"],
+    "metric": None, "total_eps": 80.0, "ledger_delta": DELTA,
+    "planned": {"epsilon": 60.0, "delta": DELTA, "unit": "query", "neighbours": "zero_out", "accountant": "pld"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("scored", ["none", "public", "private", "synthetic", "unknown"])
+@pytest.mark.parametrize("own", ["none", "public", "unknown"])
+def test_what_is_made_from_a_trial_tells_of_the_choice_among_trials(scored: str, own: str, tmp_path: Path) -> None:
+    run = trained(tmp_path)
+    run.ledger.append("event", name="trial_of", sweep=SWEEP | {"metric_data": scored})
+    path = write_card(run.card(), run.folder)
+    child = inherit_card(path, CHILD, CardFacts(tuning={"data": own}), description="x")
+    assert "one of the 10 trials of sweep ab" in child["tuning"]["text"]
+    assert child["tuning"]["data"] == ("unknown" if scored == "unknown" else "private")
+    bounded = scored in ("none", "public", "private") and own != "unknown"
+    assert child["tuning"]["accounted"] is bounded and child["tuning"].get("epsilon") == (80.0 if bounded else None)
+    assert bounded or "NOT ACCOUNTED" in child["tuning"]["text"]
+    assert any("hyper-parameters" in gap for gap in child["not_covered"])
+    assert verify_card(child, run.path) == []
+
+
 def test_a_forged_price_is_found_by_recomputation(tmp_path: Path) -> None:
     run = trained(tmp_path)
     card = run.card(tuning=SEARCH)
