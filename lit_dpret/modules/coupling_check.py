@@ -27,7 +27,7 @@ from lit_dpret.distributed.xla import is_lazy
 from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.memory import is_out_of_memory
 from lit_dpret.modules.module_state import KeptState, Looks
-from lit_dpret.privacy.batches import ALONE, UnitBatch, take_rows
+from lit_dpret.privacy.batches import ALONE, FixedShape, UnitBatch, copied_rows, take_rows
 from lit_dpret.privacy.coins import kept_generators, own_generators, python_and_numpy_now, seed_everywhere
 from lit_dpret.privacy.ledger.trained import held, reached
 
@@ -60,7 +60,7 @@ class CouplingCheck:
 
     def __init__(self) -> None:
         self._before: KeptState | None = None
-        self._collated: tuple[Any, Any, int] | None = None
+        self._collated: tuple[list[Any], list[Any]] | None = None
         self._differentiates = False
         self.begin()
 
@@ -137,7 +137,9 @@ class CouplingCheck:
                 passes.compare_metrics(rows, metrics)
 
     def compare_collations(self, module: Any, rows: list[Any], others: list[Any]) -> None:
-        """Compare what ``collate_rows`` makes of rows with what it makes of them after others; keep them with others.
+        """Compare what ``collate_rows`` makes of rows with what it makes of them after a call with others.
+
+        Both are kept for the first look, which compares the losses of rows that were collated together.
 
         Raises:
             UnsupportedModelError: The two differ, or rows take random numbers from a generator that nobody seeds
@@ -152,7 +154,7 @@ class CouplingCheck:
             if not _equal(_leaves(alone.features), _leaves(after.features)):
                 refuse_memory(module)
             if not alone.draws_beside_torch:  # other coins cannot be held; those rows meet in no call of collate_rows
-                self._collated = alone.features, passes.collated([*rows, *others], []).features, len(rows)
+                self._collated = rows, others
 
 
 def _of_one_unit(batch: UnitBatch) -> bool:
@@ -347,20 +349,45 @@ class _Passes:
             draws = coins != python_and_numpy_now()
         return _Collated(found, own_generators(islice(reached(module), _OBJECTS)), draws)
 
-    def compare_collated(self, rows: _Rows, alone: Any, together: Any, count: int) -> None:
-        """Compare the losses of rows that were collated alone with those of the same rows among others."""
-        found = []
-        for features in (alone, together):
-            size = len(_leaves(features)[0])
-            moved = _moved_like(rows.batch.rows, features)
-            ids = torch.arange(size, device=self.module.device)
-            batch = replace(rows.batch, rows=moved, unit_ids=ids, mask=torch.ones_like(ids, dtype=torch.bool),
-                            data_rows=None, alone=None)  # fmt: skip
-            self.module.before_batch(batch)
-            self._kept_state.reset()
-            found.append(self._losses(batch.rows, fixed_coins=True)[:count])
-        if _differ(found[0], found[1], floor=FLOOR):
-            self._refuse(rows)
+    def compare_collated(self, rows: _Rows, own: list[Any], others: list[Any]) -> None:
+        """Compare the losses of rows that were collated alone with those of the same rows before and after others."""
+        if rows.batch.data_rows is not None:  # as many as have a slot
+            slots = len(rows.batch.mask)
+            own = own[: max(1, slots // 2)]
+            others = others[: slots - len(own)]
+        alone = self.collated(own, []).features
+        for together, first in (([*own, *others], 0), ([*others, *own], len(others))):
+            found = []
+            for features, at in ((alone, first), (self.collated(together, []).features, 0)):
+                batch, places = self._batch_like(rows.batch, features, at)
+                self.module.before_batch(batch)
+                self._kept_state.reset()
+                kept = places[first - at :][: len(own)]
+                found.append(self._losses(batch.rows, fixed_coins=True)[kept])
+            if _differ(found[0], found[1], floor=FLOOR):
+                self._refuse(rows)
+
+    def _batch_like(self, batch: UnitBatch, features: Any, first: int) -> tuple[UnitBatch, Tensor]:
+        """Return a batch of collated rows, each a unit, and the places of these rows.
+
+        In low precision another shape is another result, so where ``batch`` has a fixed one they are placed in the same
+        one, in the slots from ``first`` on.
+        """
+        count, device = len(_leaves(features)[0]), self.module.device
+        if batch.data_rows is None:
+            ids = torch.arange(count, device=device)
+            mask, data_rows, places = torch.ones_like(ids, dtype=torch.bool), None, ids
+        else:
+            place_rows = self.module.place_rows if self.module.fills_up else copied_rows
+            shape = FixedShape(len(batch.mask), len(batch.unit_ids) // len(batch.mask), place_rows)
+            slots = range(first, first + count)
+            features, data_rows = shape.filled(features, slots)
+            ids, data_rows = batch.unit_ids, data_rows.to(device)
+            mask = torch.zeros_like(batch.mask).index_fill_(0, torch.tensor(slots, device=device), True)
+            places = data_rows.nonzero().flatten()
+        moved = _moved_like(batch.rows, features)
+        found = replace(batch, rows=moved, unit_ids=ids, mask=mask, data_rows=data_rows, alone=None)
+        return found, places
 
     def _losses(self, features: Any, *, gradients: bool = False, fixed_coins: bool = False) -> Tensor:
         """Return the row losses, ``(rows,)``; with ``fixed_coins`` no shape decides which random number a row gets."""

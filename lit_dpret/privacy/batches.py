@@ -161,6 +161,13 @@ class FixedShape:
             filled[slot] += 1
         return found
 
+    def filled(self, features: Any, slots: Sequence[int]) -> tuple[Any, Tensor]:
+        """Return features as rows of this shape, given the slot of each, and which rows are data, ``(rows,)``."""
+        places = self.places(slots)
+        data_rows = torch.zeros(self.rows, dtype=torch.bool).index_fill_(0, torch.tensor(places), True)
+        placed = self.place_rows(features, places, self.rows)
+        return _filled_from_their_own(placed, data_rows, self.rows_of_a_slot), data_rows
+
 
 class RowsAlone:
     """Features of rows that are made one by one, for a module that says nothing of texts or their lengths.
@@ -470,10 +477,10 @@ class UnitCollator:
         found, again = self._collated(drawn), self._collated(drawn)
         return found if not self._draws and _equal(found, again) else None
 
-    def _placed(self, shape: FixedShape, features: Any, places: Sequence[int]) -> Any:
+    def _placed(self, shape: FixedShape, features: Any, slots: Sequence[int]) -> tuple[Any, Tensor]:
         with kept_generators():
             before = generators_now()
-            placed = shape.place_rows(features, places, shape.rows)
+            placed = shape.filled(features, slots)
             if self._apart and generators_now() != before:
                 raise ConfigurationError(
                     "place_rows draws random numbers, which the rows of a batch would take from each other: draw in "
@@ -499,10 +506,8 @@ class UnitCollator:
             alone = self._collated_alone(drawn[:ALONE])
         data_rows = None if self._shape is None else torch.zeros(0, dtype=torch.bool)
         if self._shape is not None and drawn:
-            shape, places = self._shape, self._shape.places(slots)
-            data_rows = torch.zeros(shape.rows, dtype=torch.bool).index_fill_(0, torch.tensor(places), True)
-            placed = self._placed(shape, features, places)
-            features = _filled_from_their_own(placed, data_rows, shape.rows_of_a_slot)
+            shape = self._shape
+            features, data_rows = self._placed(shape, features, slots)
             slots = [slot for slot in range(shape.slots) for _ in range(shape.rows_of_a_slot)]
             real += [False] * (shape.slots - len(real))
         return UnitBatch(

@@ -22,6 +22,7 @@ from lit_dpret.modules import coupling_check, module_state
 from lit_dpret.modules.coupling_check import CouplingCheck, _Passes
 from lit_dpret.modules.module_state import Looks
 from lit_dpret.privacy.accounting.releases import NonPrivateRelease
+from lit_dpret.privacy.batches import copied_rows
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases
 
 Patch = pytest.MonkeyPatch
@@ -215,6 +216,43 @@ def test_in_low_precision_it_is_refused_as_well(module: type[Any], units: int, t
     data = Numbers(sampling="poisson", physical_batch_size=units)
     with pytest.raises(UnsupportedModelError) as refusal:
         train(tmp_path, module, data=data, precision="bf16-mixed", steps=4)
+    assert refusal.value.trap == "T11"
+
+
+class CountsAPassageOnce(Plain):
+    """Of the rows that are collated together, the first one with a passage has a loss."""
+
+    def collate_rows(self, rows: list[Any]) -> dict[str, Tensor]:
+        seen = [row.passage for row in rows]
+        first = torch.tensor([float(text not in seen[:place]) for place, text in enumerate(seen)])
+        return super().collate_rows(rows) | {"first": first}
+
+    def place_rows(self, features: Any, places: Any, rows: int) -> Any:
+        return copied_rows(features, places, rows)
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        return self.losses(rows["inputs"], rows["target"]) * rows["first"]
+
+
+class CountsAPassageOnceInOneShape(CountsAPassageOnce):
+    fixed_shapes = True
+
+
+@pytest.mark.parametrize(
+    ("module", "units", "precision"),
+    [
+        (CountsAPassageOnce, 2, "32-true"), (CountsAPassageOnceInOneShape, 16, "32-true"),
+        (CountsAPassageOnceInOneShape, 2, "32-true"), (CountsAPassageOnce, 2, "bf16-mixed"),
+        (CountsAPassageOnce, 3, "bf16-true"), (CountsAPassageOnce, 16, "bf16-true"),
+    ],
+)  # fmt: skip
+def test_a_row_that_depends_on_rows_before_it_in_the_same_collation_is_refused(
+    module: type[Any], units: int, precision: str, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    for other in ("compare_company", "compare_sizes", "compare_histories"):  # which may meet it by luck, or not
+        monkeypatch.setattr(_Passes, other, lambda *_, **__: None)
+    with pytest.raises(UnsupportedModelError) as refusal:
+        train(tmp_path, module, data=Numbers(physical_batch_size=units), precision=precision, steps=1)
     assert refusal.value.trap == "T11"
 
 

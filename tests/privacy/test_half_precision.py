@@ -14,8 +14,9 @@ import lightning as L
 import pytest
 import torch
 from half_precision import LONGEST, STILL, Log, encoder, largest_ratio, moved, sums_of, tower
-from stand_ins import Regression
-from tiny_generator import decoder_only, generator
+from stand_ins import Line, Regression
+from tiny_generator import DECODERS, decoder_only, generator
+from tiny_generator import passage as words
 
 from lit_dpret.callbacks.fixed_shapes import rests_on_shapes
 from lit_dpret.distributed.ranks import Ranks
@@ -110,6 +111,28 @@ def test_the_generator_lets_no_unit_move_other_rows(
         return Log(64, physical_batch_size=cut, **settings)
 
     assert 0.9 < ratio(tmp_path, make, precision, data=data) <= 1 + ROUNDING
+
+
+class OfManyLengths(Log):
+    """A short pair is collated alone in another shape than beside a long one."""
+
+    def line(self, unit: int) -> Line:
+        asked, answered = ((3, 2), (2, 4), (13, 26), (2, 2))[unit % 4]
+        return Line(f"q{unit}", words(unit, asked), f"p{unit}", words(3 * unit + 1, answered), frozenset())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_honest_generator_is_not_refused_because_another_shape_rounds_otherwise(tmp_path: Path, seed: int) -> None:
+    """Weights as large as trained ones, whose losses move by 2e-3 with the shape of a batch in bfloat16."""
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "max_position_embeddings": 128}
+    config = {"model_type": "llama", **DECODERS["llama"], **shape}
+    settings: dict[str, Any] = {"config": config, "max_passage_length": 40, "max_query_length": 16, "seed": seed}
+    module = decoder_only(privacy=private(tmp_path), away=0.0, **settings)
+    module.optimizer_spec = STILL
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(8 if parameter.dim() > 1 else 1)
+    sums_of(tmp_path / "run", module, OfManyLengths(16, physical_batch_size=4), steps=1, precision="bf16-true")
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
