@@ -23,9 +23,11 @@ Shared = list[list[str]]
 
 def shape_of_batches(trainer: L.Trainer, module: Any, data: Any) -> FixedShape | None:
     """Return the shape that every physical batch is filled up to; None where a batch is as large as what was drawn."""
+    ragged = getattr(module, "ragged_features", ())
     if rests_on_shapes(trainer, module):
-        return FixedShape.of(data, module.place_rows if getattr(module, "fills_up", False) else copied_rows, spare=1)
-    return FixedShape.of(data, module.place_rows) if asks_for_one_program(trainer, module) else None
+        place_rows = module.place_rows if getattr(module, "fills_up", False) else copied_rows
+        return FixedShape.of(data, place_rows, spare=1, ragged=ragged)
+    return FixedShape.of(data, module.place_rows, ragged=ragged) if asks_for_one_program(trainer, module) else None
 
 
 def collate_of(trainer: L.Trainer, module: Any) -> Collate:

@@ -131,6 +131,8 @@ class CouplingCheck:
                     passes.compare_company(part, company, gradients=first or turn == 2, later=first or turn == 0)
                 if rows.batch.data_rows is not None:  # as many rows always, so that only this sees what looks back
                     passes.compare_company(part.keeping_the_last(), (number % 2 == 0,), gradients=False, later=False)
+                    if rows.batch.alone is not None:
+                        passes.compare_placed(rows)
                 elif turn == 1:
                     passes.compare_sizes(part)
             if metrics := [part for part in module.modules() if isinstance(part, Metric)]:
@@ -227,7 +229,7 @@ class _Rows:
 
     def alone(self) -> Any:
         """Return the kept rows without the others, collated without them where the loader did so."""
-        collated = self.batch.alone
+        collated = self.batch.alone if self.batch.data_rows is None else None
         if collated is None or len(_leaves(collated)[0]) != int(self.kept.sum()):
             return take_rows(self.batch.rows, self.kept.nonzero().flatten())
         units = self.batch.unit_ids[self.kept]
@@ -357,15 +359,33 @@ class _Passes:
             others = others[: slots - len(own)]
         alone = self.collated(own, []).features
         for together, first in (([*own, *others], 0), ([*others, *own], len(others))):
-            found = []
+            found, drawn = [], []
             for features, at in ((alone, first), (self.collated(together, []).features, 0)):
                 batch, places = self._batch_like(rows.batch, features, at)
                 self.module.before_batch(batch)
                 self._kept_state.reset()
                 kept = places[first - at :][: len(own)]
                 found.append(self._losses(batch.rows, fixed_coins=True)[kept])
+                drawn.append(python_and_numpy_now())
+            if drawn[0] != drawn[1]:
+                self._refuse_other_coins()
             if _differ(found[0], found[1], floor=FLOOR):
                 self._refuse(rows)
+
+    def compare_placed(self, rows: _Rows) -> None:
+        """Compare the losses of the first units of a batch of fixed shape with those that they have alone in it."""
+        slots = torch.tensor(rows.slots[:ALONE], device=rows.kept.device)
+        kept = torch.isin(rows.batch.unit_ids, slots) & rows.batch.data_rows
+        mask = torch.zeros_like(rows.batch.mask).index_fill_(0, slots, True)
+        features = take_rows(rows.batch.alone, slice(None))
+        alone = replace(rows.batch, rows=features, data_rows=kept, mask=mask, alone=None)
+        self.module.before_batch(alone)
+        found = []
+        for features in (rows.as_they_are(), alone.rows):
+            self._kept_state.reset()
+            found.append(self._losses(features, fixed_coins=True)[kept])
+        if _differ(found[0], found[1]):
+            self._refuse(rows)
 
     def _batch_like(self, batch: UnitBatch, features: Any, first: int) -> tuple[UnitBatch, Tensor]:
         """Return a batch of collated rows, each a unit, and the places of these rows.

@@ -86,6 +86,8 @@ class DualEncoder(PairModule):
 
     takes_public_passages = True
 
+    ragged_features = ("answers", "answers_at")
+
     def __init__(
         self,
         *,

@@ -106,6 +106,8 @@ class FrozenDualEncoder(PairModule):
     coupled_loss: bool
     takes_public_passages = True
 
+    ragged_features = ("others", "answers_at")
+
     def __init__(
         self,
         *,

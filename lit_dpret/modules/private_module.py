@@ -83,6 +83,9 @@ class PrivateModule(Checkpointed):
     #: Whether batches are filled up to a fixed shape for a compiler; None for XLA devices only. A module that
     #: implements ``place_rows`` may say other than False. In low precision under a guarantee they are in any case.
     fixed_shapes: bool | None = False
+    #: Features whose sizes may follow from the rows of a batch also in a fixed shape: lists of numbers for each row,
+    #: as long as the longest of them, from which nothing but a mask is computed, as where right answers stand.
+    ragged_features: Sequence[str] = ()
     #: Names that no private row is behind but through trained weights, which the card takes on trust: of numbers that
     #: the module logs under a guarantee, and of what its hooks write between batches, as a teacher.
     public_metrics: Sequence[str] = ()
@@ -164,8 +167,8 @@ class PrivateModule(Checkpointed):
     def place_rows(self, features: Any, places: Sequence[int], rows: int) -> Any:
         """Features of a fixed shape: those of ``collate_rows`` at ``places``, among ``rows`` rows in all.
 
-        No size in the result may follow from ``features``. Rows that are filled in count for nothing; copies of a
-        unit's own first row replace them where that unit has rows.
+        No size in the result may follow from ``features``, but for `ragged_features`. Rows that are filled in count for
+        nothing; copies of a unit's own first row replace them where that unit has rows.
         """
         raise UnsupportedModelError(f"{type(self).__name__} does not implement place_rows(features, places, rows).")
 

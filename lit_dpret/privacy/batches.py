@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lit_dpret.distributed.xla import is_lazy
-from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError
 from lit_dpret.privacy.budget import NAMES
 from lit_dpret.privacy.coins import generators_now, kept_generators, seed_generators
 from lit_dpret.privacy.state_watch import checksums
@@ -107,25 +107,36 @@ class FixedShape:
     """The shape of every physical batch.
 
     Args:
-        slots: Units that a batch has room for; ``datamodule.physical_batch_size``.
+        slots: Units that a batch has room for; ``datamodule.physical_batch_size``, and those that are spare.
         rows_of_a_slot: Rows that a unit has room for; 1 where one row of each unit is drawn, else
             ``datamodule.max_rows_per_unit``.
         place_rows: The module's function that puts features at some places among so many rows.
+        ragged: Names of features whose sizes may follow from the rows (`PrivateModule.ragged_features`).
+        spare: How many of the slots nobody ever fills.
     """
 
     slots: int
     rows_of_a_slot: int
     place_rows: Callable[[Any, Sequence[int], int], Any]
+    ragged: Sequence[str] = ()
+    spare: int = 0
 
     @classmethod
-    def of(cls, data: Any, place_rows: Callable[[Any, Sequence[int], int], Any], *, spare: int = 0) -> FixedShape:
+    def of(
+        cls,
+        data: Any,
+        place_rows: Callable[[Any, Sequence[int], int], Any],
+        *,
+        spare: int = 0,
+        ragged: Sequence[str] = (),
+    ) -> FixedShape:
         """The shape that a DataModule asks for, with ``spare`` slots that nobody ever fills.
 
         Raises:
             ConfigurationError: All rows of a unit are drawn, and nothing says how many these can be.
         """
         if data.rows_per_unit == "one":
-            return cls(data.physical_batch_size + spare, 1, place_rows)
+            return cls(data.physical_batch_size + spare, 1, place_rows, ragged, spare)
         most = getattr(data, "max_rows_per_unit", None)
         if most is None:
             raise ConfigurationError(
@@ -133,7 +144,7 @@ class FixedShape:
                 "trainer.precision below float32 under a guarantee) needs room for the rows of the largest unit: set "
                 "datamodule.max_rows_per_unit, or datamodule.rows_per_unit=one."
             )
-        return cls(data.physical_batch_size + spare, most, place_rows)
+        return cls(data.physical_batch_size + spare, most, place_rows, ragged, spare)
 
     @property
     def rows(self) -> int:
@@ -289,8 +300,8 @@ class UnitBatch:
         last: Whether this is the last physical batch of its step on this rank.
         attempt: The attempt whose coins drew it.
         data_rows: In a batch of fixed shape, which rows are data and no filling, shape ``(rows,)``; else None.
-        alone: Of the first ``ALONE`` units that have rows, what ``collate_rows`` makes of them without the others;
-            None where it is not compared.
+        alone: Of the first ``ALONE`` units that have rows, what ``collate_rows`` makes of them without the others, in
+            a batch of fixed shape placed at their slots of an otherwise empty one; None where it is not compared.
         digests: Checksums of some values of each tensor as it was collated, by its path in ``rows``; empty where it is
             not compared.
         origin: For each slot of the whole batch, the unit that was drawn and the keys of the rows that came for it
@@ -411,6 +422,8 @@ class UnitCollator:
           the first batch and in steps 1, 2, 4 and so on, it is called for each unit by itself, under
           `Draw.seed`: another unit's rows change neither its coins nor its features, whatever is known of the seeds.
         - A resumed run draws the same, and the global generators are afterwards as before.
+        - Under a guarantee, features in a fixed shape have the sizes that they had in every batch before; in the first
+          batch and in steps 1, 2, 4 and so on also those that they have where some of its units are collated alone.
 
     Args:
         collate_rows: The module's function from rows to tensors.
@@ -438,7 +451,8 @@ class UnitCollator:
         self._unit = unit
         self._shape = shape
         self._apart = apart
-        self._draws = self._looked = False
+        self._draws = self._looked = self._looks = False
+        self._sizes: dict[str, torch.Size] = {}
 
     def _collated(self, drawn: Sequence[tuple[Draw, list[Any]]]) -> Any:
         """Collate the rows of some units, at least one of each: at once, or each unit's alone where coins are drawn."""
@@ -451,7 +465,7 @@ class UnitCollator:
                 if not self._apart:
                     return features
                 self._draws = generators_now() != before or (
-                    self._is_looked_at(drawn[0][0].step) and not self._is_the_same(features, together, drawn[0][0].seed)
+                    self._looks and not self._is_the_same(features, together, drawn[0][0].seed)
                 )
                 if not self._draws:
                     return features
@@ -487,7 +501,24 @@ class UnitCollator:
                     "collate_rows or in dataset[draw], where each unit has coins of its own.",
                     trap="T11",
                 )
+        if self._apart and shape.slots - shape.spare > 1:  # of a unit by itself, sizes are nobody else's
+            self._refuse_other_sizes(shape, placed[0])
         return placed
+
+    def _refuse_other_sizes(self, shape: FixedShape, features: Any) -> None:
+        sizes = {name: value.shape for name, value in _named_leaves(features, shape.ragged) if hasattr(value, "shape")}
+        self._sizes = self._sizes or sizes
+        for name in sorted(sizes.keys() | self._sizes.keys()):
+            if sizes.get(name) != (known := self._sizes.get(name)):
+                raise UnsupportedModelError(
+                    f"{name} has the shape {_shown(sizes.get(name))} in one batch and {_shown(known)} in another one, "
+                    "or in one with fewer units, after place_rows put it into a fixed shape. In low precision what a "
+                    "row gives depends on how far it is filled up, so one unit would change what others give. Fill "
+                    "texts up to one length in place_rows (or collate_rows), whatever is in the batch, or set "
+                    "trainer.precision=32-true and model.fixed_shapes=false. A list of numbers that nothing is "
+                    "computed from but a mask may be named in ragged_features of the module.",
+                    trap="T39",
+                )
 
     def __call__(self, items: list[tuple[Draw, Sequence[Any]]]) -> UnitBatch:
         slots: list[int] = []
@@ -500,14 +531,17 @@ class UnitCollator:
         first = items[0][0]
         origin = tuple((draw.unit, row_keys(unit_rows, self._unit)) for draw, unit_rows in items)
         real = [draw.unit != PADDING for draw, _ in items]
+        self._looks = bool(drawn) and self._is_looked_at(first.step)
         features = self._collated(drawn) if drawn else None
-        alone = None
-        if self._shape is None and first.step & (first.step - 1) == 0 and drawn:
-            alone = self._collated_alone(drawn[:ALONE])
+        compares = self._looks and (self._shape is None or self._apart)
+        alone = self._collated_alone(drawn[:ALONE]) if compares else None
         data_rows = None if self._shape is None else torch.zeros(0, dtype=torch.bool)
         if self._shape is not None and drawn:
             shape = self._shape
             features, data_rows = self._placed(shape, features, slots)
+            if alone is not None:
+                alone, _ = self._placed(shape, alone, slots[: sum(len(rows) for _, rows in drawn[:ALONE])])
+                self._placed(shape, self._collated(drawn[-1:]), slots[-len(drawn[-1][1]) :])  # for its sizes
             slots = [slot for slot in range(shape.slots) for _ in range(shape.rows_of_a_slot)]
             real += [False] * (shape.slots - len(real))
         return UnitBatch(
@@ -543,6 +577,19 @@ def _units_joined(parts: Sequence[Any], counts: Sequence[int]) -> Any:
             "draw in dataset[draw], which has coins of its own for every unit too, or from torch in per_row_loss.",
             trap="T11",
         ) from error
+
+
+def _named_leaves(rows: Any, apart: Sequence[str] = (), path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of nested dicts with their paths, without those whose outermost name is in ``apart``."""
+    for name, value in rows.items() if isinstance(rows, dict) else ():
+        if name not in apart:
+            yield from _named_leaves(value, (), f"{path}.{name}" if path else str(name))
+    if not isinstance(rows, dict):
+        yield path or "features", rows
+
+
+def _shown(size: torch.Size | None) -> str:
+    return "no shape" if size is None else str(tuple(size))
 
 
 def _leaves(rows: Any) -> list[Any]:

@@ -7,26 +7,29 @@ query decides how far all are padded, so emptying it is what moves other rows mo
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from half_precision import LONGEST, STILL, Log, encoder, largest_ratio, moved, sums_of, tower
+from half_precision import LONGEST, PASSAGES, STILL, Log, encoder, largest_ratio, moved, sums_of, tower
 from stand_ins import Line, Regression
 from tiny_generator import DECODERS, decoder_only, generator
 from tiny_generator import passage as words
 
 from lit_dpret.callbacks.fixed_shapes import rests_on_shapes
 from lit_dpret.distributed.ranks import Ranks
-from lit_dpret.errors import ConfigurationError
+from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.modules import FrozenDualEncoder
+from lit_dpret.modules.coupling_check import _Passes
 from lit_dpret.modules.physical_batches import pieces_of
 from lit_dpret.negatives import BM25Negatives, DynamicNegatives, NegativeSource, RandomNegatives, StaticNegatives
-from lit_dpret.privacy.accounting.releases import Poisson
-from lit_dpret.privacy.batches import PADDING, Draw, FixedShape, UnitCollator
+from lit_dpret.privacy.accounting.releases import NonPrivateRelease, Poisson
+from lit_dpret.privacy.batches import PADDING, Draw, FixedShape, UnitCollator, copied_rows
 from lit_dpret.privacy.clipping import GhostClipping
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases
 from lit_dpret.privacy.modes import DPSGD, BatchClip, LogitDP, PerExampleDuplicated, PublicPassages
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.sampling import PrivateBatchSampler
@@ -192,6 +195,104 @@ def test_what_cannot_be_shown_is_refused(tmp_path: Path, precision: str) -> None
         with pytest.raises(ConfigurationError, match=r"trainer\.precision") as refused:
             sums_of(tmp_path / "refused", module, Log(16), precision=precision)
         assert refused.value.trap == "T39"
+
+
+class PadsToTheLongest(Measures):
+    """It places rows by itself, and how long a row is filled up follows from the longest one of the batch."""
+
+    def collate_rows(self, rows: list[Any]) -> dict[str, Any]:
+        padded = torch.nn.utils.rnn.pad_sequence([torch.ones(len(row.query)) for row in rows], batch_first=True)
+        return super().collate_rows(rows) | {"letters": padded}
+
+    def place_rows(self, features: Any, places: Any, rows: int) -> Any:
+        return copied_rows(features, places, rows)
+
+
+class PadsToAMultiple(PadsToTheLongest):
+    """Only in a batch with the longest query, which is drawn late, is another length due."""
+
+    def place_rows(self, features: Any, places: Any, rows: int) -> Any:
+        wide = torch.nn.functional.pad(features["letters"], (0, -features["letters"].shape[1] % 32))
+        return copied_rows(features | {"letters": wide}, places, rows)
+
+
+class CentresWhatItPlaces(Measures):
+    def place_rows(self, features: Any, places: Any, rows: int) -> Any:
+        centred = features["target"] - features["target"].mean()
+        return copied_rows(features | {"target": centred}, places, rows)
+
+
+@pytest.mark.parametrize("precision", LOW)
+@pytest.mark.parametrize("physical", [2, 8])
+def test_a_module_that_places_rows_in_a_shape_that_follows_from_them_is_refused(
+    tmp_path: Path, physical: int, precision: str
+) -> None:
+    module = PadsToTheLongest(privacy=private(tmp_path), optimizer=STILL)
+    with pytest.raises(UnsupportedModelError, match=r"letters.*trainer\.precision") as refused:
+        sums_of(tmp_path / "run", module, Log(16, physical_batch_size=physical), precision=precision)
+    assert refused.value.trap == "T39"
+    assert '"intent"' not in (tmp_path / "run" / "privacy_ledger.jsonl").read_text()
+
+
+@pytest.mark.parametrize("kind", [Lengths, PadsToTheLongest])
+def test_a_unit_that_is_alone_in_its_batch_may_have_a_shape_of_its_own(tmp_path: Path, kind: type[Measures]) -> None:
+    def make() -> Any:
+        torch.manual_seed(0)
+        return kind(privacy=private(tmp_path), optimizer=STILL, dropout=0.0)
+
+    def data(**settings: Any) -> Any:
+        return Log(8, physical_batch_size=1, **settings)
+
+    assert 0.9 < ratio(tmp_path, make, "bf16-mixed", emptied=(3,), data=data) <= 1 + ROUNDING
+
+
+def test_a_shape_that_changes_in_a_later_batch_is_refused_then_and_nothing_is_claimed(tmp_path: Path) -> None:
+    class Late(Log):
+        def rows(self, unit: int) -> list[Line]:
+            """The longest query of all is there from the third time on that it is asked for."""
+            self.asked = getattr(self, "asked", 0) + (unit == LONGEST)
+            return [] if unit == LONGEST and self.asked < 6 else super().rows(unit)
+
+    module = PadsToAMultiple(privacy=private(tmp_path), optimizer=STILL)
+    with pytest.raises(UnsupportedModelError, match="letters"):
+        sums_of(tmp_path / "run", module, Late(16), precision="bf16-mixed", steps=12)
+    records = PrivacyLedger.read(tmp_path / "run" / "privacy_ledger.jsonl").records
+    assert any(isinstance(release, NonPrivateRelease) for release in charged_releases(records))
+
+
+@pytest.mark.parametrize("precision", LOW)
+@pytest.mark.parametrize("found_by", ["compare_collated", "compare_placed"])
+def test_a_module_that_mixes_rows_where_it_places_them_is_refused(
+    tmp_path: Path, precision: str, found_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for each in {"compare_collated", "compare_placed"} - {found_by}:
+        monkeypatch.setattr(_Passes, each, lambda *_, **__: None)
+    with pytest.raises(UnsupportedModelError, match="other rows"):
+        sums_of(tmp_path, CentresWhatItPlaces(privacy=private(tmp_path), optimizer=STILL), Log(16), precision=precision)
+
+
+class SeveralAnswers(Log):
+    """Queries with one to four right passages: lists of them are as long as a batch's longest."""
+
+    def line(self, unit: int) -> Line:
+        line = super().line(unit)
+        more = {f"p{(unit * 31 + k) % len(PASSAGES):03}" for k in range(0 if unit != LONGEST else 3)}
+        return replace(line, positives=line.positives | more)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("kind", ["pool", "random", "frozen", "frozen pool"])
+def test_lists_of_right_passages_may_be_as_long_as_those_of_a_batch(tmp_path: Path, kind: str, precision: str) -> None:
+    def make() -> Any:
+        if kind.startswith("frozen"):
+            mode = PublicPassages if "pool" in kind else DPSGD
+            return FrozenDualEncoder(privacy=private(tmp_path, mode), optimizer=STILL, encoder=tower(), pool_size=64)
+        return sourced(tmp_path, kind, PublicPassages, precision)
+
+    def data(**settings: Any) -> Any:
+        return SeveralAnswers(32, physical_batch_size=16, **settings)
+
+    assert 0.9 < ratio(tmp_path, make, precision, emptied=(LONGEST,), data=data) <= 1 + ROUNDING
 
 
 def scattered(units: int, *, step: int = 0, rank: int = 0, world: int = 1) -> list[list[int]]:
