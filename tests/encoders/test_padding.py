@@ -116,6 +116,10 @@ def test_rotary_positions_that_change_with_the_longest_text_are_used_up_to_there
         moved = model(input_ids=beside, attention_mask=(beside > 0).long()).last_hidden_state[:1, :10] - alone
     assert moved.abs().max() > 0.1
     TextEncoder(model, tiny_tokenizer(), Contract(query_max_length=40, passage_max_length=40))
+    buffers = [(buffer, buffer._version) for buffer in model.buffers()]
+    with torch.no_grad():  # a buffer that is written while private rows are read would be refused
+        assert torch.equal(model(input_ids=short).last_hidden_state, alone)
+    assert all(buffer._version == version for buffer, version in buffers)
     for name in ("query_max_length", "passage_max_length"):
         with pytest.raises(ConfigurationError, match=name):
             TextEncoder(model, tiny_tokenizer(), Contract(**LENGTHS | {name: 41}))

@@ -7,8 +7,21 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from stand_ins import dp, fit
-from tiny_generator import ROWS, SHAPE, CopyTask, copy_pairs, generator, losses, pair, passage, tokenizer
+from tiny_generator import (
+    DECODERS,
+    ROWS,
+    SHAPE,
+    CopyTask,
+    copy_pairs,
+    decoder_only,
+    generator,
+    losses,
+    pair,
+    passage,
+    tokenizer,
+)
 
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.modules.generator_folder import GeneratorContract, TextCodec
@@ -186,3 +199,73 @@ def test_clipping_by_ghost_norms_equals_clipping_one_row_at_a_time(settings: dic
     assert set(sums[0]) == set(sums[1])
     for name, total in sums[0].items():
         torch.testing.assert_close(total, sums[1][name], rtol=1e-6, atol=1e-9)
+
+
+# -- lengths and padding ---------------------------------------------------------------------
+
+BERT: dict[str, Any] = {
+    "vocab_size": 96, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32,
+    "max_position_embeddings": 40, "pad_token_id": 0,
+}  # fmt: skip
+
+
+def stored_pair(folder: Path, encoder: Any) -> Path:
+    """An encoder with a decoder of its own, as `EncoderDecoderModel` puts any two together."""
+    torch.manual_seed(0)
+    decoder = hf.BertLMHeadModel(hf.BertConfig(is_decoder=True, add_cross_attention=True, **BERT))
+    model = hf.EncoderDecoderModel(encoder=encoder, decoder=decoder)
+    model.config.decoder_start_token_id, model.config.pad_token_id, model.config.eos_token_id = 0, 0, 1
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.2 * torch.randn(parameter.shape)  # so large that a token counts
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["ConvBert", "Nystromformer"])
+def test_a_model_in_which_padding_counts_is_refused(kind: str, tmp_path: Path) -> None:
+    """What it makes of one passage would follow from how long the other ones of the batch are."""
+    more = {"embedding_size": 16, "head_ratio": 1} if kind == "ConvBert" else {}
+    encoder = getattr(hf, f"{kind}Model")(getattr(hf, f"{kind}Config")(**BERT, **more))
+    with pytest.raises(UnsupportedModelError, match="padding"):
+        generator(pretrained=stored_pair(tmp_path, encoder), config=None, dropout=None)
+
+
+def test_texts_longer_than_the_tables_of_positions_are_refused_by_name(tmp_path: Path) -> None:
+    folder = stored_pair(tmp_path, hf.RobertaModel(hf.RobertaConfig(**BERT)))  # its places begin behind the padding's
+    settings: dict[str, Any] = {"pretrained": folder, "config": None, "dropout": None}
+    module = generator(**settings, max_passage_length=39, max_query_length=40)
+    assert losses(module, [pair(passage(3, 60), passage(5, 60))]).isfinite().all()
+    for name, length in (("max_passage_length", 40), ("max_query_length", 41)):
+        with pytest.raises(ConfigurationError, match=rf"model\.{name}"):
+            generator(**settings | {name: length})
+
+
+def test_virtual_tokens_take_places_as_well() -> None:
+    settings: dict[str, Any] = {"kind": "gpt2", "max_passage_length": 20, "max_query_length": 10}
+    decoder_only(**settings, prompt_tuning={"num_virtual_tokens": 10})
+    with pytest.raises(ConfigurationError, match=r"model\.max_passage_length.*prompt_tuning"):
+        decoder_only(**settings, prompt_tuning={"num_virtual_tokens": 11})
+
+
+ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 3.0], "long_factor": [8.0, 9.0]}
+LONG_ROPE: dict[str, Any] = DECODERS["llama"] | {
+    "model_type": "phi3", "max_position_embeddings": 160, "original_max_position_embeddings": 40,
+    "rope_parameters": ROPE,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("engine", ["ghost", "loop"])
+def test_rotary_positions_that_could_change_with_the_longest_text_are_held(engine: str, tmp_path: Path) -> None:
+    """The model had written its choice, always the same one, into a buffer, and so was refused in the first batch."""
+    settings: dict[str, Any] = {"config": LONG_ROPE, "max_passage_length": 30, "max_query_length": 10}
+    patterns = ["proj"] if engine == "ghost" else None  # it has no rule for the norms of this model
+    module = decoder_only(privacy=dp(tmp_path, engine=engine), trainable_patterns=patterns, **settings)
+    plain = decoder_only(**settings)
+    for part in plain.model.modules():
+        if hasattr(part, "rope_type"):
+            part.rope_type = "longrope"
+    torch.testing.assert_close(losses(module, ROWS), losses(plain, ROWS), rtol=0, atol=0)
+    fit(tmp_path / "run", module, CopyTask("truncated_poisson"), steps=2)
+    with pytest.raises(ConfigurationError, match=r"model\.max_passage_length.*40 tokens"):
+        decoder_only(**settings | {"max_passage_length": 31})
