@@ -39,13 +39,15 @@ def main() -> None:
 
     def blocks(stream: KeyedStream, threads: int, part: int = count) -> Callable[[], None]:
         def draw() -> None:
-            stream.normal(torch.Size([part]), attempt=0, step=0, parameter="w", threads=threads)
+            torch.set_num_threads(threads)
+            stream.normal(torch.Size([part]), attempt=0, step=0, parameter="w")
 
         return draw
 
     def rounded(threads: int) -> Callable[[], None]:
         def draw() -> None:
-            plain.rounded_normal(torch.Size([few]), bits=30, attempt=0, step=0, parameter="w", threads=threads)
+            torch.set_num_threads(threads)
+            plain.rounded_normal(torch.Size([few]), bits=30, attempt=0, step=0, parameter="w")
 
         return draw
 
@@ -53,6 +55,7 @@ def main() -> None:
         source, total = noise_source(noise, plain, noise_multiplier=1.0, coordinates=few), torch.zeros(few)
 
         def add() -> None:
+            torch.set_num_threads(arguments.threads)
             source.noised(total, std=1.0, attempt=0, step=0, parameter="w")
 
         return add

@@ -196,7 +196,6 @@ class KeyedStream:
         start: int = 0,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
-        threads: int | None = None,
     ) -> Tensor:
         """Standard normal noise of ``shape`` for one parameter in one step, drawn in fp32 or wider on the CPU.
 
@@ -204,7 +203,7 @@ class KeyedStream:
             - What lies at flat index i depends on the key and on i alone: a part of a parameter, from
               ``start`` on, gets the numbers that it has in the whole one, and nothing of the size of
               the whole is held for it.
-            - The number of threads changes no number.
+            - The number of threads, which is PyTorch's, changes no number.
 
         Args:
             shape: Of the noise.
@@ -215,12 +214,11 @@ class KeyedStream:
             start: The flat index, in the parameter, of the first coordinate of ``shape``.
             device: Where the noise is wanted.
             dtype: Of the sum; float64 gets float64, all else float32.
-            threads: That draw; None for as many as PyTorch computes with.
         """
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         drawn = np.empty(math.prod(shape), dtype=np.float64 if wide == torch.float64 else np.float32)
         draw = _shake_normal if self.secure_rng else _philox_normal
-        self._fill(drawn, draw, ("noise", attempt, step, parameter, _WHOLE, salt), start, threads)
+        self._fill(drawn, draw, ("noise", attempt, step, parameter, _WHOLE, salt), start)
         return torch.from_numpy(drawn).reshape(shape).to(device)
 
     def rounded_normal(
@@ -234,7 +232,6 @@ class KeyedStream:
         salt: str = "",
         start: int = 0,
         device: torch.device | str = "cpu",
-        threads: int | None = None,
     ) -> Tensor:
         """Normals of standard deviation ``2**bits``, rounded to whole numbers, int64, exactly and from SHAKE-256.
 
@@ -243,7 +240,7 @@ class KeyedStream:
         """
         drawn = np.empty(math.prod(shape), dtype=np.int64)
         key = ("rounded noise", attempt, step, parameter, salt)
-        self._fill(drawn, partial(rounded_normals, bits=bits), key, start, threads)
+        self._fill(drawn, partial(rounded_normals, bits=bits), key, start)
         return torch.from_numpy(drawn).reshape(shape).to(device)
 
     def _fill(
@@ -252,7 +249,6 @@ class KeyedStream:
         draw: Callable[[bytes, np.ndarray], None],
         key: tuple[object, ...],
         start: int,
-        threads: int | None,
     ) -> None:
         """Fill ``drawn``, which begins at flat index ``start``, block by block, each under a key of its own."""
         count = len(drawn)
@@ -271,7 +267,7 @@ class KeyedStream:
                 target[:] = upto[first - begin :]
 
         blocks = range(start // BLOCK, -(-(start + count) // BLOCK)) if count else range(0)
-        workers = min(threads or torch.get_num_threads(), len(blocks))
+        workers = min(torch.get_num_threads(), len(blocks))
         if workers <= 1:
             for block in blocks:
                 fill(block)
