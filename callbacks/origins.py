@@ -6,15 +6,17 @@ process (`lit_dpret.privacy.ledger.trained`), and the run that ``init_from`` nam
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from lit_dpret.cards.file import CARD_NAME, card_above, read_card
-from lit_dpret.cards.start import Start, model_folder
+from lit_dpret.cards.start import Start, ledgers_of, model_folder
 from lit_dpret.errors import ConfigurationError
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, ledger_identity, start_of
 from lit_dpret.privacy.ledger.trained import TrainedIn, fingerprints, held, mark, noted_in, remember, runs_behind
 
 
@@ -31,7 +33,7 @@ class OwnWeights:
         self._itself, self._before, self._marked = itself, fingerprints(module), False
         places = [*_origins(module, start), *([] if start is None else [model_folder(start.folder)])]
         # Under privacy=none nobody counts them, so that the names in what the run writes are all that is left of them.
-        self._began_with = {run for place in places for run in noted_in(place) if run.privacy != "none"}
+        self._began_with = {run for place in places for run in _trained(place) if run.privacy != "none"}
 
     def mark_trained(self, module: Any) -> None:
         """Mark a module that the run has trained, with all runs behind it; once."""
@@ -51,7 +53,7 @@ def refuse_other_weights(module: Any, counter: Any, data: Any) -> None:
     """
     if counter.counted_by_others or module.privacy.guarantee == "none":
         return
-    behind = runs_behind(module).union(*map(noted_in, _origins(module, counter.start())))
+    behind = runs_behind(module).union(*map(_trained, _origins(module, counter.start())))
     if not behind:
         return
     known = counter.known_runs(module, data)
@@ -75,10 +77,54 @@ def _origins(module: Any, start: Start | None) -> list[Path]:
     own = None if start is None else model_folder(start.folder).resolve()
     parts = [part for part in held(module) if isinstance(part, nn.Module)]
     remembered = (getattr(getattr(part, "config", None), "_name_or_path", None) for part in parts)
-    said = (*(getattr(part, "pretrained", None) for part in parts), *remembered)
-    named = dict.fromkeys(str(name) for name in said if isinstance(name, (str, Path)) and name != "")
-    places = (Path(name).expanduser() for name in named)
-    return [place for place in places if place.is_dir() and not (own and place.resolve().is_relative_to(own))]
+    adapted = (base for part in parts for base in _adapted(getattr(part, "peft_config", None)))
+    places = _folders([*(getattr(part, "pretrained", None) for part in parts), *remembered, *adapted])
+    places = list(dict.fromkeys([*places, *_folders(base for place in places for base in _adapted_in(place))]))
+    return [place for place in places if not (own and place.resolve().is_relative_to(own))]
+
+
+def _folders(named: Iterable[Any]) -> list[Path]:
+    """Those names that are folders."""
+    found = dict.fromkeys(str(name) for name in named if isinstance(name, (str, Path)) and name != "")
+    return [place for name in found if (place := Path(name).expanduser()).is_dir()]
+
+
+def _adapted(settings: Any) -> list[Any]:
+    """The models that a part's adapters stand on, as peft knows them."""
+    found = settings.values() if isinstance(settings, Mapping) else ()
+    return [getattr(each, "base_model_name_or_path", None) for each in found]
+
+
+def _adapted_in(folder: Path) -> list[Any]:
+    """The model that a folder of adapters names: transformers loads that one beside them."""
+    try:
+        facts = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    return [facts.get("base_model_name_or_path")] if isinstance(facts, dict) else []
+
+
+def _trained(place: Path) -> frozenset[TrainedIn]:
+    """The runs that trained the model in ``place``, by its note or by a ledger in or around it.
+
+    Raises:
+        DataError: The note cannot be read.
+        LedgerError: A ledger cannot be read.
+    """
+    noted = noted_in(place)
+    known = {run.run for run in noted}  # a note tells the mode, also of a run that a ledger knows as a start alone
+    return noted.union(run for ledger in ledgers_of(place) for run in _ledgered(ledger) if run.run not in known)
+
+
+def _ledgered(ledger: Path) -> set[TrainedIn]:
+    records = PrivacyLedger.read(ledger).records
+    plan = next((record for record in records if record["kind"] == "plan"), None)
+    found = set() if plan is None else {TrainedIn(ledger_identity(records), str(plan["mode"]), str(ledger.parent))}
+    start = start_of(records)
+    if start is not None and not start["public"]:  # also a run under privacy=none hands on what it began with
+        mode = "dp" if start["releases"] else str(start["guarantee"])
+        found |= {TrainedIn(run, mode) for run in start["runs"] or [start["name"]]}
+    return found
 
 
 def claim_of(data: Any) -> str:

@@ -151,11 +151,29 @@ def model_folder(run: str | Path) -> Path:
     return folder / MODEL_FOLDER if (folder / MODEL_FOLDER).is_dir() else folder
 
 
+def places_of(model: str | Path) -> list[Path]:
+    """Return where the files lie that tell of a model's training.
+
+    They are its folder, the ``model/`` in it, and the ``model/`` that it is or is a part of, with the run around that.
+    """
+    folder = Path(model).expanduser()
+    places = [folder.resolve(), model_folder(folder).resolve()]
+    for place in (places[0], *list(places[0].parents)[:2]):
+        if place.name == MODEL_FOLDER:
+            places += [place, place.parent]
+    return list(dict.fromkeys(places))
+
+
+def ledgers_of(model: str | Path) -> list[Path]:
+    """Return the ledgers of runs in these places."""
+    return [ledger for place in places_of(model) if (ledger := place / LEDGER_NAME).is_file()]
+
+
 def traces_of_training(model: str | Path) -> Iterator[tuple[Path, str]]:
     """Yield each file that tells which run trained a model, with that run's mode, or the guarantee on its card.
 
-    Asked are cards, ledgers and the notes of `save_model`, in the folder, in its ``model/``, in the run folder whose
-    ``model/`` it is, and the card above that lists its files. Either of them survives where another one was lost.
+    Asked are cards, ledgers and the notes of `save_model`, in and around the folder (`places_of`), and the card above
+    that lists its files. Either of them survives where another one was lost.
 
     Raises:
         DataError: A card or a note cannot be read.
@@ -164,10 +182,7 @@ def traces_of_training(model: str | Path) -> Iterator[tuple[Path, str]]:
     from lit_dpret.privacy.ledger.trained import NOTE_NAME, noted_in  # it needs torch, and verification reads this file
 
     folder = Path(model).expanduser()
-    places = [folder.resolve(), model_folder(folder).resolve()]
-    if places[0].name == MODEL_FOLDER:
-        places.append(places[0].parent)
-    for place in dict.fromkeys(places):
+    for place in places_of(folder):
         if (place / CARD_NAME).is_file():
             yield place / CARD_NAME, str(read_card(place)["claim"]["guarantee"])
         yield from ((place / NOTE_NAME, run.privacy) for run in sorted(noted_in(place)))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cards import Run, make_plan
 from negative_cases import dual
 from stand_ins import fit
 from tiny_models import tiny_bert, tiny_tokenizer
@@ -152,6 +154,57 @@ def test_a_folder_that_a_trained_module_wrote_tells_another_process_of_it_withou
     refused(tmp_path, private(tmp_path, load_towers(written).query_encoder))
     make().save_model(written)
     train(tmp_path / "after", private(tmp_path, load_towers(written).passage_encoder))
+
+
+# -- a ledger that is all that is left ----------------------------------------------------------------
+
+
+def lonely(root: Path, *, ledger: str = ".", model: str = "model", mode: str = "dp_sgd") -> Path:
+    """A model without card and note, and somewhere about it the ledger of the run that trained it."""
+    save_sentence_transformer(root / model, tower())
+    Run(root / ledger, make_plan(), mode=mode).train(steps=1)
+    return root / model
+
+
+def adapters_of(base: Path, folder: Path) -> Path:
+    """A folder of adapters on a model; what is adapted is named in a file alone."""
+    save_sentence_transformer(folder, tower())
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}), encoding="utf-8")
+    return folder
+
+
+PLACES: dict[str, Callable[[Path], Path]] = {
+    "the run folder around model/": lonely,
+    "the folder itself": lambda root: lonely(root, ledger="public", model="public"),
+    "the run folder around a tower in model/": lambda root: lonely(root, model="model/query_encoder"),
+    "a run without privacy": lambda root: lonely(root, mode="none"),
+    "the base of adapters": lambda root: adapters_of(lonely(root), root.parent / "adapters"),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_ledger_tells_who_trained_a_folder_that_lost_its_card_and_note(place: str, tmp_path: Path) -> None:
+    encoder = PLACES[place](tmp_path / "first")
+    refused(tmp_path, private(tmp_path, encoder))
+    refused(tmp_path, DualEncoder(
+        privacy=PublicPassages(eps=8.0, noise_multiplier=2.0, pool_size=8, secret_file=tmp_path / "secret"),
+        optimizer=OptimizerSpec(lr=1e-2), encoder=str(encoder), max_query_length=8, max_passage_length=10,
+    ))  # fmt: skip
+
+
+def test_what_a_run_without_privacy_trains_names_the_run_whose_ledger_lay_beside_its_start(tmp_path: Path) -> None:
+    start = str(lonely(tmp_path / "first"))
+    lengths = {"max_query_length": 8, "max_passage_length": 10}
+    module = DualEncoder(privacy=NoPrivacy(), optimizer=OptimizerSpec(lr=1e-2), encoder=start, **lengths)
+    train(tmp_path / "between", module)
+    assert "dp_sgd" in (tmp_path / "between" / "model" / trained.NOTE_NAME).read_text(encoding="utf-8")
+
+
+def test_a_ledger_that_is_not_of_a_folder_refuses_nothing(tmp_path: Path) -> None:
+    Run(tmp_path, make_plan()).train(steps=1)  # of another run, in the folder where models lie
+    Run(tmp_path / "public" / "run", make_plan()).train(steps=1)
+    save_sentence_transformer(tmp_path / "public", tower())
+    train(tmp_path / "second", private(tmp_path, tmp_path / "public"))
 
 
 # -- honest runs -----------------------------------------------------------------------------
