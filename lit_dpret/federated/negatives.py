@@ -39,8 +39,7 @@ from lit_dpret.federated.settings import Selection, Stage2
 from lit_dpret.federated.storage import save_tensors
 from lit_dpret.negatives.base import PassageSource, Seat, Towers, TrainTexts, coins
 from lit_dpret.negatives.mined import DynamicNegatives
-from lit_dpret.retrieval.rescoring import canonical_scores
-from lit_dpret.retrieval.rows import TensorRows
+from lit_dpret.retrieval.rows import TensorRows, canonical_scores
 from lit_dpret.retrieval.search import MISSING, TopK, merged, search
 
 

@@ -18,8 +18,7 @@ from lit_dpret.files import write_whole
 from lit_dpret.negatives.base import Towers, TrainTexts
 from lit_dpret.progress import ProgressLine
 from lit_dpret.retrieval.bm25 import BM25
-from lit_dpret.retrieval.rescoring import canonical_scores
-from lit_dpret.retrieval.rows import TensorRows
+from lit_dpret.retrieval.rows import TensorRows, canonical_scores
 from lit_dpret.retrieval.search import MISSING, TopK, lexicographic_rank, search
 
 Ranker = Callable[[range], tuple[TopK, list[Tensor]]]

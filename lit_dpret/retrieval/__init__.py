@@ -1,6 +1,7 @@
 """Exact search, rankings and runs, their measures, and how sure these are.
 
-`search` stands on `topk`, `products`, `rescoring` and `rows`; `backends` lends other libraries' searches, and `bm25` is
-lexical. `runs` has `evaluate`, by `metrics` and `torch_metric`; `statistics` and `comparison` say how sure a number is.
+`search` stands on `topk`, `products` and `rows`; `backends` lends other libraries' searches, and `bm25` is lexical.
+`runs` has `evaluate`, by `metrics`, which `torch_metric` lends to torchmetrics; `statistics` and `comparison` say how
+sure a number is.
 The room is larger than planned because search is exact to the last tie, in bfloat16 and from files, as no library is.
 """

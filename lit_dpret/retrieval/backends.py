@@ -22,8 +22,7 @@ from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.retrieval.products import prepared
-from lit_dpret.retrieval.rescoring import canonical_scores
-from lit_dpret.retrieval.rows import Rows, as_rows
+from lit_dpret.retrieval.rows import Rows, as_rows, canonical_scores
 from lit_dpret.retrieval.search import Similarity, require_positive, search
 from lit_dpret.retrieval.topk import MISSING, TopK, first_k, keyed, places_by_rank
 

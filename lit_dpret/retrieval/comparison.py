@@ -7,13 +7,12 @@ questions at once, so each p-value is also given as Holm adjusts it for all of t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.retrieval.metrics import Metric, Qrels, Values
-from lit_dpret.retrieval.runs import DEFAULT_METRICS, EvaluationResult, Ranking, Run, evaluate
+from lit_dpret.errors import DataError
+from lit_dpret.retrieval.metrics import Metric, Values
 from lit_dpret.retrieval.statistics import Interval, bootstrap_interval, holm, paired_randomisation_test
 
 
@@ -130,30 +129,3 @@ def compare_values(
     adjusted = holm([cell.p_value for cell in cells])
     corrected = tuple(replace(cell, p_holm=p) for cell, p in zip(cells, adjusted, strict=True))
     return Comparison(a=names[0], b=names[1], cells=corrected, level=level, resamples=resamples)
-
-
-def compare(
-    run_a: Run | Ranking,
-    run_b: Run | Ranking,
-    qrels: Qrels,
-    metrics: Sequence[str] = DEFAULT_METRICS,
-    *,
-    names: tuple[str, str] = ("a", "b"),
-    data: str = "all queries",
-    level: float = 0.95,
-    resamples: int = 10_000,
-    seed: int = 0,
-) -> Comparison:
-    """Judge two runs against the same judgements and compare them, Holm-corrected over the metrics.
-
-    A query that one of the runs does not answer counts as 0 for it, as in `evaluate`.
-
-    Raises:
-        ConfigurationError: As `evaluate`.
-        DataError: As `evaluate`.
-    """
-    if not metrics:
-        raise ConfigurationError("There is no metric to compare by; name at least one, as ndcg@10.")
-    found: list[EvaluationResult] = [evaluate(run, qrels, metrics, resamples=1) for run in (run_a, run_b)]
-    first, second = ({data: result.per_query} for result in found)
-    return compare_values(first, second, names=names, level=level, resamples=resamples, seed=seed)

@@ -1,20 +1,30 @@
-"""Embeddings in memory or in a file, read in chunks and row by row.
+"""Embeddings in memory or in a file, read in chunks and row by row, and the scores of pairs of them.
 
 Search reads passages in order, a chunk at a time: once for the matrix products, and once more for the
 few rows that may be among the best. So a file is never in memory as a whole.
+
+A score is the float64 dot product of two embeddings, rounded to float32. Matrix products, faiss and ScaNN add the same
+numbers up in other orders and so disagree in the last bits; for a ranking those bits are its ties. Candidates from
+anywhere are therefore scored again here, pair by pair, always in the same order.
 """
 
 from __future__ import annotations
 
 import os
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal, Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.retrieval.topk import MISSING
 
 Storage = Literal["float32", "bfloat16"]
 STORAGES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -116,3 +126,98 @@ class FileRows:
 def as_rows(embeddings: Tensor | Rows) -> Rows:
     """Wrap a tensor as `Rows`; return rows as they are."""
     return TensorRows(embeddings) if isinstance(embeddings, Tensor) else embeddings
+
+
+_CHUNK = 16_384  # passages that are read at a time
+_PLACE = 2**32 - 1
+_DEVICE_BLOCK = 256 * 2**20  # bytes that keep an accelerator busy
+
+
+def canonical_scores(queries: Tensor, passages: Rows, candidates: Tensor, *, cosine: bool) -> Tensor:
+    """Return the scores of candidate passages, each a function of its two embeddings alone.
+
+    Args:
+        queries: float64, shape ``(queries, dim)``; normalised already under ``cosine``.
+        passages: All passages.
+        candidates: Indices of passages, long on the CPU, shape ``(queries, width)``; `MISSING` as filler.
+        cosine: Whether a passage is divided by its length.
+
+    Returns:
+        float32 on the CPU, shaped as ``candidates``; -inf for fillers.
+    """
+    if isinstance(passages, TensorRows) and passages.embeddings.device.type != "cpu":
+        scores = _on_device(queries, passages.embeddings, candidates, cosine)
+    else:
+        scores = _on_cpu(queries.cpu(), passages, candidates.numpy(), cosine)
+    return scores.masked_fill_(candidates == MISSING, float("-inf"))
+
+
+def _on_cpu(queries: Tensor, passages: Rows, candidates: NDArray[np.int64], cosine: bool) -> Tensor:
+    """Score all pairs in the order of their passages, so that each passage is fetched only once."""
+    width = max(1, candidates.shape[1])
+    flat = candidates.reshape(-1)
+    scores = torch.empty(len(flat), dtype=torch.float32)
+    keys = (flat << 32) | np.arange(len(flat))  # passage above, place among the candidates below
+    keys.sort()
+    starts = range(0, len(passages), _CHUNK)
+    edges = np.searchsorted(keys, np.append(starts, len(passages)) << 32)
+
+    def score(part: slice) -> None:
+        first, last = edges[part.start], edges[part.start + 1]
+        if first == last:
+            return
+        start, pairs = starts[part.start], keys[first:last]
+        wanted, places = pairs >> 32, torch.from_numpy(pairs & _PLACE)
+        opens = np.flatnonzero(np.diff(wanted, prepend=-1))  # where another passage begins
+        chunk = passages.chunk(start, min(start + _CHUNK, len(passages)))
+        found = chunk[torch.from_numpy(wanted[opens] - start)].double()
+        found = F.normalize(found, dim=-1) if cosine else found
+        grid = torch.sparse_csr_tensor(
+            torch.from_numpy(np.append(opens, len(pairs))),
+            places // width,
+            torch.zeros(len(pairs), dtype=torch.float64),
+            (len(found), len(queries)),
+            check_invariants=False,
+        )
+        scores[places] = torch.sparse.sampled_addmm(grid, found, queries.T).values().float()
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
+        rows_in_parallel(score, len(starts), 1)
+    return scores.view(candidates.shape)
+
+
+def _on_device(queries: Tensor, passages: Tensor, candidates: Tensor, cosine: bool) -> Tensor:
+    width = candidates.shape[1]
+    queries = queries.to(passages.device)
+    pairs = max(1, _DEVICE_BLOCK // (16 * queries.shape[1]))
+    rows, columns = max(1, pairs // max(1, width)), min(width, pairs)
+    scores = torch.empty(candidates.shape, dtype=torch.float32)
+    for row in range(0, len(queries), rows):
+        for column in range(0, width, columns):
+            block = slice(row, row + rows), slice(column, column + columns)
+            wanted = candidates[block].clamp(min=0).to(passages.device)
+            found = passages[wanted].double()
+            found = F.normalize(found, dim=-1) if cosine else found
+            scores[block] = (found * queries[row : row + rows, None, :]).sum(dim=-1).float().cpu()
+    return scores
+
+
+def rows_in_parallel(work: Callable[[slice], None], rows: int, step: int) -> None:
+    """Call ``work`` on slices of at most ``step`` rows, on as many threads as torch may use.
+
+    While it runs, torch uses one thread for each operation, in all of the process.
+    """
+    slices = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+    threads = min(torch.get_num_threads(), len(slices))
+    if threads <= 1:
+        for part in slices:
+            work(part)
+        return
+    before = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            for done in [pool.submit(work, part) for part in slices]:
+                done.result()
+    finally:
+        torch.set_num_threads(before)

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.files import write_whole
-from lit_dpret.retrieval.metrics import Gains, Metric, Qrels, Values, gains_of_ids, gains_of_indices, ideal_gains
+from lit_dpret.retrieval.metrics import Metric, Qrels, Values, gains_of_ids, gains_of_indices, ideal_gains
 from lit_dpret.retrieval.search import MISSING, TopK
 from lit_dpret.retrieval.statistics import Interval, bootstrap_interval
 
@@ -159,7 +159,7 @@ def evaluate(
             f"{len(query_ids)} query ids of the judgements. Are they of another data set, or another split?"
         )
     ideal = ideal_gains(query_ids, qrels)
-    per_query = _measured(wanted, gains, ideal)
+    per_query = {str(metric): metric(gains, ideal) for metric in wanted}
     intervals = {name: bootstrap_interval(values, resamples=resamples, seed=seed) for name, values in per_query.items()}
     return EvaluationResult(
         query_ids=query_ids,
@@ -169,20 +169,6 @@ def evaluate(
         without_hits=len(query_ids) - hits,
         without_relevant=int((ideal.sum(axis=1) == 0).sum()),
     )
-
-
-def _measured(metrics: Sequence[Metric], gains: Gains, ideal: Gains) -> dict[str, Values]:
-    """Return the value of every query by metric, as a ``torchmetrics.MetricCollection`` computes them."""
-    from torchmetrics import MetricCollection  # takes seconds, and a comparison of results does without
-
-    from lit_dpret.retrieval.torch_metric import RetrievalMetric, judged_rows
-
-    names = dict.fromkeys(map(str, metrics))
-    if not names:
-        return {}
-    found = MetricCollection({name: RetrievalMetric(name) for name in names})
-    found.update(**judged_rows(gains, ideal, max(metric.cutoff for metric in metrics)))
-    return {name: cast(RetrievalMetric, found[name]).per_query() for name in names}
 
 
 def _gains_of_ranking(ranking: Ranking, query_ids: Sequence[str], qrels: Qrels) -> tuple[Any, int]:

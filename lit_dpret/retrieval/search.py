@@ -21,8 +21,7 @@ from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.retrieval.products import Attempt, Products, bfloat16_pays, exact_float32, prepared
-from lit_dpret.retrieval.rescoring import canonical_scores, rows_in_parallel
-from lit_dpret.retrieval.rows import Rows, as_rows
+from lit_dpret.retrieval.rows import Rows, as_rows, canonical_scores, rows_in_parallel
 from lit_dpret.retrieval.topk import (
     EMPTY,
     MISSING,
@@ -51,6 +50,7 @@ __all__ = [
     "top_k_of",
 ]
 
+QUERY_CHUNK, PASSAGE_CHUNK = 1024, 16_384  # of a matrix product
 _CPU_BLOCK = 4096  # passages whose scores stay in a processor's cache
 _BUFFER_BYTES = 256 * 2**20  # of candidates, for the queries that are searched together
 
@@ -63,8 +63,6 @@ def search(
     tie_rank: Tensor | None = None,
     similarity: Similarity = "dot",
     exclude: Tensor | None = None,
-    query_chunk: int = 1024,
-    passage_chunk: int = 16_384,
     device: torch.device | str | None = None,
 ) -> TopK:
     """Return the ``k`` passages with the highest score for every query.
@@ -72,10 +70,9 @@ def search(
     Guarantees:
         - Scores are float64 dot products rounded to float32, and the passages returned are the first
           k under (score descending, ``tie_rank`` ascending): exact, ties included.
-        - Scores and indices do not depend on the chunk sizes.
-        - No more than ``query_chunk x passage_chunk`` scores are held at a time, and of passages in a
-          file (`FileRows`) little more than a chunk: memory does not grow with the corpus, but for
-          16 bytes of a passage's rank.
+        - Scores and indices do not depend on how many queries and passages are multiplied at a time
+          (`QUERY_CHUNK`, `PASSAGE_CHUNK`). No more of their scores are held, and of passages in a file (`FileRows`)
+          little more than a chunk: memory does not grow with the corpus, but for 16 bytes of a passage's rank.
 
     Args:
         query_embeddings: Shape ``(queries, dim)``.
@@ -86,21 +83,19 @@ def search(
         similarity: ``dot``, or ``cosine`` to normalise both sides first.
         exclude: For every query the index of one passage not to return, `MISSING` for none; for
             collections whose queries are passages themselves. Long, shape ``(queries,)``.
-        query_chunk: Queries per matrix product.
-        passage_chunk: Passages per matrix product.
         device: Where to compute; where the queries are, by default.
 
     Returns:
         Scores and indices on the CPU, exactly ``k`` columns.
 
     Raises:
-        ConfigurationError: k or a chunk size is not positive, or shapes do not fit.
+        ConfigurationError: k is not positive, or shapes do not fit.
         DataError: An embedding is not finite.
     """
     rows = as_rows(passage_embeddings)
-    require_positive(k=k, query_chunk=query_chunk, passage_chunk=passage_chunk)
+    require_positive(k=k)
     check_shapes(query_embeddings, rows, len(rows), similarity, tie_rank, exclude)
-    together = max(query_chunk, _BUFFER_BYTES // (32 * min(k + 64, max(1, len(rows)))))
+    together = max(QUERY_CHUNK, _BUFFER_BYTES // (32 * min(k + 64, max(1, len(rows)))))
     found = []
     for start in range(0, len(query_embeddings), together):
         part = slice(start, start + together)
@@ -110,8 +105,6 @@ def search(
             tie_rank=torch.arange(len(rows)) if tie_rank is None else tie_rank,
             similarity=similarity,
             exclude=None if exclude is None else exclude[part],
-            query_chunk=query_chunk,
-            passage_chunk=passage_chunk,
             device=device,
         )
         stream.add(rows)
@@ -133,12 +126,10 @@ class SearchStream:
         tie_rank: `lexicographic_rank` of the ids of all passages that will come; shape ``(passages,)``.
         similarity: As in `search`.
         exclude: As in `search`.
-        query_chunk: Queries per matrix product.
-        passage_chunk: Passages per matrix product.
         device: Where to compute; where the queries are, by default.
 
     Raises:
-        ConfigurationError: k or a chunk size is not positive, or shapes do not fit.
+        ConfigurationError: k is not positive, or shapes do not fit.
         DataError: An embedding is not finite.
     """
 
@@ -150,18 +141,15 @@ class SearchStream:
         tie_rank: Tensor,
         similarity: Similarity = "dot",
         exclude: Tensor | None = None,
-        query_chunk: int = 1024,
-        passage_chunk: int = 16_384,
         device: torch.device | str | None = None,
     ) -> None:
-        require_positive(k=k, query_chunk=query_chunk, passage_chunk=passage_chunk)
+        require_positive(k=k)
         check_shapes(query_embeddings, None, len(tie_rank), similarity, tie_rank, exclude)
         if len(tie_rank) > NO_RANK:
             raise ConfigurationError(f"{len(tie_rank)} passages are more than the {NO_RANK} that can be ranked.")
         refuse_broken(query_embeddings, "query")
         self.k, self.cosine = k, similarity == "cosine"
         self.device = torch.device(device) if device is not None else query_embeddings.device
-        self._query_chunk, self._passage_chunk = query_chunk, passage_chunk
         self._queries = prepared(query_embeddings.detach().to(self.device).double(), self.cosine)
         self._products = Products(self._queries, torch.float32)
         self._low = Products(self._queries, torch.bfloat16) if bfloat16_pays(self.device) else None
@@ -264,8 +252,8 @@ class SearchStream:
 
     def _parts(self, rows: Rows) -> Iterator[tuple[int, Tensor, float]]:
         """Yield each chunk's first index, its passages ready for the matrix product, and their greatest length."""
-        for start in range(0, len(rows), self._passage_chunk):
-            part = rows.chunk(start, min(start + self._passage_chunk, len(rows))).to(self.device).float()
+        for start in range(0, len(rows), PASSAGE_CHUNK):
+            part = rows.chunk(start, min(start + PASSAGE_CHUNK, len(rows))).to(self.device).float()
             longest = float(torch.linalg.vector_norm(part, dim=1).max())
             if not math.isfinite(longest):
                 refuse_broken(part, "passage")
@@ -281,7 +269,7 @@ class SearchStream:
         exclude: Tensor | None,
     ) -> None:
         """Matrix products, and what of them may matter."""
-        block = _CPU_BLOCK if self.device.type == "cpu" else self._passage_chunk
+        block = _CPU_BLOCK if self.device.type == "cpu" else PASSAGE_CHUNK
 
         def compare(chunk: slice) -> None:
             asking = queries[chunk]
@@ -297,12 +285,12 @@ class SearchStream:
         self._each(compare, len(queries))
 
     def _each(self, work: Callable[[slice], None], queries: int) -> None:
-        """Do something for all queries, ``query_chunk`` at a time; on the CPU by several threads."""
+        """Do something for all queries, `QUERY_CHUNK` at a time; on the CPU by several threads."""
         if self.device.type == "cpu":
-            rows_in_parallel(work, queries, _share(queries, self._query_chunk))
+            rows_in_parallel(work, queries, _share(queries, QUERY_CHUNK))
             return
-        for first in range(0, queries, self._query_chunk):
-            work(slice(first, min(first + self._query_chunk, queries)))
+        for first in range(0, queries, QUERY_CHUNK):
+            work(slice(first, min(first + QUERY_CHUNK, queries)))
 
     def _take_in(self, rows: Rows, candidates: Tensor, chosen: Tensor, reach: Tensor | None = None) -> Tensor:
         """Score candidates of a piece as a score is defined, and keep the best of them and those before.

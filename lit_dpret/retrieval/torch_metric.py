@@ -90,31 +90,6 @@ class RetrievalMetric(_RetrievalMetric):
         return _retrieval_aggregate(torch.from_numpy(values), self.aggregation).to(self.device)
 
 
-def judged_rows(gains: Gains, ideal: Gains, depth: int) -> dict[str, Tensor]:
-    """Return ``preds``, ``target`` and ``indexes`` of a ranking and of all that it could have found.
-
-    Args:
-        gains: Grades by rank, shape ``(queries, ranks)``.
-        ideal: All positive grades of each query, padded with 0, ``(queries, most)``.
-        depth: The last rank that any measure looks at.
-    """
-    top = gains[:, :depth]
-    if not top.shape[1]:  # nothing was returned for any query; each still has to be counted
-        top = np.zeros((len(gains), 1), dtype=gains.dtype)
-    queries, ranks = np.indices(top.shape)
-    preds, target, indexes = [-ranks.ravel()], [top.ravel()], [queries.ravel()]
-    for grade in np.unique(ideal[ideal > 0]):
-        missed = np.repeat(np.arange(len(top)), (ideal == grade).sum(axis=1) - (top == grade).sum(axis=1))
-        preds.append(np.full(len(missed), -np.inf))
-        target.append(np.full(len(missed), grade))
-        indexes.append(missed)
-    return {
-        "preds": torch.from_numpy(np.concatenate(preds, dtype=np.float32)),
-        "target": torch.from_numpy(np.concatenate(target)),
-        "indexes": torch.from_numpy(np.concatenate(indexes)),
-    }
-
-
 def _tables(preds: np.ndarray, target: np.ndarray, indexes: np.ndarray) -> tuple[Gains, Gains]:
     """Return grades by rank and descending ideal grades, a row for each query, no wider than they have to be."""
     order = np.lexsort((-preds, indexes))  # stable, so that equal scores stay in the order given

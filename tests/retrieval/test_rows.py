@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.retrieval import rescoring
+from lit_dpret.retrieval import rows as rows_module
+from lit_dpret.retrieval import search as search_module
 from lit_dpret.retrieval.rows import FileRows, TensorRows, as_rows
 from lit_dpret.retrieval.search import search
 
@@ -20,7 +21,8 @@ def written(path: Path, embeddings: torch.Tensor) -> Path:
 def test_a_file_and_a_tensor_of_the_same_numbers_are_searched_alike(
     storage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rescoring, "_CHUNK", 150)
+    monkeypatch.setattr(rows_module, "_CHUNK", 150)
+    monkeypatch.setattr(search_module, "PASSAGE_CHUNK", 64)
     generator = torch.Generator().manual_seed(0)
     passages = torch.randn(700, 12, generator=generator).to(getattr(torch, storage))
     queries = torch.randn(9, 12, generator=generator)
@@ -31,7 +33,7 @@ def test_a_file_and_a_tensor_of_the_same_numbers_are_searched_alike(
     assert torch.equal(rows.sample(places), TensorRows(passages).sample(places))
     assert torch.equal(rows.sample(places), passages[places])
     for similarity in ("dot", "cosine"):
-        ours = search(queries, rows, 20, similarity=similarity, passage_chunk=64)  # type: ignore[arg-type]
+        ours = search(queries, rows, 20, similarity=similarity)  # type: ignore[arg-type]
         theirs = search(queries, passages, 20, similarity=similarity)  # type: ignore[arg-type]
         assert torch.equal(ours.indices, theirs.indices) and torch.equal(ours.scores, theirs.scores)
 

@@ -69,13 +69,21 @@ def test_the_first_k_are_the_ones_a_full_sort_gives_for_real_valued_embeddings()
     assert top.scores.tolist() == scores
 
 
+def in_chunks(monkeypatch: pytest.MonkeyPatch, queries: int, passages: int) -> None:
+    monkeypatch.setattr(search_module, "QUERY_CHUNK", queries)
+    monkeypatch.setattr(search_module, "PASSAGE_CHUNK", passages)
+
+
 @pytest.mark.parametrize(("query_chunk", "passage_chunk"), [(1, 1000), (5, 7), (1000, 1), (4, 333), (23, 64)])
 @pytest.mark.parametrize("scale", [1.0, 0.0137])
-def test_the_result_does_not_depend_on_the_chunk_sizes(query_chunk: int, passage_chunk: int, scale: float) -> None:
+def test_the_result_does_not_depend_on_the_chunk_sizes(
+    query_chunk: int, passage_chunk: int, scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     queries, passages = with_ties(1000)
     queries, passages = queries * scale, passages + torch.linspace(0, 1e-6, 1000)[:, None]
     whole = search(queries, passages, 30)
-    parts = search(queries, passages, 30, query_chunk=query_chunk, passage_chunk=passage_chunk)
+    in_chunks(monkeypatch, query_chunk, passage_chunk)
+    parts = search(queries, passages, 30)
     assert torch.equal(whole.indices, parts.indices)
     assert torch.equal(whole.scores, parts.scores)
 
@@ -186,15 +194,16 @@ def test_an_excluded_passage_is_skipped_for_its_query_alone(k: int) -> None:
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 5, 40])
-def test_a_search_piece_by_piece_is_the_search_of_the_whole(pieces: int) -> None:
+def test_a_search_piece_by_piece_is_the_search_of_the_whole(pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
     queries, passages = with_ties(600)
     rank = lexicographic_rank(names(600))
     exclude = torch.arange(23) * 20
     exclude[4] = MISSING
-    stream = SearchStream(queries, 30, tie_rank=rank, exclude=exclude, query_chunk=7, passage_chunk=50)
+    whole = search(queries, passages, 30, tie_rank=rank, exclude=exclude)
+    in_chunks(monkeypatch, 7, 50)
+    stream = SearchStream(queries, 30, tie_rank=rank, exclude=exclude)
     for piece in passages.tensor_split(pieces):
         stream.add(piece)
-    whole = search(queries, passages, 30, tie_rank=rank, exclude=exclude)
     assert torch.equal(stream.result().indices, whole.indices)
     assert torch.equal(stream.result().scores, whole.scores)
 
@@ -215,15 +224,18 @@ def test_merged_shards_are_the_search_of_the_whole(shards: int) -> None:
         merged([parts[0], TopK(whole.scores[:3], whole.indices[:3])], 5, tie_rank=rank)
 
 
-def test_scores_that_grow_along_the_corpus_are_all_looked_at() -> None:
+def test_scores_that_grow_along_the_corpus_are_all_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """The worst order for a net that keeps what is above its floor: every passage is."""
     passages = torch.linspace(-1, 1, 3000)[:, None]
-    top = search(torch.tensor([[1.0], [-1.0]]), passages, 50, passage_chunk=1000)
+    in_chunks(monkeypatch, 1024, 1000)
+    top = search(torch.tensor([[1.0], [-1.0]]), passages, 50)
     assert top.indices.tolist() == [list(range(2999, 2949, -1)), list(range(50))]
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_large_corpus_whose_scores_are_guessed_from_a_sample_is_searched_exactly(threads: int) -> None:
+def test_a_large_corpus_whose_scores_are_guessed_from_a_sample_is_searched_exactly(
+    threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """10,000 passages: enough that a floor is guessed. The second corpus shows the sample its best passages alone."""
     generator = torch.Generator().manual_seed(8)
     queries = torch.randint(-9, 10, (6, 4), generator=generator).float()
@@ -231,10 +243,11 @@ def test_a_large_corpus_whose_scores_are_guessed_from_a_sample_is_searched_exact
     misleading = passages.clone()
     misleading[torch.linspace(0, 9_999, 2048, dtype=torch.float64).long()[::16]] *= 50
     ids, before = names(10_000), torch.get_num_threads()
+    in_chunks(monkeypatch, 1024, 3000)
     torch.set_num_threads(threads)
     try:
         for corpus in (passages, misleading):
-            top = search(queries, corpus, 300, tie_rank=lexicographic_rank(ids), passage_chunk=3000)
+            top = search(queries, corpus, 300, tie_rank=lexicographic_rank(ids))
             scores, indices = brute_force(queries, corpus, 300, ids)
             assert top.indices.tolist() == indices
             assert top.scores.tolist() == scores
@@ -284,8 +297,6 @@ def test_what_cannot_be_searched_is_refused_by_name() -> None:
     good = torch.ones(3, 2)
     with pytest.raises(ConfigurationError, match="k=0"):
         search(good, good, 0)
-    with pytest.raises(ConfigurationError, match="passage_chunk=-1"):
-        search(good, good, 1, passage_chunk=-1)
     with pytest.raises(ConfigurationError, match="one model"):
         search(good, torch.ones(3, 4), 1)
     with pytest.raises(ConfigurationError, match="similarity='euclid'"):

@@ -15,9 +15,8 @@ from torchmetrics import MetricCollection
 from torchmetrics.retrieval import RetrievalMRR, RetrievalNormalizedDCG, RetrievalRecall
 
 from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.retrieval.metrics import gains_of_ids, ideal_gains
 from lit_dpret.retrieval.runs import evaluate
-from lit_dpret.retrieval.torch_metric import RetrievalMetric, judged_rows
+from lit_dpret.retrieval.torch_metric import RetrievalMetric
 
 METRICS = ["ndcg@10", "map@5", "success@1", "recall@3"]
 
@@ -60,14 +59,6 @@ def test_rows_in_any_order_and_batches_give_the_evaluation_of_the_whole() -> Non
     assert float(metrics["map@5"].update(**some(order)) or metrics["map@5"].compute()) == pytest.approx(
         wanted.means["map@5"], abs=1e-12
     )
-
-
-def test_a_ranking_as_a_table_of_grades_gives_the_same() -> None:
-    run, qrels = run_and_judgements()
-    ranked = [sorted(run.get(query, {}), key=lambda d, q=query: -run[q][d]) for query in qrels]  # type: ignore[misc]
-    metric = RetrievalMetric("ndcg@10")
-    metric.update(**judged_rows(gains_of_ids(ranked, list(qrels), qrels), ideal_gains(list(qrels), qrels), 10))
-    assert np.array_equal(metric.per_query(), evaluate(run, qrels, ["ndcg@10"]).per_query["ndcg@10"])
 
 
 @pytest.mark.parametrize("action", ["neg", "pos", "skip"])
