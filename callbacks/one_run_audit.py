@@ -22,8 +22,14 @@ from lit_dpret.audit.canaries.canary import Kind
 from lit_dpret.audit.canaries.coin_flips import AuditScores, CoinFlips, coins_in_run, read_scores, write_scores
 from lit_dpret.audit.canaries.suite import EVALUATION_SPLITS
 from lit_dpret.audit.statistics.evidence import Evidence
-from lit_dpret.audit.statistics.one_run import SHARES, Refutation, both_ends, both_ends_audit, refute
-from lit_dpret.audit.statistics.power import most_certifiable
+from lit_dpret.audit.statistics.one_run import (
+    SHARES,
+    Refutation,
+    both_ends,
+    both_ends_audit,
+    most_certifiable,
+    refute,
+)
 from lit_dpret.audit.statistics.scores import CanaryScores
 from lit_dpret.callbacks.planning import ledger_of
 from lit_dpret.callbacks.privacy_card import MODEL_FOLDER, PrivacyCard
@@ -50,7 +56,7 @@ def audit_results(
     the delta of ``refutation``, at the confidence of the alarm.
     """
     guesses, right = counts[0]
-    best = most_certifiable(canaries, delta=0.0, confidence=evidence.confidence or 0.95).one_run
+    best = most_certifiable(canaries, delta=0.0, confidence=evidence.confidence or 0.95)
     found = [
         AttackResult(
             attack="one-run audit: a fair coin decided for each canary whether it was trained on, and the coins were "
@@ -288,7 +294,7 @@ class OneRunAudit(Callback):
             return
         ledger.append("event", name=AUDIT_EVENT, audit=facts)
         claim = _planned_eps(ledger.records)
-        best = most_certifiable(len(self._planted.rows), delta=0.0, confidence=self.confidence).one_run
+        best = most_certifiable(len(self._planted.rows), delta=0.0, confidence=self.confidence)
         if claim is not None and best < claim:
             _log.warning(
                 "callbacks.audit: %d canaries can show an epsilon of %.3g at most, so that they cannot contradict "

@@ -1,23 +1,27 @@
-"""Files and folders that are there whole or not at all."""
+"""Files and folders that are there whole or not at all, JSON files that state their schema, and journals."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
-from lit_dpret.errors import ConfigurationError, StorageError
+from lit_dpret.errors import ConfigurationError, DataError, StorageError, schema_problem
 
 
-def write_whole(path: Path, content: str | bytes, *, owner_only: bool = False, advice: str = "") -> Path:
+def write_whole(
+    path: Path, content: str | bytes | Iterable[bytes], *, owner_only: bool = False, advice: str = ""
+) -> Path:
     """Write a file under another name and rename it: a reader sees the old one or the new one, also after a crash.
 
     Args:
         path: The file; folders that are missing are made.
-        content: A text is written as UTF-8.
+        content: A text, which is written as UTF-8, or bytes, all at once or chunk by chunk.
         owner_only: Nobody but its owner may read the file, from its first byte on, nor list its folder, if that is new.
             Otherwise it gets the mode that the process gives to new files.
         advice: A sentence that follows the refusal: what is kept, and what to do.
@@ -33,7 +37,8 @@ def write_whole(path: Path, content: str | bytes, *, owner_only: bool = False, a
         try:
             mode = 0o600 if owner_only else 0o666
             with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-                file.write(content.encode() if isinstance(content, str) else content)
+                data = content.encode() if isinstance(content, str) else content
+                file.writelines([data] if isinstance(data, bytes) else data)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(draft, path)
@@ -44,6 +49,43 @@ def write_whole(path: Path, content: str | bytes, *, owner_only: bool = False, a
     except OSError as error:
         raise StorageError(f"{path} cannot be written: {error.strerror or error}.{advice and f' {advice}'}") from error
     return path
+
+
+def read_json(path: Path, schema: str) -> dict[str, Any]:
+    """Read a JSON object that states its schema.
+
+    Raises:
+        DataError: It is missing, no JSON object, or of another schema.
+    """
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or "it is not JSON"
+        raise DataError(f"{path} cannot be read: {reason}.") from error
+    if problem := schema_problem(facts.get("schema") if isinstance(facts, dict) else None, schema):
+        raise DataError(f"{path} cannot be read: {problem}")
+    return dict(facts)
+
+
+def append_fact(path: Path, fact: Mapping[str, Any]) -> None:
+    """Add a line of JSON to a journal; it is on the disk when this returns."""
+    with open(path, "ab") as file:
+        file.write(json.dumps(fact, separators=(",", ":"), ensure_ascii=False).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_facts(path: Path) -> list[dict[str, Any]]:
+    """Read a journal to go on with. Lines that a crash or a full disk tore are skipped, and a torn end is closed."""
+    content = path.read_bytes()
+    if content and not content.endswith(b"\n"):
+        with open(path, "ab") as file:
+            file.write(b"\n")  # so that the next fact stands on a line of its own
+    facts = []
+    for line in content.splitlines():
+        with suppress(ValueError):
+            facts.append(json.loads(line))
+    return [fact for fact in facts if isinstance(fact, dict)]
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import lightning as L
 
 from lit_dpret.audit.canaries import CanarySuite
 from lit_dpret.audit.canaries.findings import Cell, Outcome, cells_of
-from lit_dpret.audit.canaries.planting import plant_in_run
+from lit_dpret.audit.canaries.suite import plant_in_run
 from lit_dpret.cards.card import read_card
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import ConfigurationError, PrivacyViolation

@@ -20,7 +20,7 @@ from lit_dpret.modules import FrozenDualEncoder
 from lit_dpret.retrieval.runs import Ranking
 from lit_dpret.synthesis.filters import ReleasedQueries
 from lit_dpret.synthesis.filters.cross_encoder import CrossEncoder
-from lit_dpret.synthesis.filters.pseudo_labels import label
+from lit_dpret.synthesis.filters.pseudo_labels import Labelling, label
 from lit_dpret.synthesis.filters.released import require_covered
 from lit_dpret.synthesis.writer import synthesize
 from lit_dpret.tasks.fit import Training, train
@@ -156,12 +156,14 @@ class Teacher:
             label(
                 released,
                 folder,
+                Labelling(
+                    cross_encoder=self.source,
+                    cross_encoder_is_public=True,
+                    encoder_is_public=True,
+                    per_query=per_query,
+                    seed=seed,
+                ),
                 ranker=_Untrained(zero_shot),
-                cross_encoder=self.source,
-                cross_encoder_is_public=True,
-                encoder_is_public=True,
-                per_query=per_query,
-                seed=seed,
                 progress=progress,
             )
         return {"queries": len(released), "teacher": self.fingerprint()}

@@ -45,12 +45,14 @@ ALLOWED: dict[str, set[str]] = {
     },
     "costs": {"distributed", "privacy", "modules"},
     "synthesis": {
-        "distributed", "privacy", "cards", "modules", "matmul_precision", "assets", "retrieval", "encoders",
+        "files", "distributed", "privacy", "cards", "modules", "matmul_precision", "assets", "retrieval", "encoders",
         "datamodules", "negatives",
     },
     # What attacks finished models: no module, callback or accountant knows of it.
     "audit.attacks": {"files", "audit.statistics", "encoders", "modules", "synthesis", "evaluation_mode"},
-    "audit.canaries": {"files", "privacy", "audit.statistics", "datamodules", "synthesis", "modules", "encoders"},
+    "audit.canaries": {
+        "files", "privacy", "retrieval", "audit.statistics", "datamodules", "synthesis", "modules", "encoders",
+    },
     "audit.testing": {"distributed", "privacy", "modules", "audit.statistics"},
     "pytest_plugin": {"audit.testing"},
     # What watches and reports a run.

@@ -17,7 +17,7 @@ from typing import Any, get_args
 import numpy as np
 from scipy import stats
 
-from lit_dpret.audit.statistics.power import audit_power
+from lit_dpret.audit.statistics.one_run import audit_power
 from lit_dpret.cards.knee import knee_table
 from lit_dpret.errors import ConfigurationError, UnsupportedAccountingError
 from lit_dpret.privacy.accounting.accountant import calibrate_noise, truncation_delta

@@ -67,12 +67,7 @@ def measure_step(
 
     The optimizer's states are there before memory is measured, as they are from the second step on.
 
-    Args:
-        module: The model to train; its weights are changed.
-        plan: For the engine, the bound and the noise.
-        device: Where to run.
-        rows: Of a physical batch.
-        autocast: Under bfloat16 autocast.
+    ``module`` is changed by training. ``rows`` are those of a physical batch.
 
     Raises:
         ConfigurationError: This machine does not say how much memory a process takes.
@@ -140,14 +135,7 @@ def _lines(few: dict[str, int], many: dict[str, int]) -> tuple[Line, ...]:
 
 
 class TrialStep:
-    """One module in training on random rows, without data, ledger or Trainer.
-
-    Args:
-        module: The model to train; its weights are changed.
-        plan: For the engine, the bound and the noise.
-        device: Where to run.
-        autocast: Under bfloat16 autocast.
-    """
+    """One module in training on random rows, without data, ledger or Trainer."""
 
     def __init__(self, module: Any, plan: PrivacyPlan, device: torch.device, *, autocast: bool = False) -> None:
         self._module, self._plan, self._device, self._autocast = module.to(device), plan, device, autocast
@@ -278,8 +266,6 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     gives back inside one operation is not seen.
 
     Attributes:
-        now: Bytes alive that were made since the beginning.
-        peak: The most there were at once.
         peaks: The most there were at once inside of each phase of clipping (`lit_dpret.privacy.clipping.ghost`).
     """
 

@@ -65,14 +65,12 @@ class Bytes:
     Attributes:
         weights: Of the model, in the type in which they are computed with.
         masters: The float32 copies of weights in half precision.
-        states: Of the optimizer.
         sums: The sum of clipped gradients, float32.
         gradients: The noised gradients, float32, while the update is made.
         noise: Of the largest parameter, while it is drawn and measured.
         clipped: What the phases of a batch hold beside the sum.
         checked: The same of a batch in which the engine checks itself, the first of a run or of a resumed one, beside
             which there is no sum yet.
-        rows: Rows of the physical batch.
         gathered: Weights that are gathered while batches are clipped, where they are sharded.
     """
 
@@ -119,12 +117,8 @@ def bytes_of(
 ) -> Bytes:
     """Return the bytes of a step on one device that holds everything.
 
-    Args:
-        outline: The model, a `lit_dpret.modules.outline.GeneratorOutline`.
-        half: Weights in bfloat16, with float32 copies of the trained ones in the optimizer.
-        rows: Rows of a physical batch.
-        clipped: What the phases of a batch hold.
-        checked: What they hold in a batch in which the engine checks itself.
+    ``half`` are weights in bfloat16, with float32 copies of the trained ones in the optimizer; ``clipped`` and
+    ``checked`` are what the phases of a batch of ``rows`` rows hold, and of one in which the engine checks itself.
     """
     return Bytes(
         weights=(2 if half else 4) * outline.parameters,
@@ -176,11 +170,6 @@ def on_each_device(whole: Bytes, *, strategy: str, world: int) -> Bytes:
 
     A unit's norm is of its gradient in all layers, so clipping wants all weights at once, and a rank adds up every
     weight's gradient of its own rows before anything is reduced. No strategy divides those two: they set the peak.
-
-    Args:
-        whole: On one device.
-        strategy: One of `STRATEGIES`.
-        world: How many devices.
 
     Raises:
         ConfigurationError: The strategy is unknown, or ``world`` is no whole number of at least 1.

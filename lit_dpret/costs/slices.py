@@ -33,12 +33,7 @@ SLICES = ((1, 1), (_MORE, 1), (1, _MORE))
 
 @dataclass(frozen=True)
 class Part:
-    """What a part of the model takes.
-
-    Attributes:
-        seconds: Of a physical batch of the rows that were measured.
-        held: Bytes that the phases of a batch hold.
-    """
+    """What a part of the model takes."""
 
     seconds: float
     held: Held
@@ -55,13 +50,10 @@ class Slices:
     """What the slices show.
 
     Attributes:
-        rows: Rows of the physical batch.
         base: What is there once.
         encoder_layer: What each layer of the encoder adds.
         decoder_layer: What each layer of the decoder adds.
         update_seconds: For each trained weight: noise and optimizer.
-        device: Where it was measured.
-        precision: As of a Trainer.
     """
 
     rows: int
@@ -92,13 +84,7 @@ def measure_slices(
 ) -> Slices:
     """Run three slices of the model for a few batches of random rows.
 
-    Args:
-        outline: The whole model; its weights are not needed.
-        plan: For the engine, the bound and the noise.
-        device: Where to run.
-        rows: Of a physical batch.
-        precision: ``32-true``, ``bf16-mixed`` or ``bf16-true``.
-        progress: Told which slice runs.
+    The weights of ``outline`` are not needed. ``progress`` is told which slice runs.
 
     Raises:
         ConfigurationError: The model cannot be sliced.
@@ -182,12 +168,7 @@ def predict(outline: GeneratorOutline, *, batch: float, device: str, world: int,
     Messages between devices and the drawing of noise are left out. Time rests on the maker's peak and on an assumed
     utilisation (`UTILISATION`).
 
-    Args:
-        outline: The generator.
-        batch: Rows of a logical step.
-        device: One of `lit_dpret.costs.work.ACCELERATORS`.
-        world: How many of them.
-        strategy: One of `lit_dpret.costs.memory.STRATEGIES`.
+    ``batch`` are the rows of a logical step, ``device`` is one of `lit_dpret.costs.work.ACCELERATORS`.
 
     Returns:
         Bytes on each device, ``rows_that_fit`` (0 where none does), and ``seconds_per_step``, None where none fits.

@@ -15,14 +15,7 @@ from lit_dpret.errors import ConfigurationError
 
 @dataclass(frozen=True, order=True)
 class Product:
-    """A matrix product of a linear layer.
-
-    Attributes:
-        tokens: Rows of its input, for one row of the batch.
-        inputs: Columns of its input.
-        outputs: Columns of its output.
-        trained: Whether its weight is trained.
-    """
+    """A matrix product of a linear layer."""
 
     tokens: int
     inputs: int
@@ -153,9 +146,7 @@ class Accelerator:
     """One device.
 
     Attributes:
-        name: As it is asked for.
         bf16_flops: Peak operations per second, dense bfloat16.
-        memory: Bytes.
         link: Bytes per second to the other devices of a node, in one direction.
         source: Where the numbers stand.
     """

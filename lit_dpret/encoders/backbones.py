@@ -164,12 +164,8 @@ def refuse_if_padding_counts(
     and under a guarantee one person's text moves what others contribute. Some models change at a length (Reformer
     hashes beyond 64 tokens), so text and padding make up ``longest``, or as much as a second of computing allows.
 
-    Args:
-        model: The model.
-        ids: The tokens of a text; they are repeated for one of half the length.
-        pad: The padding token.
-        outputs: From ``input_ids`` and ``attention_mask`` to the model's output for each row, or each token of it.
-        longest: How many tokens a text may have.
+    ``ids`` are the tokens of a text, which are repeated for one of half the length; ``outputs`` goes from
+    ``input_ids`` and ``attention_mask`` to the model's output for each row, or each token of it.
 
     Raises:
         UnsupportedModelError: It does, or cannot read such a text.

@@ -59,10 +59,6 @@ class Window:
 
     Guarantees:
         - The batches are a function of the set of texts, not of their order.
-
-    Args:
-        encoding: The encoder and the side.
-        texts: The texts.
     """
 
     def __init__(self, encoding: Encoding, texts: Sequence[str]) -> None:
@@ -82,11 +78,7 @@ class Window:
     def embed(self, start: int, stop: int, batch_size: int, done: Callable[[int], None] | None = None) -> Tensor:
         """Return embeddings of the different texts from ``start``, a multiple of ``batch_size``, up to ``stop``.
 
-        Args:
-            start: The first.
-            stop: Behind the last.
-            batch_size: Texts per forward pass.
-            done: Called with the number of different texts done, after every batch.
+        ``done`` is called with the number of different texts done, after every batch.
         """
         parts: list[Tensor] = []
         for first in range(start, min(stop, len(self)), batch_size):

@@ -59,9 +59,7 @@ def mean(token_embeddings: Tensor, mask: Tensor) -> Tensor:
         - Half-precision input is summed in float32 and rounded once, at the end.
         - Positions outside the mask change nothing, whatever they hold.
 
-    Args:
-        token_embeddings: Shape ``(rows, tokens, dim)``.
-        mask: Shape ``(rows, tokens)``; non-zero where there is a token.
+    ``token_embeddings`` are ``(rows, tokens, dim)``, ``mask`` ``(rows, tokens)``, non-zero where there is a token.
 
     Returns:
         Shape ``(rows, dim)``, in the type of ``token_embeddings``; zeros for a row without tokens.

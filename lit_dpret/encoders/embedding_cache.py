@@ -34,7 +34,7 @@ from torch import Tensor
 from lit_dpret.distributed.job import Job
 from lit_dpret.encoders.bulk import BUFFER, Encoding, Progress, Window
 from lit_dpret.errors import DataError, ResumeError, StorageError
-from lit_dpret.files import write_whole
+from lit_dpret.files import append_fact, read_facts, write_whole
 
 _BATCHES_PER_GROUP = 16
 _READ = 2**24
@@ -128,14 +128,7 @@ def storing(path: Path) -> Iterator[None]:
 
 
 class WindowGroups:
-    """A window cut into the groups that are computed and vouched for at a time.
-
-    Args:
-        window: The texts in the order in which they are computed.
-        window_at: The place of its first text among all.
-        batch_size: Texts per forward pass.
-        dtype: Of a number in the file.
-    """
+    """A window cut into the groups that are computed and vouched for at a time."""
 
     def __init__(self, window: Window, window_at: int, batch_size: int, dtype: torch.dtype) -> None:
         self._window, self.window_at, self._batch_size, self._dtype = window, window_at, batch_size, dtype
@@ -199,7 +192,7 @@ class Unfinished:
 
     def vouch_for_window(self, start: int, rows: int) -> None:
         """Write down that the rows of a window are all there."""
-        self._append({"window": start, "sha256": self._sha256(start, rows)})
+        append_fact(self._journal, {"window": start, "sha256": self._sha256(start, rows)})
 
     def has_group(self, window: int, group: int, rows: Sequence[int]) -> bool:
         """Return whether these rows are there, by their SHA-256."""
@@ -221,7 +214,7 @@ class Unfinished:
                 raise OSError(28, "No space left on device")
             digest.update(line.data)
         os.fsync(self._file)
-        self._append({"window": window, "group": group, "sha256": digest.hexdigest()})
+        append_fact(self._journal, {"window": window, "group": group, "sha256": digest.hexdigest()})
 
     def finish(self) -> None:
         """Give the file its name and forget the journal."""
@@ -239,18 +232,11 @@ class Unfinished:
             place += len(part)
         return digest.hexdigest()
 
-    def _append(self, fact: Mapping[str, Any]) -> None:
-        with self._journal.open("ab") as file:
-            file.write(json.dumps(fact).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-
     def _read_journal(self, restart: bool) -> None:
         try:
-            lines = self._journal.read_bytes().splitlines(keepends=True)
+            facts = read_facts(self._journal)
         except FileNotFoundError:
-            lines = []
-        facts = [fact for fact in map(_parsed, lines) if fact is not None]
+            facts = []
         before = facts[0].get("begun") if facts else None
         if before != self._begun:
             if isinstance(before, dict) and not restart:
@@ -261,24 +247,13 @@ class Unfinished:
                 )
             self._partial.unlink(missing_ok=True)
             self._journal.unlink(missing_ok=True)
-            self._append({"begun": self._begun})
+            append_fact(self._journal, {"begun": self._begun})
             return
         for fact in facts[1:]:
             if "group" in fact:
                 self._groups[int(fact["window"]), int(fact["group"])] = str(fact["sha256"])
             elif "window" in fact:
                 self._windows[int(fact["window"])] = str(fact["sha256"])
-        if not lines[-1].endswith(b"\n"):
-            with self._journal.open("ab") as file:
-                file.write(b"\n")  # ends the torn line, so that the next fact stands on a line of its own
-
-
-def _parsed(line: bytes) -> dict[str, Any] | None:
-    try:
-        fact = json.loads(line)
-    except ValueError:
-        return None
-    return fact if isinstance(fact, dict) else None
 
 
 def mapped(path: Path, rows: int, dim: int, dtype: torch.dtype) -> Tensor | None:
@@ -301,12 +276,7 @@ _NAME = re.compile(r"(\d+)-(\d+)-([0-9a-f]{16})-([0-9a-f]{64})\.part")
 class SharedMatrix:
     """A matrix that several ranks fill.
 
-    Args:
-        job: The ranks.
-        path: Of the matrix.
-        dtype: Of a number in it.
-        dim: The width of an embedding.
-        key: Tells this matrix from another one that was begun here.
+    ``key`` tells it from another matrix that was begun at ``path``.
     """
 
     job: Job

@@ -325,10 +325,7 @@ class Towers(NamedTuple):
 def load_towers(encoder: str | Path, *, dtype: str = "float32", revision: str | None = None) -> Towers:
     """Load a dual encoder from any folder that `save_sentence_transformer` can write.
 
-    Args:
-        encoder: As for `TextEncoder.from_pretrained`.
-        dtype: ``float32``, ``bfloat16``, ``float64``, or ``float16`` except for T5.
-        revision: Of a model on the hub.
+    The arguments are those of `TextEncoder.from_pretrained`.
 
     Raises:
         ConfigurationError: A setting is impossible, or the model cannot be found.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -32,6 +32,7 @@ from lit_dpret.encoders.embedding_cache import content_hash, encode_to_file, map
 from lit_dpret.errors import ConfigurationError, StorageError, UnsupportedModelError
 from lit_dpret.evaluation_mode import evaluation_mode
 
+_BATCH = 64
 _APART_AT_ONCE = 1024  # texts that are given places together in `embed_apart`
 
 
@@ -99,36 +100,18 @@ class TextEncoder(nn.Module):
 
     @classmethod
     def from_pretrained(
-        cls,
-        encoder: str | Path,
-        *,
-        pooling: str | None = None,
-        normalise: bool | None = None,
-        query_max_length: int | None = None,
-        passage_max_length: int | None = None,
-        query_prefix: str | None = None,
-        passage_prefix: str | None = None,
-        lower_case: bool | None = None,
-        dtype: str = "float32",
-        revision: str | None = None,
+        cls, encoder: str | Path, *, dtype: str = "float32", revision: str | None = None, **contract: Any
     ) -> TextEncoder:
         """Load an encoder that serves both sides.
-
-        Whatever is left None is taken from the folder, where a sentence-transformers folder says it;
-        else it is mean pooling, normalised, without prefixes, cut at the tokenizer's limit.
 
         Args:
             encoder: A local folder of transformers or sentence-transformers, ``minilm`` for the
                 weights of the [quickstart] extra, or a model's name on the hub.
-            pooling: ``mean``, ``cls`` or ``max``.
-            normalise: Whether to scale embeddings to length 1.
-            query_max_length: Tokens of a query to read.
-            passage_max_length: Tokens of a passage to read.
-            query_prefix: Put before every query.
-            passage_prefix: Put before every passage.
-            lower_case: Whether to lower-case texts first.
             dtype: ``float32``, ``bfloat16``, ``float64``, or ``float16`` except for T5.
             revision: Of a model on the hub.
+            contract: Fields of `Contract`. What is not given, or None, is taken from the folder, where a
+                sentence-transformers folder says it; else it is mean pooling, normalised, without prefixes, cut at the
+                tokenizer's limit.
 
         Raises:
             ConfigurationError: A setting is impossible, or the model cannot be found.
@@ -144,18 +127,8 @@ class TextEncoder(nn.Module):
                 "both, use load_towers."
             )
         found = towers.query_encoder
-        given = {
-            "pooling": pooling,
-            "normalise": normalise,
-            "query_max_length": query_max_length,
-            "passage_max_length": passage_max_length,
-            "query_prefix": query_prefix,
-            "passage_prefix": passage_prefix,
-            "lower_case": lower_case,
-        }
-        chosen = {name: value for name, value in given.items() if value is not None}
-        contract = Contract(**{**asdict(found.contract), **chosen})
-        return found.changed(contract=contract)
+        chosen = {name: value for name, value in contract.items() if value is not None}
+        return found.changed(contract=replace(found.contract, **chosen))
 
     def changed(self, **parts: Any) -> Self:
         """Return an encoder that shares these weights, with another ``backbone``, ``contract`` or ``projection``."""
@@ -185,9 +158,6 @@ class TextEncoder(nn.Module):
     def forward(self, features: Mapping[str, Tensor]) -> Tensor:
         """Return the embeddings of tokenised texts.
 
-        Args:
-            features: What `tokenize` returned, on the encoder's device.
-
         Returns:
             Shape ``(rows, dim)``.
 
@@ -207,9 +177,11 @@ class TextEncoder(nn.Module):
         texts: Sequence[str],
         side: Side,
         *,
-        batch_size: int = 64,
+        batch_size: int | None = None,
         device: torch.device | str | None = None,
         progress: Progress | None = None,
+        apart: bool = False,
+        cache_dir: str | Path | None = None,
     ) -> Tensor:
         """Return the embeddings of any number of texts, without gradient and without dropout.
 
@@ -224,31 +196,50 @@ class TextEncoder(nn.Module):
         Args:
             texts: The texts.
             side: Whether they are queries or passages.
-            batch_size: Texts per forward pass.
+            batch_size: Texts per forward pass, 64 by default; with ``apart`` those that are given places together.
             device: Where to compute; where the encoder is, by default.
             progress: Called after every batch.
+            apart: For private texts, none of which may have a say in another one's embedding (`embed_apart`). Slower:
+                otherwise texts of like lengths are joined, and an embedding's last bits depend on the others.
+            cache_dir: Keep the result there, and return what was kept for the same model and texts. It is found by
+                content: train the encoder a step, change a prefix or a text, and it is another entry. A file that
+                cannot be read is computed again. Embeddings of private texts are private: so is their cache.
 
         Returns:
             float32 (float64 for a float64 encoder) on the CPU, shape ``(texts, dim)``.
+
+        Raises:
+            StorageError: The cache cannot be written.
         """
-        stream = self.encode_stream(texts, side, batch_size=batch_size, device=device, progress=progress)
-        return self._collected(stream, len(texts))
-
-    def encode_apart(self, texts: Sequence[str], side: Side, *, device: torch.device | str | None = None) -> Tensor:
-        """Return the embeddings of private texts, none of which has a say in another one's (`embed_apart`).
-
-        Slower than `encode`, which joins texts of like lengths: an embedding's last bits then depend on what the
-        other texts are.
-        """
-        apart = OneSide(self, side, device, apart=True)
-        return self._collected(encode_windows(apart, texts, batch_size=_APART_AT_ONCE), len(texts))
-
-    def _collected(self, parts: Iterable[Tensor], count: int) -> Tensor:
-        found, start = torch.empty(count, self.dim, dtype=self.wide), 0
-        for part in parts:
+        size = (_APART_AT_ONCE if apart else _BATCH) if batch_size is None else batch_size
+        _require_positive(batch_size=size)
+        one_side = OneSide(self, side, device, apart=apart)
+        if cache_dir is not None:
+            return self._cached(one_side, texts, side, Path(cache_dir), size, progress)
+        found, start = torch.empty(len(texts), self.dim, dtype=self.wide), 0
+        for part in encode_windows(one_side, texts, batch_size=size, progress=progress, total=len(texts)):
             found[start : start + len(part)] = part
             start += len(part)
         return found
+
+    def _cached(
+        self, one_side: OneSide, texts: Sequence[str], side: Side, folder: Path, size: int, progress: Progress | None
+    ) -> Tensor:
+        contract = self.contract
+        facts = [contract.pooling, contract.normalise, contract.lower_case, contract.prefix(side)]
+        facts += [contract.max_length(side), vocabulary(self.tokenizer), *(["apart"] if one_side.apart else [])]
+        key = content_hash(facts, self.state_dict(), texts)
+        path = folder / f"{key}.{str(self.wide).removeprefix('torch.')}"
+        stored = mapped(path, len(texts), self.dim, self.wide)
+        if stored is None:
+            encode_to_file(
+                one_side, texts, path, dtype=self.wide, facts={"key": key}, batch_size=size, restart=True,
+                progress=progress,
+            )  # fmt: skip
+            stored = mapped(path, len(texts), self.dim, self.wide)
+        if stored is None:
+            raise StorageError(f"The cache entry {path} was changed while it was written.")
+        return stored
 
     def at_full_length(self, features: Mapping[str, Tensor], side: Side) -> dict[str, Tensor]:
         """Tokenised texts padded to the side's maximal length: a length that follows from no text."""
@@ -275,7 +266,7 @@ class TextEncoder(nn.Module):
         texts: Iterable[str],
         side: Side,
         *,
-        batch_size: int = 64,
+        batch_size: int = _BATCH,
         buffer_size: int = BUFFER,
         device: torch.device | str | None = None,
         progress: Progress | None = None,
@@ -284,20 +275,13 @@ class TextEncoder(nn.Module):
 
         The rows are those of `encode`; with another buffer they differ by rounding.
 
-        Args:
-            texts: The texts, from a file for instance.
-            side: Whether they are queries or passages.
-            batch_size: Texts per forward pass.
-            buffer_size: Texts held, and sorted by length, at a time.
-            device: Where to compute; where the encoder is, by default.
-            progress: Called after every batch; of a stream without length, with the texts read so far.
+        ``buffer_size`` texts are held, and sorted by length, at a time; the rest as in `encode`. Where the stream has
+        no length, ``progress`` is called with the texts read so far.
 
         Yields:
             float32 (float64 for a float64 encoder) on the CPU, shape ``(at most buffer_size, dim)``.
         """
-        for name, value in (("batch_size", batch_size), ("buffer_size", buffer_size)):
-            if value < 1:
-                raise ConfigurationError(f"{name}={value} must be at least 1.")
+        _require_positive(batch_size=batch_size, buffer_size=buffer_size)
         return encode_windows(
             self.one_side(side, device),
             texts,
@@ -306,48 +290,6 @@ class TextEncoder(nn.Module):
             progress=progress,
             total=len(texts) if isinstance(texts, Sized) else None,
         )
-
-    def encode_cached(
-        self,
-        texts: Sequence[str],
-        side: Side,
-        cache_dir: str | Path,
-        *,
-        batch_size: int = 64,
-        device: torch.device | str | None = None,
-        progress: Progress | None = None,
-        apart: bool = False,
-    ) -> Tensor:
-        """`encode`, with ``apart`` `encode_apart`, or what it returned the last time for the same model and texts.
-
-        The cache is found by content: train the encoder a step, change a prefix or a text, and it is
-        another entry. A file appears whole or not at all; one that cannot be read is computed again.
-        Embeddings of private texts are private: so is a cache that holds them.
-
-        Raises:
-            StorageError: The cache cannot be written.
-        """
-        contract = self.contract
-        facts = [contract.pooling, contract.normalise, contract.lower_case, contract.prefix(side)]
-        facts += [contract.max_length(side), vocabulary(self.tokenizer), *(["apart"] if apart else [])]
-        key = content_hash(facts, self.state_dict(), texts)
-        path = Path(cache_dir) / f"{key}.{str(self.wide).removeprefix('torch.')}"
-        stored = mapped(path, len(texts), self.dim, self.wide)
-        if stored is None:
-            encode_to_file(
-                OneSide(self, side, device, apart=apart),
-                texts,
-                path,
-                dtype=self.wide,
-                facts={"key": key},
-                batch_size=batch_size,
-                restart=True,
-                progress=progress,
-            )
-            stored = mapped(path, len(texts), self.dim, self.wide)
-        if stored is None:
-            raise StorageError(f"The cache entry {path} was changed while it was written.")
-        return stored
 
     def one_side(self, side: Side, device: torch.device | str | None = None) -> OneSide:
         """Return the encoder as what encodes texts of one side in bulk; for `encode_to_file` and `Window`."""
@@ -403,7 +345,7 @@ class OneSide:
     def __init__(
         self, encoder: TextEncoder, side: Side, device: torch.device | str | None, *, apart: bool = False
     ) -> None:
-        self._apart = apart
+        self.apart = apart
         self.dim, self._encoder, self._side = encoder.dim, encoder, side
         self._home = next(encoder.parameters()).device
         self._where = self._home if device is None else torch.device(device)
@@ -421,7 +363,7 @@ class OneSide:
         encoder = self._encoder
         with torch.no_grad(), evaluation_mode(encoder):
             batch = encoder._padded(ids)
-            if not self._apart:
+            if not self.apart:
                 return self._kept(encoder(_on(batch, self._where)))
             full = encoder.at_full_length(batch, self._side)
             return self._kept(
@@ -430,6 +372,12 @@ class OneSide:
 
     def _kept(self, embeddings: Tensor) -> Tensor:
         return embeddings.to("cpu", self._encoder.wide)
+
+
+def _require_positive(**sizes: int) -> None:
+    for name, value in sizes.items():
+        if value < 1:
+            raise ConfigurationError(f"{name}={value} must be at least 1.")
 
 
 def _on(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:

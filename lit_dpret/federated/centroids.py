@@ -73,7 +73,8 @@ def table_of(
           them by at most twice that, whatever the rows are: one that is not finite counts for nothing.
 
     Args:
-        embeddings: Private rows, ``(rows, dim)``, each a function of its own text only (`TextEncoder.encode_apart`).
+        embeddings: Private rows, ``(rows, dim)``, each a function of its own text only (``apart`` of
+            `TextEncoder.encode`).
         centroids: Released before, ``(count, dim)``.
         plan: The bounds.
         units: Whose row each is; each row by itself where it is None.

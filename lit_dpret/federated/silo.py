@@ -276,7 +276,7 @@ class SiloClient:
         texts = list(self.queries.values())
         return centroids_once(
             kept, self.ledger, "fed_request", plan, noise=noise,
-            rows=lambda: module.tower("query").encode_apart(texts, "query"),
+            rows=lambda: module.tower("query").encode(texts, "query", apart=True),
         )  # fmt: skip
 
     def serve(self, weights: Mapping[str, Tensor], rows: Tensor, *, refresh: int) -> Block:
@@ -416,7 +416,7 @@ class SiloClient:
         tower = module.tower("passage")
         return collection_centroids(
             self.state / f"collection-{tower.fingerprint()[:16]}.safetensors",
-            lambda: tower.encode_apart(self.collection.texts, "passage"), self.collection, self.settings,
+            lambda: tower.encode(self.collection.texts, "passage", apart=True), self.collection, self.settings,
             secret_file=self._secret_file, ledgers=self.ledgers,
         )  # fmt: skip
 

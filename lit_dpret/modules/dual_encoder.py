@@ -374,10 +374,7 @@ class DualEncoder(PairModule):
 
     def encode_passages(self, texts: Sequence[str], *, progress: Any = None) -> Tensor:
         """Return embeddings of passages, as `encode_queries`; read from ``passage_cache_dir`` where they are there."""
-        tower = self.tower("passage")
-        if self._passage_cache_dir is not None:
-            return tower.encode_cached(texts, "passage", self._passage_cache_dir, progress=progress)
-        return tower.encode(texts, "passage", progress=progress)
+        return self.tower("passage").encode(texts, "passage", progress=progress, cache_dir=self._passage_cache_dir)
 
     def save_model(self, folder: str | Path) -> Path:
         """Write the encoder, or both, as a sentence-transformers folder with its contract.

@@ -471,8 +471,4 @@ class FrozenTexts:
     ) -> Tensor:
         apart = self._apart and side == "query"
         size = max(self._batch_size, _AT_ONCE) if apart else self._batch_size
-        if cache_dir is not None:
-            return self.tower.encode_cached(texts, side, cache_dir, batch_size=size, progress=progress, apart=apart)
-        if apart:
-            return self.tower.encode_apart(texts, side)
-        return self.tower.encode(texts, side, batch_size=size, progress=progress)
+        return self.tower.encode(texts, side, batch_size=size, progress=progress, apart=apart, cache_dir=cache_dir)

@@ -219,11 +219,9 @@ class ModuleTowers:
         with ProgressLine(f"encoding {side}s for negatives") as line:
             settings = {"device": self.device, "progress": line if side == "passage" else None}
             if side == "query" and self._apart:
-                found = tower.encode_apart(texts, side, device=self.device)
-            elif folder is None:
-                found = tower.encode(texts, side, **settings)
+                found = tower.encode(texts, side, device=self.device, apart=True)
             else:
-                found = tower.encode_cached(texts, side, folder, **settings)
+                found = tower.encode(texts, side, cache_dir=folder, **settings)
         return found
 
     def fingerprint(self) -> str:

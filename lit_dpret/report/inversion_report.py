@@ -60,7 +60,7 @@ def _named(ranking: Facts, sure: str) -> list[str]:
     for kind, how in (("direct", ""), ("mapped", ", its space mapped by the known texts")):
         if (one := ranking[kind]) is not None:
             lines.append(
-                f"* Named among {one['candidates']} candidates by {ranking['attacker']}{how}: {one['rate']:.3f} "
+                f"* Named among {ranking['candidates']} candidates by {ranking['attacker']}{how}: {one['value']:.3f} "
                 f"[{one['low']:.3f}, {one['high']:.3f}] ({sure}, exact); chance is {one['chance']:g}."
             )
     return lines

@@ -43,11 +43,7 @@ class BackEnd(Protocol):
 
 
 class Faiss:
-    """An index that faiss's ``index_factory`` makes, by inner product.
-
-    Args:
-        index: A faiss index; from `build` or `read`.
-    """
+    """An index that faiss's ``index_factory`` makes, by inner product."""
 
     def __init__(self, index: Any) -> None:
         self.index = index
@@ -159,13 +155,7 @@ def search_with(
         - Every score is that of `search`, and so is the order of any two passages.
         - What a flat index leaves out scores at most a rounding error of float32 more than what it proposes.
 
-    Args:
-        back_end: The structure, built over these passages.
-        query_embeddings: Shape ``(queries, dim)``.
-        passage_embeddings: The passages themselves.
-        k: How many passages to return.
-        tie_rank: As in `search`.
-        similarity: As in `search`, and as the back end was built.
+    ``back_end`` was built over these passages, with that ``similarity``; the rest as in `search`.
 
     Raises:
         ConfigurationError: k is not positive.

@@ -72,10 +72,6 @@ class BM25:
 
         A passage that shares no word with the query is not returned, at whatever k.
 
-        Args:
-            queries: The texts.
-            k: How many passages to return for each query; positive.
-
         Returns:
             Scores and indices of shape ``(queries, k)``, filled up with -inf and `MISSING`.
 
@@ -89,10 +85,7 @@ class BM25:
     ) -> tuple[TopK, list[Tensor]]:
         """`search`, and the scores of further passages, in one look at each query.
 
-        Args:
-            queries: The texts.
-            k: How many passages to return for each query; positive.
-            wanted: For each query the indices of passages whose scores are asked for.
+        ``wanted`` has for each query the indices of passages whose scores are asked for.
 
         Returns:
             What `search` returns, and for each query the scores of ``wanted``; 0 for a passage that shares

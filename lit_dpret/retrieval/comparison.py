@@ -21,15 +21,9 @@ class Difference:
     """One metric on one data set, of two systems.
 
     Attributes:
-        data: The name of the data set.
-        metric: As `Metric` writes it.
-        a: The mean of the first system.
-        b: The mean of the second one.
         difference: ``a - b`` on the mean query, with its bootstrap interval.
         p_value: Two-sided, of the paired randomisation test.
         p_holm: The same, adjusted for all cells of the comparison.
-        queries: How many queries were compared.
-        better: On how many of them the first system was better.
         worse: On how many of them it was worse; on the others they tie.
     """
 
@@ -50,8 +44,6 @@ class Comparison:
     """Two systems over a grid of data sets and metrics.
 
     Attributes:
-        a: The first system's name.
-        b: The second one's.
         cells: Data sets in order, each with all metrics.
         level: The confidence of the intervals; 1 - level is the threshold of `significant`.
         resamples: Random swaps of each test.
@@ -91,13 +83,8 @@ def compare_values(
 ) -> Comparison:
     """Compare values of the same queries in the same order.
 
-    Args:
-        a: Data set to metric to one value per query.
-        b: The same data sets, metrics and queries of the other system.
-        names: Of the two systems.
-        level: The confidence of the intervals.
-        resamples: Random swaps per test; the smallest possible p-value is one over one more.
-        seed: Of bootstrap and swaps.
+    Each is data set to metric to one value per query, of the system of that name. ``resamples`` are random swaps per
+    test; the smallest possible p-value is one over one more.
 
     Raises:
         ConfigurationError: ``level`` or ``resamples`` is out of range.

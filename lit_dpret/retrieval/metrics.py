@@ -178,11 +178,8 @@ def gains_of_indices(
 ) -> Gains:
     """Return the grades of a ranking given as positions in the list of passages.
 
-    Args:
-        indices: Shape ``(queries, depth)``, best first; negative where there is no passage.
-        query_ids: The id of every row.
-        passage_ids: The id of every passage.
-        qrels: The judgements; negative grades count as 0, as in trec_eval.
+    ``indices`` are ``(queries, depth)``, best first, negative where there is no passage; negative grades of ``qrels``
+    count as 0, as in trec_eval.
 
     Returns:
         Shape ``(queries, depth)``.
@@ -213,10 +210,7 @@ def gains_of_indices(
 def gains_of_ids(ranked: Sequence[Sequence[str]], query_ids: Sequence[str], qrels: Qrels) -> Gains:
     """Return the grades of rankings given as lists of passage ids, padded with 0 to the longest.
 
-    Args:
-        ranked: For every query its passage ids, best first.
-        query_ids: The id of every row.
-        qrels: The judgements; negative grades count as 0, as in trec_eval.
+    ``ranked`` has for every query its passage ids, best first; negative grades count as 0, as in trec_eval.
 
     Returns:
         Shape ``(queries, longest)``.

@@ -60,9 +60,7 @@ class Products:
     def slack(self, longest: float, error: float) -> Tensor:
         """Twice what float32 sums can be wrong by, for each query, and what was lost to lower precision.
 
-        Args:
-            longest: The length of the longest passage.
-            error: The most that a passage lost, as `passages` returns it.
+        ``longest`` is the length of the longest passage, ``error`` the most that one lost, as `passages` returns it.
 
         Returns:
             float32, shape ``(queries,)``; infinite where nothing is known.
@@ -87,12 +85,8 @@ class Products:
     def candidates(self, scores: Tensor, passages: Tensor, some: slice, width: int, count: int) -> int:
         """Return how many candidates a search of ``count`` passages needs to prove its ``width`` best, by a sample.
 
-        Args:
-            scores: Those of a sample in float32, shape ``(some queries, sample)``.
-            passages: The sample in float32.
-            some: Which queries.
-            width: How many passages float32 would keep.
-            count: How many passages there are.
+        ``scores`` are those of ``some`` queries and a sample, ``(some queries, sample)``, and ``passages`` that
+        sample, in float32, which would keep ``width`` passages.
 
         Returns:
             Enough for nine in ten of the queries.
@@ -110,7 +104,6 @@ class Attempt:
     """One way to search a piece.
 
     Attributes:
-        products: The precision.
         width: How many candidates of each query are kept.
         guess: For each query a score below which nothing is kept; None keeps everything at first.
     """

@@ -50,11 +50,7 @@ class Rows(Protocol):
 
 
 class TensorRows:
-    """The rows of a tensor.
-
-    Args:
-        embeddings: Shape ``(rows, dim)``, on any device.
-    """
+    """The rows of a tensor."""
 
     def __init__(self, embeddings: Tensor) -> None:
         self.embeddings = embeddings.detach()
@@ -136,11 +132,8 @@ _DEVICE_BLOCK = 256 * 2**20  # bytes that keep an accelerator busy
 def canonical_scores(queries: Tensor, passages: Rows, candidates: Tensor, *, cosine: bool) -> Tensor:
     """Return the scores of candidate passages, each a function of its two embeddings alone.
 
-    Args:
-        queries: float64, shape ``(queries, dim)``; normalised already under ``cosine``.
-        passages: All passages.
-        candidates: Indices of passages, long on the CPU, shape ``(queries, width)``; `MISSING` as filler.
-        cosine: Whether a passage is divided by its length.
+    ``queries`` are float64, ``(queries, dim)``, normalised already under ``cosine``. ``candidates`` are indices of
+    passages, long on the CPU, ``(queries, width)``, with `MISSING` as filler.
 
     Returns:
         float32 on the CPU, shaped as ``candidates``; -inf for fillers.

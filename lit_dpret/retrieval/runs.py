@@ -32,7 +32,6 @@ class Ranking:
     """What `search` returned, with the ids it speaks about.
 
     Args:
-        query_ids: The id of every row.
         passage_ids: The id of every passage that was searched.
         top: Scores and indices of shape ``(queries, k)``, best first.
 

@@ -120,13 +120,7 @@ class SearchStream:
     Guarantees:
         - `result` is that of `search` over all pieces together, whatever the pieces were.
 
-    Args:
-        query_embeddings: Shape ``(queries, dim)``.
-        k: How many passages to return for each query; positive.
-        tie_rank: `lexicographic_rank` of the ids of all passages that will come; shape ``(passages,)``.
-        similarity: As in `search`.
-        exclude: As in `search`.
-        device: Where to compute; where the queries are, by default.
+    As in `search`, with the ``tie_rank`` of the ids of all passages that will come.
 
     Raises:
         ConfigurationError: k is not positive, or shapes do not fit.

@@ -62,12 +62,6 @@ def bootstrap_interval(values: ArrayLike, *, level: float = 0.95, resamples: int
     Queries are drawn with replacement, as many as there are; the bounds are the quantiles of the
     resampled means (Efron, 1979).
 
-    Args:
-        values: One value per query.
-        level: The confidence, 0.95 for a 95 % interval.
-        resamples: How many samples of queries to draw.
-        seed: Of the draws.
-
     Returns:
         The mean of ``values`` itself and the two bounds; three times NaN for no values.
 
@@ -93,12 +87,8 @@ def macro_interval(
     Each group counts alike, whatever its size, and its queries are drawn by themselves. So BEIR states
     CQADupStack, the mean of twelve forums, and a table of several data sets its last row.
 
-    Args:
-        groups: For each group one value per query.
-        weights: What each group counts for, positive, scaled to a sum of 1; None for all alike.
-        level: The confidence.
-        resamples: How many samples of queries to draw.
-        seed: Of the draws.
+    ``groups`` have one value per query; ``weights`` are what each group counts for, positive, scaled to a sum of 1,
+    and None for all alike.
 
     Raises:
         ConfigurationError: level or resamples is out of range.
@@ -130,11 +120,7 @@ def paired_randomisation_test(a: ArrayLike, b: ArrayLike, *, resamples: int = 10
     is the share of random swaps with a difference at least as large, the observed one counted among
     them, so that it is never 0 (Smucker et al., CIKM 2007).
 
-    Args:
-        a: One value per query.
-        b: The other system's values of the same queries in the same order.
-        resamples: How many random swaps to draw.
-        seed: Of the draws.
+    ``a`` and ``b`` are values of the same queries in the same order.
 
     Raises:
         ConfigurationError: resamples is out of range.
@@ -175,10 +161,6 @@ def seed_interval(values: Sequence[float], *, level: float = 0.95) -> Interval:
         >>> seed_interval([0.50, 0.52, 0.54])
         Interval(mean=0.52, low=0.4703..., high=0.5696...)
 
-    Args:
-        values: One result per run.
-        level: The confidence.
-
     Returns:
         The bounds are NaN for a single run, whose uncertainty is unknown.
 
@@ -203,11 +185,6 @@ def seed_test(a: Sequence[float], b: Sequence[float], *, level: float = 0.95) ->
     Guarantees:
         - Swapping ``a`` and ``b`` turns the sign of the difference and leaves the p-value.
         - Runs that do not vary at all give a p-value of 1 where they agree, else of 0.
-
-    Args:
-        a: One result per run; a single number is taken for exact, as of a system without training.
-        b: The same of the other setting.
-        level: Confidence of the interval of the difference.
 
     Raises:
         ConfigurationError: level is out of range.

@@ -66,9 +66,8 @@ def lexicographic_rank(passage_ids: Sequence[str]) -> Tensor:
 def packed(scores: Tensor, ranks: Tensor) -> Tensor:
     """Keys whose ascending order is: score descending, and of equal scores rank ascending.
 
-    Args:
-        scores: float32, without NaN; -0.0 counts as 0.0.
-        ranks: Whole numbers in [0, 2**32), of the same shape.
+    ``scores`` are float32 without NaN, and -0.0 counts as 0.0; ``ranks`` are whole numbers in [0, 2**32), of the same
+    shape.
 
     Returns:
         Long, of the same shape.
@@ -130,11 +129,8 @@ def ranked(keys: Tensor, places: Tensor) -> TopK:
 def merged(parts: Sequence[TopK], k: int, *, tie_rank: Tensor) -> TopK:
     """Merge the ``k`` best of several rankings of the same queries, as if their passages had been searched together.
 
-    Args:
-        parts: One ranking for each shard of the passages, indices counted over all shards; each must
-            go down to rank ``k`` or hold its whole shard.
-        k: How many passages to keep.
-        tie_rank: `lexicographic_rank` of the ids of all passages.
+    There is one ranking for each shard of the passages, with indices counted over all shards; each must go down to
+    rank ``k`` or hold its whole shard. ``tie_rank`` is that of all passages.
 
     Raises:
         ConfigurationError: There is no part, k is not positive, or the parts rank different numbers of queries.
@@ -163,11 +159,6 @@ def keyed(top: TopK, tie_rank: Tensor) -> Tensor:
 def top_k_of(scores: Tensor, k: int, tie_rank: Tensor) -> TopK:
     """Return the first ``k`` of one full row of float32 scores, ties by ``tie_rank``.
 
-    Args:
-        scores: One score per passage, shape ``(passages,)``.
-        k: How many; the answer is shorter when there are fewer passages.
-        tie_rank: `lexicographic_rank` of the passage ids.
-
     Returns:
         Scores and indices of shape ``(1, min(k, passages))``.
     """
@@ -190,12 +181,8 @@ class CandidateBuffer:
         - Every passage that is not among `indices` scored at most the row's ``floor``, or less than
           what ``add`` was told for it.
 
-    Args:
-        queries: How many rows.
-        width: How many passages of each query are certain to be kept.
-        device: Where the scores are.
-        floor: For each query a score below which nothing is kept; so low that ``width`` passages exceed
-            it, or the row ends with fewer (``count``).
+    ``width`` passages of each query are certain to be kept. ``floor`` is for each query a score below which nothing
+    is kept; so low that ``width`` passages exceed it, or the row ends with fewer (``count``).
     """
 
     def __init__(self, queries: int, width: int, device: torch.device, floor: Tensor | None = None) -> None:
@@ -207,11 +194,8 @@ class CandidateBuffer:
     def add(self, rows: slice, scores: Tensor, start: int, at_least: Tensor | None = None) -> None:
         """Take in the scores of some queries for consecutive passages.
 
-        Args:
-            rows: The queries.
-            scores: float32 or bfloat16, shape ``(rows, passages)``, on the device.
-            start: Index of the first passage.
-            at_least: A score for each query, below which a passage is of no interest.
+        ``scores`` are float32 or bfloat16, ``(rows, passages)``, on the device, ``start`` is the index of the first
+        passage; below ``at_least``, a score for each query, a passage is of no interest.
         """
         step = _SPARE * self.width
         if scores.shape[1] > step and bool((self.floor[rows] == float("-inf")).any()):  # nothing to compare with yet

@@ -52,10 +52,8 @@ class RetrievalMetric(_RetrievalMetric):
     def update(self, preds: Tensor, target: Tensor, indexes: Tensor) -> None:
         """Take rows of any number of queries.
 
-        Args:
-            preds: Scores, of any shape; ``-inf`` for a passage that was judged but not returned.
-            target: Grades of the same shape; 0 and below is not relevant.
-            indexes: The query of each row, long, of the same shape.
+        All are of the same shape: scores, ``-inf`` for a passage that was judged but not returned; grades, of which 0
+        and below is not relevant; and the query of each row, long.
 
         Raises:
             DataError: A score is NaN.

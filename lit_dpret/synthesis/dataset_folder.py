@@ -14,14 +14,14 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
 from lit_dpret.cards.text import show_delta, show_epsilon
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.privacy.plan import HISTOGRAM
-from lit_dpret.synthesis.shards import SCHEMA, json_line, write_whole
+from lit_dpret.synthesis.shards import SCHEMA, json_line, write_chunks
 
 SUMMARY_NAME = "generation.json"
 DATA_FILES = ("queries.jsonl", "qrels/train.tsv", "qrels/train.jsonl", "pairs/train.jsonl", "corpus.jsonl")
@@ -51,11 +51,9 @@ class Counts:
     """How many queries were drawn, dropped and kept.
 
     Attributes:
-        drawn: Queries drawn.
         empty: Of these, without any word; dropped.
         duplicates: Of these, equal to an earlier one of the same passage; merged into it.
         unfinished: Of these, cut at the longest allowed length; kept.
-        queries: Queries in the data set.
         passages: Passages with at least one query.
     """
 
@@ -67,23 +65,24 @@ class Counts:
     passages: int = 0
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A query of the data set.
+@dataclass(frozen=True, kw_only=True)
+class ReleasedQuery:
+    """One query of a data set and the passage that it was written for.
 
     Args:
-        name: Its id.
-        text: The query.
-        passage_id: The passage it was written for.
-        metadata: What ``queries.jsonl`` says of it.
-        first: Whether it is the first of its passage.
+        metadata: What ``queries.jsonl`` says of it: ``draw``, ``copies``, ``log_prob``.
     """
 
-    name: str
+    query_id: str
     text: str
     passage_id: str
     metadata: Mapping[str, Any]
-    first: bool
+
+    @property
+    def log_prob(self) -> float | None:
+        """Log probability in nats of the whole query under its generator, where it was recorded."""
+        found = self.metadata.get("log_prob")
+        return None if found is None else float(found)
 
 
 def check_passages(passages: Mapping[str, str]) -> None:
@@ -111,10 +110,8 @@ def write_dataset(
         - Every query of ``qrels`` is in ``queries.jsonl``, and its passage in ``corpus.jsonl``.
         - A query that its passage drew several times stands there once, with ``metadata.copies``.
 
-    Args:
-        folder: Where they go.
-        queries: Gives the drawn queries anew at each call, those of one passage next to each other.
-        passages: Text by id; only those with a query are written.
+    ``queries`` gives the drawn queries anew at each call, those of one passage next to each other; of ``passages``
+    those with a query are written.
 
     Returns:
         What was counted, and the SHA-256 of each file.
@@ -125,30 +122,32 @@ def write_dataset(
     return counts, write_entries(folder, lambda: _entries(queries(), Counts()), passages)
 
 
-def write_entries(folder: Path, entries: Callable[[], Iterable[Entry]], passages: Mapping[str, str]) -> dict[str, str]:
-    """Write the data files of the layout from queries that have their ids.
+def write_entries(
+    folder: Path, entries: Callable[[], Iterable[ReleasedQuery]], passages: Mapping[str, str]
+) -> dict[str, str]:
+    """Write the data files of the layout from queries that have their ids, and return the SHA-256 of each file.
 
-    Args:
-        folder: Where they go.
-        entries: Gives them anew at each call.
-        passages: Text by id; those of an entry that is the ``first`` of its passage are written.
-
-    Returns:
-        The SHA-256 of each file.
+    ``entries`` gives them anew at each call; ``passages`` with a query are written, in the order of their first ones.
     """
-    lines: tuple[Callable[[Entry], str], ...] = (
-        lambda entry: json_line({"_id": entry.name, "text": entry.text, "metadata": dict(entry.metadata)}),
-        lambda entry: f"{entry.name}\t{entry.passage_id}\t1\n",
-        lambda entry: json_line({"query-id": entry.name, "corpus-id": entry.passage_id, "score": 1}),
+    written: set[str] = set()
+
+    def corpus_line(entry: ReleasedQuery) -> str:
+        if entry.passage_id in written:
+            return ""
+        written.add(entry.passage_id)
+        return json_line({"_id": entry.passage_id, "title": "", "text": passages[entry.passage_id]})
+
+    lines: tuple[Callable[[ReleasedQuery], str], ...] = (
+        lambda entry: json_line({"_id": entry.query_id, "text": entry.text, "metadata": dict(entry.metadata)}),
+        lambda entry: f"{entry.query_id}\t{entry.passage_id}\t1\n",
+        lambda entry: json_line({"query-id": entry.query_id, "corpus-id": entry.passage_id, "score": 1}),
         lambda entry: json_line({"query": entry.text, "positive": passages[entry.passage_id]}),
-        lambda entry: (
-            json_line({"_id": entry.passage_id, "title": "", "text": passages[entry.passage_id]}) if entry.first else ""
-        ),
+        corpus_line,
     )
     hashes = {}
     for name, line in zip(DATA_FILES, lines, strict=True):
         head = ["query-id\tcorpus-id\tscore\n"] if name.endswith(".tsv") else []
-        hashes[name] = write_whole(folder / name, _lines(head, line, entries()))
+        hashes[name] = write_chunks(folder / name, chain(head, map(line, entries())))
     return hashes
 
 
@@ -168,10 +167,10 @@ def write_summary(
         "sha256": dict(hashes),
         "terms": dict(terms),
     }
-    write_whole(folder / SUMMARY_NAME, [json.dumps(facts, indent=2, sort_keys=True, ensure_ascii=False) + "\n"])
+    write_chunks(folder / SUMMARY_NAME, [json.dumps(facts, indent=2, sort_keys=True, ensure_ascii=False) + "\n"])
 
 
-def _entries(queries: Iterable[SyntheticQuery], counts: Counts) -> Iterator[Entry]:
+def _entries(queries: Iterable[SyntheticQuery], counts: Counts) -> Iterator[ReleasedQuery]:
     """Yield the queries of the data set in order, counting on the way."""
     for passage_id, drawn in groupby(queries, key=lambda query: query.passage_id):
         kept: dict[str, SyntheticQuery] = {}
@@ -186,18 +185,13 @@ def _entries(queries: Iterable[SyntheticQuery], counts: Counts) -> Iterator[Entr
             kept.setdefault(query.text, query)
             copies[query.text] = copies.get(query.text, 0) + 1
         counts.passages += bool(kept)
-        for place, (text, query) in enumerate(kept.items()):
+        for text, query in kept.items():
             counts.queries += 1
             metadata: dict[str, Any] = {"passage_id": passage_id, "draw": query.draw, "copies": copies[text]}
             if query.log_prob is not None:
                 metadata["log_prob"] = query.log_prob
-            yield Entry(f"genQ{counts.queries}", text, passage_id, metadata, place == 0)
-
-
-def _lines(head: Iterable[str], line: Callable[[Entry], str], entries: Iterable[Entry]) -> Iterator[str]:
-    yield from head
-    for entry in entries:
-        yield line(entry)
+            name = f"genQ{counts.queries}"
+            yield ReleasedQuery(query_id=name, text=text, passage_id=passage_id, metadata=metadata)
 
 
 def passages_hash(passages: Mapping[str, str]) -> str:
@@ -232,7 +226,6 @@ class DataCard:
     """The text of a data card, without counts and privacy claim.
 
     Args:
-        title: Its heading.
         origin: What wrote the queries, as Markdown list items.
         tags: Tags for the Hugging Face hub.
         language: ISO codes of the texts, with commas between them.
@@ -321,7 +314,7 @@ def write_readme(folder: Path, card: DataCard, counts: Counts, privacy: Mapping[
             "",
         ]
     )
-    write_whole(folder / "README.md", [text])
+    write_chunks(folder / "README.md", [text])
 
 
 _LOADING = """```python

@@ -42,17 +42,7 @@ _CHUNK = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class GroupSettings:
-    """The settings by which any group is drawn; plain values, so that they can be sent to a process.
-
-    Args:
-        generator: The generator's folder.
-        draws: Queries for each passage.
-        seed: The public seed.
-        decoding: How to draw.
-        device: Where, as PyTorch calls it.
-        precision: One of `PRECISIONS`.
-        threads: Threads of PyTorch.
-    """
+    """The settings by which any group is drawn; plain values, so that they can be sent to a process."""
 
     generator: Path
     draws: int
@@ -64,13 +54,7 @@ class GroupSettings:
 
 
 class GroupDrawer:
-    """A loaded generator that draws the queries of groups.
-
-    Args:
-        settings: What to draw with.
-        generator: The generator where it is loaded already; it is moved and cast.
-        place: One of several devices of the kind that the settings name.
-    """
+    """A loaded generator that draws the queries of groups."""
 
     def __init__(
         self, settings: GroupSettings, generator: GeneratorModel | None = None, *, place: torch.device | None = None
@@ -117,13 +101,8 @@ def draw_group(
 ) -> list[SyntheticQuery]:
     """Draw the queries of one group of passages, by passage and draw.
 
-    Args:
-        generator: The generator.
-        group: Passages by id.
-        draws: How many draws for each passage, or which ones. Each draw is decoded in a batch of its
-            own, so that it does not depend on how many there are.
-        seed: The public seed.
-        decoding: How to draw.
+    ``draws`` is how many for each passage, or which ones. Each draw is decoded in a batch of its own, so that it does
+    not depend on how many there are.
     """
     names, codec = list(group), generator.codec
     wanted = range(draws) if isinstance(draws, int) else draws

@@ -55,12 +55,7 @@ class Prefilled(Protocol):
 
 @torch.inference_mode()
 def prefill(model: PreTrainedModel, passages: Sequence[Sequence[int]]) -> Prefilled:
-    """Read passages once; their draws share the result.
-
-    Args:
-        model: The generator.
-        passages: Token ids, as `TextCodec.passages` gives them.
-    """
+    """Read passages once; their draws share the result."""
     if model.config.is_encoder_decoder:
         return _encoded(model, passages)
     return _cached(model, passages)

@@ -105,11 +105,8 @@ def choose_tokens(
         - The token depends on the row's logits and number alone.
         - A token is chosen with its probability inside the nucleus, up to float64 rounding.
 
-    Args:
-        logits: Shape ``(rows, vocabulary)``.
-        numbers: Shape ``(rows,)``, in [0, 1).
-        decoding: Nucleus and temperature.
-        forbidden: Token ids that are not drawn.
+    ``logits`` are ``(rows, vocabulary)``, ``numbers`` ``(rows,)`` in [0, 1); token ids that are ``forbidden`` are not
+    drawn.
 
     Returns:
         Token ids, and their log probabilities under the untouched logits, both ``(rows,)``.
@@ -197,11 +194,7 @@ def _from_nucleus(
 def decode(model: PreTrainedModel, passages: Prefilled, numbers: np.ndarray, decoding: Decoding) -> list[Sampled]:
     """Draw one sequence per row with a key-value cache; rows that have ended leave the batch.
 
-    Args:
-        model: The generator.
-        passages: What it has read.
-        numbers: Uniform numbers, shape ``(rows, at least max_new_tokens)``.
-        decoding: Nucleus, temperature and lengths.
+    ``numbers`` are uniform, shape ``(rows, at least max_new_tokens)``.
     """
     rows = len(passages)
     ends = end_marks(model)
@@ -317,11 +310,8 @@ def target_scores(
 ) -> TargetScores:
     """Score each token of each target, given those before it and its passage (teacher forcing).
 
-    Args:
-        model: The generator.
-        passages: One passage for every target, or one for all of them.
-        targets: Token ids.
-        decoding: Also score under this way of sampling.
+    There is one passage for every target, or one for all of them. With ``decoding`` targets are also scored under
+    this way of sampling.
 
     Raises:
         UnsupportedModelError: The model gives NaN or infinite scores.
@@ -353,11 +343,8 @@ def drawn_log_probs(logits: Tensor, tokens: Tensor, decoding: Decoding, *, ends:
     The nucleus is: after temperature and top-k the smallest set of most probable
     tokens of mass ``top_p``, equal probabilities by id. A token outside it, or after ``max_new_tokens``, is not drawn.
 
-    Args:
-        logits: Shape ``(tokens, vocabulary)``.
-        tokens: Ids, shape ``(tokens,)``.
-        decoding: How is sampled.
-        ends: End marks, which are not drawn before ``min_new_tokens``.
+    ``logits`` are ``(tokens, vocabulary)``, ``tokens`` ids of shape ``(tokens,)``; ``ends`` are not drawn before
+    ``min_new_tokens``.
 
     Returns:
         Shape ``(tokens,)``, float64.

@@ -11,17 +11,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from lit_dpret.errors import DataError, ResumeError, StorageError, schema_problem
+from lit_dpret.files import append_fact, read_facts, write_whole
 from lit_dpret.privacy.ledger.chain import sync_folder
 
 MANIFEST_NAME = "manifest.jsonl"
 SHARDS_NAME = "shards"
 SCHEMA = "lit-dpret/synthetic-data/1"
+_ADVICE = (
+    "What is finished is kept: mend this (free some space, or give another out folder) and run the same command again."
+)
 
 
 def json_line(value: object) -> str:
@@ -29,38 +32,28 @@ def json_line(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False) + "\n"
 
 
-def write_whole(path: Path, chunks: Iterable[str]) -> str:
-    """Write a file so that it is there whole or not at all; returns its SHA-256.
+def write_chunks(path: Path, chunks: Iterable[str]) -> str:
+    """Write a file so that it is there whole or not at all; return its SHA-256.
 
     Raises:
         StorageError: The disk is full or the folder cannot be written; ``path`` is as it was.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     digest = hashlib.sha256()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(partial, "wb") as file:
-            for chunk in chunks:
-                data = chunk.encode("utf-8", "surrogatepass")
-                digest.update(data)
-                file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-        sync_folder(path.parent)
-    except OSError as error:
-        raise storage_error(path, error) from error
-    finally:
-        partial.unlink(missing_ok=True)
+
+    def data() -> Iterator[bytes]:
+        for chunk in chunks:
+            part = chunk.encode("utf-8", "surrogatepass")
+            digest.update(part)
+            yield part
+
+    write_whole(path, data(), advice=_ADVICE)
+    sync_folder(path.parent)
     return digest.hexdigest()
 
 
 def storage_error(path: Path, error: OSError) -> StorageError:
     """Put an ``OSError`` into words that say which file, why, and what to do."""
-    return StorageError(
-        f"{path} could not be written: {error.strerror or error}. What is finished is kept: mend this (free some "
-        "space, or give another out folder) and run the same command again."
-    )
+    return StorageError(f"{path} cannot be written: {error.strerror or error}. {_ADVICE}")
 
 
 class ShardStore:
@@ -72,9 +65,7 @@ class ShardStore:
         - Opening with another configuration raises ``ResumeError`` and names what differs.
 
     Args:
-        folder: The output folder.
         configuration: Everything that the content depends on, plain JSON values.
-        count: How many shards make the whole.
     """
 
     def __init__(self, folder: Path, configuration: Mapping[str, Any], count: int) -> None:
@@ -85,7 +76,7 @@ class ShardStore:
         self._known = self._read_manifest()
         for journal in self._journals():
             self._adopt_journal(journal)
-        for leftover in (folder / SHARDS_NAME).glob(".*.partial"):
+        for leftover in (folder / SHARDS_NAME).glob(".*.tmp"):
             leftover.unlink(missing_ok=True)
         self.missing = [index for index in range(count) if not self._is_whole(index)]
 
@@ -95,7 +86,7 @@ class ShardStore:
 
     def add(self, index: int, records: Iterable[Mapping[str, Any]]) -> None:
         """Write one shard and vouch for it."""
-        sha256 = write_whole(self.path(index), (json_line(record) for record in records))
+        sha256 = write_chunks(self.path(index), (json_line(record) for record in records))
         self._append({"shard": index, "sha256": sha256})
         self._known[index] = sha256
 
@@ -108,7 +99,7 @@ class ShardStore:
 
     def _adopt_journal(self, journal: Path) -> None:
         """Vouch for what a rank's journal names, if it was of this very generation."""
-        facts = [fact for fact in map(_parsed, journal.read_bytes().splitlines()) if fact is not None]
+        facts = read_facts(journal)
         if facts and facts[0].get("configuration") == configuration_hash(self._configuration):
             self.adopt({int(fact["shard"]): str(fact["sha256"]) for fact in facts[1:] if "shard" in fact})
 
@@ -131,7 +122,7 @@ class ShardStore:
         """Rewrite the manifest in order, so that its bytes do not tell how often work stopped."""
         lines = [self._first_line()]
         lines += [json_line({"shard": index, "sha256": self._known[index]}) for index in sorted(self._known)]
-        write_whole(self._manifest, lines)
+        write_chunks(self._manifest, lines)
         for journal in self._journals():
             journal.unlink(missing_ok=True)
 
@@ -153,30 +144,25 @@ class ShardStore:
 
     def _append(self, fact: Mapping[str, Any]) -> None:
         try:
-            with open(self._manifest, "ab") as file:
-                file.write(json_line(fact).encode())
-                file.flush()
-                os.fsync(file.fileno())
+            append_fact(self._manifest, fact)
         except OSError as error:
             raise storage_error(self._manifest, error) from error
 
     def _read_manifest(self) -> dict[int, str]:
         """SHA-256 by shard. Lines that a crash or a full disk tore are skipped: their shards count as missing."""
         try:
-            lines = self._manifest.read_bytes().splitlines()
+            facts = read_facts(self._manifest)
         except FileNotFoundError:
             if (self.folder / SHARDS_NAME).is_dir() and any((self.folder / SHARDS_NAME).iterdir()):
                 raise ResumeError(
                     f"{self.folder / SHARDS_NAME} holds files, but there is no {MANIFEST_NAME} to say what they are. "
                     "Give another out folder, or delete this one."
                 ) from None
-            write_whole(self._manifest, [self._first_line()])
+            write_chunks(self._manifest, [self._first_line()])
             return {}
         except OSError as error:
             raise storage_error(self._manifest, error) from error
-        facts = [fact for fact in map(_parsed, lines) if fact is not None]
         first = next((fact for fact in facts if "configuration" in fact or "schema" in fact), {})
-        # The first manifests stated no schema; they are of the same form.
         if problem := schema_problem(first.get("schema"), SCHEMA):
             raise ResumeError(f"{self._manifest} cannot be gone on with: {problem}")
         before = first.get("configuration")
@@ -185,8 +171,6 @@ class ShardStore:
                 f"{self._manifest} does not state its configuration. Give another out folder, or delete this one."
             )
         self._refuse_change(before)
-        if lines and not self._manifest.read_bytes().endswith(b"\n"):
-            self._append({})  # ends the torn line, so that the next fact stands on a line of its own
         return {int(fact["shard"]): str(fact["sha256"]) for fact in facts if "shard" in fact}
 
     def _refuse_change(self, before: dict[str, Any]) -> None:
@@ -210,12 +194,6 @@ class RankShards:
     Guarantees:
         - A shard that ``add`` has returned from is on the disk, whole, and in a journal of this rank; the next
           `ShardStore` in the folder takes it in, if nobody else has.
-
-    Args:
-        folder: The output folder.
-        configuration: That of the store, ``shards`` included.
-        rank: Of this process.
-        missing: What the store says is missing.
     """
 
     def __init__(self, folder: Path, configuration: Mapping[str, Any], rank: int, missing: list[int]) -> None:
@@ -226,26 +204,17 @@ class RankShards:
 
     def add(self, index: int, records: Iterable[Mapping[str, Any]]) -> None:
         """Write one shard and vouch for it."""
-        sha256 = write_whole(
+        sha256 = write_chunks(
             self.folder / SHARDS_NAME / f"{index:06d}.jsonl", (json_line(record) for record in records)
         )
-        begun = "" if self.made else json_line({"configuration": configuration_hash(self._configuration)})
         try:
-            with open(self._journal, "wb" if begun else "ab") as file:
-                file.write((begun + json_line({"shard": index, "sha256": sha256})).encode())
-                file.flush()
-                os.fsync(file.fileno())
+            if not self.made:  # a journal of an earlier job has been taken in
+                self._journal.unlink(missing_ok=True)
+                append_fact(self._journal, {"configuration": configuration_hash(self._configuration)})
+            append_fact(self._journal, {"shard": index, "sha256": sha256})
         except OSError as error:
             raise storage_error(self._journal, error) from error
         self.made[index] = sha256
-
-
-def _parsed(line: bytes) -> dict[str, Any] | None:
-    try:
-        fact = json.loads(line)
-    except ValueError:
-        return None
-    return fact if isinstance(fact, dict) else None
 
 
 def _short(value: Any) -> str:

@@ -331,12 +331,7 @@ def opened(
 ) -> Iterator[ShardStore | RankShards]:
     """Yield the shards, as this rank may write them; the first rank looks what is missing, and all learn it.
 
-    Args:
-        folder: The output folder, which all ranks see.
-        configuration: Everything that the content depends on.
-        count: How many shards make the whole.
-        job: The ranks.
-        check: Asked by the first rank before anything is written there.
+    The first rank calls ``check`` before anything is written to ``folder``, which all ranks see.
 
     Raises:
         ResumeError: The folder was begun with another configuration.

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from rich.console import Console
 from torch import Tensor
 
-from lit_dpret.audit.attacks.federated.requests import Identified, Rate, identify_requests, own_texts, pooled
+from lit_dpret.audit.attacks.federated.requests import Identified, identify_requests, own_texts, pooled
 from lit_dpret.audit.attacks.federated.word_rows import MovedRows, Told, moved_rows, tell_tokens
+from lit_dpret.audit.statistics.error_rates import Rate
 from lit_dpret.audit.statistics.evidence import check_confidence
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.start import model_folder

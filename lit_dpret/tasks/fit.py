@@ -16,8 +16,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from lit_dpret.audit.attacks.coins import COINS_NAME, Coins
 from lit_dpret.audit.canaries import CanarySuite
-from lit_dpret.audit.canaries.planting import plant_blanks, plant_in_run
-from lit_dpret.audit.canaries.suite import EVALUATION_SPLITS
+from lit_dpret.audit.canaries.suite import EVALUATION_SPLITS, plant_blanks, plant_in_run
 from lit_dpret.callbacks import MetricsFile, PrivacyAccountant
 from lit_dpret.callbacks.planning import plan_run
 from lit_dpret.callbacks.refusals import refuse_broken_claims

@@ -122,7 +122,7 @@ class Inversion:
         say(*written.lines)
         return {
             "bits_per_token": facts["probe"]["bits"],
-            "identified": (facts["ranking"]["mapped"] or facts["ranking"]["direct"])["rate"],
+            "identified": (facts["ranking"]["mapped"] or facts["ranking"]["direct"])["value"],
             "exact": facts["inverter"]["own"]["exact"],
             "token_f1": facts["inverter"]["own"]["token_f1"],
         }
@@ -178,6 +178,7 @@ class Inversion:
         if attacker is None:
             return {
                 "attacker": "the attacked encoder itself",
+                "candidates": self.candidates,
                 "direct": score(seen[1], seen[1]).to_dict(),
                 "mapped": None,
             }
@@ -185,6 +186,7 @@ class Inversion:
         learned = align(seen[0], self._encode(attacker, known).double().numpy())
         return {
             "attacker": Path(str(self.attacker_encoder)).name,
+            "candidates": self.candidates,
             "direct": score(seen[1], guesses).to_dict() if guesses.shape == seen[1].shape else None,
             "mapped": score(seen[1] @ learned, guesses).to_dict(),
         }

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from lit_dpret.audit.attacks.coins import COINS_NAME, Coins
 from lit_dpret.audit.attacks.membership import AttackResult, Ceilings, measure
 from lit_dpret.audit.attacks.release import bigram_scores, disclosures, nearest_scores, repeated
-from lit_dpret.audit.attacks.shadows import shadow_scores
 from lit_dpret.audit.statistics.evidence import check_confidence
 from lit_dpret.audit.statistics.scores import CanaryScores
+from lit_dpret.audit.statistics.shadow import counterfactual_memorisation, shadow_scores
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.check import judge_card
 from lit_dpret.cards.decided import ceilings_of
@@ -351,7 +351,7 @@ class Membership(MembershipSettings):
 def _memorisation(trained: Trained, suspects: Suspects) -> dict[str, Any]:
     matrix = trained.matrix
     name = "loss" if "loss" in matrix.signals else "logit"
-    values = matrix.memorisation(name)[: suspects.attacked]
+    values = counterfactual_memorisation(matrix.signals[name], matrix.included)[: suspects.attacked]
     counts, edges = np.histogram(values, bins=20)
     most = np.argsort(-values)[:MEMORISED_MOST]
     return {

@@ -22,7 +22,6 @@ from lightning.pytorch.callbacks import Callback
 from numpy.typing import NDArray
 
 from lit_dpret.audit.attacks.coins import Coins
-from lit_dpret.audit.attacks.shadows import FEWEST, ShadowMatrix, balanced_halves
 from lit_dpret.audit.attacks.signals import (
     EncodedPairs,
     encode_pairs,
@@ -30,6 +29,7 @@ from lit_dpret.audit.attacks.signals import (
     generator_signals,
     mean_by_query,
 )
+from lit_dpret.audit.statistics.shadow import FEWEST, ShadowMatrix, balanced_halves
 from lit_dpret.callbacks import PrivacyAccountant, ProgressLine, StepProgress
 from lit_dpret.datamodules.records import normalise
 from lit_dpret.encoders import load_towers

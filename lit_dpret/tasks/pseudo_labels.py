@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.synthesis.filters.pseudo_labels import LABELS, label
+from lit_dpret.synthesis.filters.pseudo_labels import LABELS, Labelling, label
 from lit_dpret.synthesis.filters.released import load_released
 from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.ranking import Ranker
@@ -51,15 +51,17 @@ class PseudoLabels:
             folder = label(
                 released,
                 parts.run_dir / PSEUDO_LABELS,
+                Labelling(
+                    cross_encoder=self.cross_encoder,
+                    cross_encoder_is_public=self.cross_encoder_is_public,
+                    encoder_is_public=self.encoder_is_public,
+                    depth=self.depth,
+                    per_query=self.per_query,
+                    seed=parts.seed,
+                    batch_size=self.batch_size,
+                    max_length=self.max_length,
+                ),
                 ranker=Ranker(encoder=self.encoder),
-                cross_encoder=self.cross_encoder,
-                cross_encoder_is_public=self.cross_encoder_is_public,
-                encoder_is_public=self.encoder_is_public,
-                depth=self.depth,
-                per_query=self.per_query,
-                seed=parts.seed,
-                batch_size=self.batch_size,
-                max_length=self.max_length,
                 progress=progress,
             )
         sys.stdout.write(f"labels: {folder / LABELS}\n")

@@ -156,10 +156,7 @@ class Ranker:
                 # On a CPU the two would only take each other's cores.
                 pieces = pieces if self.device == "cpu" else ahead(pieces)
                 return rank_stream(list(queries), asked, ids, pieces, k=k, device=self.device)
-            if self.cache_dir is None:
-                found = tower.encode(texts, "passage", progress=progress, **how)
-            else:
-                found = tower.encode_cached(texts, "passage", Path(self.cache_dir), progress=progress, **how)
+            found = tower.encode(texts, "passage", progress=progress, cache_dir=self.cache_dir, **how)
         find = make_search(self.search, device=self.device)
         return rank_embeddings(list(queries), asked, ids, found, k=k, find=find)
 

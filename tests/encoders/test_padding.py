@@ -81,8 +81,8 @@ def test_a_text_has_one_embedding_alone_in_a_batch_and_apart(
         "batch": made.encode(TEXTS, "query"),
         "forward": made(made.tokenize(TEXTS, "query")).detach(),
         "at full length": made(made.at_full_length(made.tokenize(TEXTS, "query"), "query")).detach(),
-        "apart": made.encode_apart(TEXTS, "query"),
-        "apart, cached": made.encode_cached(TEXTS, "query", tmp_path, apart=True),
+        "apart": made.encode(TEXTS, "query", apart=True),
+        "apart, cached": made.encode(TEXTS, "query", cache_dir=tmp_path, apart=True),
     }
     for how, rows in found.items():
         assert torch.allclose(rows, alone, rtol=0, atol=1e-5), how

@@ -335,42 +335,42 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_the_cache_gives_back_the_same_bits_and_encodes_once(tmp_path: Path, counted: list[int]) -> None:
     encoder = tiny_encoder()
-    first = encoder.encode_cached(TEXTS, "query", tmp_path / "deep" / "cache")
-    assert torch.equal(encoder.encode_cached(TEXTS, "query", tmp_path / "deep" / "cache"), first)
-    assert torch.equal(tiny_encoder().encode_cached(TEXTS, "query", tmp_path / "deep" / "cache"), first)
+    first = encoder.encode(TEXTS, "query", cache_dir=tmp_path / "deep" / "cache")
+    assert torch.equal(encoder.encode(TEXTS, "query", cache_dir=tmp_path / "deep" / "cache"), first)
+    assert torch.equal(tiny_encoder().encode(TEXTS, "query", cache_dir=tmp_path / "deep" / "cache"), first)
     assert counted == [len(TEXTS)]
     assert torch.equal(first, encoder.encode(TEXTS, "query"))
     first += 1  # the caller's own; the file stays as it is
-    assert not torch.equal(encoder.encode_cached(TEXTS, "query", tmp_path / "deep" / "cache"), first)
+    assert not torch.equal(encoder.encode(TEXTS, "query", cache_dir=tmp_path / "deep" / "cache"), first)
 
 
 def test_the_cache_misses_when_weights_contract_side_vocabulary_or_texts_change(
     tmp_path: Path, counted: list[int]
 ) -> None:
     encoder = tiny_encoder()
-    encoder.encode_cached(TEXTS, "query", tmp_path)
-    encoder.encode_cached(TEXTS, "passage", tmp_path)  # another maximal length
-    encoder.encode_cached(TEXTS[::-1], "query", tmp_path)
-    encoder.encode_cached(["how to", " file"], "query", tmp_path)
-    encoder.encode_cached(["how", " to file"], "query", tmp_path)
+    encoder.encode(TEXTS, "query", cache_dir=tmp_path)
+    encoder.encode(TEXTS, "passage", cache_dir=tmp_path)  # another maximal length
+    encoder.encode(TEXTS[::-1], "query", cache_dir=tmp_path)
+    encoder.encode(["how to", " file"], "query", cache_dir=tmp_path)
+    encoder.encode(["how", " to file"], "query", cache_dir=tmp_path)
     for contract in ({"pooling": "cls"}, {"normalise": False}, {"query_prefix": "query: "}, {"lower_case": True}):
-        tiny_encoder(**contract).encode_cached(TEXTS, "query", tmp_path)
-    tiny_encoder("t5").encode_cached(TEXTS, "query", tmp_path)
+        tiny_encoder(**contract).encode(TEXTS, "query", cache_dir=tmp_path)
+    tiny_encoder("t5").encode(TEXTS, "query", cache_dir=tmp_path)
     with torch.no_grad():
         encoder.backbone.encoder.layer[1].output.dense.bias[3] += 1e-3
-    encoder.encode_cached(TEXTS, "query", tmp_path)
+    encoder.encode(TEXTS, "query", cache_dir=tmp_path)
     encoder.tokenizer.add_tokens(["unseen"])
-    encoder.encode_cached(TEXTS, "query", tmp_path)
+    encoder.encode(TEXTS, "query", cache_dir=tmp_path)
     assert len(counted) == len(list(tmp_path.iterdir())) == 12
 
 
 def test_a_broken_cache_entry_is_made_anew(tmp_path: Path, counted: list[int]) -> None:
     encoder = tiny_encoder()
-    first = encoder.encode_cached(TEXTS, "query", tmp_path).clone()
+    first = encoder.encode(TEXTS, "query", cache_dir=tmp_path).clone()
     (entry,) = tmp_path.iterdir()
     entry.write_bytes(entry.read_bytes()[:50])
-    assert torch.equal(encoder.encode_cached(TEXTS, "query", tmp_path), first)
-    assert torch.equal(encoder.encode_cached(TEXTS, "query", tmp_path), first)
+    assert torch.equal(encoder.encode(TEXTS, "query", cache_dir=tmp_path), first)
+    assert torch.equal(encoder.encode(TEXTS, "query", cache_dir=tmp_path), first)
     assert len(counted) == 2
 
 
@@ -382,7 +382,7 @@ def test_a_cache_that_cannot_be_written_is_refused_and_keeps_what_is_done(
 
     monkeypatch.setattr("os.replace", full)
     with pytest.raises(StorageError, match="No space left"):
-        tiny_encoder().encode_cached(TEXTS, "query", tmp_path / "cache")
+        tiny_encoder().encode(TEXTS, "query", cache_dir=tmp_path / "cache")
     assert {path.suffix for path in (tmp_path / "cache").iterdir()} == {".partial", ".journal"}, "what is done is kept"
 
 

@@ -22,7 +22,7 @@ LONG = st.lists(st.lists(st.sampled_from(WORDS), max_size=60).map(" ".join), min
 
 
 def embeddings(texts: list[str]) -> list[bytes]:
-    return [row.numpy().tobytes() for row in ENCODER.encode_apart(texts, "query")]
+    return [row.numpy().tobytes() for row in ENCODER.encode(texts, "query", apart=True)]
 
 
 @settings(max_examples=25, deadline=None)
@@ -37,15 +37,17 @@ def test_an_embedding_is_the_same_whatever_else_is_embedded(some: list[str], oth
 @given(LONG, LONG, st.integers(3, 48))
 def test_how_far_a_text_is_padded_follows_from_no_other_one(some: list[str], others: list[str], most: int) -> None:
     encoder = TextEncoder(tiny_bert(), tiny_tokenizer(), Contract(query_max_length=most, passage_max_length=9))
-    alone = [encoder.encode_apart([text], "query")[0] for text in some]
-    assert torch.equal(encoder.encode_apart([*others, *some], "query")[len(others) :], torch.stack(alone))
+    alone = [encoder.encode([text], "query", apart=True)[0] for text in some]
+    assert torch.equal(encoder.encode([*others, *some], "query", apart=True)[len(others) :], torch.stack(alone))
     torch.testing.assert_close(torch.stack(alone), encoder.encode(some, "query"), rtol=0, atol=1e-5)
 
 
 def test_they_are_those_of_the_encoder() -> None:
     texts = [" ".join(WORDS[i : i + 1 + i % 7]) for i in range(19)]
-    torch.testing.assert_close(ENCODER.encode_apart(texts, "query"), ENCODER.encode(texts, "query"), rtol=0, atol=1e-5)
-    assert ENCODER.encode_apart([], "query").shape == (0, ENCODER.dim)
+    torch.testing.assert_close(
+        ENCODER.encode(texts, "query", apart=True), ENCODER.encode(texts, "query"), rtol=0, atol=1e-5
+    )
+    assert ENCODER.encode([], "query", apart=True).shape == (0, ENCODER.dim)
 
 
 def test_of_a_step_they_are_the_same_as_of_a_list() -> None:
@@ -53,7 +55,7 @@ def test_of_a_step_they_are_the_same_as_of_a_list() -> None:
     tokens = ENCODER.at_full_length(ENCODER.tokenize(texts, "query"), "query")
     with evaluation_mode(ENCODER):
         found = embed_apart(ENCODER, tokens, ENCODER.tokenizer.pad_token_id)
-    assert torch.equal(found, ENCODER.encode_apart(texts, "query"))
+    assert torch.equal(found, ENCODER.encode(texts, "query", apart=True))
 
 
 def _seen(texts: list[str]) -> list[dict[str, Tensor]]:

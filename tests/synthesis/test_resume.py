@@ -153,7 +153,7 @@ def test_a_shard_that_nobody_vouched_for_is_made_again(whole: Path, source: Path
     shutil.copytree(whole, out)
     manifest = (out / "manifest.jsonl").read_bytes().splitlines(keepends=True)
     (out / "manifest.jsonl").write_bytes(b"".join(manifest[:3]) + manifest[3][:20])
-    (out / "shards" / ".000003.jsonl.77.partial").write_text("{")
+    (out / "shards" / ".000003.jsonl.77.tmp").write_text("{")
     synthesize(source, PASSAGES, out, **SETTINGS)
     assert content(out) == content(whole)
 

@@ -184,7 +184,7 @@ def test_a_disk_that_fills_up_keeps_what_is_finished(
     with pytest.raises(StorageError, match="No space left"):
         synthesize(source, PASSAGES, out, **SETTINGS)
     monkeypatch.undo()
-    assert (out / "shards" / "000003.jsonl").exists() and not list(out.rglob("*.partial"))
+    assert (out / "shards" / "000003.jsonl").exists() and not list(out.rglob("*.tmp"))
     synthesize(source, PASSAGES, out, **SETTINGS)
     assert content(out) == content(whole)
 

@@ -62,7 +62,7 @@ def test_public_texts_are_attacked_in_three_ways(
 ) -> None:
     scores = task(encoders["plain"], texts).run(run_of(tmp_path / "run"))
     found = json.loads((tmp_path / "run" / "inversion.json").read_text())
-    assert found["ranking"]["direct"]["rate"] == 1.0 and found["ranking"]["mapped"] is None
+    assert found["ranking"]["direct"]["value"] == 1.0 and found["ranking"]["mapped"] is None
     assert scores["bits_per_token"] == found["probe"]["bits"]
     assert found["probe"]["low"] <= found["probe"]["nats"] <= found["probe"]["high"]
     assert set(found["inverter"]) == {"own", "shuffled"} and found["inverter"]["own"]["texts"] == 50
@@ -76,7 +76,7 @@ def test_a_rotated_encoder_hides_texts_until_some_of_them_are_known(
 ) -> None:
     task(encoders["rotated"], texts, attacker_encoder=encoders["plain"]).run(run_of(tmp_path / "run"))
     found = json.loads((tmp_path / "run" / "inversion.json").read_text())["ranking"]
-    assert found["direct"]["low"] < found["direct"]["chance"] and found["mapped"]["rate"] > 0.9
+    assert found["direct"]["low"] < found["direct"]["chance"] and found["mapped"]["value"] > 0.9
 
 
 def test_a_report_on_private_texts_is_internal(encoders: dict[str, Path], texts: Path, tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lit_dpret.errors import DataError, schema_problem
-from lit_dpret.files import write_whole
+from lit_dpret.errors import DataError
+from lit_dpret.files import read_json, write_whole
 
 COINS_NAME = "membership_coins.json"
 SCHEMA = "lit-dpret/membership-coins/1"
@@ -27,11 +27,7 @@ SCHEMA = "lit-dpret/membership-coins/1"
 
 @dataclass(frozen=True, repr=False)
 class Coins:
-    """Which queries were trained on, by id.
-
-    Args:
-        heads: Whether, for every query that there was a coin for.
-    """
+    """Which queries were trained on, by id."""
 
     heads: Mapping[str, bool]
 
@@ -56,11 +52,7 @@ class Coins:
         return frozenset(query for query, head in self.heads.items() if head)
 
     def write(self, folder: Path) -> Path:
-        """Write ``membership_coins.json``, whole or not at all, readable for its owner alone.
-
-        Raises:
-            StorageError: It cannot be written.
-        """
+        """Write ``membership_coins.json``, readable by its owner alone; `StorageError` where it cannot be."""
         return write_whole(
             folder / COINS_NAME, json.dumps({"schema": SCHEMA, "heads": dict(self.heads)}) + "\n", owner_only=True
         )
@@ -73,13 +65,7 @@ class Coins:
             DataError: There are none, or they cannot be read.
         """
         path = folder / COINS_NAME
-        try:
-            facts = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise DataError(f"{path} is no readable file of coins ({type(error).__name__}).") from error
-        found = facts.get("schema") if isinstance(facts, dict) else None
-        if problem := schema_problem(found, SCHEMA):
-            raise DataError(f"{path} cannot be read: {problem}")
+        facts = read_json(path, SCHEMA)
         heads = facts.get("heads")
         if not isinstance(heads, dict) or not heads or not all(isinstance(head, bool) for head in heads.values()):
             raise DataError(f"{path} does not tell of each query whether it was trained on.")

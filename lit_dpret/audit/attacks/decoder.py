@@ -110,10 +110,8 @@ class PrefixDecoder(nn.Module):
     def forward(self, tokens: Tensor, mask: Tensor, embeddings: Tensor | None = None) -> Tensor:
         """Cross entropy of each token in nats, zero where ``mask`` is false, shape ``(rows, tokens)``.
 
-        Args:
-            tokens: Ids of shape ``(rows, tokens)``.
-            mask: Which of them count, of the same shape.
-            embeddings: Shape ``(rows, dim)``; None exactly where the decoder has no map.
+        ``tokens`` and ``mask`` have that shape, ``embeddings`` ``(rows, dim)``; they are None exactly where there is
+        no map.
         """
         before = torch.cat([tokens.new_full((len(tokens), 1), self.end), tokens[:, :-1]], dim=1)
         logits = self._logits(before, embeddings)
@@ -203,15 +201,7 @@ def fit_decoder(
 ) -> list[float]:
     """Train all of the decoder by Adam on the mean loss of a token; batches depend on ``seed`` alone.
 
-    Args:
-        decoder: Changed in place.
-        ids: Token ids of the texts.
-        embeddings: Of the texts, shape ``(texts, dim)``.
-        steps: Updates.
-        batch_size: Texts of each.
-        lr: Learning rate, falling linearly to zero.
-        seed: Of the order of texts; the same for all that are compared.
-        progress: Called with (steps done, steps in all).
+    ``lr`` falls linearly to zero; ``embeddings`` are those of the texts, shape ``(texts, dim)``.
 
     Returns:
         The mean loss of a token of each step's batch, in nats, before its update.

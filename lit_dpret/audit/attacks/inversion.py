@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from lit_dpret.audit.attacks.signals import unit_rows
-from lit_dpret.audit.statistics.error_rates import rate_at_least, rate_at_most
+from lit_dpret.audit.statistics.error_rates import Rate, rate
 from lit_dpret.audit.statistics.evidence import check_confidence, check_count
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.synthesis.textsim.bleu import corpus_bleu
@@ -20,44 +20,9 @@ from lit_dpret.synthesis.textsim.words import words
 Floats = NDArray[np.float64]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Identified:
-    """How often the right text was the nearest of its candidates.
-
-    Attributes:
-        hits: Embeddings whose own text came first, alone.
-        trials: Embeddings.
-        candidates: Texts to choose from, for each.
-        low: Exact lower bound of the rate (Clopper and Pearson, two-sided).
-        high: Exact upper bound.
-        confidence: Of both.
-    """
-
-    hits: int
-    trials: int
-    candidates: int
-    low: float
-    high: float
-    confidence: float
-
-    @property
-    def rate(self) -> float:
-        """The share of embeddings that were named."""
-        return self.hits / self.trials
-
-    @property
-    def chance(self) -> float:
-        """What guessing reaches."""
-        return 1 / self.candidates
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
-        return {**asdict(self), "rate": self.rate, "chance": self.chance}
-
-
 def identify(
     embeddings: Floats, guesses: Floats, *, candidates: int = 100, confidence: float = 0.95, seed: int = 0
-) -> Identified:
+) -> Rate:
     """Name the text of each embedding among its own and others', by cosine.
 
     Guarantees:
@@ -74,7 +39,6 @@ def identify(
         DataError: The two are of different texts or spaces.
         ConfigurationError: Fewer than two candidates, or more than there are texts.
     """
-    tail = check_confidence(confidence) / 2
     if embeddings.shape != guesses.shape or embeddings.ndim != 2:
         raise DataError(
             f"Embeddings of shape {embeddings.shape} and guesses of {guesses.shape} are not of the same texts in one "
@@ -88,10 +52,7 @@ def identify(
         others = rng.choice(len(own) - 1, candidates - 1, replace=False)
         others += others >= place
         hits += bool((theirs[others] @ own[place] < theirs[place] @ own[place]).all())
-    return Identified(
-        hits=hits, trials=len(own), candidates=candidates, low=float(rate_at_least(hits, len(own), tail)),
-        high=float(rate_at_most(hits, len(own), tail)), confidence=confidence,
-    )  # fmt: skip
+    return rate(hits, len(own), chance=1 / candidates, confidence=confidence)
 
 
 def align(known: Floats, guesses: Floats, *, ridge: float = 1e-2) -> Floats:
@@ -121,20 +82,6 @@ def align(known: Floats, guesses: Floats, *, ridge: float = 1e-2) -> Floats:
     return np.asarray(np.linalg.solve(square + penalty * np.eye(len(square)), known.T @ guesses))
 
 
-def nats_between(without: float, given: float) -> float:
-    """Nats a token between two perplexities.
-
-    >>> round(nats_between(25.9, 25.6), 5)
-    0.01165
-
-    Raises:
-        ConfigurationError: A perplexity is below 1.
-    """
-    if not (without >= 1 and given >= 1):
-        raise ConfigurationError(f"Perplexities of {without} and {given} cannot be: they are at least 1.")
-    return math.log(without / given)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Told:
     """What embeddings tell of a token, beyond what shuffled ones do.
@@ -142,12 +89,9 @@ class Told:
     Attributes:
         nats: A token, in the mean over tokens; below zero where the embedding only confused.
         low: Lower end of the paired bootstrap interval over texts.
-        high: Upper end.
         bits: The same as ``nats``, in bits.
         perplexity: With the texts' own embeddings.
         shuffled_perplexity: With other texts' embeddings.
-        texts: How many.
-        confidence: Of the interval.
     """
 
     nats: float
@@ -177,13 +121,8 @@ def told(
 
     The interval is over the choice of texts, for these two trained networks; another training of them would differ too.
 
-    Args:
-        own: Summed loss of each text in nats, with its own embedding, shape ``(texts,)``.
-        shuffled: With another text's, likewise.
-        tokens: Of each text, likewise.
-        confidence: Of the interval.
-        resamples: Of the bootstrap.
-        seed: Of the bootstrap.
+    All are of shape ``(texts,)``: summed losses in nats with a text's ``own`` embedding and with another text's, and
+    the number of its tokens.
 
     Raises:
         DataError: Shapes differ, or there are fewer than two texts.
@@ -230,7 +169,6 @@ class Recovered:
         token_f1: Harmonic mean of precision and recall of the sets of words.
         exact: The share that equals its original, case and punctuation aside.
         cosine: Of the written text's embedding and the attacked one; None where nobody embedded the texts anew.
-        texts: How many.
     """
 
     bleu: float

@@ -30,13 +30,7 @@ Ceilings = Callable[[Sequence[float]], Mapping[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Exceeded:
-    """An attack above what the claim allows.
-
-    Attributes:
-        what: Which number.
-        at_least: The attack's lower bound.
-        ceiling: What no attack can exceed if the claim holds.
-    """
+    """An attack above what the claim allows."""
 
     what: str
     at_least: float
@@ -51,10 +45,6 @@ class AttackResult:
     """One attack on one model.
 
     Attributes:
-        attack: Its name.
-        members: Queries that the model was trained on.
-        others: Queries that it was not.
-        auc: Area under the ROC curve.
         tpr: True positive rate by false positive rate, as decimal text.
         accuracy: Balanced accuracy where the higher half of all scores is taken for members: a threshold that
             knows no member.
@@ -155,11 +145,6 @@ def exceeded(scores: CanaryScores, ceilings: Ceilings, *, error: float) -> tuple
     beyond that score has a Beta distribution, whose quantiles are Clopper and Pearson's, so the threshold may well
     come from the same scores. It takes for granted that scores are independent of each other, which those of one
     training are not quite; the one-run audit does not need that.
-
-    Args:
-        scores: Of members and others.
-        ceilings: From false positive rates to ``tpr_at_fpr`` by rate, and ``membership_accuracy``.
-        error: Allowed probability of a false alarm.
     """
     members, others = len(scores.in_scores), len(scores.out_scores)
     share = error / (len(RATES) + 1)

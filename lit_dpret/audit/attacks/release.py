@@ -89,10 +89,7 @@ def bigram_scores(queries: Sequence[str], release: Sequence[str], reference: Seq
 def nearest_scores(queries: Floats, release: Floats, *, nearest: int = 25) -> Floats:
     """Return each query's mean cosine with the ``nearest`` synthetic ones, shape ``(queries,)``.
 
-    Args:
-        queries: Embeddings by an encoder that knows neither, shape ``(queries, dim)``.
-        release: Of the synthetic queries, shape ``(synthetic queries, dim)``.
-        nearest: How many; all where there are fewer.
+    ``queries`` and ``release`` are embeddings by an encoder that knows neither, shape ``(texts, dim)``.
 
     Raises:
         ConfigurationError: ``nearest`` is below 1.
@@ -147,14 +144,7 @@ def repeated(queries: Sequence[str], release: Sequence[str], *, overlap: float =
 
 @dataclass(frozen=True, kw_only=True)
 class Disclosures:
-    """What a release repeats of rare queries, half of which were held out by coins before training.
-
-    Attributes:
-        queries: How many rare queries there were.
-        repeated: How many of them the release repeats.
-        trained: How many of those were trained on.
-        evidence: A one-run audit of "what is repeated was trained on".
-    """
+    """What a release repeats of rare queries, half of which were held out by coins before training."""
 
     queries: int
     repeated: int

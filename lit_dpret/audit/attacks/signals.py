@@ -97,10 +97,7 @@ def encoder_signals(
     No published attack on dual encoders is repeated here; they are the text-embedding attacks of Song and Raghunathan
     (2020, arXiv 2004.00053, section 5) with a public pool in place of a context window.
 
-    Args:
-        pairs: Under the attacked encoder.
-        temperature: Divides the similarity in the softmax; that of training, where it is known.
-        reference: The same pairs and pool under the reference.
+    ``temperature`` divides the similarity in the softmax: that of training, where it is known.
 
     Raises:
         ConfigurationError: ``temperature`` is not above 0.

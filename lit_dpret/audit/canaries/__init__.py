@@ -10,8 +10,7 @@ from lit_dpret.lazy import lazy_names
 
 if TYPE_CHECKING:
     from lit_dpret.audit.canaries.canary import CANARIES, Canary, CanarySet, read_canaries, write_canaries
-    from lit_dpret.audit.canaries.planting import plant
-    from lit_dpret.audit.canaries.suite import CanarySuite
+    from lit_dpret.audit.canaries.suite import CanarySuite, plant
 else:
     __getattr__ = lazy_names(
         __name__,
@@ -21,7 +20,7 @@ else:
             "CANARIES": "canary",
             "read_canaries": "canary",
             "write_canaries": "canary",
-            "plant": "planting",
+            "plant": "suite",
             "CanarySuite": "suite",
         },
     )

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from lit_dpret.datamodules.records import Row
-from lit_dpret.errors import ConfigurationError, DataError, schema_problem
-from lit_dpret.files import write_whole
+from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.files import read_json, write_whole
 
 Kind = Literal["digits", "own_passage", "random_passage", "echo", "new_token"]
 Side = Literal["query", "passage", "both"]
@@ -36,12 +36,7 @@ class Canary:
     Args:
         name: Its own among the canaries of a run; ``kind-side-copies-number`` as the suite makes them.
         kind: What the pair looks like around its secret; `CanarySuite` lists the kinds.
-        side: Where the secret stands.
-        query: The query without the secret.
         passage_id: Of its passage: one of the data where the passage is theirs and unchanged, else its own.
-        passage: The passage without the secret.
-        candidates: All secrets that could have been planted.
-        secret: The one that was drawn from them.
         copies: How often the pair stands in the training data; each copy is a unit.
         included: Whether it was planted at all, by a coin where the suite tosses one.
     """
@@ -72,18 +67,12 @@ class Canary:
             row = Row(f"{OWN_ID}{self.name}:{copy}", query, self.passage_id, passage, frozenset((self.passage_id,)))
             yield (row,) if self.included else ()
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON values, the secret among them."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class CanarySet:
     """The canaries of one training, and what they were made from.
 
     Args:
-        canaries: In the order in which they are planted.
-        settings: Of the suite, as JSON values.
         nonce: Random, so that the hash that a ledger and a card give of the set lets nobody test a guess at a secret.
     """
 
@@ -106,11 +95,7 @@ def set_sha256(canaries: CanarySet) -> str:
 
 
 def write_canaries(canaries: CanarySet, folder: str | Path) -> Path:
-    """Write ``canaries.json``, whole or not at all, readable by its owner alone.
-
-    Raises:
-        StorageError: It cannot be written.
-    """
+    """Write ``canaries.json``, readable by its owner alone; `StorageError` where it cannot be."""
     return write_whole(Path(folder) / CANARIES, _text(canaries), owner_only=True)
 
 
@@ -122,14 +107,7 @@ def read_canaries(path: str | Path) -> CanarySet:
     """
     path = Path(path)
     path = path / CANARIES if path.is_dir() else path
-    try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DataError(f"There is no readable file of canaries at {path}: {error.strerror}.") from error
-    except ValueError as error:
-        raise DataError(f"{path} is not JSON.") from error
-    if problem := schema_problem(facts.get("schema") if isinstance(facts, dict) else None, SCHEMA):
-        raise DataError(f"{path} cannot be read: {problem}")
+    facts = read_json(path, SCHEMA)
     try:
         canaries = tuple(Canary(**one | {"candidates": tuple(one["candidates"])}) for one in facts["canaries"])
         return CanarySet(canaries, dict(facts["settings"]), str(facts["nonce"]))
@@ -143,7 +121,7 @@ def _text(canaries: CanarySet) -> str:
         "note": "Secrets and coins of an audit: whoever reads this before the audit could make it say anything.",
         "nonce": canaries.nonce,
         "settings": canaries.settings,
-        "canaries": [canary.to_dict() for canary in canaries.canaries],
+        "canaries": [asdict(canary) for canary in canaries.canaries],
     }
     return json.dumps(facts, indent=1, ensure_ascii=True) + "\n"
 
@@ -185,10 +163,7 @@ def cut_side(reader: object, canary: Canary) -> Literal["query", "passage"] | No
 def check_fits(reader: Reader, canary: Canary, *, shorter: str | None = None) -> None:
     """Raise for a canary of which a model does not see the whole secret.
 
-    Args:
-        reader: The model's way with texts; one that gives no tokens refuses nothing.
-        canary: With its secret and all others that could have been planted.
-        shorter: What else can be done about a text that is too long, beside raising the length.
+    ``shorter`` says what else can be done about a text that is too long, beside raising the length.
 
     Raises:
         ConfigurationError: A text with a secret in it is cut, naming canary and length; or two secrets are one to the

@@ -35,13 +35,12 @@ import torch
 from numpy.typing import NDArray
 
 from lit_dpret.audit.canaries.canary import CANARIES, CanarySet, Kind, check_all_fit, read_canaries, write_canaries
-from lit_dpret.audit.canaries.planting import planted_facts
-from lit_dpret.audit.canaries.suite import CanarySuite
+from lit_dpret.audit.canaries.suite import CanarySuite, planted_facts
 from lit_dpret.datamodules.images import ImageRow
 from lit_dpret.datamodules.records import Row
 from lit_dpret.datamodules.unit_dataset import Planted
-from lit_dpret.errors import ConfigurationError, DataError, ResumeError, schema_problem
-from lit_dpret.files import write_whole
+from lit_dpret.errors import ConfigurationError, DataError, ResumeError
+from lit_dpret.files import read_json, write_whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +48,7 @@ class CoinFlips:
     """Rows, and for each whether it is trained on.
 
     Args:
-        rows: The canaries, one row each.
         twins: What takes a canary's place under ``replace_one``.
-        included: The coins.
         facts: Public before the coins are opened.
 
     Raises:
@@ -120,11 +117,7 @@ IMAGE_SCHEMA = "lit-dpret/image-canaries/1"
 def image_coins(count: int, *, shape: tuple[int, int, int], seed: int | None, run_dir: Path) -> CoinFlips:
     """Make ``count`` pictures of noise and their coins, and write what they follow from to ``canaries.json``.
 
-    Args:
-        count: How many.
-        shape: Channels, height, width.
-        seed: Null takes one from the operating system. Whoever knows it knows the coins.
-        run_dir: Where the file goes, readable by its owner alone.
+    Whoever knows ``seed`` knows the coins; null takes one from the operating system.
 
     Raises:
         StorageError: It cannot be written.
@@ -146,18 +139,11 @@ def read_image_coins(path: Path) -> CoinFlips:
     """Read the file that `image_coins` wrote.
 
     Raises:
-        DataError: It is missing, malformed, or a newer version wrote it.
+        DataError: It is missing, malformed, or of another schema.
     """
+    read_json(path, IMAGE_SCHEMA)
     try:
-        text = path.read_text(encoding="utf-8")
-        facts = json.loads(text)
-        problem = schema_problem(facts.get("schema"), IMAGE_SCHEMA)
-    except (OSError, ValueError, AttributeError) as error:
-        raise DataError(f"There is no readable file of image canaries at {path}.") from error
-    if problem:
-        raise DataError(f"{path} cannot be read: {problem}")
-    try:
-        return _made(text)
+        return _made(path.read_text(encoding="utf-8"))
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{path} is malformed.") from error
 
@@ -197,16 +183,8 @@ def coins_in_run(
         - No private row is read: words come from public passages, or a file that is declared public.
         - A run that has begun goes on with the canaries and coins that it began with, or not at all.
 
-    Args:
-        data: The DataModule that they will be planted in.
-        count: How many.
-        kind: Of texts, as in `CanarySuite`.
-        queries: The same.
-        seed: The same.
-        run_dir: Where ``canaries.json`` lies.
-        begun: Whether the run has a ledger.
-        resume: Whether it may.
-        reader: The module that will be trained on them; it must read every secret, and every twin's, to its end.
+    ``kind``, ``queries`` and ``seed`` are those of `CanarySuite`; ``begun`` says that the run has a ledger.
+    ``reader`` is the module that will be trained on them; it must read every secret, and every twin's, to its end.
 
     Raises:
         ResumeError: The run has begun, and its canaries are missing or were others.
@@ -256,15 +234,7 @@ SCORES_SCHEMA = "lit-dpret/audit-scores/1"
 
 @dataclass(frozen=True, kw_only=True)
 class AuditScores:
-    """The score of each canary, in the order of their file.
-
-    Args:
-        sha256: Of the set of canaries.
-        before: Scores under the model that training began with.
-        after: Under the trained one; None until it is.
-        twins_before: Of the canaries' twins, where a twin takes the place of a canary; else empty.
-        twins_after: The same after training.
-    """
+    """The score of each canary, in the order of their file."""
 
     sha256: str
     before: tuple[float, ...]
@@ -295,11 +265,7 @@ class AuditScores:
 
 
 def write_scores(scores: AuditScores, folder: Path) -> Path:
-    """Write the file whole or not at all, readable by its owner alone.
-
-    Raises:
-        StorageError: It cannot be written.
-    """
+    """Write the file, readable by its owner alone; `StorageError` where it cannot be."""
     facts: dict[str, Any] = {
         "schema": SCORES_SCHEMA,
         "note": "Internal. With the coins in the file of canaries this shows how the audit was decided.",
@@ -316,23 +282,19 @@ def read_scores(folder: Path, *, sha256: str) -> AuditScores:
     """
     path = folder / AUDIT_SCORES
     try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
-        problem = schema_problem(facts.get("schema"), SCORES_SCHEMA)
-        if problem is None:
-            found = AuditScores(
-                sha256=str(facts["sha256"]),
-                before=_numbers(facts["before"]),
-                after=None if facts["after"] is None else _numbers(facts["after"]),
-                twins_before=_numbers(facts["twins_before"]),
-                twins_after=_numbers(facts["twins_after"]),
-            )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        facts = read_json(path, SCORES_SCHEMA)
+        found = AuditScores(
+            sha256=str(facts["sha256"]),
+            before=_numbers(facts["before"]),
+            after=None if facts["after"] is None else _numbers(facts["after"]),
+            twins_before=_numbers(facts["twins_before"]),
+            twins_after=_numbers(facts["twins_after"]),
+        )
+    except (DataError, KeyError, TypeError, ValueError) as error:
         raise ResumeError(
-            f"{path} cannot be read, and without the scores before training there is nothing to audit. Restore the "
-            "file, or start a new run in another hydra.run.dir."
+            f"{path} cannot be read ({error}), and without the scores before training there is nothing to audit. "
+            "Restore the file, or start a new run in another hydra.run.dir."
         ) from error
-    if problem is not None:
-        raise ResumeError(f"{path} cannot be read: {problem}")
     if found.sha256 != sha256:
         raise ResumeError(f"{path} is about other canaries than those of this run: restore the file.")
     return found

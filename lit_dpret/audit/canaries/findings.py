@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy.stats import t
 
 from lit_dpret.audit.statistics.error_rates import rate_at_least, rate_at_most
 from lit_dpret.audit.statistics.evidence import Evidence
@@ -29,6 +28,7 @@ from lit_dpret.audit.statistics.rank_epsilon import (
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.privacy.accounting.ceilings import SecretCeiling
 from lit_dpret.privacy.budget import Neighbours
+from lit_dpret.retrieval.statistics import Interval, seed_interval
 
 POOLED = "three kinds"
 """The canaries of the papers together."""
@@ -50,12 +50,9 @@ class Outcome:
     """The result of one canary.
 
     Args:
-        training: Which training it stood in.
         kind, side, copies: Of the canary.
         rank: Among the candidates.
         exposure: In bits.
-        draws: Queries that were drawn for it.
-        found: In how many of them the secret stood.
         chance: Probability that one draw begins with its query and secret; None where that says nothing.
     """
 
@@ -80,19 +77,6 @@ class Outcome:
         return cls(training=training, draws=leak["draws"], found=leak["found"], chance=chance, **fields)
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """A mean with its interval; the bounds are NaN where nothing is known of the spread."""
-
-    mean: float
-    low: float
-    high: float
-
-    def to_dict(self) -> dict[str, float | None]:
-        """As JSON values."""
-        return {name: None if math.isnan(value) else value for name, value in vars(self).items()}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """The limits that the accounting sets for secrets of one number of copies; all trivial where nothing is claimed.
@@ -101,8 +85,6 @@ class Limits:
         top: Probability of rank 1.
         mean_rank: Expected rank, at least.
         leak: Probability that a secret of ten digits stands in any of the draws.
-        eps: The claim for one unit.
-        delta: Of the claim.
         group_eps: What the mixture accounting gives for so many units together, at the same delta.
     """
 
@@ -116,16 +98,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Excess:
-    """A measurement above what the accounting allows.
-
-    Attributes:
-        what: The share or the bound.
-        estimate: As it was measured.
-        at_least: Its lower bound.
-        ceiling: What is allowed.
-        confidence: Of the lower bound.
-        evidence: The bound on epsilon, where it is one.
-    """
+    """A measurement above what the accounting allows."""
 
     what: str
     estimate: float
@@ -151,14 +124,10 @@ class Cell:
         side, kind, copies: Which canaries; the kind is `POOLED` for those of the papers together.
         trainings, canaries, draws: How many; draws are of each canary.
         mean_rank: Over canaries, its interval over trainings (Student's t).
-        top: Share with rank 1.
         leaked: Share whose secret stood in a draw; NaN where the model draws nothing.
-        exposure: Mean bits.
         chance: Mean probability that one draw begins with query and secret; None where that says nothing.
         bounds: Lower bounds on epsilon at 95 %, the first one chosen beforehand for the table.
         alarms: The same estimators at the claim's delta and with the confidence of a contradiction.
-        limits: What the accounting allows.
-        excesses: What was measured above it.
     """
 
     side: str
@@ -167,9 +136,9 @@ class Cell:
     trainings: int
     canaries: int
     draws: int
-    mean_rank: Estimate
-    top: Estimate
-    leaked: Estimate
+    mean_rank: Interval
+    top: Interval
+    leaked: Interval
     exposure: float
     chance: float | None
     bounds: tuple[Evidence, ...]
@@ -187,7 +156,8 @@ class Cell:
         facts = {name: value for name, value in vars(self).items() if name != "excesses"}
         facts["contradictions"] = list(self.contradictions)
         for name in ("mean_rank", "top", "leaked"):
-            facts[name] = facts[name].to_dict()
+            # NaN, where nothing is known of the spread, is no JSON value.
+            facts[name] = {end: None if math.isnan(value) else value for end, value in vars(facts[name]).items()}
         facts["limits"] = vars(self.limits)
         facts["bounds"] = [bound.to_dict() for bound in self.bounds]
         facts["alarms"] = [bound.to_dict() for bound in self.alarms]
@@ -197,12 +167,7 @@ class Cell:
 def secret_limits(ceiling: SecretCeiling, *, candidates: int, draws: int, tokens: int, **claim: float | None) -> Limits:
     """Return the ceilings of secrets with these copies.
 
-    Args:
-        ceiling: Of the releases, for so many copies.
-        candidates: R.
-        draws: Queries drawn for a canary.
-        tokens: The longest of them.
-        claim: ``eps``, ``delta`` and ``group_eps`` of `Limits`.
+    ``claim`` has ``eps``, ``delta`` and ``group_eps`` of `Limits`; ``tokens`` are those of the longest draw.
     """
     # Ten digits at random stand in a text with at most 1e-10 for each place where they could begin.
     prior = min(1.0, draws * tokens * _CHARACTERS_PER_TOKEN * 10.0**-_DIGITS)
@@ -287,7 +252,7 @@ def _cell(
         draws=draws,
         mean_rank=_mean([float(np.mean([one.rank for one in group])) for group in by_training], 1, candidates),
         top=top,
-        leaked=leaked if draws else Estimate(math.nan, math.nan, math.nan),
+        leaked=leaked if draws else Interval(math.nan, math.nan, math.nan),
         exposure=float(np.mean([one.exposure for one in found])),
         chance=float(np.mean(chances)) if chances else None,
         bounds=bounds(0.95, 0.0),
@@ -339,7 +304,7 @@ def _excesses(first: Sequence[Outcome], alarms: Sequence[Evidence], limits: Limi
             )  # fmt: skip
 
 
-def share(shares: Sequence[float]) -> Estimate:
+def share(shares: Sequence[float]) -> Interval:
     """Return the mean share with Clopper and Pearson's interval, each training counted as one observation.
 
     Exact where a share is 0 or 1; parts of a training are rounded to the wider side.
@@ -352,13 +317,12 @@ def share(shares: Sequence[float]) -> Estimate:
     hits, trials = math.fsum(shares), len(shares)
     low = float(rate_at_least(math.floor(hits + 1e-9), trials, 0.025))
     high = float(rate_at_most(math.ceil(hits - 1e-9), trials, 0.025))
-    return Estimate(hits / trials, low, high)
+    return Interval(hits / trials, low, high)
 
 
-def _mean(values: Sequence[float], low: float, high: float) -> Estimate:
+def _mean(values: Sequence[float], low: float, high: float) -> Interval:
     """Return the mean with its t-interval over trainings, cut to what is possible; NaN bounds without spread."""
-    mean = float(np.mean(values))
     if len(set(values)) < 2:  # no spread was seen, which says little of how much there is
-        return Estimate(mean, math.nan, math.nan)
-    reach = float(t.ppf(0.975, len(values) - 1)) * float(np.std(values, ddof=1)) / math.sqrt(len(values))
-    return Estimate(mean, max(low, mean - reach), min(high, mean + reach))
+        return Interval(float(np.mean(values)), math.nan, math.nan)
+    found = seed_interval(values)
+    return Interval(found.mean, max(low, found.low), min(high, found.high))

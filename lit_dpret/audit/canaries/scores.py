@@ -104,13 +104,8 @@ def score_canaries(
 ) -> list[SecretScore]:
     """Score every canary under a generator, planted or left out by its coin.
 
-    Args:
-        generator: The trained model with its tokenizer.
-        canaries: Their candidates are ranked.
-        decoding: How queries are drawn, for `SecretScore.log_probability`.
-        span: ``secret`` alone, or the whole ``query`` with its end mark. Secrets in passages are always judged by the
-            whole query.
-        progress: Called with (canaries done, canaries in all).
+    ``span`` is the ``secret`` alone, or the whole ``query`` with its end mark, by which secrets in passages are
+    always judged. ``progress`` is called with (canaries done, canaries in all).
 
     Raises:
         ConfigurationError: A secret is cut away by the model's lengths, or its tokenizer cannot tell candidates apart.
@@ -174,9 +169,6 @@ class Leak:
     """The queries that were generated for a canary.
 
     Attributes:
-        name: Of the canary.
-        draws: Queries drawn.
-        found: In how many of them the secret stands.
         copied: The same for the passage with its secret in it; None where that is the same passage.
         sample: The first query drawn, and the first with the secret if there is one.
     """
@@ -251,11 +243,6 @@ def score_pairs(
     towers: Towers, canaries: Sequence[Canary], *, progress: Callable[[int, int], None] | None = None
 ) -> list[SecretScore]:
     """Score every canary under a dual encoder, planted or left out by its coin.
-
-    Args:
-        towers: The trained encoders.
-        canaries: Their candidates are ranked.
-        progress: Called with (canaries done, canaries in all).
 
     Raises:
         ConfigurationError: A secret is cut away by the encoders' lengths, a tokenizer cannot tell candidates apart, or

@@ -1,4 +1,4 @@
-"""Which canaries a run gets: kinds, repetitions, sides, and where their words come from.
+"""Which canaries a run gets: kinds, repetitions, sides, where their words come from, and how they are planted.
 
 **Whose words.** A canary must be made without reading the records that the claim is about: a canary with a copy of a
 private query in it would train on that query again, in units that stay when its owner's record is taken out. So
@@ -9,7 +9,9 @@ run does not train on.
 from __future__ import annotations
 
 import hashlib
+import os
 import secrets
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -19,6 +21,7 @@ from typing import Any, Protocol, get_args
 import numpy as np
 
 from lit_dpret.audit.canaries.canary import (
+    CANARIES,
     OWN_ID,
     Canary,
     CanarySet,
@@ -27,8 +30,12 @@ from lit_dpret.audit.canaries.canary import (
     check_all_fit,
     check_sentinels,
     cut_side,
+    read_canaries,
+    set_sha256,
+    write_canaries,
 )
-from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.datamodules.unit_dataset import Planted
+from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.synthesis.pseudo_queries import pseudo_queries
 
 QUERY_SIDE_ONLY = ("echo", "new_token")
@@ -142,10 +149,8 @@ class CanarySuite:
 
     def settings(self) -> dict[str, Any]:
         """Return every setting as JSON values."""
-        return {
-            name: list(value) if isinstance(value, (list, tuple)) or _is_sequence(value) else value
-            for name, value in vars(self).items()
-        }
+        lists = ("kinds", "repetitions", "sides")
+        return {name: list(value) if name in lists else value for name, value in vars(self).items()}
 
     @property
     def units(self) -> int:
@@ -283,10 +288,6 @@ def _number(coins: np.random.Generator) -> str:
     return f"{int(coins.integers(10**10)):010d}"
 
 
-def _is_sequence(value: object) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str)
-
-
 def _coins(seed: int, purpose: str) -> np.random.Generator:
     """Return a stream of its own for each purpose; the label keeps it apart from every other seed of the project."""
     digest = hashlib.blake2b(f"lit-dpret/canaries\x1f{seed}\x1f{purpose}".encode(), digest_size=16).digest()
@@ -329,3 +330,100 @@ def _vocabulary(passages: Mapping[str, str], ids: Sequence[str], seed: int) -> l
     if len(words) < 2:
         raise DataError("The public passages have too few words to make an echo canary from.")
     return sorted(words)
+
+
+# -- planting ------------------------------------------------------------------------------------
+
+
+class Plantable(Sources, Protocol):
+    """A DataModule that takes units beside its own."""
+
+    def plant(self, planted: Planted) -> None: ...
+
+
+def plant(data: Plantable, canaries: CanarySet) -> None:
+    """Plant canaries in a DataModule, after ``setup`` and before ``fit``.
+
+    Guarantees:
+        - Each copy is one unit, without rows where its coin left it out: it is drawn by the run's law, counted in n
+          and clipped like every unit, so the claim of the run holds for everybody else's units as it does for these.
+        - The keyed fingerprint of the data covers them: a resume with others is refused.
+        - No evaluation split and no list of passages holds them.
+
+    Raises:
+        ConfigurationError: The DataModule cannot take them; the message says why.
+    """
+    if not hasattr(data, "plant") or not hasattr(data, "public_passages"):
+        raise _no_pairs(data)
+    data.plant(Planted(canaries.units(), planted_facts(canaries)))
+
+
+def plant_blanks(data: Any, units: int) -> None:
+    """Plant units without rows, so that a run is planned with canaries that are not made yet.
+
+    Raises:
+        ConfigurationError: The DataModule cannot take them; the message says why.
+    """
+    if not hasattr(data, "plant"):
+        raise _no_pairs(data)
+    data.plant(Planted([()] * units, {"units": units}))
+
+
+def planted_facts(canaries: CanarySet) -> dict[str, Any]:
+    """Return what ledger and card say of a set: canaries, units, and the hash that fixes them."""
+    return {
+        "canaries": len(canaries.canaries),
+        "units": len(canaries.units()),
+        "sha256": set_sha256(canaries),
+    }
+
+
+def plant_in_run(
+    data: Plantable, suite: CanarySuite, run_dir: Path, *, resume: bool, reader: object = None
+) -> CanarySet:
+    """Make the canaries of a run, write them beside it and plant them; a resume takes those of the file.
+
+    ``reader`` is the module that will be trained on them; it must read every secret to its end.
+
+    Raises:
+        ResumeError: There are canaries and ``resume`` is false, or the run was begun with another suite.
+        ConfigurationError: The DataModule cannot take them, or has too little to make them from, or ``reader`` would
+            cut a secret; nothing is written then.
+    """
+    if not hasattr(data, "plant") or not hasattr(data, "public_passages"):
+        raise _no_pairs(data)
+    path = run_dir / CANARIES
+    if int(os.environ.get("LOCAL_RANK", "0")) > 0:
+        _wait_for(path)  # which the first process makes: without a seed each would draw secrets of its own
+        canaries = read_canaries(path)
+    elif path.is_file() and not resume:
+        raise ResumeError(
+            f"{path} holds the canaries of an earlier run, whose secrets would be lost. Say resume=true to go on with "
+            "it, or choose another hydra.run.dir."
+        )
+    elif path.is_file():
+        canaries = read_canaries(path)
+        if canaries.settings != suite.settings():
+            raise ResumeError(
+                f"resume=true, but the canaries of {path} were made by another suite. Restore the settings of canaries."
+            )
+    else:
+        canaries = suite.make(data, reader)
+        write_canaries(canaries, run_dir)
+    check_all_fit(reader, canaries.canaries)
+    plant(data, canaries)
+    return canaries
+
+
+def _no_pairs(data: object) -> ConfigurationError:
+    return ConfigurationError(
+        f"{type(data).__name__} has no pairs of texts that canaries could stand beside. Set canaries to null."
+    )
+
+
+def _wait_for(path: Path, *, seconds: float = 120.0) -> None:
+    end = time.monotonic() + seconds
+    while not path.is_file():
+        if time.monotonic() > end:
+            raise ConfigurationError(f"{path} was not written by the first process within {seconds:.0f} seconds.")
+        time.sleep(0.2)

@@ -15,14 +15,16 @@ Under (eps, delta)-DP every test has TPR <= e^eps FPR + delta and TNR <= e^eps F
 from __future__ import annotations
 
 import math
+from dataclasses import asdict, dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.special import betainc, betaincinv, ndtri
 
 from lit_dpret.audit.statistics.curves import gaussian_epsilon, largest_contradicted, least_epsilon
-from lit_dpret.audit.statistics.evidence import Evidence, Terms
+from lit_dpret.audit.statistics.evidence import Evidence, Terms, check_confidence, check_hits
 from lit_dpret.audit.statistics.scores import CanaryScores, Counts
 from lit_dpret.audit.statistics.thresholds import Bonferroni, Explicit, Split, Strategy, audit
 from lit_dpret.errors import ConfigurationError
@@ -59,6 +61,54 @@ def rate_at_most(hits: ArrayLike, trials: ArrayLike, error: float) -> NDArray[np
     """
     k, n = np.broadcast_arrays(np.asarray(hits, dtype=float), np.asarray(trials, dtype=float))
     return 1 - rate_at_least(n - k, n, error)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rate:
+    """Hits among trials.
+
+    Attributes:
+        hits: How often the attack was right.
+        trials: How often it guessed.
+        chance: The rate of a guess that knows nothing; None where that has no meaning.
+        low: Exact lower bound of the rate (Clopper and Pearson, two-sided), for trials that are independent.
+        high: Exact upper bound.
+        confidence: Of both.
+    """
+
+    hits: int
+    trials: int
+    chance: float | None
+    low: float
+    high: float
+    confidence: float
+
+    @property
+    def value(self) -> float:
+        """The share of hits among the trials."""
+        return self.hits / self.trials
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON values."""
+        return {**asdict(self), "value": self.value}
+
+
+def rate(hits: int, trials: int, *, chance: float | None = None, confidence: float = 0.95) -> Rate:
+    """Return a rate with its interval.
+
+    >>> found = rate(9, 10, chance=0.1)
+    >>> found.value, round(found.low, 3), round(found.high, 3)
+    (0.9, 0.555, 0.997)
+
+    Raises:
+        ConfigurationError: There is no trial, more hits than trials, or the confidence is no share.
+    """
+    tail = check_confidence(confidence) / 2
+    check_hits(hits, trials)
+    return Rate(
+        hits=hits, trials=trials, chance=chance, low=float(rate_at_least(hits, trials, tail)),
+        high=float(rate_at_most(hits, trials, tail)), confidence=confidence,
+    )  # fmt: skip
 
 
 def error_rates_at_most(counts: Counts, error: float) -> tuple[float, float]:

@@ -23,9 +23,8 @@ def rank(secret: float, references: ArrayLike) -> int:
     >>> rank(3.5, [1, 2, 3, 4]), rank(1, [1, 2, 3, 4])
     (4, 2)
 
-    Args:
-        secret: Perplexity of the planted secret.
-        references: Those of secrets that could have been planted as well and were not, shape ``(references,)``.
+    ``secret`` is a perplexity, ``references`` those of secrets that could have been planted as well,
+    ``(references,)``.
 
     Raises:
         DataError: There is no reference, or a value is no number.
@@ -57,10 +56,6 @@ def exposure(secret: float, references: ArrayLike) -> float:
     >>> [round(exposure(x, range(1, 17)), 6) for x in (0, 0.1, 3.5, 20)]
     [4.0, 4.0, 2.0, -0.087463]
 
-    Args:
-        secret: Perplexity of the planted secret.
-        references: Those of secrets that were not planted, shape ``(references,)``.
-
     Raises:
         DataError: There is no reference, or a value is no number.
     """
@@ -75,10 +70,6 @@ def extrapolated_exposure(secret: float, references: ArrayLike) -> float:
     where the fitted curve has no mass that floats can tell it is infinite.
     The paper (section 4.3) finds that perplexities follow it; a Kolmogorov-Smirnov test on your own tells whether
     they do.
-
-    Args:
-        secret: Perplexity of the planted secret.
-        references: Those of secrets that were not planted, shape ``(references,)``; two different ones at least.
 
     Raises:
         DataError: There are fewer references, or a value is no number.
@@ -99,10 +90,6 @@ def leak_probability(log_probability: float, draws: int) -> float:
 
     >>> leak_probability(-50.0, 10**6) < 1e-15
     True
-
-    Args:
-        log_probability: Natural logarithm of p.
-        draws: G.
 
     Raises:
         ConfigurationError: ``log_probability`` is above 0, or ``draws`` is negative.

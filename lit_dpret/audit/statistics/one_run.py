@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from scipy.special import ndtr, ndtri
@@ -331,6 +332,90 @@ def refute(scores: CanaryScores, curve: Curve, *, shares: Sequence[float] = SHAR
     ]
     p_value, eps, delta = min(found)
     return Refutation(p_value=min(1.0, p_value * len(counts)), eps=eps, delta=delta)
+
+
+# -- how much an audit of a given size could ever prove -----------------------------------------
+
+CANARIES = (100, 1000, 10_000)
+MOST_CANARIES = 1_000_000
+
+
+def most_certifiable(canaries: int, *, delta: float, copies: int = 1, confidence: float = 0.95) -> float:
+    """Return the bound of an attack without a mistake: an audit that could not have failed proves nothing.
+
+    >>> round(most_certifiable(1000, delta=0.0), 4)
+    5.8091
+
+    Raises:
+        ConfigurationError: A number is out of its range.
+    """
+    return one_run_counts(
+        canaries=canaries, guesses=canaries, correct=canaries, delta=delta, confidence=confidence, copies=copies
+    ).eps_lower
+
+
+def canaries_needed(eps: float, *, delta: float, copies: int = 1, confidence: float = 0.95) -> int:
+    """Return the fewest canaries with which a one-run audit without a wrong guess contradicts ``eps``.
+
+    >>> canaries_needed(3.0, delta=0.0)
+    62
+
+    Raises:
+        ConfigurationError: More than a million would be needed, or a number is out of its range.
+    """
+    if not eps >= 0:
+        raise ConfigurationError(f"eps={eps} must be at least 0.")
+    terms = Terms(delta=delta, confidence=confidence, copies=copies)
+    group = terms.group_delta(eps)
+
+    def enough(canaries: int) -> bool:
+        all_right = {"canaries": canaries, "guesses": canaries, "correct": canaries}
+        return one_run_p_value(copies * eps, **all_right, delta=group) < terms.error
+
+    high = 1
+    while not enough(high):
+        high *= 2
+        if high > MOST_CANARIES:
+            raise ConfigurationError(
+                f"No one-run audit of up to {MOST_CANARIES:,} canaries contradicts eps={eps:g} at delta={delta:g}."
+            )
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high
+
+
+def audit_power(
+    eps: float, delta: float, *, canaries: tuple[int, ...] = CANARIES, confidence: float = 0.95
+) -> list[dict[str, Any]]:
+    """For each number of canaries, what an audit could certify of an (eps, delta) claim that is exactly spent.
+
+    Returns:
+        ``canaries``; ``at_best``, the bound when every guess is right, above which no audit of this size
+        contradicts anything; ``as_claimed``, the bound that at least half of all audits reach where every
+        guess is as good as the claim allows, right with probability ``accuracy``. Real attacks guess
+        worse, so both are ceilings and no prediction.
+    """
+    accuracy = delta + (1 - delta) / (1 + math.exp(-eps)) if eps < 700 else 1.0
+    rows = []
+    for count in canaries:
+        # Of a binomial count, at least half lies at or above the median.
+        median = int(binom.median(count, accuracy))
+        both = [
+            one_run_counts(canaries=count, guesses=count, correct=right, delta=delta, confidence=confidence).eps_lower
+            for right in (count, median)
+        ]
+        rows.append(
+            {
+                "canaries": count,
+                "confidence": confidence,
+                "accuracy": accuracy,
+                "at_best": both[0],
+                "as_claimed": both[1],
+            }
+        )
+    return rows
 
 
 def _assumed(strategy: Strategy) -> str:

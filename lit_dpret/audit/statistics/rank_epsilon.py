@@ -51,13 +51,8 @@ def mean_rank_point(
     >>> round(paper.eps_lower, 6), paper.confidence
     (0.015082, None)
 
-    Args:
-        mean: Of the observed ranks.
-        candidates: R.
-        copies: k.
-        delta: For one unit.
-        chance: The expected rank of a secret that was not planted; (R + 1) / 2 unless something else is said. The
-            papers' 0.015 has R / 2.
+    ``chance`` is the expected rank of a secret that was not planted, (R + 1) / 2 unless something else is said; the
+    papers' 0.015 has R / 2.
 
     Raises:
         ConfigurationError: ``mean`` is not from 1 to R, or another number is out of its range.
@@ -90,13 +85,6 @@ def mean_rank_bound(
     Under (eps, delta)-DP a rank is at least, in distribution, one with P[rank <= r] = min(1, e^(k eps) r / R +
     delta_k). The p-value is the probability that so many of those have a sum as low, by exact convolution;
     it rises with epsilon, since each such rank falls, so that the bisection finds the largest refuted epsilon.
-
-    Args:
-        ranks: One for each training, whole numbers from 1 to R.
-        candidates: R.
-        copies: k.
-        delta: For one unit.
-        confidence: That the bound is true.
 
     Raises:
         DataError: There is no rank, or one is out of its range.
@@ -237,12 +225,7 @@ def renyi_bound(hits: int, trials: int, *, prior: float, order: float, confidenc
     alpha / (alpha - 1) ln L + ln(1 / prior), with L as in `top_rank_bound`; for one copy of each secret.
     ``order=inf`` is pure DP.
 
-    Args:
-        hits: Secrets that were guessed.
-        trials: Secrets.
-        prior: Probability of guessing one without the model.
-        order: alpha, above 1.
-        confidence: That the bound is true.
+    ``prior`` is the probability of guessing a secret without the model, ``order`` is alpha.
 
     Raises:
         ConfigurationError: More hits than trials, ``order`` at most 1, or a number out of its range.

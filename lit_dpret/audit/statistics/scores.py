@@ -16,14 +16,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """How many canaries a threshold took for what.
-
-    Attributes:
-        tp: Members taken for members.
-        fn: Members missed.
-        fp: Others taken for members.
-        tn: Others left alone.
-    """
+    """How many canaries a threshold took for what."""
 
     tp: int
     fn: int

@@ -1,27 +1,39 @@
 """Membership scores from shadow models: the same training again and again, each time on a random half.
 
-Everything is read off one matrix: ``shadow`` holds a signal of each example under each model, shape
+Everything is read off matrices: ``shadow`` holds a signal of each example under each model, shape
 ``(models, examples)``, and ``included`` says whether that model was trained on that example. The signal is to be
 roughly normal; for text take `logit` of the likelihood per token, or the log-likelihood minus that of a public model.
+`ShadowMatrix` holds several signals of the same models, and `shadow_scores` makes all attacks on a target with them;
+nothing here knows what a model is.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.special import log_ndtr
+from scipy.special import expit
 
+from lit_dpret.audit.statistics.metrics import auc
+from lit_dpret.audit.statistics.scores import CanaryScores
 from lit_dpret.errors import ConfigurationError, DataError
 
 Floats = NDArray[np.float64]
-Centre = Literal["median", "mean"]
 Spread = Literal["example", "pooled"]
+Signals = Mapping[str, Floats]
+
+FEWEST = 4
+ENOUGH_FOR_OWN_SPREAD = 64
+SLOPES = tuple(round(0.1 * step, 1) for step in range(11))
+COMPARED = ("logit", "reference", "logit_reference")  # roughly normal, so that a normal can be fitted to them
+_LEAST = float(np.finfo(np.float64).tiny)
 
 
 def logit(log_likelihood: ArrayLike) -> Floats:
-    """ln(p / (1 - p)) of p = exp(mean log-likelihood of a token), without losing p near 1.
+    """Return ln(p / (1 - p)) of p = exp(mean log-likelihood of a token), without losing p near 1.
 
     Raises:
         DataError: A log-likelihood is not below 0.
@@ -32,22 +44,17 @@ def logit(log_likelihood: ArrayLike) -> Floats:
     return np.asarray(values - np.log(-np.expm1(values)))
 
 
-def lira_online(
-    target: ArrayLike, shadow: ArrayLike, included: ArrayLike, *, centre: Centre = "median", spread: Spread = "example"
-) -> Floats:
+def lira_online(target: ArrayLike, shadow: ArrayLike, included: ArrayLike, *, spread: Spread = "example") -> Floats:
     """Return the log-likelihood ratio of membership, by normals fitted to models with and without the example.
 
-    Carlini et al. 2022, "Membership Inference Attacks From First Principles", arXiv 2112.03570, Algorithm 1.
-
-    Guarantees:
-        - Each standard deviation is that of its own side; the authors' program, with pooled deviations, uses the
-          members' for both.
+    Carlini et al. 2022, "Membership Inference Attacks From First Principles", arXiv 2112.03570, Algorithm 1. The
+    normals stand at the medians, as in the authors' program; but each standard deviation is that of its own side, where
+    that program, with pooled deviations, uses the members' for both.
 
     Args:
         target: Signals under the attacked model, shape ``(examples,)``.
         shadow: Under the shadow models, shape ``(models, examples)``.
         included: Of the same shape, truth values.
-        centre: Of the normals; the authors' program takes the median.
         spread: ``pooled`` has one deviation on each side for all examples, for fewer than about 64 models.
 
     Returns:
@@ -56,39 +63,27 @@ def lira_online(
     Raises:
         DataError: Shapes differ, a value is no number, an example lacks models on one side, or has no spread.
     """
-    _check_choice(centre, spread)
     values, matrix, members = _read(target, shadow, included, sides=2)
-    inside = _log_normal(values, *_fit(matrix, members, centre, spread))
-    return inside - _log_normal(values, *_fit(matrix, ~members, centre, spread))
+
+    def log_normal(side: NDArray[np.bool_]) -> Floats:
+        middle, deviation = np.nanmedian(np.where(side, matrix, np.nan), axis=0), _deviation(matrix, side, spread)
+        return np.asarray(-np.log(deviation) - ((values - middle) / deviation) ** 2 / 2)
+
+    return log_normal(members) - log_normal(~members)
 
 
-def lira_offline(
-    target: ArrayLike, shadow: ArrayLike, included: ArrayLike, *, centre: Centre = "median", spread: Spread = "example"
-) -> Floats:
-    """One minus a p-value, in logarithms: ln Phi((signal - centre) / deviation) over the models without the example.
+def lira_offline(target: ArrayLike, shadow: ArrayLike, included: ArrayLike, *, spread: Spread = "example") -> Floats:
+    """Return (signal - mean) / deviation over the models without the example, shape ``(examples,)``.
 
-    The offline variant of the same paper, for which no shadow model needs to have seen the example. For
-    ranking it is as good as (signal - centre) / deviation, until it rounds to 0 some eight deviations up: see
-    `deviations`.
+    The offline variant of the same paper, for which no shadow model needs to have seen the example. The paper takes
+    Phi of it, which ranks alike but rounds to 1 some eight deviations up.
 
     Raises:
         DataError: As `lira_online`, but only models without the example are needed.
     """
-    return np.asarray(log_ndtr(deviations(target, shadow, included, centre=centre, spread=spread)))
-
-
-def deviations(
-    target: ArrayLike, shadow: ArrayLike, included: ArrayLike, *, centre: Centre = "mean", spread: Spread = "example"
-) -> Floats:
-    """(signal - centre) / deviation over the models without the example: what `lira_offline` takes Phi of.
-
-    Raises:
-        DataError: As `lira_offline`.
-    """
-    _check_choice(centre, spread)
     values, matrix, members = _read(target, shadow, included, sides=1)
-    middle, deviation = _fit(matrix, ~members, centre, spread)
-    return np.asarray((values - middle) / deviation)
+    middle = np.nanmean(np.where(members, np.nan, matrix), axis=0)
+    return np.asarray((values - middle) / _deviation(matrix, ~members, spread))
 
 
 def rmia(
@@ -137,9 +132,125 @@ def counterfactual_memorisation(signal: ArrayLike, included: ArrayLike) -> Float
     return np.asarray(inside - np.where(members, 0, matrix).sum(axis=0) / (~members).sum(axis=0))
 
 
-def _fit(matrix: Floats, chosen: NDArray[np.bool_], centre: Centre, spread: Spread) -> tuple[Floats, Floats]:
+def balanced_halves(texts: int, models: int, *, seed: int) -> NDArray[np.bool_]:
+    """Return which model is trained on which text, shape ``(models, texts)``.
+
+    Guarantees:
+        - Every text is in the training data of exactly half of the models, chosen at random.
+        - The halves depend on ``seed`` and the two numbers alone.
+
+    Raises:
+        ConfigurationError: The number of models is odd, or below four.
+        DataError: There is no text.
+    """
+    if isinstance(models, bool) or not isinstance(models, int) or models < FEWEST or models % 2:
+        raise ConfigurationError(
+            f"shadows={models} must be an even number from {FEWEST} on: each text is in half of their training data."
+        )
+    if texts < 1:
+        raise DataError("There is no text to divide among shadow models.")
+    ranks = np.random.default_rng([seed, texts, models]).random((models, texts)).argsort(axis=0)
+    return np.asarray(ranks < models // 2)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ShadowMatrix:
+    """Signals of texts under shadow models.
+
+    Args:
+        signals: By name, each of shape ``(models, texts)``.
+        included: Whether a model was trained on a text, of the same shape.
+
+    Raises:
+        DataError: Shapes differ, there is no signal, or a text lacks models on one side.
+    """
+
+    signals: Signals
+    included: NDArray[np.bool_]
+
+    def __post_init__(self) -> None:
+        shapes = {value.shape for value in self.signals.values()} | {self.included.shape}
+        if not self.signals or len(shapes) > 1 or self.included.ndim != 2:
+            raise DataError(f"Signals and halves of shadow models must have one shape (models, texts), not {shapes}.")
+        members = self.included.sum(axis=0)
+        if (members == 0).any() or (members == len(self.included)).any():
+            raise DataError("A text was in the training data of all shadow models, or of none: train more of them.")
+
+    def __repr__(self) -> str:
+        return f"ShadowMatrix{self.included.shape}"
+
+    @classmethod
+    def stack(cls, models: Sequence[Signals], included: NDArray[np.bool_]) -> ShadowMatrix:
+        """Stack the signals of one model after the other; those that not all of them have are left out."""
+        names = [name for name in models[0] if all(name in model for model in models)]
+        return cls({name: np.stack([model[name] for model in models]) for name in names}, included)
+
+    def outside(self, name: str) -> Floats:
+        """Return a signal under models that were not trained on the text, shape ``(fewest such models, texts)``."""
+        order = np.argsort(self.included, axis=0, kind="stable")
+        fewest = int((~self.included).sum(axis=0).min())
+        return np.asarray(np.take_along_axis(self.signals[name], order, axis=0)[:fewest])
+
+
+def shadow_scores(target: Signals, matrix: ShadowMatrix, *, population: NDArray[np.int64]) -> dict[str, Floats]:
+    """Score each text by the attacks that need shadow models, shape ``(texts,)``; higher means member.
+
+    * ``lira_online``, ``lira_offline``: of the signals that are roughly normal, ``logit``, ``reference`` and
+      ``logit_reference`` where there are any; with one deviation for all texts below 64 models.
+    * ``rmia``: of the probability exp(loss) of a generator's token, or of the right passage under an encoder.
+
+    Args:
+        target: Signals under the attacked model, each of shape ``(texts,)``.
+        matrix: The same under shadow models.
+        population: Columns of texts that the target is known, or assumed, not to have been trained on; those that
+            RMIA weighs the others against. They must not be among the texts that are attacked.
+
+    Raises:
+        DataError: The target has none of the matrix's signals, or the population is empty.
+    """
+    if not len(population):
+        raise DataError("RMIA needs some texts that the target was not trained on, beside those that are attacked.")
+    spread: Spread = "example" if len(matrix.included) >= ENOUGH_FOR_OWN_SPREAD else "pooled"
+    found: dict[str, Floats] = {}
+    for name in COMPARED:
+        if name in matrix.signals and name in target:
+            values = (target[name], matrix.signals[name], matrix.included)
+            found[f"lira_online_{name}"] = lira_online(*values, spread=spread)
+            found[f"lira_offline_{name}"] = lira_offline(*values, spread=spread)
+    if not found:
+        raise DataError(f"The target has none of the signals {', '.join(COMPARED)} of the shadow models.")
+    found["rmia"] = _rmia_of(target, matrix, population, offline_slope(matrix, population))
+    return found
+
+
+def offline_slope(matrix: ShadowMatrix, population: NDArray[np.int64]) -> float:
+    """Return the slope a of RMIA at which the first shadow model, attacked by the others, leaks most."""
+    attacked = {name: value[0] for name, value in matrix.signals.items()}
+    others = ShadowMatrix({name: value[1:] for name, value in matrix.signals.items()}, matrix.included[1:])
+    texts = np.setdiff1d(np.arange(matrix.included.shape[1]), population)
+    aucs = [
+        auc(CanaryScores.of(_rmia_of(attacked, others, population, slope)[texts], matrix.included[0, texts]))
+        for slope in SLOPES
+    ]
+    return SLOPES[int(np.argmax(aucs))]
+
+
+def _rmia_of(target: Signals, matrix: ShadowMatrix, population: NDArray[np.int64], slope: float) -> Floats:
+    own = _probability(target)
+    outside = _probability({name: matrix.outside(name) for name in ("loss", "logit") if name in matrix.signals})
+    return rmia(own, outside, own[population], outside[:, population], offline_slope=slope)
+
+
+def _probability(signals: Signals) -> Floats:
+    """Return RMIA's probability of a text: of its token under a generator, of its passage under an encoder."""
+    value = np.exp(signals["loss"]) if "loss" in signals else expit(signals["logit"])
+    return np.clip(value, _LEAST, 1.0)
+
+
+def _deviation(matrix: Floats, chosen: NDArray[np.bool_], spread: Spread) -> Floats:
+    if spread not in ("example", "pooled"):
+        raise ConfigurationError(f"spread={spread!r} must be example or pooled.")
     masked = np.where(chosen, matrix, np.nan)
-    middle = np.nanmedian(masked, axis=0) if centre == "median" else np.nanmean(masked, axis=0)
     if spread == "example":
         deviation = np.nanstd(masked, axis=0)
     else:
@@ -150,11 +261,7 @@ def _fit(matrix: Floats, chosen: NDArray[np.bool_], centre: Centre, spread: Spre
             f"{flat} of {matrix.shape[1]} examples have the same signal under every model of a side: train more "
             "models, or use spread='pooled'."
         )
-    return middle, deviation
-
-
-def _log_normal(values: Floats, middle: Floats, deviation: Floats) -> Floats:
-    return np.asarray(-np.log(deviation) - ((values - middle) / deviation) ** 2 / 2)
+    return np.asarray(deviation)
 
 
 def _read(
@@ -174,11 +281,6 @@ def _read(
     if lacking:
         raise DataError(f"{lacking} of {matrix.shape[1]} examples lack models on one side: train more shadow models.")
     return values, matrix, members
-
-
-def _check_choice(centre: Centre, spread: Spread) -> None:
-    if centre not in ("median", "mean") or spread not in ("example", "pooled"):
-        raise ConfigurationError(f"centre={centre!r} must be median or mean, and spread={spread!r} example or pooled.")
 
 
 def _relative(probabilities: ArrayLike, shadow: ArrayLike, slope: float) -> Floats:

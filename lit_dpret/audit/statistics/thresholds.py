@@ -67,15 +67,9 @@ def audit(
 ) -> Evidence:  # fmt: skip
     """Return the evidence that ``strategy`` gets out of the scores.
 
-    Args:
-        scores: Of all canaries.
-        bound: What the counts at one threshold prove: from counts, an allowed error and a floor to the bound, or the
-            floor where that is higher, which lets later thresholds be dismissed early.
-        strategy: How thresholds are chosen.
-        terms: The claim and the confidence.
-        method: Of the evidence.
-        assumption: Of the evidence.
-        guessing: Whether ``bound`` allows guesses that depend on the scores, as the one-run audits do.
+    ``bound`` says what the counts at one threshold prove: from counts, an allowed error and a floor to the bound, or
+    the floor where that is higher, which lets later thresholds be dismissed early. ``guessing`` says that it allows
+    guesses that depend on the scores, as the one-run audits do.
 
     Raises:
         ConfigurationError: ``doubling`` for a bound on rates, or a share that is none.

@@ -34,11 +34,7 @@ def epsilon_lower_bound(p: Values, q: Values, delta: float, confidence: float = 
     The threshold, and which side of it counts, are chosen by the first quarter of the values and applied
     to the rest, so that the bound holds at the stated confidence.
 
-    Args:
-        p: Values on one input, ``(trials,)``.
-        q: Values on its neighbour, ``(trials,)``.
-        delta: The delta of the claim.
-        confidence: That the bound is true.
+    ``p`` and ``q`` are the values, ``(trials,)`` each.
 
     Returns:
         The bound; at least 0.

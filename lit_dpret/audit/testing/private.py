@@ -28,8 +28,6 @@ class PrivacyReport:
         sensitivity: The most that one unit moved the sum, over the bound; at most 1 up to rounding.
         noise: The measured standard deviation of the noise over the planned one.
         eps_lower_bound: What the statistical audit could show; at most ``eps``.
-        eps: The claim.
-        delta: The claim.
     """
 
     sensitivity: float

@@ -174,14 +174,9 @@ class Probe:
     ) -> Step:  # fmt: skip
         """One logical step over ``units``.
 
-        Args:
-            units: Which units take part, in order; none is an empty batch.
-            step: Keys noise and dropout.
-            attempt: Keys noise and dropout.
-            salt: Keys the noise.
-            size: Units per physical batch; None puts all in one.
-            masked: Slots that hold rows but are not real: they must contribute nothing.
-            emptied: Slots that are real but hold no rows, as a unit that was replaced by nothing.
+        ``step`` and ``attempt`` key noise and dropout, ``salt`` the noise. Slots that are ``masked`` hold rows but
+        are not real, and must contribute nothing; ``emptied`` ones are real but hold no rows, as a unit that was
+        replaced by nothing. ``size`` is the units per physical batch; None puts all in one.
 
         Raises:
             PrivacyViolation: The step was refused, or was not taken exactly once.

@@ -146,9 +146,6 @@ def as_input(images: Tensor) -> Tensor:
 
     The shift and the scale are public constants. The mean and deviation of a private train split would
     be two more releases.
-
-    Args:
-        images: uint8, or float between 0 and 1.
     """
     return _unit_range(images) * 2 - 1
 
@@ -219,9 +216,6 @@ class AugmentedViews:
 
     def __call__(self, rows: Sequence[DrawnImage]) -> dict[str, Tensor]:
         """Two views of each row.
-
-        Args:
-            rows: At least one, all images of one shape.
 
         Returns:
             ``query`` and ``passage``, each float32 between -1 and 1 of shape (rows, channels, height,

@@ -25,9 +25,7 @@ class KnnResult:
     """What k-NN reached on one split.
 
     Attributes:
-        scores: Accuracy, recall, precision, F-beta.
         confusion: Counts, shape (classes, classes); row: true, column: predicted.
-        k: How many neighbours voted.
     """
 
     scores: ClassificationScores
@@ -41,11 +39,7 @@ def nearest(train: Tensor, queries: Tensor, *, k: int, chunk_size: int = 256) ->
     Similarities are computed in float64 and compared after rounding to 12 decimals; equal ones are
     taken in the order of ``train``. An embedding of zero has similarity 0 to all.
 
-    Args:
-        train: Embeddings, shape (n, dim).
-        queries: Embeddings, shape (m, dim).
-        k: How many.
-        chunk_size: Queries at a time; memory is chunk_size * n * 8 bytes, a few times over.
+    ``train`` is ``(n, dim)``, ``queries`` ``(m, dim)``; memory is chunk_size * n * 8 bytes, a few times over.
 
     Returns:
         Indices into ``train``, nearest first, shape (m, k).
@@ -83,13 +77,7 @@ def knn_predict(
 ) -> Tensor:
     """Return the label of most of the ``k`` nearest train embeddings; on ties the lowest, as scikit-learn does.
 
-    Args:
-        train: Embeddings, shape (n, dim).
-        labels: Their labels, int64, shape (n,).
-        queries: Embeddings, shape (m, dim).
-        classes: How many classes there are.
-        k: How many neighbours vote.
-        chunk_size: Queries at a time.
+    ``labels`` are those of ``train``, int64, shape (n,).
 
     Returns:
         Predicted labels, int64, shape (m,).
@@ -138,11 +126,6 @@ def evaluate_knn(
 def confusion_matrix(labels: Tensor, predictions: Tensor, *, classes: int) -> Tensor:
     """How often each label was predicted as each class.
 
-    Args:
-        labels: The true labels, int64, shape (n,).
-        predictions: The predicted labels, int64, shape (n,).
-        classes: How many classes there are.
-
     Returns:
         Counts, int64, shape (classes, classes); row: true, column: predicted.
 
@@ -167,13 +150,9 @@ class ClassificationScores:
     so the mean over classes stands beside it.
 
     Attributes:
-        accuracy: Share of right predictions.
         recall: Mean over classes (macro), like precision and f_beta.
-        precision: See recall.
         f_beta: Weighted harmonic mean of precision and recall of a class, averaged over classes.
         best_recall: Of the class where it is highest: the paper's form, like best_precision and best_f_beta.
-        best_precision: See best_recall.
-        best_f_beta: See best_recall.
         beta: Weight of recall in F-beta. The paper does not state its own; its tables agree with 1.
     """
 

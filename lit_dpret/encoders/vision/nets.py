@@ -178,10 +178,7 @@ class UnitLength(nn.Module):
 def embed(net: nn.Module, images: Tensor, *, batch_size: int = 512) -> Tensor:
     """Return the embeddings of whole images, without augmentation, in evaluation mode.
 
-    Args:
-        net: An encoder.
-        images: uint8, or float between 0 and 1, shape (n, channels, height, width).
-        batch_size: Images to a forward pass.
+    ``images`` are uint8, or float between 0 and 1, shape (n, channels, height, width).
 
     Returns:
         Embeddings on the CPU, shape (n, dim).

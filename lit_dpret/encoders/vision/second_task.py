@@ -47,10 +47,7 @@ class SecondTask(L.LightningModule):
     32 and 20 in the paper, whose task has 20 classes.
 
     Args:
-        dim: Width of the embeddings.
-        classes: How many classes there are.
         hidden: Widths of the hidden layers.
-        learning_rate: Of Adam.
 
     Raises:
         ConfigurationError: A setting is out of range.

@@ -1,9 +1,10 @@
 """What can be done with released queries at no cost in privacy: choose among them, and label them."""
 
+from lit_dpret.synthesis.dataset_folder import ReleasedQuery
 from lit_dpret.synthesis.filters.bins import Bins, LabelBins, LengthBins, TopicBins
 from lit_dpret.synthesis.filters.by_score import BestOf, CrossEncoderScore, LanguageModelScore, QueryFilter, RoundTrip
 from lit_dpret.synthesis.filters.histogram_match import HistogramMatch
-from lit_dpret.synthesis.filters.released import ReleasedQueries, ReleasedQuery, load_released
+from lit_dpret.synthesis.filters.released import ReleasedQueries, load_released
 from lit_dpret.synthesis.filters.selection import apply_filters, write_selection
 
 __all__ = [

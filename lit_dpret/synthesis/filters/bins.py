@@ -189,7 +189,7 @@ class TopicBins(Bins):
         scores are rounded, and so at a boundary its bin, which is more than a unit is charged for.
         """
         centroids = self._fitted().astype(np.float64)
-        vectors = load_towers(self.encoder).query_encoder.encode_apart(texts, "query").double().numpy()
+        vectors = load_towers(self.encoder).query_encoder.encode(texts, "query", apart=True).double().numpy()
         return np.array([(centroids * vector).sum(axis=1).argmax() for vector in vectors], dtype=np.int64)
 
     def spec(self) -> dict[str, Any]:
@@ -220,10 +220,7 @@ def _require_public(encoder: str, declared: bool) -> None:
 def bins_from_spec(spec: Mapping[str, Any], *, encoder: str | None = None, encoder_is_public: bool = False) -> Bins:
     """Return the bins that a histogram was made with.
 
-    Args:
-        spec: From `Bins.spec`.
-        encoder: Where the encoder of topics lies, if it is none that is known by name.
-        encoder_is_public: As for `TopicBins`.
+    ``encoder`` says where the encoder of topics lies, if it is none that is known by name.
 
     Raises:
         DataError: The spec is none of ours.

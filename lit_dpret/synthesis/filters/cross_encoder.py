@@ -26,8 +26,6 @@ class CrossEncoder:
         - It depends on the order, number and lengths of other pairs only through rounding; all are padded on the right.
 
     Args:
-        model: A Hugging Face sequence classifier with ``num_labels=1``.
-        tokenizer: Its tokenizer.
         max_length: Tokens of a pair that are read; the longer text is cut first.
     """
 

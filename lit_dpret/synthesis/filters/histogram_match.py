@@ -121,10 +121,8 @@ def quotas(target: np.ndarray, there: np.ndarray, wanted: int) -> np.ndarray:
         >>> quotas(np.array([0.5, 0.5, 0.0]), np.array([100, 10, 50]), 60).tolist()
         [50, 10, 0]
 
-    Args:
-        target: The wanted distribution, shape ``(bins,)``.
-        there: What there is of each, shape ``(bins,)``.
-        wanted: How many in all; where the bins with a share hold fewer, so many.
+    ``target`` is the wanted distribution, ``there`` how many there are of each, both ``(bins,)``; where the bins with
+    a share hold fewer than ``wanted``, so many are taken.
     """
     wanted = min(wanted, int(there[target > 0].sum()))
     due, full = np.zeros(len(target)), (target <= 0) | (there == 0)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from lit_dpret.negatives.drawn import LabelledNegative
 from lit_dpret.synthesis.filters.by_score import Progress, Ranks
 from lit_dpret.synthesis.filters.cross_encoder import CrossEncoder
 from lit_dpret.synthesis.filters.released import ReleasedQueries, require_covered, require_released, shown
-from lit_dpret.synthesis.shards import ShardStore, json_line, write_whole
+from lit_dpret.synthesis.shards import ShardStore, json_line, write_chunks
 
 LABELS = "gpl-training-data.tsv"
 NEGATIVES = "hard-negatives.jsonl"
@@ -53,32 +54,11 @@ def mine(released: ReleasedQueries, ranker: Ranks, *, depth: int, per_query: int
     return found
 
 
-def label(
-    released: ReleasedQueries,
-    out: str | Path,
-    *,
-    ranker: Ranks,
-    cross_encoder: str | Path,
-    cross_encoder_is_public: bool = False,
-    encoder_is_public: bool = False,
-    depth: int = 50,
-    per_query: int = 5,
-    seed: int = 0,
-    batch_size: int = 32,
-    max_length: int | None = None,
-    group_size: int = 256,
-    progress: Progress | None = None,
-) -> Path:
-    """Label released queries, in GPL's files.
-
-    Guarantees:
-        - Run again after an interruption, it goes on, and writes the same files.
-        - Nothing is read but released queries, public passages and models that their claim covers.
+@dataclass(frozen=True, kw_only=True)
+class Labelling:
+    """How queries are labelled.
 
     Args:
-        released: The queries.
-        out: The folder to write or to go on with.
-        ranker: Finds the passages that a query is confused with.
         cross_encoder: A folder or a hub name.
         cross_encoder_is_public: Declares that nothing private went into a model without card.
         encoder_is_public: The same of the ranker's encoder.
@@ -88,39 +68,58 @@ def label(
         batch_size: Pairs per forward pass.
         max_length: Tokens of a pair that are read; null for what the cross-encoder's folder says.
         group_size: Queries that are finished, and safe, together.
-        progress: Called with (queries done, in all).
+    """
 
-    Returns:
-        ``out``, with `LABELS` and `NEGATIVES`.
+    cross_encoder: str | Path
+    cross_encoder_is_public: bool = False
+    encoder_is_public: bool = False
+    depth: int = 50
+    per_query: int = 5
+    seed: int = 0
+    batch_size: int = 32
+    max_length: int | None = None
+    group_size: int = 256
+
+
+def label(
+    released: ReleasedQueries, out: str | Path, how: Labelling, *, ranker: Ranks, progress: Progress | None = None
+) -> Path:
+    """Label released queries in GPL's files, `LABELS` and `NEGATIVES` in the folder ``out``, which is returned.
+
+    Guarantees:
+        - Run again after an interruption, it goes on, and writes the same files.
+        - Nothing is read but released queries, public passages and models that their claim covers.
+
+    ``ranker`` finds the passages that a query is confused with; ``progress`` is called with (queries done, in all).
 
     Raises:
         PrivateDataError: ``released`` is no `ReleasedQueries`, or a model is not covered by their claim.
         DataError: A label is not a finite number.
     """
     require_released(released, "label")
-    require_covered(cross_encoder, released, declared_public=cross_encoder_is_public, knob="cross_encoder")
-    require_covered(ranker.encoder, released, declared_public=encoder_is_public, knob="encoder")
-    scorer = CrossEncoder.load(cross_encoder, max_length=max_length)
-    mined = mine(released, ranker, depth=depth, per_query=per_query, seed=seed)
-    folder = Path(out)
-    groups = [released.queries[start : start + group_size] for start in range(0, len(released), group_size)]
+    require_covered(how.cross_encoder, released, declared_public=how.cross_encoder_is_public, knob="cross_encoder")
+    require_covered(ranker.encoder, released, declared_public=how.encoder_is_public, knob="encoder")
+    scorer = CrossEncoder.load(how.cross_encoder, max_length=how.max_length)
+    mined = mine(released, ranker, depth=how.depth, per_query=how.per_query, seed=how.seed)
+    folder, size = Path(out), how.group_size
+    groups = [released.queries[start : start + size] for start in range(0, len(released), size)]
     configuration = {
-        "labels": 1, "cross_encoder": shown(cross_encoder), "encoder": shown(ranker.encoder), "depth": depth,
-        "per_query": per_query, "seed": seed, "max_length": scorer.max_length, "group_size": group_size,
+        "labels": 1, "cross_encoder": shown(how.cross_encoder), "encoder": shown(ranker.encoder), "depth": how.depth,
+        "per_query": how.per_query, "seed": how.seed, "max_length": scorer.max_length, "group_size": size,
         "sha256_of_work": _digest(released, mined), "sha256_of_cross_encoder": scorer.fingerprint(),
     }  # fmt: skip
     store = ShardStore(folder, configuration, len(groups))
     missing = set(store.missing)
     done = sum(len(group) for i, group in enumerate(groups) if i not in missing)
     for index in store.missing:
-        store.add(index, (vars(one) for one in _labels(released, groups[index], mined, scorer, batch_size)))
+        store.add(index, (vars(one) for one in _labels(released, groups[index], mined, scorer, how.batch_size)))
         done += len(groups[index])
         if progress is not None:
             progress(done, len(released))
     store.seal()
     records = [LabelledNegative(**record) for record in store.records()]
-    write_whole(folder / LABELS, (record.line() for record in records))
-    write_whole(folder / NEGATIVES, _by_query(released, mined, shown(ranker.encoder)))
+    write_chunks(folder / LABELS, (record.line() for record in records))
+    write_chunks(folder / NEGATIVES, _by_query(released, mined, shown(ranker.encoder)))
     return folder
 
 

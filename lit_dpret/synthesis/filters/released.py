@@ -23,34 +23,12 @@ from lit_dpret.cards.start import traces_of_training
 from lit_dpret.datamodules.layouts import folder_parts, open_corpus
 from lit_dpret.datamodules.readers import RecordFile
 from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError
+from lit_dpret.synthesis.dataset_folder import ReleasedQuery
 
 Provenance = Literal["card", "declared public"]
 
 _ID, _TEXT = ("_id", "id"), ("text",)
 _QUERY_ID, _PASSAGE_ID = ("query-id", "query_id"), ("corpus-id", "corpus_id", "passage_id")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReleasedQuery:
-    """One synthetic query and the passage that it was written for.
-
-    Args:
-        query_id: Its id in the data set.
-        text: The query.
-        passage_id: Its passage.
-        metadata: What the data set says of it: ``draw``, ``copies``, ``log_prob``.
-    """
-
-    query_id: str
-    text: str
-    passage_id: str
-    metadata: Mapping[str, Any]
-
-    @property
-    def log_prob(self) -> float | None:
-        """Log probability in nats of the whole query under its generator, where it was recorded."""
-        found = self.metadata.get("log_prob")
-        return None if found is None else float(found)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +39,9 @@ class ReleasedQueries:
     carry a claim.
 
     Args:
-        queries: The queries; ids differ.
         passages: Text by passage id; public, and at least those of the queries.
         provenance: ``card``: a privacy card says what they promise; or ``declared public``.
         ancestors: SHA-256 of the privacy cards of the data set and of all that it was made from.
-        folder: Where they were read.
         claim: Where the card lies that covers them, where it is not the one in ``folder``.
     """
 
@@ -233,11 +209,8 @@ def require_covered(model: str | Path, released: ReleasedQueries, *, declared_pu
 
     In the last two cases its files are those that its card describes.
 
-    Args:
-        model: A name, or a folder.
-        released: The queries that it shall score.
-        declared_public: Nothing private went into a model that has no card.
-        knob: What the user set to name it.
+    ``declared_public`` says that nothing private went into a model that has no card; ``knob`` is what the user set to
+    name it.
 
     Raises:
         PrivateDataError: It has a card of other private training, or of a choice on private data, or a note or ledger

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ from lit_dpret.errors import DataError, StorageError
 from lit_dpret.synthesis.dataset_folder import (
     Counts,
     DataCard,
-    Entry,
     terms_of,
     write_entries,
     write_readme,
@@ -27,9 +26,6 @@ class Applied:
     """The result of one filter.
 
     Args:
-        settings: The filter's own.
-        asked: Queries that it scored.
-        kept: Queries that it kept.
         lowest_kept: The lowest score of those; None where it kept none.
         examples: Some queries that it kept and some that it did not, each as (score, query, passage id).
     """
@@ -63,11 +59,8 @@ def apply_filters(
 
     Every filter is checked before the first one scores.
 
-    Args:
-        released: The queries.
-        filters: In the order in which they are asked.
-        progress: Called with the name of each filter; what it returns is called with (queries done, in all).
-        examples: How many queries that were kept, and how many that were not, are shown for each.
+    ``progress`` is called with the name of each filter; what it returns is called with (queries done, in all). As
+    many as ``examples`` are shown of those that a filter kept, and of those that it did not.
 
     Raises:
         PrivateDataError: A filter would bring private data in.
@@ -123,14 +116,8 @@ def write_selection(
         - The card lists every filter with its settings.
         - No query gets a card but that of the folder in which it stands, word for word.
 
-    Args:
-        kept: The queries.
-        out: A new folder.
-        applied: Settings and counts of every filter, from `Applied.to_dict`.
-        tuning: On which data the filters' settings were chosen, as in `CardFacts`.
-        environment: On which machine they scored, from `environment_facts`.
-        language: ISO codes for the data card; null for those of the whole set.
-        license: Licence for the data card; null for that of the whole set.
+    ``applied`` comes from `Applied.to_dict`, ``tuning`` and ``environment`` are those of `CardFacts`. Language and
+    licence are those of the whole set, where they are null.
 
     Raises:
         StorageError: ``out`` holds something already.
@@ -159,7 +146,7 @@ def write_selection(
     if claimed is not None:
         card_of({}, claimed)  # a card that cannot be inherited is refused before queries lie there without one
     counts = Counts(queries=len(kept), passages=len({query.passage_id for query in kept}))
-    hashes = write_entries(folder, lambda: _entries(kept), kept.passages)
+    hashes = write_entries(folder, lambda: kept, kept.passages)
     if claimed is not None:
         card = card_of(hashes, claimed)
         write_card(card, folder)
@@ -182,13 +169,6 @@ def check_is_new(folder: Path) -> None:
     """Refuse a folder that holds something; `StorageError` names it."""
     if folder.exists() and any(folder.iterdir()):
         raise StorageError(f"{folder} holds something already, and will not be replaced. Choose another folder.")
-
-
-def _entries(kept: ReleasedQueries) -> Iterator[Entry]:
-    seen: set[str] = set()
-    for query in kept:
-        yield Entry(query.query_id, query.text, query.passage_id, query.metadata, query.passage_id not in seen)
-        seen.add(query.passage_id)
 
 
 def _shown(settings: Mapping[str, Any]) -> str:

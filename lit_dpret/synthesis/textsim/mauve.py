@@ -50,11 +50,7 @@ class Mauve:
     Attributes:
         values: One per seed.
         seeds: Of k-means; the data are the same.
-        buckets: Size of the histograms.
-        texts: How many of each sample.
         components: Principal components that were kept.
-        featuriser: What made the features.
-        scaling: The paper's c.
     """
 
     values: tuple[float, ...]
@@ -147,10 +143,7 @@ def mauve(
 def divergence_curve(p: ArrayLike, q: ArrayLike, *, scaling: float = SCALING) -> Floats:
     """Return the divergence curve of two histograms with its end points, from (1, 0) to (0, 1); ``(weights + 2, 2)``.
 
-    Args:
-        p: Shares that sum to 1, shape ``(buckets,)``.
-        q: The same.
-        scaling: The paper's c.
+    Both are shares that sum to 1, shape ``(buckets,)``.
 
     Raises:
         DataError: One is no histogram, or they differ in size.

@@ -24,8 +24,6 @@ class Overlap:
     Attributes:
         exact: Texts that equal one of the others after normalisation (case, punctuation and spaces aside).
         ngram: Texts that share a run of ``n`` words with one of the others, of those with ``n`` words at least.
-        n: Length of that run.
-        references: How many others there were.
     """
 
     exact: Share
@@ -47,10 +45,7 @@ def overlap(texts: Sequence[str], references: Sequence[str], *, n: int = 8) -> O
         - Each text counts once, however often it is found; equal texts count as often as they stand there.
         - A text without any word is never found.
 
-    Args:
-        texts: The synthetic ones.
-        references: The original ones.
-        n: Words in a row that count as copied. A text with fewer cannot share them and is not in that share's total.
+    ``n`` words in a row count as copied. A text with fewer cannot share them and is not in that share's total.
 
     Raises:
         ConfigurationError: ``n`` is below 1.
@@ -80,9 +75,7 @@ class Share:
     looked at, as an independent draw from many more; where they are all there are, it says nothing.
 
     Args:
-        positives: How many have the property.
         total: How many were looked at; 0 where none could have it.
-        level: Confidence.
 
     Raises:
         DataError: The counts are impossible.

@@ -37,7 +37,6 @@ class Found:
     Attributes:
         exact: Texts all of whose words stand in a document in a row, of those with any word.
         ngram: Texts with a run of ``n`` words that stands in a document, of those with ``n`` words at least.
-        n: Length of that run.
         which: For each text whether it was found exactly; texts of the caller, so keep it where they are kept.
     """
 
@@ -69,10 +68,7 @@ def find_in_corpus(
         - Memory grows with the texts looked for and the longest document, not with the corpus.
         - The order of the documents does not matter, and no match reaches over the end of one.
 
-    Args:
-        lists: Texts by name of the list, as ``{"queries": ..., "passages": ...}``.
-        documents: The corpus.
-        n: Words in a row that count as an overlap.
+    ``lists`` are texts by name, as ``{"queries": ..., "passages": ...}``; ``n`` words in a row count as an overlap.
 
     Returns:
         What was found of each list, and how much was read.
@@ -116,10 +112,6 @@ def bounds(found: Share, sampled: float) -> tuple[float, float]:
 
     >>> [round(bound, 4) for bound in bounds(Share(2, 100), 0.5)]
     [0.0024, 0.1408]
-
-    Args:
-        found: The share of texts that was found.
-        sampled: The share of the corpus's documents that was read, drawn at random.
 
     Raises:
         ConfigurationError: ``sampled`` is not above 0 and at most 1.

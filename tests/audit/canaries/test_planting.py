@@ -13,7 +13,7 @@ from tiny_generator import generator
 from tiny_tasks import trainer, write_log
 
 from lit_dpret.audit.canaries import Canary, CanarySet, CanarySuite, plant, read_canaries, write_canaries
-from lit_dpret.audit.canaries.planting import plant_in_run
+from lit_dpret.audit.canaries.suite import plant_in_run
 from lit_dpret.callbacks import PrivacyAccountant
 from lit_dpret.datamodules import ImagesDataModule, PairsDataModule
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError

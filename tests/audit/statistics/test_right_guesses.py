@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from lit_dpret.audit.statistics.one_run import one_run_counts
-from lit_dpret.audit.statistics.power import audit_power
+from lit_dpret.audit.statistics.one_run import audit_power, one_run_counts
 
 
 @pytest.mark.parametrize(

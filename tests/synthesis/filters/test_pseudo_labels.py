@@ -20,7 +20,7 @@ from lit_dpret.retrieval.runs import Ranking
 from lit_dpret.retrieval.topk import TopK
 from lit_dpret.synthesis.filters import ReleasedQueries
 from lit_dpret.synthesis.filters.cross_encoder import CrossEncoder
-from lit_dpret.synthesis.filters.pseudo_labels import LABELS, NEGATIVES, label, mine
+from lit_dpret.synthesis.filters.pseudo_labels import LABELS, NEGATIVES, Labelling, label, mine
 
 
 class InOrder:
@@ -35,7 +35,7 @@ class InOrder:
 
 def labelled(released: ReleasedQueries, out: Path, model: Path, **changes: Any) -> Path:
     settings: dict[str, Any] = {"depth": 6, "per_query": 2, "group_size": 4, "cross_encoder_is_public": True}
-    return label(released, out, ranker=InOrder(), cross_encoder=model, **settings | changes)
+    return label(released, out, Labelling(cross_encoder=model, **settings | changes), ranker=InOrder())
 
 
 def test_a_label_is_the_difference_of_two_logits(

@@ -19,59 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lit_dpret.audit.attacks.inversion import token_set_f1
-from lit_dpret.audit.statistics.error_rates import rate_at_least, rate_at_most
-from lit_dpret.audit.statistics.evidence import check_confidence, check_hits
+from lit_dpret.audit.attacks.signals import unit_rows
+from lit_dpret.audit.statistics.error_rates import Rate, rate
 from lit_dpret.audit.statistics.metrics import auc
 from lit_dpret.audit.statistics.scores import CanaryScores
 from lit_dpret.errors import ConfigurationError, DataError
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rate:
-    """Hits among trials.
-
-    Attributes:
-        hits: How often the attack was right.
-        trials: How often it guessed.
-        chance: The rate of a guess that knows nothing; None where that has no meaning.
-        low: Exact lower bound of the rate (Clopper and Pearson, two-sided), for trials that are independent.
-        high: Exact upper bound.
-        confidence: Of both.
-    """
-
-    hits: int
-    trials: int
-    chance: float | None
-    low: float
-    high: float
-    confidence: float
-
-    @property
-    def value(self) -> float:
-        """The share of hits among the trials."""
-        return self.hits / self.trials
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
-        return {**asdict(self), "value": self.value}
-
-
-def rate(hits: int, trials: int, *, chance: float | None = None, confidence: float = 0.95) -> Rate:
-    """Return a rate with its interval.
-
-    >>> found = rate(9, 10, chance=0.1)
-    >>> found.value, round(found.low, 3), round(found.high, 3)
-    (0.9, 0.555, 0.997)
-
-    Raises:
-        ConfigurationError: There is no trial, more hits than trials, or the confidence is no share.
-    """
-    tail = check_confidence(confidence) / 2
-    check_hits(hits, trials)
-    return Rate(
-        hits=hits, trials=trials, chance=chance, low=float(rate_at_least(hits, trials, tail)),
-        high=float(rate_at_most(hits, trials, tail)), confidence=confidence,
-    )  # fmt: skip
 
 
 def pooled(rates: Sequence[Rate]) -> Rate | None:
@@ -93,9 +45,7 @@ Floats = NDArray[np.float64]
 def nearness(rows: Floats, suspects: Floats) -> Floats:
     """Return the cosine of each suspect with its nearest row; zeros where there is no row.
 
-    Args:
-        rows: Request rows, ``(rows, dim)``.
-        suspects: Embeddings of texts by the shared encoder, ``(suspects, dim)``.
+    Both are ``(count, dim)``, ``suspects`` embedded by the shared encoder.
 
     Raises:
         DataError: The two are of different spaces.
@@ -104,7 +54,7 @@ def nearness(rows: Floats, suspects: Floats) -> Floats:
         raise DataError(f"Rows of shape {rows.shape} and suspects of {suspects.shape} cannot be compared.")
     if not len(rows):
         return np.zeros(len(suspects))
-    return np.asarray((_unit(suspects) @ _unit(rows).T).max(axis=1))
+    return np.asarray((unit_rows(suspects) @ unit_rows(rows).T).max(axis=1))
 
 
 def traces(rows: Floats, suspects: Floats) -> Floats:
@@ -112,10 +62,6 @@ def traces(rows: Floats, suspects: Floats) -> Floats:
 
     A mean of k unit vectors holds 1/k of each of them and, of a text that is not in it, what all such texts have in
     common. The second part is estimated from the suspects themselves.
-
-    Args:
-        rows: Means of embeddings that were scaled to length 1, ``(rows, dim)``.
-        suspects: As for `nearness`.
 
     Returns:
         ``<x, row - mean of the other suspects there>`` of each suspect x, shape ``(suspects,)``; zeros where there is
@@ -126,8 +72,8 @@ def traces(rows: Floats, suspects: Floats) -> Floats:
     """
     if not len(nearness(rows, suspects)) or not len(rows):
         return np.zeros(len(suspects))
-    unit = _unit(suspects)
-    place = (unit @ _unit(rows).T).argmax(axis=1)
+    unit = unit_rows(suspects)
+    place = (unit @ unit_rows(rows).T).argmax(axis=1)
     sums, counts = np.zeros_like(rows), np.bincount(place, minlength=len(rows))
     np.add.at(sums, place, unit)
     others = np.maximum(counts[place] - 1, 1)[:, None]
@@ -140,12 +86,10 @@ class Identified:
     """How well a silo's rows identify the queries that they were computed from.
 
     Attributes:
-        rows: How many there were.
         named: By number of guesses, how often a query that was sent is among the so many nearest of its candidates.
         control: The same of queries that were not sent; more than chance is due to the domain, not to the rows.
         nearness: The probability that a query that was sent comes nearer to a row than one that was not (AUC).
         traced: The same by `traces`, where rows are means; else None. Where it is there, queries are named by it.
-        candidates: Texts to choose from, for each.
     """
 
     rows: int
@@ -261,11 +205,7 @@ def own_texts(
 ) -> OwnTexts | None:
     """Guess for each row the own query that is nearest to it; None where there is no row.
 
-    Args:
-        rows: Request rows of another silo, ``(rows, dim)``.
-        victims: Its queries' texts, and their embeddings, ``(queries, dim)``.
-        own: The curious silo's.
-        seed: Of the control.
+    ``victims`` and ``own`` are texts with their embeddings, ``(queries, dim)``; ``rows`` are ``(rows, dim)``.
 
     Raises:
         DataError: A side has no text, or not one for each embedding.
@@ -275,14 +215,10 @@ def own_texts(
             raise DataError(f"{len(texts)} texts do not go with {len(embeddings)} embeddings.")
     if not len(rows):
         return None
-    unit = _unit(rows)
-    theirs = [victims[0][place] for place in (unit @ _unit(victims[1]).T).argmax(axis=1)]
-    guessed = [own[0][place] for place in (unit @ _unit(own[1]).T).argmax(axis=1)]
+    unit = unit_rows(rows)
+    theirs = [victims[0][place] for place in (unit @ unit_rows(victims[1]).T).argmax(axis=1)]
+    guessed = [own[0][place] for place in (unit @ unit_rows(own[1]).T).argmax(axis=1)]
     drawn = np.random.default_rng(seed).integers(len(own[0]), size=len(rows))
     found = np.array([token_set_f1(a, b) for a, b in zip(guessed, theirs, strict=True)])
     blind = [token_set_f1(own[0][place], text) for place, text in zip(drawn, theirs, strict=True)]
     return OwnTexts(similarity=float(found.mean()), control=float(np.mean(blind)), equal=float((found == 1.0).mean()))
-
-
-def _unit(vectors: Floats) -> Floats:
-    return np.asarray(vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12))

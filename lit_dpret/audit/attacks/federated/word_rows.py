@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lit_dpret.audit.attacks.federated.requests import Rate, rate
+from lit_dpret.audit.statistics.error_rates import Rate, rate
 from lit_dpret.audit.statistics.metrics import auc
 from lit_dpret.audit.statistics.scores import CanaryScores
 from lit_dpret.errors import DataError
@@ -66,9 +66,7 @@ def moved_rows(before: Floats, after: Floats) -> MovedRows:
     It supposes that most rows of the vocabulary are touched by no text, as with any vocabulary that was not made
     from the silo's own texts.
 
-    Args:
-        before: The table that the server sent, ``(vocabulary, dim)``.
-        after: The table that came back.
+    ``before`` is the table that the server sent, ``after`` the one that came back, ``(vocabulary, dim)``.
 
     Raises:
         DataError: They are not two states of one table.
@@ -93,12 +91,9 @@ class Told:
     """How well an update distinguishes some tokens from others.
 
     Attributes:
-        tokens: How many there are to find.
-        others: How many there are that must not be named.
         auc: The probability that one of the first moved further than one of the others.
         recall: The share of the first that stand out.
         precision: The share of the first among all that stand out; None where nothing does.
-        prevalence: The share of the first among both: the precision of a guess that knows nothing.
     """
 
     tokens: int
