@@ -18,11 +18,11 @@ from torch import Tensor
 
 from lit_dpret.datamodules import ImagesDataModule
 from lit_dpret.datamodules.images import Labels
-from lit_dpret.encoders.vision import train_second_task
 from lit_dpret.errors import DataError
 from lit_dpret.modules import EmbeddingTrainer, OptimizerSpec
 from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.tasks.parts import Parts
+from reproduction.frozen_classifier import train_second_task
 from reproduction.published import PAPER_002
 from reproduction.report.metrics_table import MetricsTable
 from reproduction.report.variant_report import SETTINGS, beside_the_paper, made_by, write_variant_report

@@ -91,7 +91,7 @@ class Trainings(Study):
         parts: Of the reproduction.
         choices: What is varied.
         make_pipeline: Makes `Pipeline`, given ``only``, ``embeddings`` and, for a size, ``generator``.
-        shrink: Makes the smaller generator: `lit_dpret.synthesis.shrink.shrink_generator` with its settings.
+        shrink: Makes the smaller generator: `reproduction.paper_000.shrink.shrink_generator` with its settings.
         shrink_passages: How many public passages it learns from.
     """
 

@@ -25,10 +25,10 @@ from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, nois
 from lit_dpret.privacy.modes import DPSGD, SyntheticData
 from lit_dpret.report.table import RowResult, write_json
 from lit_dpret.retrieval.statistics import Interval
-from lit_dpret.synthesis.shrink import shrink_generator
 from lit_dpret.tasks import Pipeline, PretrainingOverlap, Similarity
 from reproduction import CanaryStudy, Paper000, ZeroShot
 from reproduction.paper_000.grid import Grid
+from reproduction.paper_000.shrink import shrink_generator
 from reproduction.paper_000.study import Trainings
 from reproduction.spent import spent_under
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lit_dpret.encoders.vision.second_task import SecondTask, SecondTaskResult, train_second_task
 from lit_dpret.errors import ConfigurationError, DataError
+from reproduction.frozen_classifier import SecondTask, SecondTaskResult, train_second_task
 
 CLASSES = 3
 

@@ -12,7 +12,7 @@ from lit_dpret.modules.generator_folder import GeneratorContract, GeneratorModel
 from lit_dpret.modules.language_models import load_language_model
 from lit_dpret.synthesis.groups import draw_group
 from lit_dpret.synthesis.sampler import Decoding
-from lit_dpret.synthesis.shrink import shrink_generator, spread
+from reproduction.paper_000.shrink import shrink_generator, spread
 
 CONTRACT = GeneratorContract(max_passage_length=12, max_query_length=8)
 PASSAGES = {f"p{i}": " ".join(WORDS[i : i + 5]) for i in range(16)}
