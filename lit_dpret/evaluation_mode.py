@@ -1,4 +1,4 @@
-"""Evaluation mode for a while."""
+"""Evaluation or training mode for a while."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import nn
 
 
 @contextmanager
-def evaluation_mode(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode, and back to the mode that each submodule had."""
+def evaluation_mode(module: nn.Module, *, train: bool = False) -> Iterator[None]:
+    """Set evaluation mode, or training mode with ``train``, and go back to the mode that each submodule had."""
     modes = [(part, part.training) for part in module.modules()]
-    module.eval()
+    module.train(train)
     try:
         yield
     finally:

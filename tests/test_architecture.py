@@ -53,7 +53,7 @@ ALLOWED: dict[str, set[str]] = {
     "audit.canaries": {
         "files", "privacy", "retrieval", "audit.statistics", "datamodules", "synthesis", "modules", "encoders",
     },
-    "audit.testing": {"distributed", "privacy", "modules", "audit.statistics"},
+    "audit.testing": {"evaluation_mode", "distributed", "privacy", "modules", "audit.statistics"},
     "pytest_plugin": {"audit.testing"},
     # What watches and reports a run.
     "report": {"files", "retrieval", "privacy", "cards", "synthesis"},

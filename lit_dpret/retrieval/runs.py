@@ -7,7 +7,7 @@ over the *full* judgements; a query that the run does not mention counts as 0.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -223,23 +223,16 @@ def read_run(path: str | Path) -> dict[str, dict[str, float]]:
             query; the message has the line number.
     """
     run: dict[str, dict[str, float]] = {}
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"The run {path} cannot be read: {error.strerror}.") from error
-    for number, line in enumerate(text.split("\n"), start=1):
-        fields = line.split()
-        if not fields:
-            continue
+    for where, fields in _lines(path, "run"):
         if len(fields) != 6:
-            raise DataError(f"{path}, line {number}: {len(fields)} fields, not `query Q0 passage rank score tag`.")
+            raise DataError(f"{where}: {len(fields)} fields, not `query Q0 passage rank score tag`.")
         try:
             score = float(np.float32(fields[4]))
         except ValueError:
-            raise DataError(f"{path}, line {number}: the score {fields[4]!r} is not a number.") from None
+            raise DataError(f"{where}: the score {fields[4]!r} is not a number.") from None
         passages = run.setdefault(fields[0], {})
         if fields[2] in passages:
-            raise DataError(f"{path}, line {number}: passage {fields[2]!r} comes twice for query {fields[0]!r}.")
+            raise DataError(f"{where}: passage {fields[2]!r} comes twice for query {fields[0]!r}.")
         passages[fields[2]] = score
     return run
 
@@ -251,30 +244,34 @@ def read_qrels(path: str | Path) -> dict[str, dict[str, int]]:
         DataError: The file cannot be read or holds no judgement, a line has not three or four fields, a grade is
             no whole number, or a pair comes twice; the message has the line number.
     """
-    try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"The judgements {path} cannot be read: {error}.") from error
     qrels: dict[str, dict[str, int]] = {}
-    for number, line in enumerate(lines, start=1):
-        fields = line.split()
-        if not fields or (number == 1 and fields[0] in ("query-id", "query_id")):
+    for number, (where, fields) in enumerate(_lines(path, "judgements")):
+        if number == 0 and fields[0] in ("query-id", "query_id"):
             continue
         if len(fields) not in (3, 4):
-            raise DataError(
-                f"{path}, line {number}: {len(fields)} fields, not `query 0 passage grade` or `query passage grade`."
-            )
+            raise DataError(f"{where}: {len(fields)} fields, not `query 0 passage grade` or `query passage grade`.")
         query, passage, grade = fields[0], fields[-2], fields[-1]
         try:
             value = int(grade)
         except ValueError:
-            raise DataError(f"{path}, line {number}: the grade {grade!r} is not a whole number.") from None
+            raise DataError(f"{where}: the grade {grade!r} is not a whole number.") from None
         if passage in qrels.setdefault(query, {}):
-            raise DataError(f"{path}, line {number}: query {query!r} and passage {passage!r} are judged twice.")
+            raise DataError(f"{where}: query {query!r} and passage {passage!r} are judged twice.")
         qrels[query][passage] = value
     if not qrels:
         raise DataError(f"{path} holds no judgements.")
     return qrels
+
+
+def _lines(path: str | Path, what: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield the place and the fields of each line that has any."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"The {what} {path} cannot be read: {error}.") from error
+    for number, line in enumerate(lines, start=1):
+        if fields := line.split():
+            yield f"{path}, line {number}", fields
 
 
 def check_qrels(qrels: Qrels, *, query_ids: Collection[str], passage_ids: Collection[str]) -> None:

@@ -20,7 +20,7 @@ import traceback
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from transformers.utils import logging as transformers_logging
 
-from lit_dpret.errors import LitDpretError, WorkerError
+from lit_dpret.errors import ConfigurationError, LitDpretError, WorkerError
 from lit_dpret.matmul_precision import whole_products
 from lit_dpret.modules.generator_folder import GeneratorModel, TextCodec, load_generator
 from lit_dpret.synthesis.dataset_folder import SyntheticQuery
@@ -41,32 +41,66 @@ _CHUNK = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupSettings:
-    """The settings by which any group is drawn; plain values, so that they can be sent to a process."""
+class Generation:
+    """How a data set is drawn; plain values, so that they can be sent to a process.
 
-    generator: Path
-    draws: int
-    seed: int
-    decoding: Decoding
-    device: str
-    precision: str
-    threads: int
+    Args:
+        queries_per_passage: Draws for each passage.
+        seed: Public; an experiment's seed, not the noise secret.
+        top_p, temperature, top_k, min_new_tokens: Of `Decoding`.
+        max_new_tokens: Longest query; null for the query length of training.
+        group_size: Passages decoded together.
+        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:0``.
+        precision: ``32-true`` or ``bf16-true``.
+        threads: Threads that PyTorch computes a group with; with another number the last bits differ, so it
+            belongs to what a set was begun with.
+        workers: Processes that draw groups, each with the generator in memory; 0 draws in this one.
+        groups_in_flight: Groups that each worker holds at once, computed or waiting.
+
+    Raises:
+        ConfigurationError: A setting is out of range.
+    """
+
+    queries_per_passage: int = 1
+    seed: int = 0
+    top_p: float = 0.8
+    temperature: float = 1.0
+    top_k: int | None = None
+    max_new_tokens: int | None = None
+    min_new_tokens: int = 1
+    group_size: int = 64
+    device: str = "auto"
+    precision: str = "32-true"
+    threads: int = 1
+    workers: int = 0
+    groups_in_flight: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("queries_per_passage", "group_size", "threads", "workers", "groups_in_flight"):
+            value, least = getattr(self, name), 0 if name == "workers" else 1
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigurationError(f"{name}={value} must be a whole number of at least {least}.")
+        if self.precision not in PRECISIONS:
+            raise ConfigurationError(
+                f"precision={self.precision!r} is not one of {', '.join(PRECISIONS)}: T5 overflows in float16."
+            )
+
+    def decoding(self) -> Decoding:
+        """Return the way of sampling, where ``max_new_tokens`` is known."""
+        return Decoding(**{field.name: getattr(self, field.name) for field in fields(Decoding)})
 
 
 class GroupDrawer:
-    """A loaded generator that draws the queries of groups."""
+    """A loaded generator that draws the queries of groups; one that is given is moved and cast."""
 
-    def __init__(
-        self, settings: GroupSettings, generator: GeneratorModel | None = None, *, place: torch.device | None = None
-    ) -> None:
-        self._settings = settings
-        self._generator = load_generator(settings.generator) if generator is None else generator
-        self._generator.model.to(device=place or torch.device(settings.device), dtype=PRECISIONS[settings.precision])
+    def __init__(self, generator: GeneratorModel, how: Generation, *, place: torch.device | None = None) -> None:
+        self._how, self._generator = how, generator
+        self._generator.model.to(device=place or torch.device(how.device), dtype=PRECISIONS[how.precision])
 
     def records(self, group: Mapping[str, str]) -> list[dict[str, Any]]:
         """Return the queries of one group, as a shard holds them."""
-        settings = self._settings
-        drawn = draw_group(self._generator, group, settings.draws, settings.seed, settings.decoding)
+        how = self._how
+        drawn = draw_group(self._generator, group, how.queries_per_passage, how.seed, how.decoding())
         return [query.to_dict() for query in drawn]
 
 
@@ -131,24 +165,19 @@ _GRACE = 5.0  # seconds for a process to end by itself
 
 
 def draw_groups(
-    tasks: Iterable[Task],
-    settings: GroupSettings,
-    *,
-    workers: int,
-    groups_in_flight: int = 2,
-    generator: GeneratorModel | None = None,
+    tasks: Iterable[Task], source: Path, how: Generation, *, workers: int, generator: GeneratorModel | None = None
 ) -> Generator[Drawn]:
     """Yield the records of each group with its number, in whatever order they are finished.
 
     Guarantees:
-        - The records of a group depend on the group and the settings alone.
+        - The records of a group depend on the group, the generator and the settings alone.
         - When the iterator is closed, exhausted or raises, none of its processes is left.
 
     Args:
         tasks: Groups with their numbers; read only as far as they can be handed out.
-        settings: What to draw with.
+        source: The generator's folder.
+        how: Drawn with; device and lengths are known.
         workers: Processes beside this one; 0 draws here.
-        groups_in_flight: Groups that a process holds at once: the one it computes, and others that wait for it.
         generator: The loaded generator, for ``workers=0``.
 
     Raises:
@@ -156,15 +185,15 @@ def draw_groups(
         LitDpretError: What a process refused, in its own words.
     """
     if workers == 0:
-        with fixed_arithmetic(settings.threads):
-            drawer = GroupDrawer(settings, generator)
+        with fixed_arithmetic(how.threads):
+            drawer = GroupDrawer(generator or load_generator(source), how)
             for index, group in tasks:
                 yield index, drawer.records(group)
         return
     pool: list[_Worker] = []
     try:
-        pool += [_Worker(number, workers, settings) for number in range(workers)]
-        yield from _handed_out(iter(tasks), pool, groups_in_flight)
+        pool += [_Worker(number, workers, source, how) for number in range(workers)]
+        yield from _handed_out(iter(tasks), pool, how.groups_in_flight)
     finally:
         for worker in pool:
             worker.stop()
@@ -195,13 +224,13 @@ def _supply(worker: _Worker, tasks: Iterator[Task]) -> None:
 class _Worker:
     """One process, seen from the one that called."""
 
-    def __init__(self, number: int, of: int, settings: GroupSettings) -> None:
+    def __init__(self, number: int, of: int, source: Path, how: Generation) -> None:
         self.number, self.of = number, of
         self.held: deque[int] = deque()
         self._drew = False
         context = multiprocessing.get_context("spawn")  # a fork would copy locks that PyTorch's threads hold
         self.connection, theirs = context.Pipe()
-        self._process = context.Process(target=_work, args=(theirs, settings, number), daemon=True)
+        self._process = context.Process(target=_work, args=(theirs, source, how, number), daemon=True)
         self._process.start()
         theirs.close()  # else a dead process would leave its end open here, and never be noticed
 
@@ -261,7 +290,7 @@ class _Worker:
         )
 
 
-def _work(connection: Connection, settings: GroupSettings, number: int) -> None:
+def _work(connection: Connection, source: Path, how: Generation, number: int) -> None:
     """Draw groups, in a process of its own, until there are no more or the caller is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a control-C goes to all; the one that called ends the others
     transformers_logging.disable_progress_bar()
@@ -269,8 +298,8 @@ def _work(connection: Connection, settings: GroupSettings, number: int) -> None:
     # A pipe holds little: unless somebody reads while a group is computed, both sides would wait to write.
     threading.Thread(target=_receive, args=(connection, tasks), daemon=True).start()
     try:
-        with fixed_arithmetic(settings.threads):
-            drawer = GroupDrawer(settings, place=_place(settings.device, number))
+        with fixed_arithmetic(how.threads):
+            drawer = GroupDrawer(load_generator(source), how, place=_place(how.device, number))
             while (task := tasks.get()) is not None:
                 connection.send((task[0], drawer.records(task[1])))
     except BrokenPipeError:

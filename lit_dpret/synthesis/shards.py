@@ -47,7 +47,10 @@ def write_chunks(path: Path, chunks: Iterable[str]) -> str:
             yield part
 
     write_whole(path, data(), advice=_ADVICE)
-    sync_folder(path.parent)
+    try:
+        sync_folder(path.parent)
+    except OSError as error:
+        raise storage_error(path, error) from error
     return digest.hexdigest()
 
 

@@ -41,7 +41,7 @@ from lit_dpret.synthesis.dataset_folder import (
     write_readme,
     write_summary,
 )
-from lit_dpret.synthesis.groups import PRECISIONS, Drawn, GroupSettings, canonical_groups, draw_groups
+from lit_dpret.synthesis.groups import Drawn, Generation, canonical_groups, draw_groups
 from lit_dpret.synthesis.sampler import Decoding
 from lit_dpret.synthesis.shards import MANIFEST_NAME, SHARDS_NAME, RankShards, ShardStore, storage_error
 
@@ -52,24 +52,12 @@ def synthesize(
     out: str | Path,
     *,
     passages_are_public: bool,
-    queries_per_passage: int = 1,
-    seed: int = 0,
-    top_p: float = 0.8,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    group_size: int = 64,
-    max_new_tokens: int | None = None,
-    min_new_tokens: int = 1,
-    device: str = "auto",
-    precision: str = "32-true",
-    threads: int = 1,
-    workers: int = 0,
-    groups_in_flight: int = 2,
     language: str = "en",
     license: str = "other",
     tuning: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
     job: Job | None = None,
+    **settings: Any,
 ) -> Path:
     """Write queries for public passages with a generator, as a data set in BEIR's layout.
 
@@ -87,26 +75,13 @@ def synthesize(
         out: The folder to write or to go on with.
         passages_are_public: Must be true: the list of passages was fixed without looking at the
             private queries, or the generator's claim treats it as public (``neighbours=zero_out``).
-        queries_per_passage: Draws for each passage.
-        seed: Public; an experiment's seed, not the noise secret.
-        top_p: Mass of the nucleus.
-        temperature: Divides the logits before the nucleus is taken.
-        top_k: Keep this many tokens before the nucleus is taken; null keeps all.
-        group_size: Passages decoded together.
-        max_new_tokens: Longest query; null for the query length of training.
-        min_new_tokens: Tokens before the end mark may come.
-        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:0``.
-        precision: ``32-true`` or ``bf16-true``.
-        threads: Threads that PyTorch computes a group with; with another number the last bits differ, so it
-            belongs to what ``out`` was begun with.
-        workers: Processes that draw groups, each with the generator in memory; 0 draws in this one.
-        groups_in_flight: Groups that each worker holds at once, computed or waiting.
         language: ISO codes of the texts for the data card, with commas between them.
         license: Licence of the set for the data card, as the Hugging Face hub writes it.
         tuning: On which data the settings above were chosen, as in `CardFacts`.
         progress: Called with (passages done, passages in all).
         job: The ranks that share the work, each calling this with the same arguments and a folder that all of
             them see; the first one merges and writes the card, and the others return when they have nothing to do.
+        settings: Those of `Generation`.
 
     Returns:
         ``out``.
@@ -128,20 +103,8 @@ def synthesize(
         title=f"Synthetic queries: {folder.resolve().name}",
         tags=["synthetic", "differential-privacy", "query-generation", "beir"], language=language, license=license,
     )  # fmt: skip
-    for name, value, least in (
-        ("queries_per_passage", queries_per_passage, 1),
-        ("group_size", group_size, 1),
-        ("threads", threads, 1),
-        ("workers", workers, 0),
-        ("groups_in_flight", groups_in_flight, 1),
-    ):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ConfigurationError(f"{name}={value} must be a whole number of at least {least}.")
-    if precision not in PRECISIONS:
-        raise ConfigurationError(
-            f"precision={precision!r} is not one of {', '.join(PRECISIONS)}: T5 overflows in float16."
-        )
-    place = job.place(_device(device))
+    how = Generation(**settings)
+    place = job.place(_device(how.device))
     check_passages(passages)
     if not (source / CARD_NAME).is_file():
         raise DataError(
@@ -151,43 +114,35 @@ def synthesize(
     texts = {name: text for name, text in passages.items() if text.strip()}
     if not texts:
         raise DataError(f"None of the {len(passages)} passages has any text.")
-    promise = _Promise(source, folder, queries_per_passage, seed, tuning)
+    promise = _Promise(source, folder, how.queries_per_passage, how.seed, tuning)
     promise.card({}, {}, None)  # a card that cannot be inherited is refused before the work, not after it
     generator = load_generator(source)
-    decoding = Decoding(
-        top_p=top_p,
-        temperature=temperature,
-        top_k=top_k,
-        max_new_tokens=generator.contract.max_query_length if max_new_tokens is None else max_new_tokens,
-        min_new_tokens=min_new_tokens,
-    )
+    longest = generator.contract.max_query_length if how.max_new_tokens is None else how.max_new_tokens
+    how = replace(how, max_new_tokens=longest, device=str(place))
+    decoding = how.decoding()
     configuration = {
         "generator": weights_hash(source),
         "passages": passages_hash(texts),
-        "queries_per_passage": queries_per_passage,
-        "seed": seed,
+        "queries_per_passage": how.queries_per_passage,
+        "seed": how.seed,
         **asdict(decoding),
-        "group_size": group_size,
+        "group_size": how.group_size,
         "device": place.type,
-        "precision": precision,
-        "threads": threads,
+        "precision": how.precision,
+        "threads": how.threads,
         **{package: version_of(package) for package in ("torch", "transformers")},
     }
-    settings = GroupSettings(
-        generator=source, draws=queries_per_passage, seed=seed, decoding=decoding, device=str(place),
-        precision=precision, threads=threads,
-    )  # fmt: skip
-    groups = canonical_groups(generator.codec, texts, group_size)
-    fits = partial(check_disk, folder, texts, draws=queries_per_passage, max_new_tokens=decoding.max_new_tokens)
+    groups = canonical_groups(generator.codec, texts, how.group_size)
+    fits = partial(check_disk, folder, texts, draws=how.queries_per_passage, max_new_tokens=longest)
     with opened(folder, configuration, len(groups), job=job, check=fits) as store:
         # The longest passages first: what does not fit into memory shows at once, not after hours.
         mine = job.deal("groups", [*reversed(store.missing)])
         drawing = draw_groups(
             ((index, {name: texts[name] for name in groups[index]}) for index in mine),
-            settings,
-            workers=min(workers, len(store.missing)),
-            groups_in_flight=groups_in_flight,
-            generator=None if workers else generator,
+            source,
+            how,
+            workers=min(how.workers, len(store.missing)),
+            generator=None if how.workers else generator,
         )
         del generator  # with workers, each has its own
         job.together(lambda: _keep(drawing, store, [len(group) for group in groups], progress, job))

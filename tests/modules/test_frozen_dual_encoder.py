@@ -214,7 +214,7 @@ def test_known_texts_are_encoded_once_and_new_ones_when_they_come(monkeypatch: p
 def test_a_second_module_takes_the_embeddings_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = frozen(cache_dir=tmp_path)
     second = FrozenDualEncoder(privacy=NoPrivacy(), optimizer=OptimizerSpec(), encoder=tower(), cache_dir=tmp_path)
-    monkeypatch.setattr(second.encoder, "encode", lambda *_, **__: pytest.fail("encoded again"))
+    monkeypatch.setattr(second.encoder, "forward", lambda *_, **__: pytest.fail("encoded again"))
     second.prepare_texts(PASSAGES, QUERIES)
     assert torch.equal(first.passage_embeddings, second.passage_embeddings)
     assert [path.stat().st_mode & 0o077 for path in tmp_path.iterdir()] == [0, 0]

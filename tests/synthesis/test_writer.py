@@ -162,7 +162,7 @@ def test_a_disk_that_is_too_small_is_refused_before_the_work(
 
 def test_a_folder_that_cannot_be_written_is_refused(source: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match="could not be written"):
+    with pytest.raises(StorageError, match="cannot be written"):
         synthesize(source, PASSAGES, tmp_path / "file" / "set", **SETTINGS)
 
 

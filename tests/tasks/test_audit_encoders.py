@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "audit" / "canaries"))
 from conftest import digit_tokenizer
 
 from lit_dpret.audit.canaries import CANARIES, CanarySuite, read_canaries
-from lit_dpret.audit.canaries.canary import check_fits
+from lit_dpret.audit.canaries.canary import check_all_fit
 from lit_dpret.audit.canaries.scores import score_pairs
 from lit_dpret.cards.card import read_card
 from lit_dpret.datamodules import PairsDataModule
@@ -142,9 +142,9 @@ class InPieces:
 def test_what_makes_no_sense_for_a_dual_encoder_is_refused_and_told_what_to_take(tmp_path: Path) -> None:
     run = trained(tmp_path, NoPrivacy, suite=replace(SUITE, kinds=("new_token",), count=2), steps=2)
     sentinel = read_canaries(run).canaries[0]
-    check_fits(InPieces(), replace(sentinel, kind="echo"))
+    check_all_fit(InPieces(), [replace(sentinel, kind="echo")])
     with pytest.raises(ConfigurationError, match=r"no unused tokens <extra_id_N>.*canaries\.kinds=\[echo\]"):
-        check_fits(InPieces(), sentinel)
+        check_all_fit(InPieces(), [sentinel])
     alike = [replace(one, passage="bana") for one in read_canaries(run).canaries]
     with pytest.raises(ConfigurationError, match="All canaries have the same passage"):
         score_pairs(load_towers(run / "model"), alike)

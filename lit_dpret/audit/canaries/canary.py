@@ -6,7 +6,7 @@ model that is trained on it is another model. The file of a run's canaries holds
 run.
 
 A secret that a model's lengths cut away is trained on by nobody: its canary is an ordinary text, and the audit that
-rests on it finds nothing. So it is refused before training, for every candidate and on both sides (`check_fits`).
+rests on it finds nothing. So it is refused before training, for every candidate and on both sides (`check_all_fit`).
 """
 
 from __future__ import annotations
@@ -136,32 +136,7 @@ class Reader(Protocol):
 
 
 def check_all_fit(reader: object, canaries: Iterable[Canary], *, shorter: str | None = None) -> None:
-    """`check_fits` of each canary, where ``reader`` has a say in tokens.
-
-    Raises:
-        ConfigurationError: As `check_fits`.
-    """
-    if hasattr(reader, "token_ids"):
-        for canary in canaries:
-            check_fits(reader, canary, shorter=shorter)
-
-
-def cut_side(reader: object, canary: Canary) -> Literal["query", "passage"] | None:
-    """Return the side whose text is too long for the model with any of the candidates; the query first.
-
-    It does not depend on which candidate was drawn, so a canary may be chosen or passed over by it.
-    """
-    if not hasattr(reader, "token_ids"):
-        return None
-    for side, texts in _filled(canary):
-        whole, read = reader.token_ids(texts, side, whole=True), reader.token_ids(texts, side)
-        if whole is not None and read is not None and whole != read:
-            return side
-    return None
-
-
-def check_fits(reader: Reader, canary: Canary, *, shorter: str | None = None) -> None:
-    """Raise for a canary of which a model does not see the whole secret.
+    """Raise for a canary of which a model does not see the whole secret; a reader that gives no tokens refuses nothing.
 
     ``shorter`` says what else can be done about a text that is too long, beside raising the length.
 
@@ -169,24 +144,40 @@ def check_fits(reader: Reader, canary: Canary, *, shorter: str | None = None) ->
         ConfigurationError: A text with a secret in it is cut, naming canary and length; or two secrets are one to the
             tokenizer.
     """
-    check_sentinels(reader, canary)
-    for side, texts in _filled(canary):
+    for canary in canaries:
+        check_sentinels(reader, canary)
+        for side, whole, read in _token_ids(reader, canary):
+            if whole != read:
+                longest = max(map(len, read))
+                words = "suffix" if canary.kind == "echo" else side
+                raise ConfigurationError(
+                    f"Canary {canary.name}: its {side} is longer than model.max_{side}_length={longest}, so the secret "
+                    f"would be cut. Raise it, or {shorter or f'lower canaries.{words}_words'}."
+                )
+            if len(set(map(tuple, whole))) < len(whole):
+                raise ConfigurationError(
+                    f"Canary {canary.name}: the tokenizer gives two candidates the same tokens. Does it know the "
+                    "characters of canaries.kinds? A new_token canary needs a model with as many <extra_id_N> as "
+                    "canaries.new_tokens."
+                )
+
+
+def cut_side(reader: object, canary: Canary) -> Literal["query", "passage"] | None:
+    """Return the side whose text is too long for the model with any of the candidates; the query first.
+
+    It does not depend on which candidate was drawn, so a canary may be chosen or passed over by it.
+    """
+    return next((side for side, whole, read in _token_ids(reader, canary) if whole != read), None)
+
+
+def _token_ids(
+    reader: Any, canary: Canary
+) -> Iterator[tuple[Literal["query", "passage"], list[list[int]], list[list[int]]]]:
+    """Yield each side that holds the secret, and the tokens of its text with every candidate: whole, and as read."""
+    for side, texts in _filled(canary) if hasattr(reader, "token_ids") else ():
         whole, read = reader.token_ids(texts, side, whole=True), reader.token_ids(texts, side)
-        if whole is None or read is None:
-            return
-        if whole != read:
-            longest = max(map(len, read))
-            words = "suffix" if canary.kind == "echo" else side
-            raise ConfigurationError(
-                f"Canary {canary.name}: its {side} is longer than model.max_{side}_length={longest}, so the secret "
-                f"would be cut. Raise it, or {shorter or f'lower canaries.{words}_words'}."
-            )
-        if len(set(map(tuple, whole))) < len(whole):
-            raise ConfigurationError(
-                f"Canary {canary.name}: the tokenizer gives two candidates the same tokens. Does it know the "
-                "characters of canaries.kinds? A new_token canary needs a model with as many <extra_id_N> as "
-                "canaries.new_tokens."
-            )
+        if whole is not None and read is not None:
+            yield side, whole, read
 
 
 def _filled(canary: Canary) -> Iterator[tuple[Literal["query", "passage"], list[str]]]:
@@ -198,11 +189,7 @@ def _filled(canary: Canary) -> Iterator[tuple[Literal["query", "passage"], list[
 
 
 def check_sentinels(reader: object, canary: Canary) -> None:
-    """Raise where an unused token of T5 is many tokens to the tokenizer.
-
-    Raises:
-        ConfigurationError: The canary is of kind ``new_token``, and the reader has no such tokens.
-    """
+    """Raise `ConfigurationError` where an unused token of T5 is many tokens to the tokenizer."""
     if canary.kind != "new_token" or not hasattr(reader, "token_ids"):
         return
     found = reader.token_ids(["", "<extra_id_0>"], "query", whole=True)

@@ -122,7 +122,6 @@ def assert_private(
         mode=mode.name,
     )
     with probing(tested, inputs, plan, seed) as probe:
-        tested.eval()  # dropout would make two runs differ; training mode has its own check
         noise = check_noise_of_empty_steps(probe)
         check_noise_of_full_steps(probe, (None, 2))
         quiet = quiet_weights(probe, range(min(max_units, inputs.units)))

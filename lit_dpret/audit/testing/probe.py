@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError, PrivacyViolation, UnsupportedModelError
+from lit_dpret.evaluation_mode import evaluation_mode
 from lit_dpret.modules.coupling_check import CouplingCheck
 from lit_dpret.modules.module_state import HookWatch
 from lit_dpret.modules.private_module import PrivateModule
@@ -270,7 +271,6 @@ def probing(module: PrivateModule, inputs: Inputs, plan: PrivacyPlan, seed: int)
         "_couplings": CouplingCheck(), "_hooks": HookWatch(), "_loss_sum": 0.0, "updating": False,
     }  # fmt: skip
     before = {name: module.__dict__[name] for name in lent if name in module.__dict__}
-    training = {child: child.training for child in module.modules()}
     gradients = {parameter: parameter.grad for parameter in module.parameters()}
     try:
         probe.clear()
@@ -279,12 +279,11 @@ def probing(module: PrivateModule, inputs: Inputs, plan: PrivacyPlan, seed: int)
         except UnsupportedModelError as error:
             raise PrivacyViolation(f"refused: {error}") from error
         module.__dict__.update(lent)
-        yield probe
+        with evaluation_mode(module):  # dropout would make two runs differ; training mode has its own check
+            yield probe
     finally:
         for name in lent:
             module.__dict__.pop(name, None)
         module.__dict__.update(before)
-        for child, was in training.items():
-            child.training = was
         for parameter, gradient in gradients.items():
             parameter.grad = gradient

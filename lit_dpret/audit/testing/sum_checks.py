@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lit_dpret.audit.testing.probe import Probe, Step, gap
 from lit_dpret.errors import ConfigurationError, PrivacyViolation
+from lit_dpret.evaluation_mode import evaluation_mode
 
 #: What a contribution may differ by between two ways of computing it, in shares of the bound.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
@@ -119,25 +120,11 @@ def check_independence(probe: Probe, quiet: dict[int, float]) -> None:
         others = [s for s in range(len(units)) if s != slot]
         if len(set(torch.bincount(given.unit_ids)[units].tolist())) > 1:
             break  # other units have other shapes, and so other dropout masks
-        with _training(probe):
+        # Dropout masks are keyed by the step, so equal shapes get equal masks.
+        with evaluation_mode(probe.module, train=True):
             before, after = probe.step(units, masked=others).sums, probe.step([unit] * len(units), masked=others).sums
         _same(probe, before, after, 1, f"unit {unit} in training mode beside other units and beside copies of itself")
     probe.inputs, probe.weights = given, {}
-
-
-class _training:
-    """Training mode for a while: dropout masks are keyed by the step, so equal shapes get equal masks."""
-
-    def __init__(self, probe: Probe) -> None:
-        self._module = probe.module
-
-    def __enter__(self) -> None:
-        self._modes = {child: child.training for child in self._module.modules()}
-        self._module.train()
-
-    def __exit__(self, *_: object) -> None:
-        for child, training in self._modes.items():
-            child.training = training
 
 
 def _moved(probe: Probe, whole: Step, neighbour: Step, times: int, what: str) -> float:

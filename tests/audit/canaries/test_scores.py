@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lit_dpret.audit.canaries import Canary
-from lit_dpret.audit.canaries.canary import check_fits
+from lit_dpret.audit.canaries.canary import check_all_fit
 from lit_dpret.audit.canaries.scores import draw_leaks, holds, prompt_without_secret, score_canaries
 from lit_dpret.audit.statistics.exposure import leak_probability
 from lit_dpret.errors import ConfigurationError
@@ -144,7 +144,7 @@ def test_a_secret_that_the_model_does_not_see_whole_is_refused(
 ) -> None:
     codec = TextCodec(generator.tokenizer, replace(generator.contract, **limits))
     with pytest.raises(ConfigurationError, match=reason):
-        check_fits(codec, change(canary()))
+        check_all_fit(codec, [change(canary())])
 
 
 def test_tokens_that_no_text_shows_are_found_in_what_is_generated(
@@ -152,7 +152,7 @@ def test_tokens_that_no_text_shows_are_found_in_what_is_generated(
 ) -> None:
     pairs = tuple(f"<extra_id_{i}><extra_id_{i + 1}>" for i in range(0, 10, 2))
     one = canary(kind="new_token", candidates=pairs, secret=pairs[1])
-    check_fits(generator.codec, one)
+    check_all_fit(generator.codec, [one])
     remember(module, one.query_with(one.secret), one.passage)
     module.model.eval()
     assert draw_leaks(generator, [one], decoding=DECODING, draws=2, seed=0)[0].found == 2

@@ -33,9 +33,10 @@ class InOrder:
         )
 
 
-def labelled(released: ReleasedQueries, out: Path, model: Path, **changes: Any) -> Path:
+def labelled(released: ReleasedQueries, out: Path, model: Path, progress: Any = None, **changes: Any) -> Path:
     settings: dict[str, Any] = {"depth": 6, "per_query": 2, "group_size": 4, "cross_encoder_is_public": True}
-    return label(released, out, Labelling(cross_encoder=model, **settings | changes), ranker=InOrder())
+    how = Labelling(cross_encoder=model, **settings | changes)
+    return label(released, out, how, ranker=InOrder(), progress=progress)
 
 
 def test_a_label_is_the_difference_of_two_logits(
