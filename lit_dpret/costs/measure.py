@@ -169,7 +169,7 @@ class TrialStep:
 
 
 def seconds_per_normal(device: torch.device, noise: NoiseName = "gaussian") -> float:
-    """Seconds to draw the noise of one coordinate."""
+    """Return the seconds to draw the noise of one coordinate."""
     stream, count = KeyedStream(os.urandom(32), run_id="costs"), 400_000
     drawn: Callable[..., Tensor] = stream.normal if noise == "gaussian" else partial(stream.rounded_normal, bits=30)
 
@@ -180,7 +180,7 @@ def seconds_per_normal(device: torch.device, noise: NoiseName = "gaussian") -> f
 
 
 def seconds_per_value(device: torch.device) -> float:
-    """Seconds of an operation on one of many values that lie in memory; the mean of three operations."""
+    """Return the seconds of an operation on one of many values that lie in memory; the mean of three operations."""
     values = torch.randn(4_000_000, device=device)
 
     def work() -> None:
@@ -190,7 +190,7 @@ def seconds_per_value(device: torch.device) -> float:
 
 
 def product_rate(tokens: int, inputs: int, outputs: int, device: torch.device, *, half: bool = False) -> float:
-    """Operations per second of a linear layer of that shape: forward, and the gradients of inputs and weight."""
+    """Return operations per second of a linear layer of that shape: forward, and the gradients of inputs and weight."""
     if device.type == "cpu":  # a rate no longer rises with the tokens where a product takes a second
         tokens = min(tokens, max(256, SECOND_OF_A_CORE // (6 * inputs * outputs)))
     dtype = torch.bfloat16 if half else torch.float32
@@ -225,7 +225,7 @@ def seconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 def resident(device: torch.device, field: str = "VmRSS") -> int:
-    """Bytes that are in use now, or with ``VmHWM`` were at the peak.
+    """Return the bytes that are in use now, or with ``VmHWM`` were at the peak.
 
     Raises:
         ConfigurationError: The system has no ``/proc`` to ask.

@@ -13,11 +13,14 @@ import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from lit_dpret.encoders.contract import Side
+from lit_dpret.evaluation_mode import evaluation_mode
 
 BUFFER = 50_000
 """Texts that are sorted together."""
@@ -30,22 +33,47 @@ T = TypeVar("T")
 _TOKENISED_AT_ONCE = 1024
 
 
-class Encoding(Protocol):
-    """What a window asks of an encoder; used inside ``with``."""
+class OneSide:
+    """A `TextEncoder` as what encodes texts of one side in bulk: no gradient, no dropout, on one device.
 
-    dim: int
+    Inside ``with`` the encoder is on that device; it comes back to where it was.
+    """
 
-    def __enter__(self) -> None: ...
+    def __init__(self, encoder: Any, side: Side, device: torch.device | str | None, *, apart: bool = False) -> None:
+        self.apart = apart
+        self.dim, self._encoder, self._side = encoder.dim, encoder, side
+        self._home = next(encoder.parameters()).device
+        self._where = self._home if device is None else torch.device(device)
 
-    def __exit__(self, *_: object) -> None: ...
+    def __enter__(self) -> None:
+        self._encoder.to(self._where)
+
+    def __exit__(self, *_: object) -> None:
+        self._encoder.to(self._home)
 
     def token_ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of texts of one side, cut at its length."""
-        ...
+        """Return the token ids of texts, cut at the side's length."""
+        found: list[list[int]] = self._encoder.token_ids(texts, self._side)
+        return found
 
     def embed(self, ids: Sequence[Any]) -> Tensor:
         """Return the embeddings of one batch of token ids, on the CPU, ``(rows, dim)``."""
-        ...
+        encoder = self._encoder
+        with torch.no_grad(), evaluation_mode(encoder):
+            batch = encoder.padded(ids)
+            if not self.apart:
+                return self._kept(encoder(_on(batch, self._where)))
+            full = encoder.at_full_length(batch, self._side)
+            return self._kept(
+                embed_apart(lambda part: encoder(_on(part, self._where)), full, encoder.tokenizer.pad_token_id)
+            )
+
+    def _kept(self, embeddings: Tensor) -> Tensor:
+        return embeddings.to("cpu", self._encoder.wide)
+
+
+def _on(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
 def in_order(texts: Mapping[str, str]) -> Sequence[str]:
@@ -61,7 +89,7 @@ class Window:
         - The batches are a function of the set of texts, not of their order.
     """
 
-    def __init__(self, encoding: Encoding, texts: Sequence[str]) -> None:
+    def __init__(self, encoding: OneSide, texts: Sequence[str]) -> None:
         self._encoding = encoding
         rows: list[bytes] = []
         for start in range(0, len(texts), _TOKENISED_AT_ONCE):
@@ -91,7 +119,7 @@ class Window:
 
 
 def encode_windows(
-    encoding: Encoding,
+    encoding: OneSide,
     texts: Iterable[str],
     *,
     batch_size: int,
@@ -99,7 +127,7 @@ def encode_windows(
     progress: Progress | None = None,
     total: int | None = None,
 ) -> Iterator[Tensor]:
-    """The embeddings of a stream of texts, ``buffer_size`` rows at a time, in the order of the texts."""
+    """Yield the embeddings of a stream of texts, ``buffer_size`` rows at a time, in the order of the texts."""
     source, before = iter(texts), 0
     with encoding:
         while part := list(islice(source, buffer_size)):
@@ -114,7 +142,7 @@ def encode_windows(
 
 
 def ahead(items: Iterable[T]) -> Iterator[T]:
-    """The same items, each made in another thread while the one before it is in use.
+    """Yield the same items, each made in another thread while the one before it is in use.
 
     An error in the making is raised where the item would have come. Abandoning the iterator ends the thread
     after the item that it is making.

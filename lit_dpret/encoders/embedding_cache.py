@@ -22,7 +22,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from lit_dpret.distributed.job import Job
-from lit_dpret.encoders.bulk import BUFFER, Encoding, Progress, Window
+from lit_dpret.encoders.bulk import BUFFER, OneSide, Progress, Window
 from lit_dpret.errors import DataError, ResumeError, StorageError
 from lit_dpret.files import append_fact, read_facts, write_whole
 
@@ -41,7 +41,7 @@ _READ = 2**24
 
 
 def content_hash(facts: object, weights: Mapping[str, Tensor], texts: Iterable[str] = ()) -> str:
-    """SHA-256 over plain JSON facts, every weight's name, type, shape and bytes, and texts in order."""
+    """Return the SHA-256 over plain JSON facts, every weight's name, type, shape and bytes, and texts in order."""
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
     for name, value in sorted(weights.items()):
         digest.update(f"{name} {value.dtype} {tuple(value.shape)} ".encode())
@@ -53,7 +53,7 @@ def content_hash(facts: object, weights: Mapping[str, Tensor], texts: Iterable[s
 
 
 def encode_to_file(
-    encoding: Encoding,
+    encoding: OneSide,
     texts: Sequence[str],
     path: Path,
     *,
@@ -92,35 +92,25 @@ def encode_to_file(
         WorkerError: Another rank died.
     """
     job = Job() if job is None else job
-    begun = begun_facts(encoding, texts, dtype, facts, batch_size=batch_size, buffer_size=buffer_size)
+    begun = {  # everything that the bytes of the matrix depend on, as its journal keeps it
+        **facts, "rows": len(texts), "dim": encoding.dim, "dtype": str(dtype).removeprefix("torch."),
+        "batch_size": batch_size, "buffer_size": buffer_size,
+    }  # fmt: skip
     key = hashlib.sha256(json.dumps(begun, sort_keys=True).encode()).hexdigest()[:16]
     matrix = SharedMatrix(job, path, dtype, encoding.dim, key)
-    with storing(path), ExitStack() as stack:
-        opened: list[Unfinished] = []  # on the first rank alone
-        job.share(lambda: opened.append(stack.enter_context(Unfinished(path, begun, restart=restart))))
-        file = opened[0] if job.is_first else None
-        stack.enter_context(encoding)
-        matrix.fill(file, encoding, texts, batch_size=batch_size, buffer_size=buffer_size, progress=progress)
-        if file is not None:
-            file.finish()
-            matrix.clear()
-
-
-def begun_facts(
-    encoding: Encoding, texts: Sequence[str], dtype: torch.dtype, facts: Mapping[str, Any], **cut: int
-) -> dict[str, Any]:
-    """Everything that the bytes of a matrix depend on, as its journal keeps it."""
-    return {**facts, "rows": len(texts), "dim": encoding.dim, "dtype": str(dtype).removeprefix("torch."), **cut}
-
-
-@contextmanager
-def storing(path: Path) -> Iterator[None]:
-    """Say in words why a matrix cannot be written."""
     try:
-        yield
+        with ExitStack() as stack:
+            opened: list[Unfinished] = []  # on the first rank alone
+            job.share(lambda: opened.append(stack.enter_context(Unfinished(path, begun, restart=restart))))
+            file = opened[0] if job.is_first else None
+            stack.enter_context(encoding)
+            matrix.fill(file, encoding, texts, batch_size=batch_size, buffer_size=buffer_size, progress=progress)
+            if file is not None:
+                file.finish()
+                matrix.clear()
+    except StorageError:
+        raise
     except OSError as error:
-        if isinstance(error, StorageError):
-            raise
         raise StorageError(
             f"The embeddings {path} cannot be written: {error.strerror or error}. What is finished is kept: mend this "
             "and run the same command again."
@@ -293,7 +283,7 @@ class SharedMatrix:
     def fill(
         self,
         file: Unfinished | None,
-        encoding: Encoding,
+        encoding: OneSide,
         texts: Sequence[str],
         *,
         batch_size: int,

@@ -26,11 +26,10 @@ from lit_dpret.encoders.backbones import (
     take_pooler,
     vocabulary,
 )
-from lit_dpret.encoders.bulk import BUFFER, Progress, embed_apart, encode_windows
+from lit_dpret.encoders.bulk import BUFFER, OneSide, Progress, encode_windows
 from lit_dpret.encoders.contract import Contract, Side, get_pooling
 from lit_dpret.encoders.embedding_cache import content_hash, encode_to_file, mapped
 from lit_dpret.errors import ConfigurationError, StorageError, UnsupportedModelError
-from lit_dpret.evaluation_mode import evaluation_mode
 
 _BATCH = 64
 _APART_AT_ONCE = 1024  # texts that are given places together in `embed_apart`
@@ -148,12 +147,12 @@ class TextEncoder(nn.Module):
         return self.changed(projection=projection)
 
     def tokenize(self, texts: Sequence[str], side: Side) -> dict[str, Tensor]:
-        """Texts as model input, prefixed, cut and padded to the longest of them.
+        """Return texts as model input, prefixed, cut and padded to the longest of them.
 
         Returns:
             ``input_ids`` and ``attention_mask``, long, shape ``(rows, tokens)``, on the CPU.
         """
-        return self._padded(self.token_ids(texts, side))
+        return self.padded(self.token_ids(texts, side))
 
     def forward(self, features: Mapping[str, Tensor]) -> Tensor:
         """Return the embeddings of tokenised texts.
@@ -199,7 +198,7 @@ class TextEncoder(nn.Module):
             batch_size: Texts per forward pass, 64 by default; with ``apart`` those that are given places together.
             device: Where to compute; where the encoder is, by default.
             progress: Called after every batch.
-            apart: For private texts, none of which may have a say in another one's embedding (`embed_apart`). Slower:
+            apart: For private texts, none of which may change another one's embedding (`embed_apart`). Slower:
                 otherwise texts of like lengths are joined, and an embedding's last bits depend on the others.
             cache_dir: Keep the result there, and return what was kept for the same model and texts. It is found by
                 content: train the encoder a step, change a prefix or a text, and it is another entry. A file that
@@ -242,13 +241,13 @@ class TextEncoder(nn.Module):
         return stored
 
     def at_full_length(self, features: Mapping[str, Tensor], side: Side) -> dict[str, Tensor]:
-        """Tokenised texts padded to the side's maximal length: a length that follows from no text."""
+        """Return tokenised texts padded to the side's maximal length: a length that follows from no text."""
         short = self.contract.max_length(side) - features["input_ids"].shape[1]
         filler = {"input_ids": self.tokenizer.pad_token_id, "attention_mask": 0}
         return {name: F.pad(features[name], (0, short), value=value) for name, value in filler.items()}
 
     def placed(self, features: Mapping[str, Tensor], side: Side, places: Sequence[int], rows: int) -> dict[str, Tensor]:
-        """Tokenised texts at some places among ``rows`` rows of the side's maximal length.
+        """Return tokenised texts at some places among ``rows`` rows of the side's maximal length.
 
         The others have one token, so that attention is defined and a batch with one of them has some padding:
         transformers takes another way through attention for a batch without, which would then follow from its texts.
@@ -271,7 +270,7 @@ class TextEncoder(nn.Module):
         device: torch.device | str | None = None,
         progress: Progress | None = None,
     ) -> Iterator[Tensor]:
-        """The embeddings of texts that need not be in memory together, ``buffer_size`` rows at a time.
+        """Yield the embeddings of texts that need not be in memory together, ``buffer_size`` rows at a time.
 
         The rows are those of `encode`; with another buffer they differ by rounding.
 
@@ -317,7 +316,8 @@ class TextEncoder(nn.Module):
         ids: list[list[int]] = self.tokenizer(raw, padding=False, **cut)["input_ids"]
         return ids
 
-    def _padded(self, ids: Sequence[Any]) -> dict[str, Tensor]:
+    def padded(self, ids: Sequence[Any]) -> dict[str, Tensor]:
+        """Return token ids filled up at the end, and the mask of what holds a token, as `forward` takes them."""
         longest = max((len(row) for row in ids), default=0) or 1
         input_ids = np.full((len(ids), longest), self.tokenizer.pad_token_id, dtype=np.int64)
         mask = np.zeros((len(ids), longest), dtype=np.int64)
@@ -336,49 +336,7 @@ class TextEncoder(nn.Module):
             raise ConfigurationError("T5 overflows in float16; choose bfloat16 (precision=bf16-mixed) or float32.")
 
 
-class OneSide:
-    """An encoder as what encodes texts of one side in bulk: no gradient, no dropout, on one device.
-
-    Inside ``with`` the encoder is on that device; it comes back to where it was.
-    """
-
-    def __init__(
-        self, encoder: TextEncoder, side: Side, device: torch.device | str | None, *, apart: bool = False
-    ) -> None:
-        self.apart = apart
-        self.dim, self._encoder, self._side = encoder.dim, encoder, side
-        self._home = next(encoder.parameters()).device
-        self._where = self._home if device is None else torch.device(device)
-
-    def __enter__(self) -> None:
-        self._encoder.to(self._where)
-
-    def __exit__(self, *_: object) -> None:
-        self._encoder.to(self._home)
-
-    def token_ids(self, texts: Sequence[str]) -> list[list[int]]:
-        return self._encoder.token_ids(texts, self._side)
-
-    def embed(self, ids: Sequence[Any]) -> Tensor:
-        encoder = self._encoder
-        with torch.no_grad(), evaluation_mode(encoder):
-            batch = encoder._padded(ids)
-            if not self.apart:
-                return self._kept(encoder(_on(batch, self._where)))
-            full = encoder.at_full_length(batch, self._side)
-            return self._kept(
-                embed_apart(lambda part: encoder(_on(part, self._where)), full, encoder.tokenizer.pad_token_id)
-            )
-
-    def _kept(self, embeddings: Tensor) -> Tensor:
-        return embeddings.to("cpu", self._encoder.wide)
-
-
 def _require_positive(**sizes: int) -> None:
     for name, value in sizes.items():
         if value < 1:
             raise ConfigurationError(f"{name}={value} must be at least 1.")
-
-
-def _on(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    return {name: tensor.to(device) for name, tensor in batch.items()}

@@ -58,7 +58,7 @@ class Products:
         return rounded, float(torch.linalg.vector_norm(part - rounded, dim=1).max()) * 1.0001
 
     def slack(self, longest: float, error: float) -> Tensor:
-        """Twice what float32 sums can be wrong by, for each query, and what was lost to lower precision.
+        """Return twice what float32 sums can be wrong by, for each query, and what was lost to lower precision.
 
         ``longest`` is the length of the longest passage, ``error`` the most that one lost, as `passages` returns it.
 
@@ -144,7 +144,7 @@ def _seconds(left: Tensor, right: Tensor) -> float:
 
 
 def prepared(embeddings: Tensor, cosine: bool) -> Tensor:
-    """Embeddings whose dot product is the similarity."""
+    """Return embeddings whose dot product is the similarity."""
     return F.normalize(embeddings, dim=-1) if cosine else embeddings
 
 

@@ -115,7 +115,7 @@ def search(
 
 
 class SearchStream:
-    """A search over passages that come piece by piece and are not kept.
+    """A search over passages that come in parts and are not kept.
 
     Guarantees:
         - `result` is that of `search` over all pieces together, whatever the pieces were.

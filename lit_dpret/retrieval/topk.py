@@ -64,7 +64,7 @@ def lexicographic_rank(passage_ids: Sequence[str]) -> Tensor:
 
 
 def packed(scores: Tensor, ranks: Tensor) -> Tensor:
-    """Keys whose ascending order is: score descending, and of equal scores rank ascending.
+    """Return keys whose ascending order is: score descending, and of equal scores rank ascending.
 
     ``scores`` are float32 without NaN, and -0.0 counts as 0.0; ``ranks`` are whole numbers in [0, 2**32), of the same
     shape.

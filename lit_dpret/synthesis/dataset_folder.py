@@ -110,7 +110,7 @@ def write_dataset(
         - Every query of ``qrels`` is in ``queries.jsonl``, and its passage in ``corpus.jsonl``.
         - A query that its passage drew several times stands there once, with ``metadata.copies``.
 
-    ``queries`` gives the drawn queries anew at each call, those of one passage next to each other; of ``passages``
+    ``queries`` gives the drawn queries again at each call, those of one passage next to each other; of ``passages``
     those with a query are written.
 
     Returns:
@@ -127,7 +127,7 @@ def write_entries(
 ) -> dict[str, str]:
     """Write the data files of the layout from queries that have their ids, and return the SHA-256 of each file.
 
-    ``entries`` gives them anew at each call; ``passages`` with a query are written, in the order of their first ones.
+    ``entries`` gives them again at each call; ``passages`` with a query are written, in the order of their first ones.
     """
     written: set[str] = set()
 
@@ -232,7 +232,7 @@ class DataCard:
         license: Licence of the set as the hub calls it (``cc-by-4.0``); ``other`` where it is that of the passages.
 
     Raises:
-        ConfigurationError: A code is none.
+        ConfigurationError: A code is not one.
     """
 
     title: str

@@ -115,7 +115,7 @@ class ShardStore:
         for index in range(self.count):
             if not self._is_whole(index):
                 raise DataError(
-                    f"{self.path(index)} is missing or damaged. Run the same command again to make it anew."
+                    f"{self.path(index)} is missing or damaged. Run the same command again to make it again."
                 )
             with open(self.path(index), encoding="utf-8", errors="surrogatepass") as file:
                 for line in file:

@@ -56,7 +56,7 @@ class Words:
         self.size = len(tokenizer) if self._own is None else 2 + len(self._own)
 
     def ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids without special tokens, cut, and the end mark."""
+        """Return token ids without special tokens, cut, and the end mark."""
         found, own = self._tokens(texts), self._own
         if own is not None:
             found = [[own.get(token, 1) for token in ids] for ids in found]
@@ -108,7 +108,7 @@ class PrefixDecoder(nn.Module):
             self.map = nn.Linear(dim, places * per_place)
 
     def forward(self, tokens: Tensor, mask: Tensor, embeddings: Tensor | None = None) -> Tensor:
-        """Cross entropy of each token in nats, zero where ``mask`` is false, shape ``(rows, tokens)``.
+        """Return the cross entropy of each token in nats, zero where ``mask`` is false, shape ``(rows, tokens)``.
 
         ``tokens`` and ``mask`` have that shape, ``embeddings`` ``(rows, dim)``; they are None exactly where there is
         no map.
@@ -233,7 +233,7 @@ def fit_decoder(
 def losses_of(
     decoder: PrefixDecoder, ids: Sequence[Sequence[int]], embeddings: Tensor | None, *, batch_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Summed loss of each text in nats, and its number of tokens, both ``(texts,)`` in float64."""
+    """Return the summed loss of each text in nats, and its number of tokens, both ``(texts,)`` in float64."""
     device = next(decoder.parameters()).device
     sums, counts = [], []
     with evaluation_mode(decoder):
@@ -246,7 +246,7 @@ def losses_of(
 
 
 def padded(rows: Sequence[Sequence[int]], filler: int) -> tuple[Tensor, Tensor]:
-    """Token ids filled up at the end, and which of them are tokens, both ``(rows, longest)``."""
+    """Return token ids filled up at the end, and which of them are tokens, both ``(rows, longest)``."""
     width = max(map(len, rows))
     tokens = torch.tensor([[*ids, *[filler] * (width - len(ids))] for ids in rows])
     return tokens, torch.tensor([[place < len(ids) for place in range(width)] for ids in rows])

@@ -117,7 +117,7 @@ def told(
     own: ArrayLike, shuffled: ArrayLike, tokens: ArrayLike, *, confidence: float = 0.95, resamples: int = 2000,
     seed: int = 0,
 ) -> Told:  # fmt: skip
-    """Nats a token between two networks' losses of the same texts.
+    """Return the nats a token between two networks' losses of the same texts.
 
     The interval is over the choice of texts, for these two trained networks; another training of them would differ too.
 
@@ -168,7 +168,7 @@ class Recovered:
         bleu: Of the corpus, from 0 to 100, by sacrebleu.
         token_f1: Harmonic mean of precision and recall of the sets of words.
         exact: The share that equals its original, case and punctuation aside.
-        cosine: Of the written text's embedding and the attacked one; None where nobody embedded the texts anew.
+        cosine: Of the written text's embedding and the attacked one; None where the texts were not embedded again.
     """
 
     bleu: float

@@ -12,7 +12,7 @@ Three readings of the same scores, and none replaces another:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -63,14 +63,13 @@ class AttackResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
-        interval = _interval_dict
         return {
             "attack": self.attack,
             "members": self.members,
             "others": self.others,
-            "auc": interval(self.auc),
-            "tpr_at_fpr": {rate: interval(value) for rate, value in self.tpr.items()},
-            "balanced_accuracy": interval(self.accuracy),
+            "auc": asdict(self.auc),
+            "tpr_at_fpr": {rate: asdict(value) for rate, value in self.tpr.items()},
+            "balanced_accuracy": asdict(self.accuracy),
             "exceeded": [vars(one) for one in self.exceeded],
             "evidence": None if self.evidence is None else self.evidence.to_dict(),
         }
@@ -88,7 +87,7 @@ def measure(
     attacks: int = 1,
     resamples: int = 1000,
 ) -> AttackResult:
-    """AUC, accuracy and true positive rates of an attack, and what they contradict.
+    """Return AUC, accuracy and true positive rates of an attack, and what they contradict.
 
     Args:
         attack: Its name.
@@ -129,7 +128,7 @@ def measure(
 
 
 def half_accuracy(scores: CanaryScores) -> float:
-    """Balanced accuracy of taking the scores above the median of all of them for members, ties counting half."""
+    """Return the balanced accuracy of taking the scores above the median for members, ties counting half."""
     middle = float(np.median(scores.pooled))
 
     def above(values: np.ndarray) -> float:
@@ -178,7 +177,3 @@ def _accuracy_at_least(scores: CanaryScores, error: float) -> float:
     middle = float(np.median(np.concatenate([side[::2] for side in sides])))
     rest = CanaryScores(*(side[1::2] for side in sides))
     return accuracy_at_least(rest.counts(middle), confidence=1 - error)
-
-
-def _interval_dict(interval: Interval) -> dict[str, float]:
-    return {"value": interval.value, "low": interval.low, "high": interval.high, "confidence": interval.confidence}

@@ -109,7 +109,7 @@ def nearest_scores(queries: Floats, release: Floats, *, nearest: int = 25) -> Fl
 
 
 def repeated(queries: Sequence[str], release: Sequence[str], *, overlap: float = 1.0, n: int = 3) -> NDArray[np.bool_]:
-    """Which queries the release repeats, shape ``(queries,)``.
+    """Return which queries the release repeats, shape ``(queries,)``.
 
     Args:
         queries: That may have been trained on.

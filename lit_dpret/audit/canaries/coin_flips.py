@@ -247,7 +247,7 @@ class AuditScores:
 
         Training on other rows moves all scores, those of easy texts otherwise than those of hard ones. A line through
         (before, after) takes out what the first score explains; where twins stand in for canaries, it is laid through
-        the differences. No coin has a say in it.
+        the differences. It does not depend on the coins.
 
         Raises:
             ResumeError: There are no scores after training.

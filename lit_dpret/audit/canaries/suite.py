@@ -168,7 +168,7 @@ class CanarySuite:
 
         Args:
             data: The public side of a DataModule.
-            reader: The model that will be trained on them, where it has a say in tokens (``token_ids``).
+            reader: The model that will be trained on them, where it makes tokens of texts (``token_ids``).
             shorter: What an error advises about texts that are too long, beside raising the length.
 
         Raises:

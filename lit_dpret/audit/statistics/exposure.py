@@ -18,7 +18,7 @@ from lit_dpret.errors import ConfigurationError, DataError
 
 
 def rank(secret: float, references: ArrayLike) -> int:
-    """1 and the number of references that are no less likely; ties count against the finding.
+    """Return 1 and the number of references that are no less likely; ties count against the finding.
 
     >>> rank(3.5, [1, 2, 3, 4]), rank(1, [1, 2, 3, 4])
     (4, 2)
@@ -34,7 +34,7 @@ def rank(secret: float, references: ArrayLike) -> int:
 
 
 def exposure_of_rank(rank: float, candidates: int) -> float:
-    """log2(candidates / rank) bits: from 0 to log2(candidates) where the secret is one of the candidates.
+    """Return log2(candidates / rank) bits: from 0 to log2(candidates) where the secret is one of the candidates.
 
     At random it is not 0 but log2(e) = 1.44 on average for many candidates, and 1.396 for 100.
 
@@ -48,7 +48,7 @@ def exposure_of_rank(rank: float, candidates: int) -> float:
 
 
 def exposure(secret: float, references: ArrayLike) -> float:
-    """By rank: log2(references) - log2(rank), at most log2(references).
+    """Return the exposure by rank: log2(references) - log2(rank), at most log2(references).
 
     Divides by the number of references, as TensorFlow Privacy does, so that a secret that is less likely than all
     of them is slightly below 0.
@@ -64,7 +64,7 @@ def exposure(secret: float, references: ArrayLike) -> float:
 
 
 def extrapolated_exposure(secret: float, references: ArrayLike) -> float:
-    """By a skew-normal that is fitted to the references: -log2 of its distribution function at the secret.
+    """Return -log2 of the distribution function, at the secret, of a skew-normal that is fitted to the references.
 
     Not bounded by their number, and no better than the fit: far out it states what the references never showed, and
     where the fitted curve has no mass that floats can tell it is infinite.

@@ -21,7 +21,7 @@ canaries do to each other in that one training. Three readings of the same guess
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,7 +84,7 @@ def one_run_audit(
     planned = not isinstance(strategy, Explicit | Split)
 
     def bound(counts: Counts, error: float, floor: float, terms: Terms) -> float:
-        return _epsilon(counts, error, floor, terms, planned)
+        return _epsilon(_of(counts), error, floor, terms, planned)
 
     terms = Terms(delta=delta, confidence=confidence, copies=copies)
     return audit(scores, bound, strategy, terms, method=METHOD, assumption=_assumed(strategy), guessing=True)
@@ -108,7 +108,9 @@ def one_run_counts(
         ConfigurationError: Not ``0 <= correct <= guesses <= canaries``, or a number is out of its range.
     """
     terms = Terms(delta=delta, confidence=confidence, copies=copies)
-    eps = _epsilon(_guessed(canaries, guesses, correct), terms.error, 0.0, terms, planned)
+    _check_counts(canaries, guesses, correct)
+    counts = {"canaries": canaries, "guesses": guesses, "correct": correct}
+    eps = _epsilon(counts, terms.error, 0.0, terms, planned)
     return terms.evidence(METHOD, eps, ASSUMPTION)
 
 
@@ -184,7 +186,11 @@ def one_run_fdp_audit(
     assumption = CURVE + _assumed(strategy)
     if isinstance(strategy, Explicit | Split):
         assumption += " NOT PROVED: how many were guessed depended on the scores, and the recursion takes it as fixed."
-    return audit(scores, _epsilon_fdp, strategy, terms, method=METHOD_FDP, assumption=assumption, guessing=True)
+
+    def bound(counts: Counts, error: float, floor: float, terms: Terms) -> float:
+        return _epsilon_fdp(_of(counts), error, floor, terms)
+
+    return audit(scores, bound, strategy, terms, method=METHOD_FDP, assumption=assumption, guessing=True)
 
 
 def one_run_fdp_counts(
@@ -196,7 +202,9 @@ def one_run_fdp_counts(
         ConfigurationError: Not ``0 <= correct <= guesses <= canaries``, or a number is out of its range.
     """
     terms = Terms(delta=delta, confidence=confidence, copies=copies, gaussian=True)
-    eps = _epsilon_fdp(_guessed(canaries, guesses, correct), terms.error, 0.0, terms)
+    _check_counts(canaries, guesses, correct)
+    counts = {"canaries": canaries, "guesses": guesses, "correct": correct}
+    eps = _epsilon_fdp(counts, terms.error, 0.0, terms)
     return terms.evidence(METHOD_FDP, eps, CURVE + ASSUMPTION)
 
 
@@ -422,24 +430,14 @@ def _assumed(strategy: Strategy) -> str:
     return ASSUMPTION + (HULL if strategy == Bonferroni(over="hull") else "")
 
 
-class _Guesses:
-    """Counts of guesses alone: nobody knows how many canaries that were not guessed are members."""
-
-    def __init__(self, canaries: int, guesses: int, right: int) -> None:
-        self.canaries, self.guesses, self.tp = canaries, guesses, right
-
-
-def _guessed(canaries: int, guesses: int, correct: int) -> _Guesses:
+def _check_counts(canaries: int, guesses: int, correct: int) -> None:
     check_hits(guesses, canaries, names=("guesses", "canaries"))
     check_count("correct", correct)
     if correct > guesses:
         raise ConfigurationError(f"correct={correct} is more than guesses={guesses}.")
-    return _Guesses(canaries, guesses, correct)
 
 
-def _epsilon(guessed: Counts | _Guesses, error: float, floor: float, terms: Terms, planned: bool) -> float:
-    counts = {"canaries": guessed.canaries, "guesses": guessed.guesses, "correct": guessed.tp}
-
+def _epsilon(counts: Mapping[str, int], error: float, floor: float, terms: Terms, planned: bool) -> float:
     def contradicted(eps: float) -> bool:
         # A delta only raises the p-value; without one it is a single tail, and most thresholds fail by it.
         if one_run_p_value(terms.copies * eps, **counts, delta=0.0) >= error:
@@ -452,9 +450,12 @@ def _epsilon(guessed: Counts | _Guesses, error: float, floor: float, terms: Term
     return largest_contradicted(contradicted, floor)
 
 
-def _epsilon_fdp(guessed: Counts | _Guesses, error: float, floor: float, terms: Terms) -> float:
-    counts = {"canaries": guessed.canaries, "guesses": guessed.guesses, "correct": guessed.tp}
-    if guessed.tp == 0:
+def _of(counts: Counts) -> dict[str, int]:
+    return {"canaries": counts.canaries, "guesses": counts.guesses, "correct": counts.tp}
+
+
+def _epsilon_fdp(counts: Mapping[str, int], error: float, floor: float, terms: Terms) -> float:
+    if counts["correct"] == 0:
         return floor
     return largest_contradicted(
         lambda eps: refutes_mu(terms.copies * gaussian_mu(eps, terms.delta), **counts, error=error), floor

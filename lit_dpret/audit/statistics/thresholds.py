@@ -72,7 +72,7 @@ def audit(
     guesses that depend on the scores, as the one-run audits do.
 
     Raises:
-        ConfigurationError: ``doubling`` for a bound on rates, or a share that is none.
+        ConfigurationError: ``doubling`` for a bound on rates, or a share out of its range.
         DataError: A split leaves one part without members or without others.
     """
 

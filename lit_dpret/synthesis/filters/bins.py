@@ -223,7 +223,7 @@ def bins_from_spec(spec: Mapping[str, Any], *, encoder: str | None = None, encod
     ``encoder`` says where the encoder of topics lies, if it is none that is known by name.
 
     Raises:
-        DataError: The spec is none of ours.
+        DataError: The spec is not one of `Bins.spec`.
     """
     try:
         if spec["kind"] == LengthBins.kind:

@@ -43,7 +43,7 @@ class Bleu:
 
 
 def corpus_bleu(synthetic: Sequence[str], references: Sequence[Sequence[str]], *, lower_case: bool = False) -> Bleu:
-    """Corpus BLEU with the defaults of sacrebleu, and as many references for a text as it has.
+    """Return corpus BLEU with the defaults of sacrebleu, and as many references for a text as it has.
 
     Args:
         synthetic: Texts.

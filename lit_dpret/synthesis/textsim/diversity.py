@@ -32,7 +32,7 @@ _TYPE_OF = {word: name for name, all_words in QUESTION_TYPES.items() for word in
 
 
 def distinct_n(texts: Sequence[str], n: int) -> float:
-    """Different n-grams over all n-grams of the texts together; 0 where no text has one.
+    """Return different n-grams over all n-grams of the texts together; 0 where no text has one.
 
     After Li et al., "A Diversity-Promoting Objective Function" (NAACL 2016), section 5.2, who divide by the number
     of words; here it is the number of n-grams, so that texts which never repeat anything have 1. The value falls
@@ -52,7 +52,7 @@ def distinct_n(texts: Sequence[str], n: int) -> float:
 
 
 def lengths(texts: Sequence[str]) -> dict[str, float]:
-    """Mean, median and 90th percentile of the number of words.
+    """Return mean, median and 90th percentile of the number of words.
 
     Raises:
         DataError: There is no text.

@@ -87,7 +87,7 @@ def mauve(
     restarts: int = 5,
     scaling: float = SCALING,
 ) -> Mauve:
-    """MAUVE of two samples of features.
+    """Return MAUVE of two samples of features.
 
     Guarantees:
         - Equal input and seeds give equal values on one machine; no global random state is read or written.

@@ -38,7 +38,7 @@ def ngrams(tokens: Sequence[str], n: int) -> Iterator[tuple[str, ...]]:
 
 
 def check_n(n: int) -> None:
-    """Refuse a length of n-grams that is none."""
+    """Refuse a length of n-grams below 1."""
     if n < 1:
         raise ConfigurationError(f"n={n} is no length of an n-gram; it must be at least 1.")
 

@@ -34,7 +34,7 @@ def test_coins_are_read_as_they_were_written_and_by_their_owner_alone(tmp_path: 
 
 
 def test_broken_or_newer_coins_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="membership_coins.json cannot be read"):
+    with pytest.raises(DataError, match="cannot be read"):
         Coins.read(tmp_path)
     path = Coins({"q1": True, "q2": False}).write(tmp_path)
     path.write_text(path.read_text().replace("coins/1", "coins/2"))
