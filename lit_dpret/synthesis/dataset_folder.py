@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import chain, groupby
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from lit_dpret.cards.text import show_delta, show_epsilon
@@ -271,107 +272,31 @@ def terms_of(folder: Path) -> dict[str, str]:
 
 
 def write_readme(folder: Path, card: DataCard, counts: Counts, privacy: Mapping[str, Any] | None) -> None:
-    """Write the data card; ``privacy`` is the privacy card of the folder, or None where no private data was touched."""
-    size = next((name for bound, name in _SIZES if counts.queries < bound), "n>10M")
-    text = "\n".join(
-        [
-            *_header(card, size),
-            f"# {card.title}",
-            "",
-            f"{counts.queries} synthetic queries for {counts.passages} passages. The queries were written by a "
-            "program; a query that somebody typed is among them only by coincidence, or by memorisation within the "
-            "bounds stated below.",
-            "",
-            "## Privacy",
-            "",
-            *_privacy_lines(privacy),
-            "",
-            "## Origin",
-            "",
-            *[f"- {line}" for line in card.origin],
-            *_drawn(counts),
-            "",
-            "## Intended use",
-            "",
-            "Training retrievers and rerankers, and trying out retrieval systems. It is no sample of what people "
-            "asked: do not count in it, and do not conclude from a query that somebody has asked it or that nobody "
-            "has. A score on these queries is no score on real ones.",
-            "",
-            "## Files",
-            "",
-            "`corpus.jsonl`, `queries.jsonl` and `qrels/train.tsv` are BEIR's. `qrels/train.jsonl` says the same as "
-            "the TSV, and `pairs/train.jsonl` holds (query, positive) texts for training. `metadata.log_prob` is the "
-            "log probability of a query under its generator. Where there are `shards/` and `manifest.jsonl`, they are "
-            "the state of the generation and may be deleted.",
-            "",
-            "## How to load",
-            "",
-            *_LOADING,
-            "",
-            "## Licence",
-            "",
-            _licence(card.license),
-            "",
-        ]
-    )
-    write_chunks(folder / "README.md", [text])
+    """Write the data card, whose text is ``data_card.md`` beside this file.
 
-
-_LOADING = """```python
-from datasets import load_dataset
-
-load_dataset("FOLDER", "corpus")  # _id, title, text
-load_dataset("FOLDER", "queries")  # _id, text, metadata
-load_dataset("FOLDER", "default")  # query-id, corpus-id, score
-pairs = load_dataset("FOLDER", "pairs", split="train")  # query, positive
-```
-
-```python
-from beir.datasets.data_loader import GenericDataLoader
-
-corpus, queries, qrels = GenericDataLoader("FOLDER").load(split="train")
-```
-
-```python
-from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
-from sentence_transformers.losses import MultipleNegativesRankingLoss
-
-model = SentenceTransformer("MODEL")
-SentenceTransformerTrainer(model=model, train_dataset=pairs, loss=MultipleNegativesRankingLoss(model)).train()
-```""".splitlines()
-
-
-def _header(card: DataCard, size: str) -> list[str]:
-    return [
-        "---",
-        f"pretty_name: {json.dumps(card.title, ensure_ascii=False)}",
-        f"language: {json.dumps(card.languages)}",  # quoted, or Norwegian (no) would be false
-        f"license: {card.license}",
-        "task_categories: [text-retrieval]",
-        "task_ids: [document-retrieval]",
-        f'size_categories: ["{size}"]',
-        f"tags: [{', '.join(card.tags)}]",
-        "configs:",
-        "- config_name: default",
-        "  data_files: [{split: train, path: qrels/train.jsonl}]",
-        "- config_name: corpus",
-        "  data_files: [{split: corpus, path: corpus.jsonl}]",
-        "- config_name: queries",
-        "  data_files: [{split: queries, path: queries.jsonl}]",
-        "- config_name: pairs",
-        "  data_files: [{split: train, path: pairs/train.jsonl}]",
-        "---",
-        "",
-    ]
-
-
-def _drawn(counts: Counts) -> list[str]:
-    if not counts.drawn:  # nothing was drawn here: a selection of queries that were
-        return []
-    return [
+    ``privacy`` is the privacy card of the folder, or None where no private data was touched.
+    """
+    drawn = (
         f"- {counts.drawn} queries drawn; {counts.empty} without words dropped; {counts.duplicates} repeated for "
         f"the same passage merged (`metadata.copies`); {counts.unfinished} cut at the length limit."
-    ]
+    )
+    own = "The passages keep the licence of their source, and so does text derived from them"
+    declared = f"`{card.license}`, as declared by whoever made the set. {own}."
+    text = Template(Path(__file__).with_name("data_card.md").read_text(encoding="utf-8")).substitute(
+        title=card.title,
+        pretty_name=json.dumps(card.title, ensure_ascii=False),
+        languages=json.dumps(card.languages),  # quoted, or Norwegian (no) would be false
+        license=card.license,
+        size=next((name for bound, name in _SIZES if counts.queries < bound), "n>10M"),
+        tags=", ".join(card.tags),
+        queries=counts.queries,
+        passages=counts.passages,
+        privacy="\n".join(_privacy_lines(privacy)),
+        # Nothing was drawn for a selection of queries that were.
+        origin="\n".join([*(f"- {line}" for line in card.origin), *([drawn] if counts.drawn else [])]),
+        licence=f"{own}; hence `other`." if card.license == "other" else declared,
+    )
+    write_chunks(folder / "README.md", [text])
 
 
 def _privacy_lines(privacy: Mapping[str, Any] | None) -> list[str]:
@@ -421,8 +346,3 @@ def _claim_table(privacy: Mapping[str, Any]) -> list[str]:
 
 def _cell(value: object) -> str:
     return str(value).replace("|", "\\|")
-
-
-def _licence(name: str) -> str:
-    own = "The passages keep the licence of their source, and so does text derived from them"
-    return f"{own}; hence `other`." if name == "other" else f"`{name}`, as declared by whoever made the set. {own}."

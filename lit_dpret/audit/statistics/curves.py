@@ -100,6 +100,7 @@ def least_epsilon(success: float, chance: float, *, delta: float = 0.0, copies: 
     def allowed(eps: float) -> bool:
         return math.exp(min(copies * eps, 700.0)) * chance + group_delta(eps, delta, copies) >= success
 
+    # By bisection: where group_delta reaches 1, a root finder may stop anywhere on the plateau, above the smallest.
     return least_where(allowed, math.log(success / chance) / copies)
 
 
