@@ -36,7 +36,8 @@ def rank(secret: float, references: ArrayLike) -> int:
 def exposure_of_rank(rank: float, candidates: int) -> float:
     """Return log2(candidates / rank) bits: from 0 to log2(candidates) where the secret is one of the candidates.
 
-    At random it is not 0 but log2(e) = 1.44 on average for many candidates, and 1.396 for 100.
+    At random it is not 0 but log2(e) = 1.44 on average for many candidates, and 1.396 for 100. TensorFlow Privacy
+    takes the number of references, without the secret, for ``candidates``.
 
     Raises:
         ConfigurationError: ``rank`` is below 1.
@@ -45,22 +46,6 @@ def exposure_of_rank(rank: float, candidates: int) -> float:
     if not rank >= 1:
         raise ConfigurationError(f"rank={rank} must be at least 1.")
     return math.log2(candidates) - math.log2(rank)
-
-
-def exposure(secret: float, references: ArrayLike) -> float:
-    """Return the exposure by rank: log2(references) - log2(rank), at most log2(references).
-
-    Divides by the number of references, as TensorFlow Privacy does, so that a secret that is less likely than all
-    of them is slightly below 0.
-
-    >>> [round(exposure(x, range(1, 17)), 6) for x in (0, 0.1, 3.5, 20)]
-    [4.0, 4.0, 2.0, -0.087463]
-
-    Raises:
-        DataError: There is no reference, or a value is no number.
-    """
-    values = _references(references)
-    return exposure_of_rank(rank(secret, values), len(values))
 
 
 def extrapolated_exposure(secret: float, references: ArrayLike) -> float:

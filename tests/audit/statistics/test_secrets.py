@@ -11,7 +11,6 @@ import pytest
 from scipy.stats import beta, binom, norm
 
 from lit_dpret.audit.statistics.exposure import (
-    exposure,
     exposure_of_rank,
     extrapolated_exposure,
     leak_probability,
@@ -29,7 +28,7 @@ from lit_dpret.errors import ConfigurationError, DataError
 
 def test_exposure_is_that_of_tensorflow_privacy() -> None:
     references = np.arange(1, 17)
-    found = [exposure(perplexity, references) for perplexity in (0, 0.1, 3.5, 20)]
+    found = [exposure_of_rank(rank(perplexity, references), 16) for perplexity in (0, 0.1, 3.5, 20)]
     assert found == pytest.approx([4.0, 4.0, 2.0, -0.087463], abs=1e-6)
     assert [rank(perplexity, references) for perplexity in (0, 1, 3.5, 20)] == [1, 2, 4, 17]
 
@@ -262,7 +261,7 @@ def test_ranks_that_are_none_are_refused(ranks: Any) -> None:
 
 @pytest.mark.parametrize("references", [[], [1.0, float("nan")], [[1.0]]])
 def test_references_that_are_none_are_refused(references: Any) -> None:
-    for function in (rank, exposure, extrapolated_exposure):
+    for function in (rank, extrapolated_exposure):
         with pytest.raises(DataError):
             function(1.0, references)
 
