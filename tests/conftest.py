@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
 import sys
@@ -14,6 +13,10 @@ import pytest
 if "PYTEST_XDIST_WORKER" in os.environ:  # one thread for each of several workers, also in the processes they start
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parent))
+
+import idle_work
+from rank_runs import Server
+from zero_runs import ZeroServer
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -36,23 +39,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session", autouse=True)
-def nothing_is_waited_for_that_no_test_looks_at() -> Iterator[None]:
-    """Spare each tiny fit what takes a third of its time and decides nothing.
-
-    What was written outlives a killed process without the disk; `os.fstat` still refuses a file that is closed.
-    `torch.manual_seed` keeps a traceback for each kind of device that is not there, for when it should come.
-    Each Trainer searches all installed packages for callbacks.
-    """
+def no_idle_work() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", os.fstat)
-        if (torch := sys.modules.get("torch")) is not None:
-            for kind in ("cuda", "xpu", "mtia"):
-                if not getattr(torch, kind).is_available():
-                    patch.setattr(getattr(torch, kind), "manual_seed_all", lambda seed: None)
-        connector = sys.modules.get("lightning.pytorch.trainer.connectors.callback_connector")
-        if connector is not None:
-            patch.setattr(connector, "_load_external_callbacks", functools.cache(connector._load_external_callbacks))
+        idle_work.leave_out(patch.setattr)
         yield
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    """One server of processes for all tests of several ranks: starting it takes longer than most of them."""
+    found = Server()
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="session")
+def zero_server() -> Iterator[ZeroServer]:
+    """The same for jobs under DeepSpeed."""
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install lit-dpret[deepspeed]")
+    found = ZeroServer()
+    yield found
+    found.close()
 
 
 @pytest.fixture(autouse=True)

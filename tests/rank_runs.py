@@ -37,7 +37,8 @@ class Server:
         """The exit status of each rank; -9 for one that was killed, also because of ``timeout`` (seconds)."""
         assert self._process.stdin is not None and self._process.stdout is not None
         folder.mkdir(parents=True, exist_ok=True)
-        line = {"job": job, "folder": str(folder), "world": world, "timeout": timeout, "given": given}
+        state = {name: os.environ[name] for name in ("XDG_STATE_HOME",) if name in os.environ}
+        line = {"job": job, "folder": str(folder), "world": world, "timeout": timeout, "given": given, "state": state}
         self._process.stdin.write(json.dumps(line) + "\n")
         self._process.stdin.flush()
         return [int(status) for status in json.loads(self._process.stdout.readline())]
@@ -82,12 +83,12 @@ def fit(folder: Path, rank: int, world: int, *, module: str = "regression", mode
         dropout: float = 0.0, shifted: bool = False, doom: dict[str, Any] | None = None,
         trainer: dict[str, Any] | None = None, module_settings: dict[str, Any] | None = None,
         other: dict[str, Any] | None = None, patience: float | None = None,
-         average: float | None = None, asks: dict[str, Any] | None = None) -> dict[str, Any]:  # fmt: skip
+        average: float | None = None, asks: list[dict[str, Any]] | None = None) -> dict[str, Any]:  # fmt: skip
     """A fit whose noise is keyed by the step alone; the weights of each rank come back.
 
     ``shifted`` begins with other weights on every rank. ``doom`` ends one rank at a moment (`doomed`). ``other`` are
     arguments that only the last of several ranks gets. ``patience``: seconds for which ranks wait for a stuck one.
-    ``asks``: when a callback asks for a checkpoint (`asking`).
+    ``asks``: the moments at which callbacks ask for the checkpoints ``asked0.ckpt``, ``asked1.ckpt`` ... (`asking`).
     """
     if other is not None and rank == world - 1 > 0:
         changed: dict[str, Any] = {
@@ -128,7 +129,7 @@ def fit(folder: Path, rank: int, world: int, *, module: str = "regression", mode
     runner = stand_ins.fit(
         folder, made, source, steps=steps, resume=resume,
         accountant=PrivacyAccountant(run_dir=folder, resume=resume, eps_log_points=1, replay=replay),
-        extra=[*extra, *([] if asks is None else [asking(folder, **asks)])],
+        extra=[*extra, *(asking(folder / f"asked{n}.ckpt", **moment) for n, moment in enumerate(asks or []))],
         **settings | (trainer or {}),
     )  # fmt: skip
     return {
@@ -203,8 +204,8 @@ def carded(base: type, folder: Path, data: dict[str, Any]) -> Any:
     return Carded(**{"sampling": "poisson"} | data)
 
 
-def asking(folder: Path, *, at: int, part: int, where: str = "start") -> Any:
-    """A callback that asks for the checkpoint ``asked.ckpt`` in physical batch ``part`` of logical step ``at``."""
+def asking(path: Path, *, at: int, part: int, where: str = "start") -> Any:
+    """A callback that asks for a checkpoint in physical batch ``part`` of logical step ``at``."""
     from lightning.pytorch.callbacks import Callback
 
     class Asking(Callback):
@@ -219,7 +220,7 @@ def asking(folder: Path, *, at: int, part: int, where: str = "start") -> Any:
 
         def ask(self, trainer: Any, batch: Any, here: str) -> None:
             if batch.step == at and here == where and self.parts == part + (here == "end"):
-                trainer.save_checkpoint(folder / "asked.ckpt")
+                trainer.save_checkpoint(path)
 
     return Asking()
 
@@ -342,6 +343,7 @@ def one_rank(line: dict[str, Any], rank: int, port: int) -> int:
     from lit_dpret.cli import explain
 
     world, folder = int(line["world"]), Path(line["folder"])
+    os.environ |= line["state"]  # the test's own, not what it was when the server was started
     if world > 1:
         os.environ |= {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0", "WORLD_SIZE": str(world),
@@ -380,10 +382,12 @@ def serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     sys.path.insert(0, str(Path(__file__).parent))
+    import idle_work
     import stand_ins  # noqa: F401  (imported before the fork)
 
     from lit_dpret import cli  # noqa: F401
 
+    idle_work.leave_out(setattr)
     for text in sys.stdin:
         line, port = json.loads(text), _free_port()
         secret = Path(line["folder"]).parent / "secret"

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
-from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCh
 from lightning.pytorch.trainer.connectors import signal_connector
 from rank_runs import REFUSED, Server, told, weights
 from stand_ins import Numbers, Regression, dp, fit
-from zero_runs import ZeroServer
 
 from lit_dpret.errors import ResumeError
 from lit_dpret.tasks.checkpoints import newest_checkpoint
@@ -30,15 +28,6 @@ SMALL = DATA | {"physical_batch_size": 5}
 # Of varying number, which a checkpoint does not tell.
 HIDDEN = {"sampling": "poisson", "physical_batch_size": 4}
 MODE = {"fixed": {"name": "dp_sgd", "accountant": "pld"}, "hidden": {"name": "dp_sgd"}}
-
-
-@pytest.fixture(scope="module")
-def zero_server() -> Iterator[ZeroServer]:
-    if find_spec("deepspeed") is None:
-        pytest.skip("DeepSpeed is not installed: pip install lit-dpret[deepspeed]")
-    found = ZeroServer()
-    yield found
-    found.close()
 
 
 def records(folder: Path, kind: str) -> list[dict[str, Any]]:
@@ -99,29 +88,37 @@ def test_a_run_that_is_killed_and_killed_again_at_once_goes_on(
 
 # Four logical steps an epoch, three physical batches each.
 EPOCHS = {"sampling": "truncated_poisson", "expected_batch_size": 50, "physical_batch_size": 32}
+IN_EPOCHS: dict[str, Any] = {"data": EPOCHS, "steps": 9, "replay": "auto", "mode": MODE["fixed"]}
 MOMENTS = [(0, 1, "start"), (2, 0, "end"), (4, 1, "start"), (4, 2, "start"), (4, 2, "end"), (5, 0, "start")]
+
+
+@pytest.fixture(scope="module")
+def asked_inside(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run in which a checkpoint was asked for at each of `MOMENTS`."""
+    folder = tmp_path_factory.mktemp("asked") / "run"
+    asks = [{"at": at, "part": part, "where": where} for at, part, where in MOMENTS]
+    assert server.run("fit", folder, world=1, asks=asks, **IN_EPOCHS) == [0], told(folder, 0)
+    return folder
 
 
 @pytest.mark.parametrize(("at", "part", "where"), MOMENTS)
 def test_a_run_goes_on_with_the_whole_step_from_a_checkpoint_that_was_asked_for_inside_it(
-    at: int, part: int, where: str, server: Server, tmp_path: Path
+    at: int, part: int, where: str, asked_inside: Path, server: Server, tmp_path: Path
 ) -> None:
-    given = {"data": EPOCHS, "steps": 9, "replay": "auto", "mode": MODE["fixed"]}
-    asks = {"at": at, "part": part, "where": where}
-    assert server.run("fit", tmp_path / "run", world=1, asks=asks, **given) == [0], told(tmp_path / "run", 0)
-    made = told(tmp_path / "run", 0)["weights"]
-    asked = torch.load(tmp_path / "run" / "asked.ckpt", weights_only=True)
+    run = shutil.copytree(asked_inside, tmp_path / "run")
+    made, path = told(run, 0)["weights"], run / f"asked{MOMENTS.index((at, part, where))}.ckpt"
+    asked = torch.load(path, weights_only=True)
     done = at + (part == 2 and where == "end")
     progress = asked["loops"]["fit_loop"]["epoch_loop.batch_progress"]
     assert position(asked)["steps_done"] == asked["global_step"] == done
     assert progress["total"]["ready"] == 3 * done and progress["current"]["ready"] == 3 * (done % 4 or 4 * (done > at))
-    before = charged(tmp_path / "run")
-    for other in (tmp_path / "run" / "checkpoints").iterdir():
+    before = charged(run)
+    for other in (run / "checkpoints").iterdir():
         other.unlink()
-    (tmp_path / "run" / "asked.ckpt").rename(tmp_path / "run" / "checkpoints" / "last.ckpt")
-    assert server.run("fit", tmp_path / "run", world=1, resume=True, **given) == [0], told(tmp_path / "run", 0)
-    assert told(tmp_path / "run", 0)["weights"] == made
-    assert charged(tmp_path / "run") == before == [(0, step) for step in range(9)]
+    path.rename(run / "checkpoints" / "last.ckpt")
+    assert server.run("fit", run, world=1, resume=True, **IN_EPOCHS) == [0], told(run, 0)
+    assert told(run, 0)["weights"] == made
+    assert charged(run) == before == [(0, step) for step in range(9)]
 
 
 def position(checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -139,10 +136,10 @@ def test_asking_for_a_checkpoint_inside_a_step_changes_nothing(
     job, world, settings = KINDS[kind]
     given = {"data": SMALL, "steps": 5, "mode": MODE["fixed"]} | settings
     assert server.run(job, tmp_path / "whole", world=world, **given) == [0] * world
-    asks = {"at": at, "part": 1}
+    asks = [{"at": at, "part": 1}]
     assert server.run(job, tmp_path / "run", world=world, asks=asks, **given) == [0] * world, told(tmp_path / "run", 0)
     assert told(tmp_path / "run", 0)["weights"] == told(tmp_path / "whole", 0)["weights"]
-    asked = torch.load(tmp_path / "run" / "asked.ckpt", weights_only=True)
+    asked = torch.load(tmp_path / "run" / "asked0.ckpt", weights_only=True)
     assert position(asked)["steps_done"] == at
     if at == 0:
         counts = [n for n in numbers(asked["optimizer_states"]) if n]

@@ -87,17 +87,14 @@ def test_a_resume_that_fails_before_its_first_step_takes_nothing_from_the_next_o
 
 
 @pytest.mark.parametrize("sampling", ["truncated_poisson", "poisson"])
-def test_two_ranks_go_on_with_physical_batches_of_another_size(sampling: str, tmp_path: Path) -> None:
-    server, folder = Server(), tmp_path / "run"
-    try:
-        for size, at in ((8, 5), (3, 9), (8, None)):
-            doom = None if at is None else {"whose": -1, "at": at, "part": 0}
-            mode = {"name": "dp_sgd", "accountant": "pld"}
-            given = {"mode": mode, "steps": STEPS, "resume": size == 3 or at is None, "doom": doom}
-            data = DATA | {"sampling": sampling, "physical_batch_size": size}
-            assert server.run("fit", folder, data=data, **given) == ([0, 0] if doom is None else [-9, -9])
-    finally:
-        server.close()
+def test_two_ranks_go_on_with_physical_batches_of_another_size(sampling: str, server: Server, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    for size, at in ((8, 5), (3, 9), (8, None)):
+        doom = None if at is None else {"whose": -1, "at": at, "part": 0}
+        mode = {"name": "dp_sgd", "accountant": "pld"}
+        given = {"mode": mode, "steps": STEPS, "resume": size == 3 or at is None, "doom": doom}
+        data = DATA | {"sampling": sampling, "physical_batch_size": size}
+        assert server.run("fit", folder, data=data, **given) == ([0, 0] if doom is None else [-9, -9])
     assert told(folder, 0)["global_step"] == told(folder, 1)["global_step"] == STEPS
     assert told(folder, 0)["weights"] == told(folder, 1)["weights"]
     assert released(folder) == list(range(STEPS))

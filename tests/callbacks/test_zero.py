@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -56,13 +55,6 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ZeroServer]:
-    found = ZeroServer()
-    yield found
-    found.close()
-
-
-@pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The runs of one process without DeepSpeed, made once each."""
     return tmp_path_factory.mktemp("alone")
@@ -73,11 +65,11 @@ def ledger(folder: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in json.loads(line).items() if k not in _OWN} for line in lines]
 
 
-def compare(server: ZeroServer, runs: Path, stage: str, given: dict[str, Any]) -> None:
+def compare(zero_server: ZeroServer, runs: Path, stage: str, given: dict[str, Any]) -> None:
     """One process without DeepSpeed, run once in ``runs``, and two under ``stage``; they share a secret."""
     if not (runs / "one").exists():
-        assert server.run("zero_fit", runs / "one", world=1, steps=5, **given) == [0]
-    assert server.run("zero_fit", runs / stage, world=2, steps=5, zero=STAGES[stage], **given) == [0, 0]
+        assert zero_server.run("zero_fit", runs / "one", world=1, steps=5, **given) == [0]
+    assert zero_server.run("zero_fit", runs / stage, world=2, steps=5, zero=STAGES[stage], **given) == [0, 0]
     one, first, second = told(runs / "one", 0), told(runs / stage, 0), told(runs / stage, 1)
     assert len(weights(one)) == len(weights(first)) > 40
     assert first["weights"] == second["weights"]
@@ -95,25 +87,25 @@ FAST = ("stage 2", "stage 3, all in host memory")
 
 
 @pytest.mark.parametrize("stage", [pytest.param(s, marks=[] if s in FAST else pytest.mark.slow) for s in STAGES])
-def test_a_t5_takes_the_update_and_the_ledger_of_one_process(stage: str, server: ZeroServer, alone: Path) -> None:
-    compare(server, alone / "t5", stage, {"module": "t5", "data": SPARSE})
+def test_a_t5_takes_the_update_and_the_ledger_of_one_process(stage: str, zero_server: ZeroServer, alone: Path) -> None:
+    compare(zero_server, alone / "t5", stage, {"module": "t5", "data": SPARSE})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["stage 2", "stage 3"])
 def test_a_decoder_only_model_takes_the_update_and_the_ledger_of_one_process(
-    stage: str, server: ZeroServer, alone: Path
+    stage: str, zero_server: ZeroServer, alone: Path
 ) -> None:
-    compare(server, alone / "llama", stage, {"module": "llama", "data": SPARSE})
+    compare(zero_server, alone / "llama", stage, {"module": "llama", "data": SPARSE})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["stage 2", "stage 3"])
 @pytest.mark.parametrize("name", list(MODES))
 def test_every_mode_takes_the_update_and_the_ledger_of_one_process(
-    name: str, stage: str, server: ZeroServer, alone: Path
+    name: str, stage: str, zero_server: ZeroServer, alone: Path
 ) -> None:
-    compare(server, alone / name, stage, MODES[name])
+    compare(zero_server, alone / name, stage, MODES[name])
 
 
 @pytest.mark.parametrize(
@@ -122,12 +114,12 @@ def test_every_mode_takes_the_update_and_the_ledger_of_one_process(
                           if (s, b) != ("stage 2", True)]],
 )  # fmt: skip
 def test_the_engine_steps_on_what_it_is_given_unrounded(
-    stage: str, bf16: bool, server: ZeroServer, tmp_path: Path
+    stage: str, bf16: bool, zero_server: ZeroServer, tmp_path: Path
 ) -> None:
     zero = {"stage": STAGES[stage]["stage"]}
     if "optimizer" in stage or "all" in stage:
         zero["offload_optimizer"] = {"device": "cpu"}
-    assert server.run("handed", tmp_path, world=3, zero=zero, bf16=bf16) == [0, 0, 0]
+    assert zero_server.run("handed", tmp_path, world=3, zero=zero, bf16=bf16) == [0, 0, 0]
     for rank in range(3):
         seen = told(tmp_path, rank)
         assert seen["worst"] < 1e-6 and seen["here"] == 0
@@ -136,18 +128,18 @@ def test_the_engine_steps_on_what_it_is_given_unrounded(
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_a_checkpoint_holds_everything_whole_for_any_stage_and_any_number_of_ranks(
-    precision: str, server: ZeroServer, tmp_path: Path
+    precision: str, zero_server: ZeroServer, tmp_path: Path
 ) -> None:
     given = {"module": "t5", "data": SPARSE, "steps": 4, "precision": precision}
     folder = tmp_path / "run"
-    assert server.run("zero_fit", folder, world=2, zero=STAGES["stage 2"], **given) == [0, 0]
+    assert zero_server.run("zero_fit", folder, world=2, zero=STAGES["stage 2"], **given) == [0, 0]
     first = told(folder, 0)
     assert len(first["momenta"]) == 2 * len(weights(first)) and set(first["steps"]) == {4.0}
     checkpoint = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
     assert {value.dtype for value in checkpoint["state_dict"].values()} == {torch.float32}
     for world, stage in ((1, "stage 3"), (3, "stage 1"), (2, "stage 3, all in host memory")):
         # All steps are made: it ends with what it read.
-        statuses = server.run("zero_fit", folder, world=world, zero=STAGES[stage], resume=True, **given)
+        statuses = zero_server.run("zero_fit", folder, world=world, zero=STAGES[stage], resume=True, **given)
         assert statuses == [0] * world
         again = told(folder, 0)
         assert again["weights"] == first["weights"] and again["global_step"] == 4
@@ -155,15 +147,17 @@ def test_a_checkpoint_holds_everything_whole_for_any_stage_and_any_number_of_ran
 
 
 @pytest.mark.slow
-def test_a_run_whose_rank_was_killed_goes_on_with_another_number_of_ranks(server: ZeroServer, tmp_path: Path) -> None:
+def test_a_run_whose_rank_was_killed_goes_on_with_another_number_of_ranks(
+    zero_server: ZeroServer, tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
     given = {"module": "t5", "data": SPARSE, "steps": 6}
     doom = {"whose": 1, "at": 4, "how": "kill"}
-    survivor, killed = server.run("zero_fit", folder, world=2, zero=STAGES["stage 3"], doom=doom, **given)
+    survivor, killed = zero_server.run("zero_fit", folder, world=2, zero=STAGES["stage 3"], doom=doom, **given)
     assert killed == -9 and survivor != 0
     spent = [record for record in ledger(folder) if record["kind"] == "intent"]
     assert len(spent) >= 4
-    assert server.run("zero_fit", folder, world=3, zero=STAGES["stage 2"], resume=True, **given) == [0, 0, 0]
+    assert zero_server.run("zero_fit", folder, world=3, zero=STAGES["stage 2"], resume=True, **given) == [0, 0, 0]
     records = ledger(folder)
     assert [r for r in records if r["kind"] == "intent"][: len(spent)] == spent
     assert {r["step"] for r in records if r["kind"] == "release"} == set(range(6))

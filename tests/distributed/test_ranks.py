@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,13 +15,6 @@ from lit_dpret.privacy.accounting.releases import FixedSize, Poisson, SamplingLa
 from lit_dpret.privacy.batches import PADDING
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.sampling import PrivateBatchSampler
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    found = Server()
-    yield found
-    found.close()
 
 
 @pytest.fixture(scope="module")

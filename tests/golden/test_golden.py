@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from importlib.util import find_spec
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from golden_runs import FACTS, HERE, IN_PROCESSES, fixed_secret, run_job, server_of
-from rank_runs import Server
+from golden_runs import FACTS, HERE, IN_PROCESSES, fixed_secret, run_job
 
 Patch = pytest.MonkeyPatch
 GOLDEN: dict[str, Any] = json.loads(FACTS.read_text(encoding="utf-8"))
@@ -32,23 +30,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def servers() -> Iterator[Callable[[str], Server]]:
-    started: dict[str, Server] = {}
-
-    def server(name: str) -> Server:
-        kind = "ZeRO" if name.startswith("ZeRO") else "plain"
-        if kind == "ZeRO" and find_spec("deepspeed") is None:
-            pytest.skip("DeepSpeed is not installed: pip install lit-dpret[deepspeed]")
-        if kind not in started:
-            started[kind] = server_of(name)
-        return started[kind]
-
-    yield server
-    for each in started.values():
-        each.close()
 
 
 def same(found: Any, golden: Any, *, place: str = "", exact: bool = True) -> None:
@@ -72,8 +53,9 @@ def test_every_run_has_its_facts() -> None:
 
 
 @pytest.mark.parametrize("name", IN_PROCESSES)
-def test_a_run_in_processes_of_its_own(name: str, servers: Callable[[str], Server], tmp_path: Path) -> None:
-    same(run_job(servers(name), tmp_path, name), GOLDEN[name])
+def test_a_run_in_processes_of_its_own(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    server = request.getfixturevalue("zero_server" if name.startswith("ZeRO") else "server")
+    same(run_job(server, tmp_path, name), GOLDEN[name])
 
 
 @pytest.mark.parametrize("name", HERE)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterator
-from importlib.util import find_spec
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +24,7 @@ WAY_OUT = {False: r"trainer=cpu, gpu, ddp and fsdp", True: r"with trainer=deepsp
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ZeroServer]:
-    if find_spec("deepspeed") is None:
-        pytest.skip("DeepSpeed is not installed: pip install lit-dpret[deepspeed]")
-    found = ZeroServer()
-    yield found
-    found.close()
-
-
-@pytest.fixture(scope="module")
-def killed(server: ZeroServer, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Path], Path]:
+def killed(zero_server: ZeroServer, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Path], Path]:
     """A run of a kind that was killed in its fourth step, made once."""
     root = tmp_path_factory.mktemp("killed")
 
@@ -43,7 +33,7 @@ def killed(server: ZeroServer, tmp_path_factory: pytest.TempPathFactory) -> Call
         folder = root / kind / "run"
         if not folder.exists():
             doom = {"whose": -1, "at": 3}
-            assert server.run(job, folder, world=world, doom=doom, steps=5, **settings) == [-9] * world
+            assert zero_server.run(job, folder, world=world, doom=doom, steps=5, **settings) == [-9] * world
         shutil.copy2(folder.parent / "secret", place / "secret")
         return Path(shutil.copytree(folder, place / "run"))
 
@@ -54,11 +44,11 @@ def killed(server: ZeroServer, tmp_path_factory: pytest.TempPathFactory) -> Call
 @pytest.mark.parametrize("after", KINDS)
 @pytest.mark.parametrize("before", KINDS)
 def test_every_pair_goes_on_or_is_refused_in_one_line(
-    before: str, after: str, server: ZeroServer, killed: Callable[[str, Path], Path], tmp_path: Path
+    before: str, after: str, zero_server: ZeroServer, killed: Callable[[str, Path], Path], tmp_path: Path
 ) -> None:
     folder = killed(before, tmp_path)
     job, world, settings = KINDS[after]
-    statuses = server.run(job, folder, world=world, steps=5, resume=True, **settings)
+    statuses = zero_server.run(job, folder, world=world, steps=5, resume=True, **settings)
     of_zero = before.startswith("zero")
     if of_zero == after.startswith("zero"):
         assert statuses == [0] * world, told(folder, 0).get("text")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -259,13 +259,6 @@ def test_the_count_of_clipped_units_is_measured_too_and_on_the_host(monkeypatch:
         if found:
             break
     assert found is not None and clip_fraction.NAME in found and set(read) == {0}
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    found = Server()
-    yield found
-    found.close()
 
 
 @pytest.mark.parametrize(("how", "sharded"), [("without", False), ("without", True), ("shared", True)])
