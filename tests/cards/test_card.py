@@ -51,16 +51,6 @@ def test_the_claim_is_the_accountants_answer_to_what_the_ledger_charges(run: Run
     assert card["banners"] == []
 
 
-def test_the_card_says_how_the_clipping_bound_is_shared_out(tmp_path: Path, run: Run) -> None:
-    flat, layered = run.card(), Run(tmp_path / "layers", make_plan(clip_groups="per_layer")).train().card()
-    assert layered["mechanism"]["clip_groups"] == "per_layer"
-    words = "(abadi, each layer on its own to this over the square root of the number of layers)"
-    for text in (layered["claim"]["statement"], card_markdown(layered), card_html(layered)):
-        assert words in text
-    assert "clipped to L2 norm 0.5 (abadi), and" in flat["claim"]["statement"]
-    assert layered["claim"]["epsilon"] == flat["claim"]["epsilon"]
-
-
 def test_the_total_of_all_runs_stands_on_the_card_where_the_ledger_notes_one(run: Run) -> None:
     alone = run.card()
     assert alone["accounting"]["dataset_total"] is None and "all runs on this data set" not in card_markdown(alone)
@@ -94,16 +84,9 @@ def test_a_step_without_noise_leaves_no_guarantee(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", make_plan())
     run.train(3)
     run.step(3, noise_std=0.0)
-    card = run.card()
-    assert card["claim"]["guarantee"] == "none" and card["claim"]["epsilon"] is None
-    assert "NO PRIVACY GUARANTEE" in card["banners"][0]
-
-
-def test_a_release_without_noise_stays_the_reason_whatever_else_is_wrong(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", make_plan())
-    run.step(0, noise_std=0.0)
-    card = run.card(assumptions=[Assumption("Each gradient was clipped.", False)])
-    assert card["claim"]["guarantee"] == "none"
+    for card in (run.card(), run.card(assumptions=[Assumption("Each gradient was clipped.", False)])):
+        assert card["claim"]["guarantee"] == "none" and card["claim"]["epsilon"] is None
+        assert "NO PRIVACY GUARANTEE" in card["banners"][0]
 
 
 def test_an_interrupted_step_is_charged_and_named(tmp_path: Path) -> None:
@@ -117,18 +100,15 @@ def test_an_interrupted_step_is_charged_and_named(tmp_path: Path) -> None:
     assert any("1 announced step" in a["text"] and a["holds"] == "unverified" for a in card["assumptions"])
 
 
-def test_a_run_without_privacy_has_no_epsilon_and_a_red_banner(tmp_path: Path) -> None:
-    card = Run(tmp_path / "run", None, mode="none").train().card()
+@pytest.mark.parametrize("steps", [0, 10])
+def test_a_run_without_privacy_has_no_epsilon_and_a_red_banner(steps: int, tmp_path: Path) -> None:
+    card = Run(tmp_path / "run", None, mode="none").train(steps).card()
     claim = card["claim"]
     assert (claim["epsilon"], claim["guarantee"], claim["delta"]) == (None, "none", None)
     assert claim["protected"] == [] and card["not_covered"] == ["Everything: no guarantee is claimed."]
     page = card_html(card)
     assert 'class="banner danger"' in page and "NO PRIVACY GUARANTEE" in page
     assert not re.search(r"epsilon = \d", page)
-
-
-def test_a_run_without_privacy_and_without_records_claims_nothing_either(tmp_path: Path) -> None:
-    assert Run(tmp_path / "run", None, mode="none").card()["claim"]["guarantee"] == "none"
 
 
 def test_a_ledger_that_makes_no_one_claim_is_refused(tmp_path: Path, run: Run) -> None:
@@ -309,12 +289,6 @@ def test_facts_of_the_caller_fill_gaps_and_replace_nothing(run: Run) -> None:
     assert card["mechanism"]["noise_multiplier"] == NOISE and card["mechanism"]["steps_done"] == 10
 
 
-def test_what_the_ceilings_say_agrees_with_the_claim(run: Run) -> None:
-    ceilings = run.card()["empirical"]["ceilings"]
-    assert ceilings and run.card()["empirical"]["results"] == []
-    assert "What no attack can exceed" in card_html(run.card())
-
-
 # --- the files --------------------------------------------------------------------------------
 
 
@@ -345,6 +319,7 @@ def test_a_folder_that_cannot_be_written_is_named(run: Run, tmp_path: Path) -> N
         ({"neighbours": None}, "neighbours"),
         ({"guarantee": "strong"}, "guarantee"),
         ({"guarantee": "none"}, "carries an epsilon"),
+        ({"user_level_epsilon": "3"}, "user_level_epsilon"),
     ],
 )
 def test_a_claim_that_is_none_is_not_read_as_one(run: Run, claim: dict[str, Any], reason: str) -> None:
@@ -381,11 +356,6 @@ def test_the_subject_names_its_files_by_their_hash(tmp_path: Path) -> None:
 
 
 # --- verification -----------------------------------------------------------------------------
-
-
-def test_a_card_agrees_with_its_ledger(run: Run) -> None:
-    run.ledger.close()
-    assert verify_card(run.card(), run.path) == []
 
 
 def test_records_cut_off_the_ledgers_end_are_detected_by_the_card(run: Run) -> None:
@@ -462,16 +432,13 @@ def test_a_derived_artefact_has_its_parents_claim_and_names_the_whole_line(run: 
     assert show_epsilon(run.card()["claim"]["epsilon"]) in privacy_line(grandchild)
 
 
-def test_a_parent_without_a_guarantee_passes_on_that_there_is_none(tmp_path: Path) -> None:
+def test_a_parent_without_a_guarantee_passes_on_that_there_is_none(tmp_path: Path, run: Run) -> None:
     bare = Run(tmp_path / "bare", None, mode="none").train()
     child = inherit_card(write_card(bare.card(), bare.folder), CHILD, description="sampling")
     assert child["claim"]["guarantee"] == "none" and child["claim"]["epsilon"] is None
     assert "NO PRIVACY GUARANTEE" in child["banners"][0]
-
-
-def test_a_parent_whose_claim_is_not_proved_passes_that_on(run: Run) -> None:
-    card = run.card(assumptions=[Assumption("Each gradient was clipped.", False)])
-    child = inherit_card(write_card(card, run.folder), CHILD, description="sampling")
+    doubted = run.card(assumptions=[Assumption("Each gradient was clipped.", False)])
+    child = inherit_card(write_card(doubted, run.folder), CHILD, description="sampling")
     assert child["claim"]["guarantee"] == "not_proved" and child["claim"]["epsilon"] is None
 
 
@@ -586,16 +553,3 @@ def test_no_text_becomes_markup_and_nothing_is_loaded_from_elsewhere(run: Run) -
     for line in text.splitlines():
         if line.startswith("|") and "---" not in line:
             assert len(re.findall(r"(?<!\\)\|", line)) in (3, 4)
-
-
-def test_the_page_and_the_markdown_say_the_same(run: Run) -> None:
-    card = run.card()
-    page = re.sub(r"<[^>]+>", " ", card_html(card))
-    text = card_markdown(card)
-    for phrase in (card["not_covered"][0], card["claim"]["protected"][1], card["ledger"]["head"], "noise multiplier"):
-        assert phrase in page and phrase in text
-
-
-def test_a_card_is_pure_json(run: Run) -> None:
-    card = run.card()
-    assert json.loads(json.dumps(card, allow_nan=False)) == card

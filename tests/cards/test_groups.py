@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cards import CHILD, DELTA, LAW, NOISE, Run, forge, make_plan
+from cards import CHILD, DELTA, LAW, NOISE, Run, make_plan
 
-from lit_dpret.cards.card import Assumption, CardFacts, inherit_card, read_card, verify_card, write_card
+from lit_dpret.cards.card import Assumption, CardFacts, inherit_card, write_card
 from lit_dpret.cards.text import card_html, card_markdown, show_epsilon
-from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.accounting.groups import group_epsilon
 from lit_dpret.privacy.accounting.releases import (
@@ -25,7 +25,6 @@ from lit_dpret.privacy.accounting.releases import (
 )
 from lit_dpret.privacy.budget import Neighbours
 from lit_dpret.privacy.modes import DPSGD
-from lit_dpret.privacy.plan import PrivacyPlan
 
 RELEASES = [GaussianRelease(noise_multiplier=NOISE, law=LAW, count=10)]
 
@@ -48,13 +47,6 @@ def test_a_declared_bound_puts_the_user_level_epsilon_on_the_card(tmp_path: Path
     assert any("more than 3 queries" in gap and "declared, not counted" in gap for gap in card["not_covered"])
     (said,) = [a for a in card["assumptions"] if "more than 3 units" in a["text"]]
     assert said["holds"] == "unverified"
-
-
-def test_without_a_declared_bound_no_user_level_epsilon_is_invented(tmp_path: Path) -> None:
-    card = trained(tmp_path).card()
-    assert card["claim"]["user_level_epsilon"] is None and card["claim"]["max_units_per_user"] is None
-    assert any("no user-level epsilon was computed" in gap for gap in card["not_covered"])
-    assert "up to" not in card["claim"]["statement"].replace("of at most", "")
 
 
 def test_one_unit_for_each_user_is_the_claim_itself(tmp_path: Path) -> None:
@@ -159,26 +151,6 @@ def test_a_derived_artefact_inherits_the_user_level_epsilon_and_loses_it_with_th
     assert all(facts[name] is None for name in facts if name.startswith("epsilon_"))
     assert broken["empirical"]["ceilings"] is None
     assert not any(show_epsilon(of(units)) in card_markdown(broken) for units in (2, 3, 5, 10))
-
-
-@pytest.mark.parametrize("claim", [{"user_level_epsilon": 0.01}, {"max_units_per_user": 30}])
-def test_a_forged_user_level_claim_is_found_by_recomputation(tmp_path: Path, claim: dict[str, Any]) -> None:
-    run = trained(tmp_path, max_units_per_user=3)
-    assert verify_card(run.card(), run.path) == []
-    [problem] = verify_card(forge(run.card(), **claim), run.path)
-    assert f"claim.{next(iter(claim))}" in problem
-
-
-def test_a_user_level_epsilon_that_is_no_number_is_not_read(tmp_path: Path) -> None:
-    run = trained(tmp_path, max_units_per_user=3)
-    with pytest.raises(DataError, match="user_level_epsilon"):
-        read_card(write_card(forge(run.card(), user_level_epsilon="3"), run.folder))
-
-
-def test_the_bound_is_part_of_the_plan_and_survives_the_ledger() -> None:
-    plan = make_plan(max_units_per_user=3)
-    assert PrivacyPlan.from_dict(plan.to_dict()) == plan
-    assert plan.fingerprint() != make_plan().fingerprint()
 
 
 @pytest.mark.parametrize("bound", [0, 2.5, True, 10_000])

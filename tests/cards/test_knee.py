@@ -98,14 +98,3 @@ def test_batch_sizes_are_doublings_of_the_planned_one(n: int, batch: int) -> Non
     assert batch in sizes and sizes == sorted(set(sizes)) and len(sizes) <= 10
     assert all(size == batch or (8 <= size <= n / 2 and isinstance(size, int)) for size in sizes)
     assert all(max(size, batch) % min(size, batch) == 0 for size in sizes)
-
-
-@pytest.mark.slow
-def test_the_published_ratios_of_the_reference_run_come_out() -> None:
-    """n=532,000, 30 passes, epsilon 3: 7.13e-4 at 1024, 2.49e-4 at 4096, 1.03e-4 at 16384, 4.8e-5 at 65536."""
-    n = 532_000
-    table = knee_table(n=n, eps=3.0, delta=0.5 / n, neighbours="zero_out", batch=1024, epochs=30.0)
-    found = cells(table)
-    for batch, ratio in ((1024, 7.13e-4), (4096, 2.49e-4), (16_384, 1.03e-4), (65_536, 4.8e-5)):
-        assert found[batch, 2]["noise_to_batch"] == pytest.approx(ratio, rel=0.02)
-    assert table["knees"][2]["batch"] == 8192

@@ -71,6 +71,7 @@ def test_equal_plans_have_equal_fingerprints_and_any_change_shows(truncated: Pri
         {"law": Poisson(sample_rate=0.02)},
         {"budget": budget(neighbours="replace_one")},
         {"n_public": None},
+        {"max_units_per_user": 3},
     ]
     fingerprints = {replace(truncated, **change).fingerprint() for change in changes}
     assert len(fingerprints | {truncated.fingerprint()}) == len(changes) + 1
