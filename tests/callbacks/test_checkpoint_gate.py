@@ -254,10 +254,6 @@ class Counts(Callback):
         self.steps = state["steps"]
 
 
-class Uncounted(Counts):
-    public_metrics = ()
-
-
 class OwnCheckpoint(ModelCheckpoint):
     """A subclass whose state is Lightning's."""
 
@@ -316,11 +312,6 @@ def test_what_is_as_it_was_at_the_start_or_declared_is_kept_and_a_run_goes_on_fr
     found = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
     assert found["callbacks"]["Counts"] == {"steps": 6} and found["vocabulary"] == ["a", "b"]
     assert found["hyper_parameters"]["nested"] == {"words": ["a"]} and "frozen.weight" not in found["state_dict"]
-
-
-def test_a_count_that_nobody_declares_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"Uncounted.*steps"):
-        fit(tmp_path / "run", Regression(privacy=dp(tmp_path)), extra=[Uncounted()])
 
 
 def test_hyper_parameters_that_are_objects_are_kept(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy, SyntheticData
 
 slow = pytest.mark.slow
+GIVEN = {"noise_multiplier": 8.0}  # nothing to calibrate
 NEIGHBOURS = ["zero_out", pytest.param("add_or_remove", marks=slow), pytest.param("replace_one", marks=slow)]
 SCHEMA = json.loads((Path(__file__).parents[2] / "lit_dpret/cards/privacy_card.schema.json").read_text("utf-8"))
 
@@ -43,15 +45,45 @@ def ledger_of(folder: Path) -> list[dict[str, Any]]:
 # -- what it finds -------------------------------------------------------------------------------
 
 
+def found_out(folder: Path, neighbours: str) -> Path:
+    """A run that claims epsilon = 2, adds no noise, and is stopped by its audit when it is over."""
+    with pytest.MonkeyPatch.context() as patch:
+        without_noise(patch)
+        with pytest.raises(PrivacyViolation, match=r"contradicts the claim: with 300 canaries.*publish neither"):
+            audited(folder, **settings_for(neighbours, folder))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def noiseless(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return found_out(tmp_path_factory.mktemp("noiseless"), "zero_out")
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An honest run of three steps."""
+    folder = tmp_path_factory.mktemp("short")
+    audited(folder, steps=3, **GIVEN)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of twenty steps that was killed in its twelfth."""
+    folder = tmp_path_factory.mktemp("killed")
+    with pytest.raises(Killed):
+        audited(folder, steps=20, callbacks=(KillAt(12),), **GIVEN)
+    return folder
+
+
 @pytest.mark.parametrize("neighbours", NEIGHBOURS)
 def test_noise_that_is_silently_missing_behind_a_claim_of_eps_2_is_caught(
-    neighbours: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    neighbours: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    without_noise(monkeypatch)
-    with pytest.raises(PrivacyViolation, match=r"contradicts the claim: with 300 canaries.*publish neither"):
-        audited(tmp_path, **settings_for(neighbours, tmp_path))
-    assert card_of(tmp_path)["claim"]["epsilon"] <= 2.0
-    assert card_of(tmp_path)["empirical"]["results"][0]["eps_lower"] > 2.0
+    zero_out = neighbours == "zero_out"
+    folder = request.getfixturevalue("noiseless") if zero_out else found_out(tmp_path, neighbours)
+    assert card_of(folder)["claim"]["epsilon"] <= 2.0
+    assert card_of(folder)["empirical"]["results"][0]["eps_lower"] > 2.0
 
 
 @pytest.mark.parametrize("neighbours", NEIGHBOURS)
@@ -88,14 +120,9 @@ def test_without_privacy_there_is_a_bound_and_no_claim_to_contradict(tmp_path: P
 # -- what is on the disk when it is over ---------------------------------------------------------
 
 
-def test_model_ledger_and_card_are_whole_when_the_run_ends_with_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    without_noise(monkeypatch)
-    with pytest.raises(PrivacyViolation):
-        audited(tmp_path, steps=40)
-    run, card = tmp_path / "run", card_of(tmp_path)
-    assert ledger_of(tmp_path)[-1]["reason"] == "finished"
+def test_model_ledger_and_card_are_whole_when_the_run_ends_with_an_error(noiseless: Path) -> None:
+    run, card = noiseless / "run", card_of(noiseless)
+    assert ledger_of(noiseless)[-1]["reason"] == "finished"
     assert (run / "model" / "weights.pt").is_file() and list(card["subject"]["sha256"]) == ["weights.pt"]
     assert read_card(run / "model")["empirical"] == card["empirical"]
     assert verify_card(card, run / "privacy_ledger.jsonl") == []
@@ -105,22 +132,20 @@ def test_model_ledger_and_card_are_whole_when_the_run_ends_with_an_error(
     assert page.count("AN AUDIT CONTRADICTS THIS CLAIM") == 2  # the banner, and the statement
 
 
-def test_the_card_says_what_was_found_and_that_the_model_is_the_canaried_one(tmp_path: Path) -> None:
-    audited(tmp_path, steps=3)
-    card, page = card_of(tmp_path), (tmp_path / "run" / "privacy_card.md").read_text(encoding="utf-8")
+def test_the_card_says_what_was_found_and_that_the_model_is_the_canaried_one(short: Path) -> None:
+    card, page = card_of(short), (short / "run" / "privacy_card.md").read_text(encoding="utf-8")
     bound, curve = card["empirical"]["results"]
     assert (bound["n"], bound["confidence"], bound["delta"]) == (CANARIES, 0.95, card["claim"]["delta"])
     assert (curve["confidence"], curve["metric"]) == (1 - 1e-4, "lower bound on epsilon")
-    assert (curve["ceiling"], curve["delta"]) in claimed_curve(ledger_of(tmp_path)).pairs
+    assert (curve["ceiling"], curve["delta"]) in claimed_curve(ledger_of(short)).pairs
     assert card["empirical"]["planted"]["canaries"] == CANARIES == card["empirical"]["planted"]["units"]
     assert "absence of evidence is no guarantee" in page and "This is the canaried model" in page
     assert "CONTRADICTS" not in page
-    assert verify_card(card, tmp_path / "run" / "privacy_ledger.jsonl") == []
+    assert verify_card(card, short / "run" / "privacy_ledger.jsonl") == []
 
 
-def test_canaries_and_coins_are_told_by_their_hash_alone(tmp_path: Path) -> None:
-    audited(tmp_path, steps=3)
-    run = tmp_path / "run"
+def test_canaries_and_coins_are_told_by_their_hash_alone(short: Path) -> None:
+    run = short / "run"
     secrets = [one["secret"] for one in json.loads((run / "canaries.json").read_text(encoding="utf-8"))["canaries"]]
     for file in [*run.glob("privacy_*"), *(run / "model").iterdir()]:
         assert not any(secret.encode() in file.read_bytes() for secret in secrets), file
@@ -128,50 +153,47 @@ def test_canaries_and_coins_are_told_by_their_hash_alone(tmp_path: Path) -> None
         assert (run / name).stat().st_mode & 0o777 == 0o600
 
 
-def test_what_will_be_done_stands_in_the_ledger_before_the_first_release(tmp_path: Path) -> None:
-    audited(tmp_path, steps=3)
-    kinds = [record["kind"] if record.get("name") != "one_run_audit" else "audit" for record in ledger_of(tmp_path)]
+def test_what_will_be_done_stands_in_the_ledger_before_the_first_release(short: Path) -> None:
+    kinds = [record["kind"] if record.get("name") != "one_run_audit" else "audit" for record in ledger_of(short)]
     assert kinds.index("audit") < kinds.index("intent")
-    (record,) = [record for record in ledger_of(tmp_path) if record.get("name") == "one_run_audit"]
+    (record,) = [record for record in ledger_of(short) if record.get("name") == "one_run_audit"]
     assert (
         record["audit"]["canaries"] == CANARIES
-        and record["audit"]["sha256"] == ledger_of(tmp_path)[0]["planted"]["sha256"]
+        and record["audit"]["sha256"] == ledger_of(short)[0]["planted"]["sha256"]
     )
 
 
 # -- resuming ------------------------------------------------------------------------------------
 
 
-def test_an_interrupted_run_goes_on_with_the_same_canaries_and_first_scores(tmp_path: Path) -> None:
-    with pytest.raises(Killed):
-        audited(tmp_path, steps=20, callbacks=(KillAt(12),))
+def test_an_interrupted_run_goes_on_with_the_same_canaries_and_first_scores(killed: Path, tmp_path: Path) -> None:
+    shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
     before = {name: (tmp_path / "run" / name).read_bytes() for name in ("canaries.json", "audit_scores.json")}
     assert card_of(tmp_path)["empirical"]["results"] == []
-    audited(tmp_path, steps=20, resume=True)
+    audited(tmp_path, steps=20, resume=True, **GIVEN)
     after = json.loads((tmp_path / "run" / "audit_scores.json").read_text(encoding="utf-8"))
     assert (tmp_path / "run" / "canaries.json").read_bytes() == before["canaries.json"]
     assert after["before"] == json.loads(before["audit_scores.json"])["before"] and after["after"] is not None
     assert len(card_of(tmp_path)["empirical"]["results"]) == 2
 
 
-def test_a_run_that_is_finished_already_is_judged_alike_again(tmp_path: Path) -> None:
-    audited(tmp_path, steps=5)
+def test_a_run_that_is_finished_already_is_judged_alike_again(short: Path, tmp_path: Path) -> None:
+    shutil.copytree(short, tmp_path, dirs_exist_ok=True)
     before = card_of(tmp_path)["empirical"]["results"]
-    audited(tmp_path, steps=5, resume=True)
+    audited(tmp_path, steps=3, resume=True, **GIVEN)
     assert card_of(tmp_path)["empirical"]["results"] == before  # and what is said already is not said again
 
 
-def test_a_resume_with_another_audit_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(Killed):
-        audited(tmp_path, steps=20, callbacks=(KillAt(12),))
+def test_a_resume_with_another_audit_is_refused(killed: Path, tmp_path: Path) -> None:
+    shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
     with pytest.raises(ResumeError, match="count was 300 and is 200 now"):
-        audited(tmp_path, steps=20, resume=True, audit=OneRunAudit(canaries=200, max_share=0.9, seed=11))
+        audited(tmp_path, steps=20, resume=True, audit=OneRunAudit(canaries=200, max_share=0.9, seed=11), **GIVEN)
     with pytest.raises(ResumeError, match=r"confidence was 0\.95 and is 0\.9 now"):
         audited(tmp_path, steps=20, resume=True,
-                audit=OneRunAudit(canaries=CANARIES, max_share=0.9, seed=11, confidence=0.9))  # fmt: skip
+                audit=OneRunAudit(canaries=CANARIES, max_share=0.9, seed=11, confidence=0.9), **GIVEN)  # fmt: skip
     (tmp_path / "run" / "audit_scores.json").unlink()
     with pytest.raises(ResumeError, match="without the scores before training"):
-        audited(tmp_path, steps=20, resume=True)
+        audited(tmp_path, steps=20, resume=True, **GIVEN)
 
 
 # -- what is refused before anything is trained --------------------------------------------------

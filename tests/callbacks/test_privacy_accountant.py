@@ -17,16 +17,13 @@ from stand_ins import KillAt, Killed, Numbers, Regression, dp, fit, records, wei
 from torch import Tensor
 
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
-from lit_dpret.cards.card import read_card
 from lit_dpret.cards.file import check_dataset_card
 from lit_dpret.errors import (
     BudgetExceededError,
     ConfigurationError,
     DataError,
     LedgerError,
-    PrivacyViolation,
     ResumeError,
-    UnsupportedModelError,
 )
 from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.accounting.releases import GaussianRelease, Poisson
@@ -236,17 +233,6 @@ def test_a_mode_that_says_that_it_adds_less_noise_is_charged_for_what_it_says(
     assert 3.0 < spent(tmp_path / "run") < float("inf")
 
 
-@pytest.mark.parametrize("factor", [0.0, 0.2])
-def test_a_generator_that_gives_less_noise_ends_the_run_with_infinite_epsilon(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factor: float
-) -> None:
-    honest = KeyedStream.normal
-    monkeypatch.setattr(KeyedStream, "normal", lambda *a, **k: honest(*a, **k) * factor)
-    with pytest.raises(PrivacyViolation):
-        fit(tmp_path / "run", seeded(tmp_path))
-    assert spent(tmp_path / "run") == float("inf")
-
-
 def test_a_sampler_built_for_another_law_raises_epsilon(tmp_path: Path) -> None:
     class Greedy(PrivacyAccountant):
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -272,20 +258,9 @@ def test_a_sampler_that_draws_more_than_it_says_is_noticed_and_charged(tmp_path:
     assert spent(tmp_path / "run") > 2 * honest_cost, "the step that was made before it was noticed is charged in full"
 
 
-@pytest.mark.parametrize(
-    ("extra", "settings", "named"),
-    [
-        ([EarlyStopping(monitor="train/loss")], {}, "EarlyStopping"),
-        ([ModelCheckpoint(monitor="train/loss")], {}, "ModelCheckpoint"),
-        ([EarlyStopping(monitor="privacy/clip_fraction")], {}, "EarlyStopping"),
-        ([], {"limit_train_batches": 0.5}, "limit_train_batches"),
-    ],
-)
-def test_settings_that_break_the_claim_are_refused(
-    tmp_path: Path, extra: list[Any], settings: dict[str, Any], named: str
-) -> None:
-    with pytest.raises(ConfigurationError, match=named):
-        fit(tmp_path / "run", seeded(tmp_path), extra=extra, **settings)
+def test_a_run_is_not_ended_by_the_noised_share_of_clipped_units(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="EarlyStopping"):
+        fit(tmp_path / "run", seeded(tmp_path), extra=[EarlyStopping(monitor="privacy/clip_fraction")])
 
 
 @pytest.mark.parametrize("monitor", ["privacy/eps_spent", "privacy/delta", "step", "epoch"])
@@ -330,18 +305,6 @@ class TellsItsProgress(Regression):
 
 def test_the_epoch_and_the_step_may_be_logged_by_hand(tmp_path: Path) -> None:
     fit(tmp_path / "run", TellsItsProgress(privacy=dp(tmp_path, noise_seed=1)), steps=4)
-
-
-def test_a_replaced_sampler_is_refused(tmp_path: Path) -> None:
-    class Swapped(Numbers):
-        def train_dataloader(self) -> Any:
-            from torch.utils.data import DataLoader
-
-            honest = super().train_dataloader()
-            return DataLoader(honest.dataset, batch_sampler=list(self.batch_sampler), collate_fn=self.collate_fn)
-
-    with pytest.raises(ConfigurationError, match="batch sampler was replaced"):
-        fit(tmp_path / "run", seeded(tmp_path), Swapped())
 
 
 def test_a_module_without_an_accountant_does_not_train(tmp_path: Path) -> None:
@@ -447,59 +410,6 @@ def test_a_checkpoint_that_is_newer_than_the_ledger_is_refused(tmp_path: Path) -
     ledger.write_text("".join(ledger.read_text(encoding="utf-8").splitlines(keepends=True)[:2]), encoding="utf-8")
     with pytest.raises(ResumeError, match="older than the checkpoint"):
         fit(folder, seeded(tmp_path), resume=True)
-
-
-def test_a_loss_that_divides_by_the_batch_is_refused(tmp_path: Path) -> None:
-    module = seeded(tmp_path)
-    honest = module.per_row_loss
-    module.per_row_loss = lambda rows: honest(rows) / rows["target"].abs().mean().detach()  # type: ignore[method-assign]
-    with pytest.raises(UnsupportedModelError, match="when other rows are in the batch"):
-        fit(tmp_path / "run", module)
-
-
-def test_a_buffer_written_from_private_rows_is_refused(tmp_path: Path) -> None:
-    module = seeded(tmp_path)
-    module.register_buffer("queue", torch.zeros(1))
-    honest = module.per_row_loss
-
-    def remembering(rows: Any) -> torch.Tensor:
-        module.queue += rows["target"][:1]
-        return honest(rows)
-
-    module.per_row_loss = remembering  # type: ignore[method-assign]
-    with pytest.raises(UnsupportedModelError, match="queue"):
-        fit(tmp_path / "run", module)
-
-
-def test_validation_inside_a_private_run_is_refused(tmp_path: Path) -> None:
-    class Validating(Regression):
-        def validation_step(self, batch: Any, index: int) -> None: ...
-
-    with pytest.raises(ConfigurationError, match="validation_step"):
-        fit(tmp_path / "run", Validating(privacy=dp(tmp_path)))
-
-
-def test_starting_from_weights_that_carry_a_card_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "earlier").mkdir()
-    (tmp_path / "earlier" / "privacy_card.json").write_text("{}", encoding="utf-8")
-    module = seeded(tmp_path)
-    module.pretrained = str(tmp_path / "earlier")
-    with pytest.raises(ConfigurationError, match="carries a privacy card"):
-        fit(tmp_path / "run", module)
-
-
-def test_a_logged_private_loss_leaves_no_number_on_the_card(tmp_path: Path) -> None:
-    module = seeded(tmp_path)
-    module.log_private_loss = True
-    fit(tmp_path / "run", module, extra=[PrivacyCard(run_dir=tmp_path / "run")])
-    claim = read_card(tmp_path / "run" / "privacy_card.json")["claim"]
-    assert claim["epsilon"] is None and claim["guarantee"] == "not_proved"
-
-
-def test_the_card_states_the_epsilon_of_the_ledger(tmp_path: Path) -> None:
-    fit(tmp_path / "run", seeded(tmp_path), extra=[PrivacyCard(run_dir=tmp_path / "run")])
-    claim = read_card(tmp_path / "run" / "privacy_card.json")["claim"]
-    assert claim["epsilon"] == pytest.approx(spent(tmp_path / "run")) and claim["epsilon"] <= 3
 
 
 def test_the_card_of_other_data_is_not_inherited(tmp_path: Path) -> None:
