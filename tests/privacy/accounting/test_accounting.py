@@ -566,15 +566,6 @@ def test_calibration_gives_the_recorded_noise(n: int, steps: int, budget: float,
     assert eps(replace(least, noise_multiplier=found * (1 - 1.01e-3)), delta=1 / (2 * n)) > budget
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("cap", "expected"), [(1088, 8.134), (1120, 6.046), (1152, 3.516), (1184, 1.508), (1216, 1.4901), (1248, 1.4900)]
-)
-def test_truncation_costs_what_was_recorded(cap: int, expected: float) -> None:
-    law = TruncatedPoisson(sample_rate=Q_500K, cap=cap, n=500_000)
-    assert eps(gaussian(0.8, law, 5000), delta=1e-6) == pytest.approx(expected, rel=3e-4)
-
-
 CEILINGS = [  # noise, membership accuracy, TPR at 0.1, 1, 10 percent FPR, secrets of prior 1e-2, 1e-4, 1e-6, 1e-10
     "1.235 .546 .002 .018 .147 .0182 2.47e-4 3.1e-6 4.6e-10",
     ".7296 .609 .006 .040 .237 .0405 9.3e-4 1.9e-5 8.8e-9",

@@ -5,12 +5,42 @@ from __future__ import annotations
 import json
 import multiprocessing
 from pathlib import Path
+from typing import Any
 
 import pytest
-from racers import DELTA, ledger, race, run_of
 
+from lit_dpret.errors import BudgetExceededError
 from lit_dpret.privacy.accounting.composition import epsilon
-from lit_dpret.privacy.accounting.releases import Release, release_from_dict
+from lit_dpret.privacy.accounting.releases import GaussianRelease, Poisson, Release, release_from_dict
+from lit_dpret.privacy.budget import PrivacyBudget
+from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
+
+DELTA = 1e-5
+
+
+def run_of(count: int) -> list[Release]:
+    return [GaussianRelease(noise_multiplier=2.0, law=Poisson(sample_rate=0.02), count=count)]
+
+
+def ledger(path: Path, limit: float) -> DatasetLedger:
+    return DatasetLedger(path, total_eps=limit, budget=PrivacyBudget(eps=3.0, delta=DELTA), accountant="rdp")
+
+
+def race(name: str, folder: Path, limit: float, rounds: int, attempts: int, start: Any, answers: Any) -> None:
+    """In each round, when all are ready, reserve ``attempts`` runs on the round's file; end every second one early."""
+    for number in range(rounds):
+        start.wait(timeout=60)
+        book = ledger(folder / f"round{number}.jsonl", limit)
+        for attempt in range(attempts):
+            run = f"{name}{attempt}"
+            try:
+                book.reserve(run, spent=[], planned=run_of(100), heads=["h"], name=run)
+            except BudgetExceededError:
+                answers.put((number, run, "refused"))
+                continue
+            answers.put((number, run, "granted"))
+            if attempt % 2:
+                book.settle(run, spent=run_of(40), heads=["h"], name=run)
 
 
 def cost(releases: list[Release]) -> float:
@@ -20,11 +50,11 @@ def cost(releases: list[Release]) -> float:
 def compete(
     folder: Path, limit: float, *, rounds: int, attempts: int, processes: int = 2
 ) -> list[tuple[int, str, str]]:
-    """What spawned processes were answered that began every round at the same moment."""
-    spawn = multiprocessing.get_context("spawn")
-    start, answers = spawn.Barrier(processes), spawn.Queue()
+    """What processes were answered that began every round at the same moment."""
+    fork = multiprocessing.get_context("fork")
+    start, answers = fork.Barrier(processes), fork.Queue()
     runners = [
-        spawn.Process(target=race, args=(name, folder, limit, rounds, attempts, start, answers))
+        fork.Process(target=race, args=(name, folder, limit, rounds, attempts, start, answers))
         for name in "abcd"[:processes]
     ]
     for runner in runners:

@@ -8,8 +8,6 @@ import os
 import random
 import resource
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -269,24 +267,23 @@ def test_a_whole_last_record_without_its_line_end_is_kept_and_charged(path: Path
 
 
 def test_a_kill_at_any_moment_leaves_a_ledger_that_opens_with_every_returned_append(path: Path) -> None:
-    program = (
-        "import sys; from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger\n"
-        "ledger = PrivacyLedger.open(sys.argv[1])\n"
-        "for i in range(10**6):\n"
-        "    print(ledger.append('event', i=i)['seq'], flush=True)\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    child = subprocess.Popen(
-        [sys.executable, "-c", program, str(path)], stdout=subprocess.PIPE, text=True, env=environment
-    )
-    assert child.stdout is not None
-    child.stdout.readline()
-    with pytest.raises(LedgerError, match="open in another run"):
-        PrivacyLedger.open(path)
-    time.sleep(0.2)
-    child.send_signal(signal.SIGKILL)
-    returned = [int(line) for line in child.stdout if line.endswith("\n")]
-    child.wait()
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with os.fdopen(writing, "w", encoding="utf-8") as told:
+            ledger = PrivacyLedger.open(path)
+            for i in range(10**6):
+                print(ledger.append("event", i=i)["seq"], file=told, flush=True)
+        os._exit(1)
+    os.close(writing)
+    with os.fdopen(reading, encoding="utf-8") as said:
+        said.readline()
+        with pytest.raises(LedgerError, match="open in another run"):
+            PrivacyLedger.open(path)
+        time.sleep(0.2)
+        os.kill(child, signal.SIGKILL)
+        returned = [int(line) for line in said if line.endswith("\n")]
+    os.waitpid(child, 0)
     with PrivacyLedger.open(path) as ledger:
         assert returned and len(ledger.records) > returned[-1]
 
@@ -432,21 +429,28 @@ def test_a_replay_charges_nothing(path: Path) -> None:
         assert charged_releases(ledger.records) == before
 
 
-def test_less_noise_than_intended_is_charged_as_it_was(path: Path) -> None:
+@pytest.mark.parametrize(
+    ("noise_std", "sensitivity", "charged"),
+    [
+        (0.4, 0.5, 0.8),
+        (0.499, 0.5, 0.998),
+        (5.0, 0.5, 1.0),  # more noise earns nothing
+        (0.5 * (1 - 1e-15), 0.5, 1.0),  # and rounding splits nothing
+        (None, 0.5, 1.0),
+        (0.5, 1.0, 0.5),
+        (0.0, 0.5, None),
+        (9.0, None, None),  # over an unbounded sensitivity it is no noise
+    ],
+)
+def test_a_step_is_charged_as_it_was_where_that_is_more_than_was_announced(
+    path: Path, noise_std: float | None, sensitivity: float | None, charged: float | None
+) -> None:
     with PrivacyLedger.open(path) as ledger:
-        take_step(ledger, 0)
-        take_step(ledger, 1, noise_std=0.4)
-        take_step(ledger, 2, noise_std=0.499)
-        multipliers = [release.noise_multiplier for release in charged_releases(ledger.records)]  # type: ignore[union-attr]
-    assert multipliers == [1.0, 0.8, 0.998]
-
-
-def test_more_noise_than_intended_earns_nothing_and_rounding_splits_nothing(path: Path) -> None:
-    with PrivacyLedger.open(path) as ledger:
-        take_step(ledger, 0, noise_std=5.0)
-        take_step(ledger, 1, noise_std=0.5 * (1 - 1e-15))
-        take_step(ledger, 2, noise_std=None)
-        assert charged_releases(ledger.records) == [GaussianRelease(noise_multiplier=1.0, law=LAW, count=3)]
+        ledger.append("intent", attempt=0, step=0, release=STEP.to_dict())
+        ledger.append("release", attempt=0, step=0, noise_std=noise_std, sensitivity=sensitivity)
+        found = charged_releases(ledger.records)
+    bare = NonPrivateRelease(label="train")
+    assert found == [bare if charged is None else GaussianRelease(noise_multiplier=charged, law=LAW)]
 
 
 def test_a_replay_that_states_more_noise_takes_nothing_back(path: Path) -> None:
@@ -455,27 +459,6 @@ def test_a_replay_that_states_more_noise_takes_nothing_back(path: Path) -> None:
         ledger.append("replay", attempt=0, step=0)
         ledger.append("release", attempt=0, step=0, noise_std=0.5, sensitivity=0.5)
         assert charged_releases(ledger.records) == [GaussianRelease(noise_multiplier=0.8, law=LAW)]
-
-
-def test_a_larger_sensitivity_than_intended_is_charged(path: Path) -> None:
-    with PrivacyLedger.open(path) as ledger:
-        ledger.append("intent", attempt=0, step=0, release=STEP.to_dict())
-        ledger.append("release", attempt=0, step=0, noise_std=0.5, sensitivity=1.0)
-        assert charged_releases(ledger.records) == [GaussianRelease(noise_multiplier=0.5, law=LAW)]
-
-
-def test_no_noise_at_all_is_a_release_without_privacy(path: Path) -> None:
-    with PrivacyLedger.open(path) as ledger:
-        take_step(ledger, 0)
-        take_step(ledger, 1, noise_std=0.0)
-        assert NonPrivateRelease(label="train") in charged_releases(ledger.records)
-
-
-def test_noise_over_an_unbounded_sensitivity_is_no_noise(path: Path) -> None:
-    with PrivacyLedger.open(path) as ledger:
-        ledger.append("intent", attempt=0, step=0, release=STEP.to_dict())
-        ledger.append("release", attempt=0, step=0, noise_std=9.0, sensitivity=None)
-        assert charged_releases(ledger.records) == [NonPrivateRelease(label="train")]
 
 
 def test_an_attempt_whose_draws_left_their_law_is_charged_without_amplification(path: Path) -> None:

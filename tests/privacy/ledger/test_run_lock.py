@@ -2,47 +2,40 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-import signal
-import subprocess
-import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lit_dpret.errors import LedgerError, StorageError
 from lit_dpret.privacy.ledger.dataset_account import RunLock
 
-HOLDER = """
-import sys, time
-from pathlib import Path
-from lit_dpret.privacy.ledger.dataset_account import RunLock
+FORK = multiprocessing.get_context("fork")
 
-lock = RunLock(Path(sys.argv[1]), "r")
-lock.take()
-print("held", flush=True)
-time.sleep(600)
-"""
 
-CONTENDER = """
-import sys, time
-from pathlib import Path
-from lit_dpret.errors import LedgerError
-from lit_dpret.privacy.ledger.dataset_account import RunLock
+def hold(path: Path, held: Any) -> None:
+    lock = RunLock(path, "r")
+    lock.take()
+    held.set()
+    time.sleep(600)
 
-folder, rounds = Path(sys.argv[1]), int(sys.argv[2])
-done = 0
-while done < rounds:
-    lock = RunLock(folder / "data.jsonl", "r")
-    try:
-        lock.take()
-    except LedgerError:
-        continue
-    (folder / "inside").touch(exist_ok=False)
-    (folder / "inside").unlink()
-    lock.release()
-    done += 1
-"""
+
+def contend(folder: Path, rounds: int) -> None:
+    """Take the lock so often, and fail where somebody else is inside as well."""
+    done = 0
+    while done < rounds:
+        lock = RunLock(folder / "data.jsonl", "r")
+        try:
+            lock.take()
+        except LedgerError:
+            continue
+        (folder / "inside").touch(exist_ok=False)
+        (folder / "inside").unlink()
+        lock.release()
+        done += 1
 
 
 def test_nobody_else_gets_it_in_this_process_until_it_is_let_go(tmp_path: Path) -> None:
@@ -79,15 +72,15 @@ def test_another_path_to_the_same_ledger_leads_to_the_same_lock(tmp_path: Path) 
 
 
 def test_a_killed_process_lets_it_go(tmp_path: Path) -> None:
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(tmp_path / "data.jsonl")], stdout=subprocess.PIPE, text=True
-    )
-    assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+    held = FORK.Event()
+    holder = FORK.Process(target=hold, args=(tmp_path / "data.jsonl", held), daemon=True)
+    holder.start()
+    assert held.wait(timeout=60)
     lock = RunLock(tmp_path / "data.jsonl", "r")
     with pytest.raises(LedgerError, match="going on already"):
         lock.take()
-    holder.send_signal(signal.SIGKILL)
-    holder.communicate()
+    holder.kill()
+    holder.join()
     lock.take()
     lock.release()
     assert list(tmp_path.iterdir()) == []
@@ -107,8 +100,12 @@ def test_a_forked_worker_cannot_let_it_go(tmp_path: Path) -> None:
 
 
 def test_two_processes_are_never_inside_together(tmp_path: Path) -> None:
-    runs = [subprocess.Popen([sys.executable, "-c", CONTENDER, str(tmp_path), "300"]) for _ in range(2)]
-    assert [run.wait(timeout=120) for run in runs] == [0, 0]
+    runs = [FORK.Process(target=contend, args=(tmp_path, 300)) for _ in range(2)]
+    for run in runs:
+        run.start()
+    for run in runs:
+        run.join(timeout=120)
+    assert [run.exitcode for run in runs] == [0, 0]
     assert list(tmp_path.iterdir()) == []
 
 
