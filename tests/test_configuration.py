@@ -23,11 +23,6 @@ def test_every_file_of_every_group_is_a_choice() -> None:
     assert {f"{choice.group}/{choice.name}" for choice in ALL} == files and len(files) > 80
 
 
-@pytest.mark.parametrize("choice", ALL, ids=lambda choice: f"{choice.group}={choice.name}")
-def test_a_choice_says_in_a_sentence_what_it_is(choice: Choice) -> None:
-    assert choice.summary.endswith(".")
-
-
 def test_the_keys_of_a_choice_are_those_that_compose() -> None:
     with initialize_config_module(version_base="1.3", config_module="lit_dpret.configs"):
         cfg = compose(

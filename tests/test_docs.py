@@ -1,4 +1,4 @@
-"""What the pages under docs/ say about the code is what the code says."""
+"""What README and the pages under docs/ say about the code is what the code says."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from lit_dpret.callbacks.traps import SEVERITIES, TRAPS, pitfalls_page
 from lit_dpret.distributed.strategies import markdown_table
 from lit_dpret.privacy import modes as privacy_modes
 from lit_dpret.privacy.clipping import ENGINES
@@ -24,16 +23,6 @@ from lit_dpret.privacy.modes import (
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "howto").glob("*.md")])
 WRITTEN_BY_THE_SITE = {"configuration.md", "pitfalls.md"}  # docs/pages.py makes it when the site is built
-
-
-def test_every_pitfall_stands_under_its_severity_and_the_doctor_explains_each() -> None:
-    page = pitfalls_page()
-    doctor = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")
-    for severity, (name, meaning) in SEVERITIES.items():
-        (part,) = re.findall(rf"^## {name}$\n(.*?)(?=^## |\Z)", page, flags=re.MULTILINE | re.DOTALL | re.IGNORECASE)
-        told = re.findall(r"^\| (T\d+) \|", part, flags=re.MULTILINE)
-        assert told == [trap.name for trap in TRAPS if trap.severity == severity] and told
-        assert meaning in part and f"| `{severity}` | {meaning[0].lower()}{meaning[1:-1]} |" in doctor
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "SECURITY.md", *PAGES], ids=lambda page: page.name)
@@ -65,20 +54,10 @@ SOURCES = [
 QUOTED = re.findall(r"\*\*`([^`]+)`\*\*", (ROOT / "docs" / "errors.md").read_text(encoding="utf-8"))
 
 
-@pytest.fixture(scope="module")
-def said() -> str:
-    """Every literal text of the package, with the seams between adjoining ones closed."""
+def test_the_errors_that_the_page_explains_are_those_that_the_code_says() -> None:
     text = "\n".join(path.read_text(encoding="utf-8") for path in SOURCES)
-    return re.sub(r"\"\s*\n\s*f?\"", "", text)
-
-
-@pytest.mark.parametrize("words", QUOTED)
-def test_an_error_that_the_page_explains_is_one_that_the_code_says(words: str, said: str) -> None:
-    assert words.strip() in said
-
-
-def test_the_page_explains_errors() -> None:
-    assert len(QUOTED) > 12
+    said = re.sub(r"\"\s*\n\s*f?\"", "", text)  # the seams between adjoining literals closed
+    assert len(QUOTED) > 12 and [words for words in QUOTED if words.strip() not in said] == []
 
 
 def test_the_page_on_several_processes_holds_the_table_that_a_fit_refuses_by() -> None:
@@ -89,3 +68,13 @@ def test_the_page_on_several_processes_holds_the_table_that_a_fit_refuses_by() -
     others = {path.stem for path in (ROOT / "configs" / "privacy").glob("*.yaml")} - {mode.name for mode in shown}
     modes = [*shown, *(named[name] for name in sorted(others))]
     assert markdown_table(modes, ENGINES) in page
+
+
+def test_the_two_lines_of_the_readme_do_all_and_its_tests_are_those_of_ci() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    lines = [line for line in readme.splitlines() if line.startswith("    python -m venv")]
+    assert len(lines) == 2
+    assert lines[0].endswith("python train.py experiment=quickstart") and lines[1].endswith(" && pytest -q -n 2")
+    for line in lines:
+        assert line.index("torch==2.13.0") < line.index('pip install -e ".['), "torch by name, before what needs it"
+    assert (ROOT / ".ci" / "run").read_text(encoding="utf-8").rstrip().endswith("\npytest -q -n 2")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shlex
@@ -172,15 +173,26 @@ def test_an_interrupted_multirun_goes_on_and_begins_what_it_had_not_come_to(tmp_
         assert {record["step"] for record in records(sweep / job, "intent")} == {0, 1}
 
 
-@pytest.mark.parametrize("program", [["train.py"], ["-m", "lit_dpret"], ["-c", SCRIPT]], ids=lambda words: words[0])
-@pytest.mark.parametrize("module", ["torch", "transformers", "lit_dpret.tasks.plan"])
+PROGRAMS = {"train.py": ["train.py"], "-m": ["-m", "lit_dpret"], "-c": ["-c", SCRIPT]}
+MODULES = ["torch", "transformers", "lit_dpret.tasks.plan"]
+# How a program begins matters for the first of these imports, all of which one function makes.
+FAST = [*(("train.py", module) for module in MODULES), ("-m", "torch"), ("-c", "torch")]
+
+
+@pytest.mark.parametrize(
+    ("program", "module"),
+    [
+        pytest.param(*case, marks=[] if case in FAST else pytest.mark.slow)
+        for case in itertools.product(PROGRAMS, MODULES)
+    ],
+)
 def test_an_interruption_while_the_program_is_loaded_is_told_as_any_other(
-    program: list[str], module: str, tmp_path: Path
+    program: str, module: str, tmp_path: Path
 ) -> None:
     # Every Python that finds this file runs it at its start: the import of one module then lasts for a minute.
     (tmp_path / "sitecustomize.py").write_text(WAITING_IMPORT.format(module=module, mark=str(tmp_path / "there")))
     path = os.pathsep.join(filter(None, (str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH"))))
-    with started([sys.executable, *program, "task=plan"], tmp_path, PYTHONPATH=path) as process:
+    with started([sys.executable, *PROGRAMS[program], "task=plan"], tmp_path, PYTHONPATH=path) as process:
         assert wait_until((tmp_path / "there").exists, seconds=60)
         os.kill(process.pid, signal.SIGINT)
         assert "Nothing was begun" in told(process)

@@ -30,53 +30,6 @@ from lit_dpret.errors import ConfigurationError
 HULL = Bonferroni(over="hull")
 
 
-@pytest.mark.parametrize(
-    ("canaries", "guesses", "correct", "delta", "expected"),
-    [
-        # The table of the p-value itself is in tests/audit/statistics/test_right_guesses.py.
-        (10, 10, 10, 0.0, 1.051873),
-        (1000, 100, 90, 1e-5, 1.626143),
-        (1000, 100, 50, 0.0, 0.0),
-        # A disclosure audit: repeated rare queries, half of which were held out.
-        (20_000, 763, 492, 1e-6, 0.46894),
-        (10_000, 1000, 550, 1e-5, 0.0918),
-        (10_000, 1000, 600, 1e-5, 0.2950),
-        (10_000, 1000, 700, 1e-5, 0.7293),
-        (10_000, 1000, 900, 1e-5, 2.0152),
-    ],
-)
-def test_counts_certify_what_the_public_implementations_certify(
-    canaries: int, guesses: int, correct: int, delta: float, expected: float
-) -> None:
-    found = one_run_counts(canaries=canaries, guesses=guesses, correct=correct, delta=delta)
-    assert found.eps_lower == pytest.approx(expected, abs=2e-6 if expected != round(expected, 4) else 6e-5)
-
-
-@pytest.mark.parametrize(
-    ("canaries", "guesses", "correct", "eps", "delta", "expected"),
-    [
-        (100, 10, 9, 1.0, 0.0, 0.20401201),
-        (100, 10, 9, 1.0, 1e-3, 0.25712189),
-        (1000, 100, 90, 2.0, 1e-5, 0.34498683679),
-        (10, 10, 10, 0.0, 0.0, 2**-10),
-    ],
-)
-def test_p_values_are_the_published_ones(
-    canaries: int, guesses: int, correct: int, eps: float, delta: float, expected: float
-) -> None:
-    found = one_run_p_value(eps, canaries=canaries, guesses=guesses, correct=correct, delta=delta)
-    assert found == pytest.approx(expected, abs=1e-8)
-
-
-@pytest.mark.parametrize(
-    ("eps", "correct", "expected"), [(0.5, 62_246, 0.48925), (1.0, 73_106, 0.98826), (2.0, 88_080, 1.98395)]
-)
-def test_randomised_response_is_certified_almost_to_its_epsilon(eps: float, correct: int, expected: float) -> None:
-    found = one_run_counts(canaries=100_000, guesses=100_000, correct=correct, delta=0.0).eps_lower
-    assert found == pytest.approx(expected, abs=1e-5)
-    assert found < eps
-
-
 def direct_p_value(eps: float, canaries: int, guesses: int, correct: int, delta: float) -> float:
     """The paper's sums term by term, without shortcuts."""
     rate = 1 / (1 + math.exp(-eps))
@@ -126,32 +79,6 @@ def test_choosing_among_thresholds_keeps_the_error_in_every_small_audit(strategy
             if one_run_audit(scores, delta=0.0, confidence=0.8, strategy=strategy).eps_lower > eps:
                 wrong += rate ** sum(labels) * (1 - rate) ** (9 - sum(labels))
     assert wrong <= 0.2
-
-
-@pytest.mark.slow
-def test_sixteen_canaries_without_leakage_are_contradicted_as_rarely_as_the_page_says() -> None:
-    """All 65,536 label sequences, by the tails of binomials alone; ``docs/audit.md`` has both numbers, rounded up."""
-    canaries, error = 16, 0.05
-    tails = np.array([[binom.sf(v - 1, k, 0.5) for v in range(canaries + 1)] for k in range(canaries + 1)])
-    hull_wrong = doubling_wrong = 0
-    for labels in itertools.product([0, 1], repeat=canaries):
-        right = np.concatenate([[0], np.cumsum(labels)])
-        if 0 < right[-1] < canaries:
-            corners = [0]
-            for k in range(1, canaries + 1):
-                while len(corners) > 1 and _slope(right, corners[-2], corners[-1]) <= _slope(right, corners[-1], k):
-                    corners.pop()
-                corners.append(k)
-            hull_wrong += any(tails[k, right[k]] < error / len(corners) for k in corners)
-            doubling_wrong += any(tails[k, right[k]] < error / 5 for k in (1, 2, 4, 8, 16))
-    assert hull_wrong / 2**canaries == pytest.approx(0.0229, abs=1e-4)
-    assert doubling_wrong / 2**canaries == pytest.approx(0.0054, abs=1e-4)
-
-
-def _slope(right: np.ndarray, start: int, end: int) -> float:
-    """Right over wrong among the guesses from ``start`` to ``end``."""
-    hits = right[end] - right[start]
-    return math.inf if hits == end - start else hits / (end - start - hits)
 
 
 @pytest.mark.parametrize("copies", [2, 10])
