@@ -103,7 +103,7 @@ def read_silo_settings(path: Path, **given: Path | None) -> SiloSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Patience:
-    """How many silos a server needs, and how long it waits for them."""
+    """The number of silos that a server needs, and how long it waits for them."""
 
     min_clients: int = 2
     timeout: float | None = None

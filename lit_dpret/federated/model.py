@@ -152,7 +152,7 @@ def _embedding_tables(backbone: Any) -> nn.Module:
 
 
 def _new(size: Planted, seed: int, lengths: dict[str, Any]) -> TextEncoder:
-    """One layer of 64 dimensions over a word tokenizer of public, invented words."""
+    """Build one layer of 64 dimensions over a word tokenizer of public, invented words."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 

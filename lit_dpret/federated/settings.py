@@ -157,7 +157,7 @@ class FederatedPrivacy:
 
 @dataclass(frozen=True, kw_only=True)
 class Safeguards:
-    """What the server and the other silos get to see of a silo, and what a silo can do to the others."""
+    """Limits to what the server and other silos see of a silo, and to what a silo can do to the others."""
 
     train_on: Literal["queries", "synthetic"] = "queries"
     secure_sum: bool = False
@@ -243,7 +243,7 @@ class PddAs2(Safeguards):
         return self
 
     def _uncounted(self) -> list[tuple[bool, str]]:
-        """Whatever would leave a silo without being counted by a ledger: whether these settings do it, and why not."""
+        """Return what would leave a silo uncounted by a ledger: whether these settings do it, and the refusal."""
         stage1, stage2 = self.stage1, self.stage2
         raw = (
             self.asks and stage2.response == "raw",

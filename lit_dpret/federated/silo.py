@@ -422,7 +422,7 @@ class SiloClient:
 
 
 def public_places(folder: Path, collection: SentenceCollection) -> list[int]:
-    """Places of the sentences that the silo declares public (`lit_dpret.federated.synthetic.public_sentences`).
+    """Return the places of the sentences that the silo declares public (`synthetic.public_sentences`).
 
     Raises:
         DataError: There is no declaration, or it names none of the collection.

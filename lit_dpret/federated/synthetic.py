@@ -82,7 +82,7 @@ def public_sentences(folder: Path) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class GeneratorTerms:
-    """How a silo's generator is trained."""
+    """Settings of the training of a silo's generator."""
 
     eps: float  # the part of the silo's budget that the generator may cost by itself
     epochs: int = 1

@@ -299,7 +299,7 @@ class Way:
 
 
 def ways(request_eps: Sequence[float]) -> list[Way]:
-    """From the paper's own to the one that says nothing."""
+    """List the ways, from the paper's own to the one that says nothing."""
     noised = [Way(name=f"dp_centroid, eps={eps:g}", request="dp_centroid", eps=eps) for eps in request_eps]
     return [
         Way(name="exact (the paper)", request="exact"),

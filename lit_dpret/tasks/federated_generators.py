@@ -135,7 +135,7 @@ class FederatedGenerators:
         return {name: data for name, data in found.items() if self.names is None or name in self.names}
 
     def _check(self, folders: dict[str, Path], settings: PddAs2, parts: Parts) -> None:
-        """Whatever would be refused in the middle of the work, before it begins."""
+        """Refuse whatever would be refused in the middle of the work, before it begins."""
         for name, data in folders.items():
             check_generator(data, settings, self.training)
             public_sentences(data)

@@ -1,4 +1,4 @@
-"""Every study: its points for a federation's settings, and what the paper says of it.
+"""All studies: the points of each for a federation's settings, and what the paper says of it.
 
 A study compares settings at equal everything else. Where one number implies another, as ``n`` of the best ``top_k``,
 the label says what was run.
@@ -18,7 +18,7 @@ from lit_dpret.report.paper_004 import WITHOUT_QUERIES
 
 @dataclass(frozen=True, kw_only=True)
 class SiloChange:
-    """How the silos of a point are made of those of the federation.
+    """A change of the federation's silos, of which a point is run.
 
     Args:
         share: Of each silo's train queries, drawn by the run's seed; the shares of one seed lie in each other.
@@ -32,7 +32,7 @@ class SiloChange:
     parts: int = 1
 
     def drawn(self, seed: int) -> dict[str, float]:
-        """What the silos of one seed depend on; the same where nothing is drawn."""
+        """Return what the silos of one seed depend on; the same where nothing is drawn."""
         facts: dict[str, float] = {"share": self.share, "skew": self.skew, "parts": self.parts}
         return facts | ({"seed": seed} if self.share < 1 or self.skew > 1 else {})
 
@@ -42,7 +42,7 @@ AS_THEY_ARE = SiloChange()
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """What is run once for every seed.
+    """One row of a study: it is run once for every seed.
 
     Args:
         line: What the point has in common with others: its line or colour in the plot.
@@ -68,7 +68,7 @@ class Point:
         return f"{self.line}: {self.label}"
 
     def settings(self, of: PddAs2) -> PddAs2:
-        """The settings of this point, checked.
+        """Return the settings of this point, checked.
 
         Raises:
             ConfigurationError: They are refused.
@@ -118,7 +118,7 @@ _COMMUNICATION_EPOCHS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What points are made for."""
+    """What the points of a study depend on."""
 
     run: PddAs2
     clients: int
@@ -128,7 +128,7 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """What is run, and how it is told.
+    """One study: its points, and its report.
 
     Args:
         name: As in ``task.study=NAME``.
@@ -158,7 +158,7 @@ class Study:
 
 
 def study_of(name: str | None) -> Study:
-    """The study of a name.
+    """Return the study of a name.
 
     Raises:
         ConfigurationError: There is none.
@@ -170,7 +170,7 @@ def study_of(name: str | None) -> Study:
 
 
 def _point(system: System, label: str, at: float, *, n: int, stage1_k: int, stage2_k: int) -> Point:
-    """A point with ``n`` negatives of the best so many, in the stage that its system is about."""
+    """Make a point with ``n`` negatives of the best so many, in the stage that its system is about."""
     second = system in ("customised", "fed_negative")
     stage1 = {} if second else {"bm25_n": n, "static_n": n, "top_k": stage1_k}
     stage2 = {"n": n, "top_k": stage2_k} if second else {}
@@ -250,7 +250,7 @@ def _clients(asked: Asked) -> list[Point]:
 
 
 def _ends(claim: str) -> Callable[[Sequence[Point]], list[Contrast]]:
-    """The last point of each line against its first."""
+    """Compare the last point of each line with its first."""
 
     def contrasts(points: Sequence[Point]) -> list[Contrast]:
         lines: dict[str, list[Point]] = {}
@@ -264,7 +264,7 @@ def _ends(claim: str) -> Callable[[Sequence[Point]], list[Contrast]]:
 
 
 def _each_against(system: System, claim: str) -> Callable[[Sequence[Point]], list[Contrast]]:
-    """Every point against the one of a baseline on the same silos."""
+    """Compare every point with that of a baseline on the same silos."""
 
     def contrasts(points: Sequence[Point]) -> list[Contrast]:
         base = {point.label: point for point in points if point.system == system}
@@ -278,7 +278,7 @@ def _each_against(system: System, claim: str) -> Callable[[Sequence[Point]], lis
 
 
 def _more_and_others(points: Sequence[Point]) -> list[Contrast]:
-    """More negatives against fewer, and at equal number those of others against the client's own."""
+    """Compare more negatives with fewer, and at equal number those of others with the client's own."""
     own = {point.label: point for point in points if point.system == "customised"}
     fed = [point for point in points if point.system == "fed_negative" and point.label in own]
     claim = "fed-negatives are better than as many of the client's own"
@@ -293,7 +293,7 @@ def _against_first(points: Sequence[Point]) -> list[Contrast]:
 
 
 def _with_rows_without_queries(study: Study) -> Study:
-    """The same study with the rows that no train query has a say in, whatever varies in the others."""
+    """Add the rows that depend on no train query to a study, whatever varies in the others."""
 
     def points(asked: Asked) -> list[Point]:
         learnt = study.points(replace(asked, systems=[name for name in asked.systems if name not in WITHOUT_QUERIES]))

@@ -33,7 +33,7 @@ from reproduction.federated.catalogue import AS_THEY_ARE, Point, SiloChange
 
 
 def changed_silos(base: Mapping[str, Path], change: SiloChange, folder: Path, *, seed: int) -> dict[str, Path]:
-    """The data folder of each client after a change; those of ``base`` where there is none.
+    """Return the data folder of each client after a change; those of ``base`` where there is none.
 
     Guarantees:
         - Collections stay as they are, and so do dev and test queries unless silos are divided.
@@ -61,7 +61,7 @@ def changed_silos(base: Mapping[str, Path], change: SiloChange, folder: Path, *,
 
 
 def kept_shares(base: Mapping[str, Path] | Sequence[str], change: SiloChange, *, seed: int) -> dict[str, float]:
-    """The share of its train queries that each silo keeps."""
+    """Return the share of its train queries that each silo keeps."""
     names = list(base)
     places = coins(seed, "sizes of silos").permutation(len(names))
     last = max(1, len(names) - 1)
@@ -69,14 +69,14 @@ def kept_shares(base: Mapping[str, Path] | Sequence[str], change: SiloChange, *,
 
 
 def with_share(silo: Silo, share: float, *, seed: int) -> Silo:
-    """A silo with so many of its train queries, rounded up; a smaller share lies in a larger one."""
+    """Keep a share of a silo's train queries, rounded up; a smaller share lies in a larger one."""
     train = sorted((query for query in silo.queries if query.split == "train"), key=lambda one: _place(seed, one))
     kept = {query.qid for query in train[: math.ceil(round(share * len(train), 9))]}
     return replace(silo, queries=[query for query in silo.queries if query.split != "train" or query.qid in kept])
 
 
 def divided(silo: Silo, parts: int) -> list[Silo]:
-    """Silos with the queries of one dealt among them, split by split, each with its whole collection.
+    """Divide the queries of a silo among several, split by split, each with its whole collection.
 
     Raises:
         DataError: There are fewer queries of a split than parts.
@@ -110,7 +110,7 @@ def check_divisible(name: str, counts: Mapping[str, int], parts: int) -> None:
 
 
 def sizes(silos: Mapping[str, Path]) -> Counter[str]:
-    """The train queries of each client; as private as the queries."""
+    """Return how many train queries each client has; as private as the queries."""
     return Counter({name: read_silo(folder, verify=False).counts()["train"] for name, folder in silos.items()})
 
 
@@ -138,11 +138,11 @@ class Cells:
         self._data = {name: _contents(data) for name, data in self.base.items()}
 
     def is_done(self, point: Point, seed: int) -> bool:
-        """Whether a cell is finished."""
+        """Tell whether a cell is finished."""
         return self._result_path(point, seed).is_file()
 
     def result(self, point: Point, seed: int) -> SystemResult:
-        """What a cell found; it is run where it is not finished."""
+        """Return the result of a cell, which is run where it is not finished."""
         path = self._result_path(point, seed)
         if not path.is_file():
             began = time.process_time()
@@ -198,7 +198,7 @@ class Cells:
         return silo if silo in self.base else stems.get(silo.rpartition(".")[0], silo)
 
     def _stage1(self, settings: PddAs2, silos: Mapping[str, Path], point: Point, seed: int) -> SystemResult:
-        """Stage 1 and its measures, once for all that go on from it."""
+        """Run and measure stage 1, once for all cells that continue it."""
         folder = self._stage1_folder(settings, point, seed)
         path = folder / "result.json"
         if not path.is_file():
@@ -216,7 +216,7 @@ class Cells:
         return self.folder / "state" / f"shared-stage1-{_hash(facts)}"
 
     def silos(self, point: Point, seed: int) -> dict[str, Path]:
-        """The data folder of each client of a cell."""
+        """Return the data folder of each client of a cell."""
         drawn = _hash({"data": self._data, "change": point.silos.drawn(seed)})
         return changed_silos(self.base, point.silos, self.folder / "silos" / drawn, seed=seed)
 
@@ -236,12 +236,12 @@ class Cells:
 
 
 def _stage_1_alone(settings: PddAs2) -> PddAs2:
-    """Settings in which nothing of stage 2 stands."""
+    """Return the settings without those of stage 2."""
     return replace(settings, stage2=replace(type(settings.stage2)(), epochs=0, in_batch=False))
 
 
 def _contents(folder: Path) -> str:
-    """What a client's folder holds: the hashes of its manifest, and what is declared public."""
+    """Hash the contents of a client's folder: its manifest, and what is declared public."""
     parts = [path.read_bytes() for path in (folder / MANIFEST, folder / PUBLIC) if path.is_file()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
 

@@ -119,7 +119,7 @@ class FederatedStudy:
         return sorted(values)
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Every cell that is not done yet; returns sentence R@1 by point, the mean over silos and seeds."""
+        """Run every cell that is not done yet; return sentence R@1 by point, the mean over silos and seeds."""
         plan: FederationPlan | None = parts.make_federation()
         if plan is None:
             raise ConfigurationError("task=federated_study needs to know of which federation. Add federated=inprocess.")
@@ -194,7 +194,7 @@ class FederatedStudy:
         return {point.name: row.interval(SHOWN).mean for point, row in zip(points, rows, strict=True)}
 
     def _points(self, plan: FederationPlan, base: Mapping[str, Path]) -> list[Point]:
-        """The points, each of which can be run: its settings are accepted, and its silos have queries."""
+        """Return the points, each of which can be run: its settings are accepted, and its silos have queries."""
         values = [self._skew(base)] if self.study.name == "gain" else self.values
         asked = Asked(run=plan.settings(0), clients=len(base), systems=self.systems, values=values)
         points = self.study.points(asked)
@@ -235,7 +235,7 @@ class FederatedStudy:
         return skew
 
     def _notes(self, points: Sequence[Point], base: Mapping[str, Path]) -> list[str]:
-        """What a reader must know of this run."""
+        """Return what a reader must know of this run."""
         counts = sorted(set(sizes(base).values()))
         span = " to ".join(map(str, counts[:1] + counts[1:][-1:]))
         found = [self.note] if self.note else []
@@ -272,7 +272,7 @@ def _row(study: Study, point: Point, by_seed: Mapping[int, SystemResult]) -> Stu
 
 
 def _over_clients(result: SystemResult, measure: str) -> float:
-    """The mean over clients of each one's mean over queries."""
+    """Return the mean over clients of each one's mean over queries."""
     return float(np.mean([np.mean(values[measure]) for values in result.values.values()]))
 
 
@@ -284,7 +284,7 @@ def _finding(contrast: Contrast, found: Found) -> str:
 
 
 def _judged(steps: Sequence[float], *, claimed: bool, what: str = "sentence R@1") -> str:
-    """A difference, and whether the seeds carry it."""
+    """State a difference, and whether the seeds support it."""
     found = seed_interval(steps)
     told = f"{'+' if found.mean >= 0 else ''}{with_reach(found)} {what}"
     if len(steps) == 1:
@@ -301,7 +301,7 @@ def _judged(steps: Sequence[float], *, claimed: bool, what: str = "sentence R@1"
 def _gains(
     points: Sequence[Point], found: Found, trend: Trend, sizes: Mapping[int, Mapping[str, int]]
 ) -> list[ClientGain]:
-    """By the rank of a client in size, the largest first; by its name where all seeds have the same order."""
+    """Return gains by a client's rank in size, the largest first; by its name where all seeds have the same order."""
     base = next((point for point in points if point.line == trend.over), None)
     lines = [point for point in points if point is not base and point.system not in WITHOUT_QUERIES]
     if base is None or not lines:
@@ -326,7 +326,7 @@ def _gains(
 def trend_finding(
     trend: Trend, by_line: Mapping[str, Mapping[int, SystemResult]], sizes: Mapping[int, Mapping[str, int]]
 ) -> str:
-    """Whether a line gains more over another where a client has fewer queries, and whether the seeds carry it."""
+    """Say whether a line gains more over another where a client has fewer queries, and whether the seeds support it."""
     slopes: list[float] = []
     for seed, counts in sizes.items():
         names = list(counts)
@@ -361,7 +361,7 @@ def _promise(plan: FederationPlan, cells: Cells) -> str:
 
 
 def _source(plan: FederationPlan, *, settings: bool = False, split: str = "") -> str:
-    """A name for the plan's silos, or for everything about it."""
+    """Hash the plan's silos, or everything about it."""
     facts = plan.describe()
     if not settings:
         facts = {name: facts[name] for name in ("silos", "clients", "sample", "planted", "declare_public")}

@@ -68,7 +68,7 @@ class StudyRow:
     cpu_seconds: float = 0.0
 
     def interval(self, measure: str) -> Interval:
-        """Mean and t-interval over seeds; without bounds where there is one seed."""
+        """Return mean and t-interval over seeds; without bounds where there is one seed."""
         return seed_interval(self.per_seed[measure])
 
     @property
@@ -79,7 +79,7 @@ class StudyRow:
 
 @dataclass(frozen=True, kw_only=True)
 class ClientGain:
-    """How much one client, or the one of a rank in size, gains over training alone."""
+    """The gain of one client, or of a rank in size, over training alone."""
 
     client: str
     queries: float
@@ -88,7 +88,7 @@ class ClientGain:
 
 @dataclass(frozen=True, kw_only=True)
 class StudyPage:
-    """What is told of a study."""
+    """The contents of the report of a study."""
 
     title: str
     axis: str
@@ -102,7 +102,7 @@ class StudyPage:
 
 
 def with_reach(interval: Interval) -> str:
-    """``0.412 ±.013``, or the mean alone."""
+    """Format an interval: ``0.412 ±.013``, or the mean alone."""
     if math.isnan(interval.high):
         return f"{interval.mean:.3f}"
     return f"{interval.mean:.3f} ±" + f"{interval.high - interval.mean:.3f}".removeprefix("0")
@@ -124,7 +124,7 @@ def write_study(page: StudyPage, folder: Path, name: str, *, picture: Path | Non
 
 
 def read_study(path: Path) -> StudyPage:
-    """The page that `write_study` wrote as JSON; without its axis.
+    """Read the page that `write_study` wrote as JSON; without its axis.
 
     Raises:
         DataError: The file cannot be read, or is no study.
@@ -168,7 +168,7 @@ def _sections(page: StudyPage, picture: Path | None) -> list[Section]:
 
 
 def study_grid(page: StudyPage, only: Sequence[str] | None = None) -> Grid:
-    """The points as a table, ours and in brackets the paper's; of all measures, or of some."""
+    """Return the points as a table, ours and in brackets the paper's; of all measures, or of some."""
     wanted = COLUMNS if only is None else only
     measures = [name for name in wanted if all(name in row.per_seed for row in page.rows)]
     sent = any(row.bytes_per_client for row in page.rows)
@@ -193,7 +193,7 @@ def study_grid(page: StudyPage, only: Sequence[str] | None = None) -> Grid:
 
 
 def gain_grid(gains: Sequence[ClientGain]) -> Grid:
-    """What each client gains, by its number of train queries."""
+    """Return a table of what each client gains, by its number of train queries."""
     lines = list(gains[0].gains)
     rows = [
         [gain.client, f"{gain.queries:g}", *(_signed(seed_interval(gain.gains[line])) for line in lines)]
@@ -260,7 +260,7 @@ def _sheet(page: StudyPage) -> Table:
 
 
 def draw_study(page: StudyPage, path: Path) -> Path:
-    """Write the picture of a study as a PNG.
+    """Write the picture of a study as a PNG: gains (the paper's Figure 4), quality against bytes, or lines (Figure 5).
 
     Raises:
         StorageError: The file cannot be written.
@@ -269,7 +269,7 @@ def draw_study(page: StudyPage, path: Path) -> Path:
 
 
 def figure_of(page: StudyPage) -> Any:
-    """The picture as a figure of matplotlib."""
+    """Draw the picture as a figure of matplotlib."""
     figure = new_figure(8.5, 6.0)
     axis = figure.subplots()
     axis.set_title(page.title)
@@ -311,7 +311,7 @@ def _lines(axis: Any, page: StudyPage) -> None:
 
 
 def _aside(at: float, number: int, places: list[float], *, logarithmic: bool) -> float:
-    """A place on the axis, moved to the right for each line before this one."""
+    """Return a place on the axis, moved to the right for each line before this one."""
     low, high = places[0], places[-1]
     return at * (high / low) ** (_ASIDE * number) if logarithmic else at + _ASIDE * number * (high - low)
 
@@ -371,7 +371,7 @@ def _bytes(axis: Any, page: StudyPage) -> None:
 
 
 def _share_of_queries(axis: Any) -> None:
-    """An axis of shares ends where shares do; few seeds have intervals that reach further."""
+    """End an axis of shares where shares end; few seeds have intervals that reach further."""
     low, high = axis.get_ylim()
     axis.set_ylim(max(low, -0.01), min(high, 1.01))
     axis.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2)

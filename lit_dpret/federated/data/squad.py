@@ -39,7 +39,7 @@ def silos_by_article(
     min_train: int = 20,
     min_test: int = 5,
 ) -> tuple[list[Silo], dict[str, int]]:
-    """One client for each article, the largest first.
+    """Make one client for each article, the largest first.
 
     Questions without a split get one by their *passage*: questions about one paragraph never stand on both
     sides.
@@ -104,7 +104,7 @@ def covering(spans: Sequence[tuple[int, int]], start: int, end: int) -> int | No
 
 
 def squad_json(articles: Iterable[Mapping[str, Any]], *, split: str | None) -> tuple[dict[str, Any], list[Question]]:
-    """Passages and questions of the ``data`` of a SQuAD JSON file; questions without an answer are left out.
+    """Return passages and questions of the ``data`` of a SQuAD JSON file; questions without an answer are left out.
 
     Raises:
         DataError: The file is of another form.
