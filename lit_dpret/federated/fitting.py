@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lit_dpret.callbacks import PrivacyAccountant
 from lit_dpret.callbacks.progress import StepProgress
-from lit_dpret.errors import ConfigurationError, ResumeError
+from lit_dpret.errors import ResumeError
 from lit_dpret.files import write_whole
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
 from lit_dpret.progress import without_progress
@@ -151,10 +151,6 @@ class TowardsAnchor(Callback):
     public_metrics = ("grad",)
 
     def __init__(self, anchor: Mapping[str, Tensor], strength: float) -> None:
-        if not strength > 0:
-            raise ConfigurationError(
-                f"federated.stage1.strength={strength} must be positive; strategy=fedavg has none."
-            )
         self._anchor, self._strength = dict(anchor), strength
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.errors import DataError
 from lit_dpret.federated.aggregation import Weights, check_norm, check_weights, good_weights
 from lit_dpret.federated.keys import new_identity
 from lit_dpret.federated.secure_sum import Client, Server, Session, Words, threshold_for
@@ -39,13 +39,6 @@ class FixedPoint:
 
     limit: float
     clients: int
-
-    def __post_init__(self) -> None:
-        if not 0 < self.limit < float("inf") or self.clients < 1:
-            raise ConfigurationError(
-                f"federated.update_limit={self.limit} must be positive and finite, for at least one client "
-                f"({self.clients})."
-            )
 
     @property
     def scale(self) -> float:

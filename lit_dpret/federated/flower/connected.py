@@ -46,7 +46,7 @@ class ConnectedSilos:
         self.settings, self.result, self.faults = settings, result, result.faults
         self.timeout, self.wait = patience.timeout, patience.wait
         self.examples: dict[str, int] = {}
-        self._grid: Grid | None = None
+        self._grid: Grid  # from `connect` on
         self._numbers: dict[str, int] = {}
         self._listed: dict[str, int] = {}
         self._nodes: dict[str, int] = {}
@@ -128,7 +128,7 @@ class ConnectedSilos:
 
     def present(self, where: str) -> list[str]:
         """Return the names of the silos that are there; new ones introduce themselves, missing ones are reported."""
-        here = set(self._connected().get_node_ids())
+        here = set(self._grid.get_node_ids())
         strangers = sorted(here - set(self._nodes.values()))
         answers = self._send("query.describe", dict.fromkeys(strangers, self.message()))
         numbered = self.settings.roster
@@ -166,11 +166,6 @@ class ConnectedSilos:
         """The length of the roster of keys, as most of the known silos say; 0 where there is none."""
         return Counter(self._listed.values()).most_common(1)[0][0] if self._listed else 0
 
-    def _connected(self) -> Grid:
-        if self._grid is None:
-            raise DataError("No grid carries messages yet: call connect first.")
-        return self._grid
-
     def _is_new(self, number: object, name: str) -> bool:
         whole = isinstance(number, int) and not isinstance(number, bool) and number > 0
         return whole and all(known != number for other, known in self._numbers.items() if other != name)
@@ -178,7 +173,7 @@ class ConnectedSilos:
     def _send(self, kind: str, contents: Mapping[int, RecordDict]) -> dict[int, RecordDict | str]:
         """Map node id to its answer or an error message; a node that did not answer in time is missing."""
         messages = [Message(content, node, kind) for node, content in contents.items()]
-        replies = list(self._connected().send_and_receive(messages, timeout=self.timeout)) if messages else []
+        replies = list(self._grid.send_and_receive(messages, timeout=self.timeout)) if messages else []
         node_of = {message.metadata.message_id: message.metadata.dst_node_id for message in messages}
         found: dict[int, RecordDict | str] = {}
         for reply in replies:
