@@ -222,6 +222,14 @@ def check_systems(systems: Sequence[str]) -> list[System]:
     return [system for system in SYSTEMS if system in systems]
 
 
+def check_seeds_and_split(seeds: Sequence[int], split: str) -> None:
+    """Refuse seeds that are missing or not distinct, and a split that nothing is measured on."""
+    if not seeds or len(set(seeds)) != len(seeds) or any(isinstance(one, bool) or one < 0 for one in seeds):
+        raise ConfigurationError(f"task.seeds={list(seeds)} must be some different whole numbers, none below 0.")
+    if split not in ("dev", "test"):
+        raise ConfigurationError(f"task.split={split!r} must be dev or test.")
+
+
 def check_stage2(system: System, run: PddAs2) -> None:
     """Refuse a system that stage 2 trains where stage 2 has no epoch."""
     if system in ("customised", "fed_negative") and not run.stage2.epochs:

@@ -28,6 +28,7 @@ from lit_dpret.federated.systems import (
     SystemResult,
     SystemRunner,
     check_elsewhere,
+    check_seeds_and_split,
     check_stage2,
     check_systems,
 )
@@ -65,11 +66,8 @@ class Federated:
             raise ConfigurationError(
                 f"task.save_encoder=true saves the model of stage 1, and task.systems={list(self.systems)} trains none."
             )
-        seeds = self.seeds = list(self.seeds)
-        if not seeds or len(set(seeds)) != len(seeds) or any(isinstance(s, bool) or s < 0 for s in seeds):
-            raise ConfigurationError(f"task.seeds={seeds} must be some different whole numbers, none below 0.")
-        if self.split not in ("dev", "test"):
-            raise ConfigurationError(f"task.split={self.split!r} must be dev or test.")
+        self.seeds = list(self.seeds)
+        check_seeds_and_split(self.seeds, self.split)
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Run every system and seed that is not finished; return sentence MRR@10 by system, the mean over silos."""

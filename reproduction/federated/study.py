@@ -13,6 +13,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
@@ -25,7 +26,7 @@ from lit_dpret.errors import ConfigurationError
 from lit_dpret.federated.aggregation import check_silos
 from lit_dpret.federated.plan import FederationPlan
 from lit_dpret.federated.silo_ledger import PASSAGE_LEDGER, QUERY_LEDGER
-from lit_dpret.federated.systems import System, SystemResult, check_stage2
+from lit_dpret.federated.systems import System, SystemResult, check_seeds_and_split, check_stage2
 from lit_dpret.report.figures import can_draw
 from lit_dpret.report.paper_004 import COLUMNS, WITHOUT_QUERIES
 from lit_dpret.retrieval.statistics import seed_interval
@@ -51,8 +52,9 @@ Found = Mapping[str, Mapping[int, SystemResult]]
 _ALIKE = 1e-9
 
 
+@dataclass(kw_only=True)
 class FederatedStudy:
-    """Run the cells of a study that are not done yet, and tell what it found.
+    """Run the cells of a study that are not done yet, and report what it found.
 
     Raises:
         ConfigurationError: There is no such study, or a setting is not one of it.
@@ -60,62 +62,53 @@ class FederatedStudy:
 
     takes_federation: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        *,
-        study: str | None = None,
-        seeds: Sequence[int] = (0, 1, 2),
-        systems: Sequence[str] | None = None,
-        values: Sequence[float] | None = None,
-        skew: float | None = None,
-        split: str = "test",
-        plot: bool | None = None,
-        note: str = "",
-        min_free_mb: float = 1000,
-    ) -> None:
-        self.study: Study = study_of(study)
-        if not seeds or len(set(seeds)) != len(seeds) or any(isinstance(s, bool) or s < 0 for s in seeds):
-            raise ConfigurationError(f"task.seeds={list(seeds)} must be some different whole numbers, none below 0.")
-        if split not in ("dev", "test"):
-            raise ConfigurationError(f"task.split={split!r} must be dev or test.")
-        if plot and not can_draw():
+    study: str | None = None
+    seeds: Sequence[int] = (0, 1, 2)
+    systems: Sequence[str] | None = None
+    values: Sequence[float] | None = None
+    skew: float | None = None
+    split: str = "test"
+    plot: bool | None = None
+    note: str = ""
+    min_free_mb: float = 1000
+
+    def __post_init__(self) -> None:
+        self._study = study_of(self.study)
+        check_seeds_and_split(self.seeds, self.split)
+        if self.plot and not can_draw():
             raise ConfigurationError(
                 'task.plot=true draws with matplotlib, which is not installed. Run: pip install "lit-dpret[plot]", or '
                 "set task.plot=null to go without."
             )
-        self.seeds, self.split, self.note, self.min_free_mb = list(seeds), split, note, min_free_mb
-        self.plot = can_draw() if plot is None else plot
-        self.systems = self._chosen(systems)
-        self.values = self._varied(values)
-        if skew is not None and (self.study.name != "gain" or not 1 <= skew < float("inf")):
-            raise ConfigurationError(f"task.skew={skew} is at least 1, and goes with task.study=gain alone.")
-        self.skew = skew
+        self._draws = can_draw() if self.plot is None else self.plot
+        self._systems, self._values = self._chosen(), self._varied()
+        if self.skew is not None and (self._study.name != "gain" or not 1 <= self.skew < float("inf")):
+            raise ConfigurationError(f"task.skew={self.skew} is at least 1, and goes with task.study=gain alone.")
 
-    def _chosen(self, systems: Sequence[str] | None) -> list[System]:
-        known = self.study.systems
+    def _chosen(self) -> list[System]:
+        known, systems = self._study.systems, self.systems
         if systems is None:
-            return list(self.study.default)
-        odd = sorted(set(systems) - set(known))
-        if odd or not systems or len(set(systems)) < len(systems):
+            return list(self._study.default)
+        if not systems or set(systems) - set(known) or len(set(systems)) < len(systems):
             raise ConfigurationError(
                 f"task.systems={list(systems)} must be some different ones of {', '.join(known)}, which "
-                f"task.study={self.study.name} compares."
+                f"task.study={self._study.name} compares."
             )
         return [system for system in known if system in systems]
 
-    def _varied(self, values: Sequence[float] | None) -> list[float]:
+    def _varied(self) -> list[float]:
+        values, study = self.values, self._study
         if values is None:
-            return list(self.study.values)
-        most = 1.0 if self.study.name == "data_ratio" else float("inf")
-        least = 10 if self.study.name == "hubness" else 0
-        whole = self.study.name != "data_ratio"
+            return list(study.values)
+        kind, least, most = {
+            "data_ratio": ("shares above 0, at most 1", 0.0, 1.0),
+            "hubness": ("whole numbers of at least 10", 10.0, float("inf")),
+        }.get(study.name, ("whole numbers above 0", 0.0, float("inf")))
+        whole = study.name != "data_ratio"
         wrong = [v for v in values if not (least <= v <= most and v > 0) or (whole and v != int(v))]
-        if not self.study.values or wrong or not values or len(set(values)) < len(values):
-            kind = {"data_ratio": "shares above 0, at most 1", "hubness": "whole numbers of at least 10"}.get(
-                self.study.name, "whole numbers above 0"
-            )
-            can = f"must be some different {kind}" if self.study.values else "is nothing that this study varies"
-            raise ConfigurationError(f"task.values={list(values)} {can} (task.study={self.study.name}).")
+        if not study.values or wrong or not values or len(set(values)) < len(values):
+            can = f"must be some different {kind}" if study.values else "is nothing that this study varies"
+            raise ConfigurationError(f"task.values={list(values)} {can} (task.study={study.name}).")
         return sorted(values)
 
     def run(self, parts: Parts) -> dict[str, float]:
@@ -138,7 +131,7 @@ class FederatedStudy:
         root = parts.run_dir / "studies"
         base = plan.folders(root / PRIVATE / "data" / _source(plan))
         points = self._points(plan, base)
-        out = root / self.study.name
+        out = root / self._study.name
         out.mkdir(parents=True, exist_ok=True)
         Stages(out, resume=parts.resume, fingerprint=_source(plan, settings=True, split=self.split)).begin()
         cells = Cells(plan, base, root / PRIVATE, split=self.split)
@@ -146,7 +139,7 @@ class FederatedStudy:
         todo.sort(key=lambda one: not cells.is_done(one[1], one[0]))
         done = sum(cells.is_done(point, seed) for seed, point in todo)
         found: dict[str, dict[int, SystemResult]] = {point.name: {} for point in points}
-        with ProgressLine(f"study {self.study.name}, points and seeds", every=0.0) as progress:
+        with ProgressLine(f"study {self._study.name}, points and seeds", every=0.0) as progress:
             for place, (seed, point) in enumerate(todo):
                 if place >= done:
                     progress(place, len(todo), f"{point.name}, seed {seed}")
@@ -159,7 +152,7 @@ class FederatedStudy:
         self, points: Sequence[Point], found: Found, folder: Path, cells: Cells, *, notes: Sequence[str], command: str
     ) -> dict[str, float]:
         """Write the report and print it in short; returns sentence R@1 by point."""
-        study, plan = self.study, cells.plan
+        study, plan = self._study, cells.plan
         counts = {seed: sizes(cells.silos(points[0], seed)) for seed in self.seeds} if study.trend else {}
         rows = [_row(study, point, found[point.name]) for point in points]
         findings = [_finding(one, found) for one in study.contrasts(points)]
@@ -185,7 +178,7 @@ class FederatedStudy:
             command=command,
             promise=_promise(plan, cells),
         )
-        picture = draw_study(page, folder / f"{study.name}.png") if self.plot else None
+        picture = draw_study(page, folder / f"{study.name}.png") if self._draws else None
         written = write_study(page, folder, study.name, picture=picture)
         lines = [f"{row.line}, {row.label}: sentence R@1 {with_reach(row.interval(SHOWN))}" for row in rows]
         lines += page.findings
@@ -195,9 +188,9 @@ class FederatedStudy:
 
     def _points(self, plan: FederationPlan, base: Mapping[str, Path]) -> list[Point]:
         """Return the points, each of which can be run: its settings are accepted, and its silos have queries."""
-        values = [self._skew(base)] if self.study.name == "gain" else self.values
-        asked = Asked(run=plan.settings(0), clients=len(base), systems=self.systems, values=values)
-        points = self.study.points(asked)
+        values = [self._skew(base)] if self._study.name == "gain" else self._values
+        asked = Asked(run=plan.settings(0), clients=len(base), systems=self._systems, values=values)
+        points = self._study.points(asked)
         for point in points:
             settings = point.settings(plan.settings(0))
             check_stage2(point.system, settings)
@@ -221,7 +214,7 @@ class FederatedStudy:
                 left = int(have[name] * share / point.silos.parts)
                 if left < batch:
                     raise ConfigurationError(
-                        f"task.study={self.study.name}: client {name!r} would have about {left} train queries at "
+                        f"task.study={self._study.name}: client {name!r} would have about {left} train queries at "
                         f"{point.name}, fewer than a batch of {batch}. Lower the batch_size of federated.stage1 and "
                         "federated.stage2, or take other values."
                     )
@@ -243,7 +236,7 @@ class FederatedStudy:
             f"{len(base)} silos with {span} train queries, judged on their {self.split} queries; seeds "
             f"{', '.join(map(str, self.seeds))}."
         )
-        if self.study.name == "gain" and points[0].silos.skew > 1:
+        if self._study.name == "gain" and points[0].silos.skew > 1:
             found.append(
                 f"The clients' sizes are made: the smallest keeps 1/{points[0].silos.skew:g} of its train queries, and "
                 "which client is how small is drawn anew by each seed, so that a rank is no domain."
