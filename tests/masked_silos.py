@@ -9,16 +9,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from messages import ByMessages
 from tiny_silos import SMALL
 
 from lit_dpret.federated.aggregation import Weights
-from lit_dpret.federated.documents import Patience
-from lit_dpret.federated.federation import FedResult
 from lit_dpret.federated.flower.client_app import build_client_app
-from lit_dpret.federated.flower.grid import Fate, InProcessGrid
-from lit_dpret.federated.flower.library import SUPERLINK_NODE_ID, Context, Message, RecordDict, acting_as
-from lit_dpret.federated.flower.payloads import digest_of, envelope
-from lit_dpret.federated.flower.server_app import FlowerFederation, build_server_app
+from lit_dpret.federated.flower.grid import InProcessGrid
+from lit_dpret.federated.flower.library import Message, RecordDict
 from lit_dpret.federated.keys import Credentials, identity_of, new_identity
 from lit_dpret.federated.settings import PddAs2
 
@@ -78,20 +75,18 @@ class WritesDown(InProcessGrid):
         return {node: content for found, node, found_way, content in self.seen if (found, found_way) == (kind, way)}
 
 
-class Masked:
+class Masked(ByMessages):
     """The run, its grid and its server."""
 
-    def __init__(self, root: Path, settings: PddAs2 = MASKED, *, fate: Fate | None = None, silo: Any = Drifts,
-                 keys: Mapping[str, Credentials] | None = None, names: tuple[str, ...] = NAMES,
-                 **server: Any) -> None:  # fmt: skip
-        self.root, self.settings, self._silo, self._keys = root, settings, silo, dict(keys or {})
-        nodes = {number: {"client": name} for number, name in enumerate(names, start=10)}
-        self.grid = WritesDown(build_client_app(self.client), nodes, fate=fate)
-        self.server = FlowerFederation(settings, START, root / "server", dim=16,
-                                       patience=Patience(**{"min_clients": 1, "wait": 0.0, **server}))  # fmt: skip
+    grid_of = WritesDown
 
-    def client(self, context: Context) -> Any:
-        name = str(context.node_config["client"])
+    def __init__(self, root: Path, settings: PddAs2 = MASKED, *, silo: Any = Drifts,
+                 keys: Mapping[str, Credentials] | None = None, names: tuple[str, ...] = NAMES,
+                 **more: Any) -> None:  # fmt: skip
+        self.root, self._silo, self._keys = root, silo, dict(keys or {})
+        super().__init__(settings, names, START, root / "server", **more)
+
+    def silo_of(self, name: str) -> Any:
         return self._silo(name, self.root / name, self.settings, self._keys.get(name))
 
     def forget_between_messages(self) -> Masked:
@@ -102,21 +97,8 @@ class Masked:
             self.grid._app = build_client_app(self.client)
             return handled(message, node)
 
-        self.grid._handled = anew  # type: ignore[method-assign]
+        self.grid._handled = anew
         return self
-
-    def launch(self) -> FedResult:
-        self.grid.launch(build_server_app(self.server))
-        return self.server.result
-
-    def ask(self, node: int, kind: str, content: Mapping[str, Any] | None = None, **facts: Any) -> Message:
-        """The answer to a message of a server that does as it likes."""
-        with acting_as(run_id=1, node_id=SUPERLINK_NODE_ID):
-            told = envelope(settings=digest_of(self.settings), **facts)
-            for name, record in (content or {}).items():
-                told[name] = record
-            (reply,) = self.grid.send_and_receive([Message(told, node, kind)])
-        return reply
 
 
 def credentials(**instead: bytes) -> dict[str, Credentials]:

@@ -1,7 +1,8 @@
-"""A federation of planted silos by messages, in one process; imported by path, not a test."""
+"""Federations by messages in one process, on which a test is the server too; imported by path, not a test."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,13 @@ from typing import Any
 from tiny_silos import SIZE, SMALL, maker
 
 from lit_dpret.datamodules.silo_folder import silo_folders, write_silos
+from lit_dpret.federated.aggregation import Weights
 from lit_dpret.federated.data import planted_silos
 from lit_dpret.federated.documents import Patience
 from lit_dpret.federated.federation import FedResult
 from lit_dpret.federated.flower.client_app import build_client_app
 from lit_dpret.federated.flower.grid import Fate, InProcessGrid
-from lit_dpret.federated.flower.library import Context
+from lit_dpret.federated.flower.library import SUPERLINK_NODE_ID, Context, Message, acting_as
 from lit_dpret.federated.flower.server_app import FlowerFederation, build_server_app
 from lit_dpret.federated.settings import PddAs2
 from lit_dpret.federated.silo import SiloClient
@@ -22,43 +24,60 @@ from lit_dpret.federated.silo import SiloClient
 DIM = 16
 
 
-class Run:
-    """A federation by messages over planted silos; the same silos and the same start as `tiny_silos.federation`."""
+class ByMessages:
+    """Silos on the nodes 10, 11, ..., the grid between them and their server."""
+
+    grid_of: type[InProcessGrid] = InProcessGrid
 
     def __init__(
-        self,
-        root: Path,
-        settings: PddAs2 = SMALL,
-        *,
-        fate: Fate | None = None,
-        silo: Any = SiloClient,
-        share: bool = False,
-        spent: bool = False,
-        **server: Any,
-    ) -> None:
-        if not (root / "silos").exists():
-            write_silos(root / "silos", planted_silos(SIZE), facts={})
-        self.folders = silo_folders(root / "silos")
-        self.root, self.settings, self.silo = root, settings, silo
-        self.grid = InProcessGrid(
-            build_client_app(self.client, share_measures=share, share_epsilon=spent),
-            {number: {"client": name} for number, name in enumerate(self.folders, start=10)},
-            fate=fate,
+        self, settings: PddAs2, names: Iterable[str], start: Weights, server: Path, *, fate: Fate | None = None,
+        share: bool = False, spent: bool = False, **patience: Any,
+    ) -> None:  # fmt: skip
+        self.settings = settings
+        nodes = {number: {"client": name} for number, name in enumerate(names, start=10)}
+        self.grid: Any = self.grid_of(
+            build_client_app(self.client, share_measures=share, share_epsilon=spent), nodes, fate=fate
         )
-        start = self.client(self.grid.context(10)).model[0]
-        self.server = FlowerFederation(settings, start, root / "flower" / "server", dim=DIM,
-                                       patience=Patience(**{"min_clients": 1, "wait": 0.0, **server}))  # fmt: skip
+        waiting = Patience(**{"min_clients": 1, "wait": 0.0, **patience})
+        self.server = FlowerFederation(settings, start, server, dim=DIM, patience=waiting)
 
-    def client(self, context: Context) -> SiloClient:
-        name = str(context.node_config["client"])
-        found: SiloClient = self.silo(
-            self.folders[name], self.root / "flower" / name, self.settings, maker(), secret_file=self.root / "secret"
-        )
-        return found
+    def client(self, context: Context) -> Any:
+        """The silo of a node."""
+        return self.silo_of(str(context.node_config["client"]))
+
+    def silo_of(self, name: str) -> Any:
+        raise NotImplementedError
 
     def launch(self) -> FedResult:
         self.grid.launch(build_server_app(self.server))
         return self.server.result
+
+    def ask(self, node: int, kind: str, content: Mapping[str, Any] | None = None, **facts: Any) -> Message:
+        """The answer to a message of a server that does as it likes."""
+        told = self.server.silos.message(**facts)
+        for name, record in (content or {}).items():
+            told[name] = record
+        with acting_as(run_id=self.grid._run_id, node_id=SUPERLINK_NODE_ID):
+            (reply,) = self.grid.send_and_receive([Message(told, node, kind)])
+        return reply
+
+
+class Run(ByMessages):
+    """A federation over planted silos; the same silos and the same start as `tiny_silos.federation`."""
+
+    def __init__(self, root: Path, settings: PddAs2 = SMALL, *, silo: Any = SiloClient, **more: Any) -> None:
+        if not (root / "silos").exists():
+            write_silos(root / "silos", planted_silos(SIZE), facts={})
+        self.folders, self.root, self.silo = silo_folders(root / "silos"), root, silo
+        self.settings = settings
+        start = self.silo_of(next(iter(self.folders))).model[0]
+        super().__init__(settings, self.folders, start, root / "flower" / "server", **more)
+
+    def silo_of(self, name: str) -> SiloClient:
+        found: SiloClient = self.silo(
+            self.folders[name], self.root / "flower" / name, self.settings, maker(), secret_file=self.root / "secret"
+        )
+        return found
 
 
 def only_stage1(settings: PddAs2 = SMALL, rounds: int = 2) -> PddAs2:

@@ -6,6 +6,7 @@ Imported by path through ``conftest.py``; not a test.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,10 +39,10 @@ class Pair:
     positives: frozenset[str]
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer(words: Sequence[str] = WORDS) -> PreTrainedTokenizerFast:
     """Whole words, lower-cased; every text ends in ``</s>``."""
-    words = ["<pad>", "</s>", "<unk>", "generate_query:", *WORDS]
-    fast = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    known = ["<pad>", "</s>", "<unk>", "generate_query:", *words]
+    fast = Tokenizer(models.WordLevel({word: i for i, word in enumerate(known)}, unk_token="<unk>"))
     fast.normalizer = normalizers.Lowercase()
     fast.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])

@@ -40,6 +40,7 @@ from lit_dpret.privacy.accounting.accountant import calibrate_noise
 from lit_dpret.privacy.accounting.releases import Poisson, Release
 from lit_dpret.privacy.budget import PrivacyBudget
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
+from lit_dpret.settings import require_number, require_whole
 from lit_dpret.synthesis.writer import synthesize
 
 SYNTHETIC = "synthetic"
@@ -87,6 +88,11 @@ class GeneratorTerms:
     eps: float  # the part of the silo's budget that the generator may cost by itself
     epochs: int = 1
     batch_size: int = 32  # on average
+
+    def __post_init__(self) -> None:
+        require_number("task", self, "eps")  # no generator is trained without it
+        require_whole("task", self, 1, "epochs", "batch_size")
+        object.__setattr__(self, "eps", float(self.eps))
 
 
 def train_generator(
@@ -176,21 +182,19 @@ def check_generator(silo: str | Path, settings: PddAs2, terms: GeneratorTerms) -
     Raises:
         ConfigurationError: A number is out of range, or there is no budget.
     """
-    eps, epochs, batch_size = terms.eps, terms.epochs, terms.batch_size
+    batch_size = terms.batch_size
     data, budget = units_and_budget(
         silo, settings.privacy, sampling="poisson", expected_batch_size=batch_size, physical_batch_size=batch_size,
         seed=settings.seed,
     )  # fmt: skip
-    if not 0 < eps <= budget.eps:
+    if terms.eps > budget.eps:
         raise ConfigurationError(
-            f"{_WHERE}: eps={eps:g} of the generator must be above 0 and at most federated.privacy.eps="
-            f"{budget.eps:g}, of which it is a part."
+            f"{_WHERE}: eps={terms.eps:g} of the generator must be at most federated.privacy.eps={budget.eps:g}, of "
+            "which it is a part."
         )
-    if epochs < 1:
-        raise ConfigurationError(f"{_WHERE}: epochs={epochs} must be at least 1.")
-    if not 1 <= batch_size <= data.n_units:
+    if batch_size > data.n_units:
         raise ConfigurationError(
-            f"{_WHERE}: batch_size={batch_size} must be at least 1 and at most the number of the silo's train queries."
+            f"{_WHERE}: batch_size={batch_size} must be at most the number of the silo's train queries."
         )
     return data, budget
 

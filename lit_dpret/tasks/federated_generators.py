@@ -35,7 +35,7 @@ from lit_dpret.federated.synthetic import (
 from lit_dpret.modules import QueryGenerator
 from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.report.page import write_short
-from lit_dpret.settings import picked, require_number, require_whole
+from lit_dpret.settings import picked, require_whole
 from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.stages import Stages
 
@@ -72,11 +72,9 @@ class FederatedGenerators:
     min_free_mb: float = 1000
 
     def __post_init__(self) -> None:
-        require_number("task", self, "eps")  # no generator is trained without it
-        require_whole("task", self, 1, "epochs", "batch_size", "queries_per_passage", "max_new_tokens", "group_size")
+        require_whole("task", self, 1, "queries_per_passage", "max_new_tokens", "group_size")
         if self.names is not None and self.data is not None:
             raise ConfigurationError("task.names chooses among the silos of a folder, and task.data is one. Give one.")
-        self.eps = float(self.eps)
         self.data = None if self.data is None else Path(self.data)
         self.training = GeneratorTerms(eps=self.eps, epochs=self.epochs, batch_size=self.batch_size)
         self.writing = picked(

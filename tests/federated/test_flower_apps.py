@@ -18,7 +18,7 @@ from messages import DIM, Run, only_stage1
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.federated.aggregation import fingerprint
 from lit_dpret.federated.documents import Patience
-from lit_dpret.federated.flower.library import SUPERLINK_NODE_ID, Message, acting_as
+from lit_dpret.federated.flower.library import Message
 from lit_dpret.federated.flower.payloads import weights_record
 from lit_dpret.federated.flower.server_app import FlowerFederation
 from lit_dpret.federated.settings import PddAs2
@@ -164,10 +164,7 @@ def test_a_server_gets_no_round_and_no_request_that_the_silos_settings_do_not_pl
         "train.personalise": {"epoch": 1},
     }
     for kind, turn in asked.items():
-        content = run.server.silos.message(weights=fingerprint(weights), **turn)
-        content["weights"] = weights_record(weights)
-        with acting_as(run_id=1, node_id=SUPERLINK_NODE_ID):
-            (reply,) = run.grid.send_and_receive([Message(content, 10, kind)])
+        reply = run.ask(10, kind, {"weights": weights_record(weights)}, weights=fingerprint(weights), **turn)
         assert reply.error.reason == "DataError (not planned)", kind
     assert not list((tmp_path / "flower" / "client0").glob("stage1-*"))
 

@@ -169,12 +169,6 @@ def test_lists_by_which_a_server_could_read_a_vector_are_refused(
         client.unmask(NAMES, ())
 
 
-def test_two_vectors_under_the_same_masks_are_refused() -> None:
-    run = Sum(vectors())
-    with pytest.raises(ConfigurationError, match="two under the same masks"):
-        run.clients[1].mask(run.fixed.encode(np.ones(50))[0], {})
-
-
 def test_a_share_that_was_changed_or_meant_for_somebody_else_does_not_open() -> None:
     session = Session(name="s", clients=(1, 2, 3))
     clients = {name: Client(session, name) for name in session.clients}

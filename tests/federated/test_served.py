@@ -17,7 +17,7 @@ from messages import Run, only_stage1
 
 from lit_dpret.errors import DataError
 from lit_dpret.federated.aggregation import Weights, fingerprint
-from lit_dpret.federated.flower.library import SUPERLINK_NODE_ID, Message, acting_as
+from lit_dpret.federated.flower.library import Message
 from lit_dpret.federated.flower.payloads import rows_record, weights_record
 from lit_dpret.federated.settings import PddAs2
 from lit_dpret.federated.storage import Served
@@ -34,17 +34,12 @@ class Asking:
 
     def __init__(self, root: Path, settings: PddAs2, *, run_id: int = 1) -> None:
         self.run = Run(root, settings, share=True)
-        self.run.grid._run_id = self.run_id = run_id
+        self.run.grid._run_id = run_id
         self.start: Weights = self.run.server.start
 
     def ask(self, kind: str, weights: Weights, *, records: dict[str, Any] | None = None, **facts: Any) -> Any:
-        content = self.run.server.silos.message(weights=fingerprint(weights), **facts)
-        content["weights"] = weights_record(weights)
-        for name, record in (records or {}).items():
-            content[name] = record
-        with acting_as(run_id=self.run_id, node_id=SUPERLINK_NODE_ID):
-            (reply,) = self.run.grid.send_and_receive([Message(content, 10, kind)])
-        return reply
+        content = {"weights": weights_record(weights), **(records or {})}
+        return self.run.ask(10, kind, content, weights=fingerprint(weights), **facts)
 
     def train(self, number: int, weights: Weights) -> Any:
         return self.ask("train.stage1", weights, round=number)

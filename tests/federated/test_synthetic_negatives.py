@@ -15,8 +15,6 @@ import torch
 from tiny_generator import generator, tokenizer
 from tiny_silos import PRIVATE, SIZE, declare_public, maker
 from tiny_silos import federation as federation_of
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
 
 from lit_dpret.callbacks import PrivacyCard
 from lit_dpret.cards.amendments import AttackResult, add_evidence
@@ -59,16 +57,8 @@ def client0(root: Path, settings: PddAs2, *, state: str = "state") -> SiloClient
     return SiloClient(silo(root), root / state / "client0", settings, maker(SMALL), secret_file=root / "secret")
 
 
-def planted_tokenizer() -> PreTrainedTokenizerFast:
-    words = ["<pad>", "</s>", "<unk>", "generate_query:", *planted_words(SMALL)]
-    fast = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    fast.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
-    return PreTrainedTokenizerFast(tokenizer_object=fast, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
-
-
 def make_generator(*, privacy: Any) -> Any:
-    return generator(privacy=privacy, tokenizer=planted_tokenizer())
+    return generator(privacy=privacy, tokenizer=tokenizer(planted_words(SMALL)))
 
 
 def trained(root: Path, name: str = "client0", eps: float = EPS) -> Path:
@@ -344,8 +334,3 @@ def test_without_a_budget_the_card_is_verified_all_the_same(world: Path) -> None
 def test_a_generator_that_cannot_be_trained_is_refused(world: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         train_generator(silo(world), world / "state" / "new", PRIVATE, make_generator, GeneratorTerms(**changes))
-
-
-def test_the_tokenizer_of_these_tests_knows_the_planted_words() -> None:
-    assert len(planted_tokenizer()) != len(tokenizer())
-    assert planted_tokenizer().unk_token_id not in planted_tokenizer()("filler0 entity0x0 dialect1").input_ids

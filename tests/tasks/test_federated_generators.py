@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_generator import generator
+from tiny_generator import generator, tokenizer
 from tiny_silos import encoder
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
 
 from lit_dpret.encoders.st_folder import save_sentence_transformer
 from lit_dpret.errors import ConfigurationError, DataError, LedgerError, LitDpretError, PrivateDataError, ResumeError
@@ -28,15 +26,8 @@ TINY = {"clients": 2, "entities": 4, "attributes": 4, "told": 3, "questions": 3,
 MODEL = {"encoder": "planted", "max_query_length": 8, "max_sentence_length": 12}
 ONE = {"warmup_rounds": 1, "rounds": 0, "batch_size": 4, "bm25_n": 1, "static_n": 1, "top_k": 4, "lr": 3e-3}
 TWO = {"batch_size": 4, "n": 2, "top_k": 4, "lr": 3e-3, "centroids": 2, "centroid_iterations": 1}
+WORDS = planted_words(Planted(**TINY))
 BUDGET = {"eps": 20.0, "delta": 1e-2, "accountant": "rdp"}
-
-
-def words() -> PreTrainedTokenizerFast:
-    known = ["<pad>", "</s>", "<unk>", "generate_query:", *planted_words(Planted(**TINY))]
-    fast = Tokenizer(models.WordLevel({word: i for i, word in enumerate(known)}, unk_token="<unk>"))
-    fast.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
-    return PreTrainedTokenizerFast(tokenizer_object=fast, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
 
 
 def plan(root: Path, **changes: Any) -> FederationPlan:
@@ -59,7 +50,7 @@ def parts(folder: Path, made: FederationPlan | None, *, resume: bool = False, mo
 
     return Parts(
         run_dir=folder, make_privacy=nothing, make_datamodule=nothing, make_trainer=nothing, resume=resume,
-        make_module=model or (lambda *, privacy: generator(privacy=privacy, tokenizer=words())),
+        make_module=model or (lambda *, privacy: generator(privacy=privacy, tokenizer=tokenizer(WORDS))),
         make_federation=lambda: made,
     )  # fmt: skip
 
