@@ -4,15 +4,13 @@ An entry's name is a hash of the weights, the contract, the vocabulary and the t
 encoder a step, change a prefix or a text, and it is another entry. Nothing is ever stale, and
 nothing has to be declared.
 
-A matrix that takes hours to compute is written as it comes: rows into a file that has its final length
-from the start, and after each group of rows, once they are on the disk, a line in a journal with their
-SHA-256. Whoever comes back believes the journal only where the bytes agree, and computes the rest;
-the groups are the same ones, so the finished file has the same bytes, however often it was begun.
-
-Several ranks may share the work: each takes groups, and the first one writes them in their place. Another rank writes
-each group into a file of its own beside the matrix, whole or not at all and named by its SHA-256; no two processes
-ever write into one file, which not every shared file system can be trusted with. What a job that was stopped left
-there is taken in by the next one, on however many ranks.
+A matrix that takes hours to compute is written as it comes. Each window of texts is cut into groups, and whoever
+computes a group writes it into a file of its own beside the matrix, whole or not at all and named by its SHA-256. When
+all groups of a window are there, the first rank puts their rows in their place, into a file that has its final length
+from the start, and writes the window's SHA-256 into a journal. Whoever comes back believes names and journal only where
+the bytes agree, and computes the rest; the groups are the same ones, so the finished file has the same bytes, however
+often it was begun and on however many ranks. No two processes ever write into one file, which not every shared file
+system can be trusted with.
 """
 
 from __future__ import annotations
@@ -20,9 +18,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -107,7 +105,7 @@ def encode_to_file(
             matrix.fill(file, encoding, texts, batch_size=batch_size, buffer_size=buffer_size, progress=progress)
             if file is not None:
                 file.finish()
-                matrix.clear()
+                matrix.forget_parts()
     except StorageError:
         raise
     except OSError as error:
@@ -127,9 +125,12 @@ class WindowGroups:
         self._step = batch_size * _BATCHES_PER_GROUP
         self.starts = range(0, len(window), self._step)
 
-    def rows(self, start: int) -> list[int]:
-        """Return where the embeddings of a group belong among those of all texts."""
-        return (self._places_of(start) + self.window_at).tolist()
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def rows(self, start: int) -> Tensor:
+        """Return where the embeddings of a group belong among those of the window's texts."""
+        return self._order[int(torch.searchsorted(self._sorted_places, start)) : self.end(start)]
 
     def end(self, start: int) -> int:
         """Return how many texts of the window are done with this group and those before it."""
@@ -141,7 +142,7 @@ class WindowGroups:
         Raises:
             DataError: One holds a NaN or infinity.
         """
-        places = self._window.places[self._places_of(start)] - start
+        places = self._window.places[self.rows(start)] - start
         found = self._window.embed(start, start + self._step, self._batch_size)[places]
         if broken := int((~found.isfinite()).any(dim=1).sum()):
             raise DataError(
@@ -150,13 +151,9 @@ class WindowGroups:
             )
         return found.to(self._dtype)
 
-    def _places_of(self, start: int) -> Tensor:
-        low = int(torch.searchsorted(self._sorted_places, start))
-        return self._order[low : self.end(start)]
-
 
 class Unfinished:
-    """The file with its final length, and the journal of what of it is right."""
+    """The file with its final length, and the journal of the windows of it that are right."""
 
     def __init__(self, path: Path, begun: Mapping[str, Any], *, restart: bool) -> None:
         self._path, self._begun = path, dict(begun)
@@ -164,7 +161,6 @@ class Unfinished:
         item = torch.empty(0, dtype=getattr(torch, str(begun["dtype"]))).element_size()
         self._width = int(begun["dim"]) * item
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._groups: dict[tuple[int, int], str] = {}
         self._windows: dict[int, str] = {}
         self._read_journal(restart)
         self._file = os.open(self._partial, os.O_RDWR | os.O_CREAT, 0o600)
@@ -180,31 +176,14 @@ class Unfinished:
         """Return whether the rows of a window are all there, by their SHA-256."""
         return start in self._windows and self._windows[start] == self._sha256(start, rows)
 
-    def vouch_for_window(self, start: int, rows: int) -> None:
-        """Write down that the rows of a window are all there."""
-        append_fact(self._journal, {"window": start, "sha256": self._sha256(start, rows)})
-
-    def has_group(self, window: int, group: int, rows: Sequence[int]) -> bool:
-        """Return whether these rows are there, by their SHA-256."""
-        known = self._groups.get((window, group))
-        if known is None:
-            return False
-        digest = hashlib.sha256()
-        for row in rows:
-            digest.update(os.pread(self._file, self._width, row * self._width))
-        return digest.hexdigest() == known
-
-    def write_group(self, window: int, group: int, rows: Sequence[int], embeddings: Tensor) -> None:
-        """Write rows, wait until they are on the disk, and vouch for them."""
-        data = embeddings.contiguous().view(torch.uint8).numpy()
-        digest = hashlib.sha256()
-        for row, line in zip(rows, data, strict=True):
-            written = os.pwrite(self._file, line.data, row * self._width)
-            if written != self._width:
-                raise OSError(28, "No space left on device")
-            digest.update(line.data)
+    def write_window(self, start: int, embeddings: Tensor) -> None:
+        """Write the rows of a window, wait until they are on the disk, and vouch for them."""
+        data, place = embeddings.view(torch.uint8).numpy().reshape(-1).data, start * self._width
+        while len(data):
+            written = os.pwrite(self._file, data, place)  # less than all where the disk is nearly full
+            data, place = data[written:], place + written
         os.fsync(self._file)
-        append_fact(self._journal, {"window": window, "group": group, "sha256": digest.hexdigest()})
+        append_fact(self._journal, {"window": start, "sha256": self._sha256(start, len(embeddings))})
 
     def finish(self) -> None:
         """Give the file its name and forget the journal."""
@@ -239,11 +218,7 @@ class Unfinished:
             self._journal.unlink(missing_ok=True)
             append_fact(self._journal, {"begun": self._begun})
             return
-        for fact in facts[1:]:
-            if "group" in fact:
-                self._groups[int(fact["window"]), int(fact["group"])] = str(fact["sha256"])
-            elif "window" in fact:
-                self._windows[int(fact["window"])] = str(fact["sha256"])
+        self._windows = {int(fact["window"]): str(fact["sha256"]) for fact in facts[1:] if "window" in fact}
 
 
 def mapped(path: Path, rows: int, dim: int, dtype: torch.dtype) -> Tensor | None:
@@ -257,9 +232,6 @@ def mapped(path: Path, rows: int, dim: int, dtype: torch.dtype) -> Tensor | None
     if not size:
         return torch.empty(rows, dim, dtype=dtype)
     return torch.from_file(str(path), shared=False, size=rows * dim, dtype=dtype).view(rows, dim)
-
-
-_NAME = re.compile(r"(\d+)-(\d+)-([0-9a-f]{16})-([0-9a-f]{64})\.part")
 
 
 @dataclass(frozen=True)
@@ -277,7 +249,7 @@ class SharedMatrix:
 
     @property
     def parts(self) -> Path:
-        """Where the other ranks put what they made."""
+        """Where ranks put what they made."""
         return self.path.with_name(self.path.name + ".parts")
 
     def fill(
@@ -303,64 +275,49 @@ class SharedMatrix:
             if not there:
                 groups = WindowGroups(Window(encoding, part), window_at, batch_size, self.dtype)
                 self._window(file, groups, progress, len(texts))
-                if file is not None:
-                    file.vouch_for_window(window_at, len(part))
             if progress is not None:
                 progress(window_at + len(part), len(texts))
 
     def _window(self, file: Unfinished | None, groups: WindowGroups, progress: Progress | None, total: int) -> None:
-        missing: list[int] = self.job.share(lambda: [] if file is None else self._missing(file, groups))
-        made: list[str] = []
+        missing = self.job.share(lambda: [start for start in groups.starts if self._part(groups, start) is None])
 
         def work() -> None:
             for start in self.job.deal(f"{self.path.name}-{groups.window_at}", missing):
-                rows, found = groups.rows(start), groups.embed(start)
-                if file is not None:
-                    file.write_group(groups.window_at, start, rows, found)
-                else:
-                    made.append(self._write_part(groups.window_at, start, found))
+                data = groups.embed(start).contiguous().view(torch.uint8).numpy().tobytes()
+                name = f"{self._begins(groups, start)}{hashlib.sha256(data).hexdigest()}.part"
+                write_whole(self.parts / name, data, owner_only=True)
                 if progress is not None:
                     progress(min(total, groups.window_at + groups.end(start)), total)
 
         self.job.together(work)
-        told = self.job.gather(made)
-        if file is not None:
-            self._take_in(file, groups, (name for names in told for name in names))
+        self.job.share(lambda: None if file is None else self._join(file, groups))
 
-    def _missing(self, file: Unfinished, groups: WindowGroups) -> list[int]:
-        """Return the groups of a window that are to be made, after what a stopped job left was taken in."""
-        with suppress(OSError):
-            self._take_in(file, groups, [path.name for path in sorted(self.parts.glob("*.part"))])
-        return [start for start in groups.starts if not file.has_group(groups.window_at, start, groups.rows(start))]
+    def _join(self, file: Unfinished, groups: WindowGroups) -> None:
+        """Put the groups of a window in their place."""
+        joined = torch.empty(len(groups), self.dim, dtype=self.dtype)
+        for start in groups.starts:
+            data = self._part(groups, start)
+            if data is None:
+                raise OSError(f"a part of it is not in {self.parts} any more")
+            joined[groups.rows(start)] = data
+        file.write_window(groups.window_at, joined)
+        self.forget_parts()
 
-    def _write_part(self, window: int, start: int, found: Tensor) -> str:
-        data = found.contiguous().view(torch.uint8).numpy().tobytes()
-        name = f"{window}-{start}-{self.key}-{hashlib.sha256(data).hexdigest()}.part"
-        write_whole(self.parts / name, data, owner_only=True)
-        return name
-
-    def _take_in(self, file: Unfinished, groups: WindowGroups, names: Iterator[str] | Sequence[str]) -> None:
-        """Put parts of this window in their place; one that is torn or of something else is forgotten."""
-        for name in names:
-            known = _NAME.fullmatch(name)
-            if known is None or known[3] != self.key or int(known[1]) != groups.window_at:
-                continue
-            path, start = self.parts / name, int(known[2])
+    def _part(self, groups: WindowGroups, start: int) -> Tensor | None:
+        """Return the embeddings of a group where somebody has written them; a torn file is not believed."""
+        rows = len(groups.rows(start))
+        for path in self.parts.glob(f"{self._begins(groups, start)}*.part"):
             data = path.read_bytes()
-            rows = groups.rows(start) if start in groups.starts else []
-            whole = hashlib.sha256(data).hexdigest() == known[4]
-            fits = len(data) == len(rows) * self.dim * torch.empty(0, dtype=self.dtype).element_size()
-            if whole and rows and fits and not file.has_group(groups.window_at, start, rows):
-                found = torch.frombuffer(bytearray(data), dtype=self.dtype).view(len(rows), self.dim)
-                file.write_group(groups.window_at, start, rows, found)
-            path.unlink(missing_ok=True)
+            if path.name.endswith(f"-{hashlib.sha256(data).hexdigest()}.part"):
+                return torch.frombuffer(bytearray(data), dtype=self.dtype).view(rows, self.dim)
+        return None
 
-    def clear(self) -> None:
-        """Remove what is left of the parts: nothing of this matrix."""
-        with suppress(OSError):
-            for path in self.parts.glob("*.part"):
-                path.unlink(missing_ok=True)
-            self.parts.rmdir()
+    def _begins(self, groups: WindowGroups, start: int) -> str:
+        return f"{groups.window_at}-{start}-{self.key}-"
+
+    def forget_parts(self) -> None:
+        """Remove all parts, of another matrix that was begun here too."""
+        shutil.rmtree(self.parts, ignore_errors=True)
 
 
 def _has_window(file: Unfinished | None, window_at: int, rows: int) -> bool:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +59,9 @@ def test_rows_do_not_depend_on_the_order_of_the_texts_and_equal_texts_have_equal
 ) -> None:
     """The very batches are the same, so that the last bit is the same on every machine."""
     batches: list[Any] = []
-    original = TextEncoder._padded
+    original = TextEncoder.padded
     monkeypatch.setattr(
-        TextEncoder, "_padded", lambda self, ids: batches.append([list(row) for row in ids]) or original(self, ids)
+        TextEncoder, "padded", lambda self, ids: batches.append([list(row) for row in ids]) or original(self, ids)
     )
     encoder = tiny_encoder()
     texts = [f"{one} {two} {three}" for one in WORDS[:7] for two in WORDS[:7] for three in WORDS[:7]] + TEXTS * 2
@@ -377,8 +378,12 @@ def test_a_broken_cache_entry_is_made_anew(tmp_path: Path, counted: list[int]) -
 def test_a_cache_that_cannot_be_written_is_refused_and_keeps_what_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*args: object) -> None:
-        raise OSError(28, "No space left on device")
+    real = os.replace
+
+    def full(draft: Path, name: Path) -> None:
+        if name.suffix != ".part":
+            raise OSError(28, "No space left on device")
+        real(draft, name)
 
     monkeypatch.setattr("os.replace", full)
     with pytest.raises(StorageError, match="No space left"):
