@@ -7,10 +7,9 @@ upper bounds, or the share that is kept would flatter.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from lit_dpret.losses import MarginMSELoss
 from lit_dpret.negatives import LabelledNegatives
 from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.retrieval.runs import EvaluationResult
+from lit_dpret.settings import require_number, require_whole
 from lit_dpret.synthesis.filters import ReleasedQueries, load_released
 from lit_dpret.synthesis.filters.pseudo_labels import LABELS
 from lit_dpret.synthesis.pseudo_queries import write_pseudo_queries
@@ -46,6 +46,7 @@ _WARM_UP = (
 )
 
 
+@dataclass(kw_only=True, eq=False)
 class Ablate(HeadStudy):
     """Train a retriever by every recipe at one budget, evaluate and compare."""
 
@@ -55,44 +56,34 @@ class Ablate(HeadStudy):
     encoder = "; frozen encoder with linear heads"
     growing = HeadStudy.growing | {"generators", "likeness_texts", "teacher"}
 
-    def __init__(
-        self,
-        *,
-        generators: Mapping[str, GeneratorRecipe] | None = None,
-        teacher: str | Path | None = None,
-        eps: float = 3.0,
-        written_passages: int | None = None,
-        likeness_texts: int | None = 2000,
-        only: Sequence[str] | None = None,
-        **study: Any,
-    ) -> None:
-        super().__init__(only=only, **study)
-        if not (isinstance(eps, (int, float)) and 0 < eps < math.inf):
-            raise ConfigurationError(f"task.eps={eps} must be a positive, finite number.")
-        for knob, number in (("likeness_texts", likeness_texts), ("written_passages", written_passages)):
-            if number is not None and number < 1:
-                raise ConfigurationError(f"task.{knob}={number} must be at least 1, or null.")
-        self.written_passages = written_passages
-        self.teacher = None if teacher is None else Teacher(str(teacher))
-        self.eps, self.generators, self.likeness_texts = float(eps), dict(generators or {}), likeness_texts
-        for name in self.only:
+    generators: Mapping[str, GeneratorRecipe] = field(default_factory=dict)
+    teacher: str | Path | None = None
+    eps: float = 3.0
+    written_passages: int | None = None
+    likeness_texts: int | None = 2000
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_number("task", self, "eps")
+        require_whole("task", self, 1, "likeness_texts", "written_passages", null=True)
+        self._teacher = None if self.teacher is None else Teacher(str(self.teacher))
+        for name in self.chosen:
             source = self.variants[name].queries
             if source not in (None, PSEUDO) and source not in self.generators:
                 raise ConfigurationError(
                     f"task.variants.{name}.queries={source} is not one of task.generators: "
                     f"{', '.join(self.generators) or 'there are none'}."
                 )
-        self._chosen_by_name = only is not None
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Train, evaluate and compare; what a generator starts from is looked for before anything else."""
-        self.only = self._that_can_start()
+        self.chosen = self._that_can_start()
         return super().run(parts)
 
     def _that_can_start(self) -> list[str]:
         """The recipes that have what they start from; others are left out, or refused if they were chosen."""
         missing = {}
-        for name in self.only:
+        for name in self.chosen:
             generator = self.generators.get(str(self.variants[name].queries))
             if generator is not None and (folder := generator.missing_start()) is not None:
                 missing[name] = (
@@ -103,19 +94,19 @@ class Ablate(HeadStudy):
                 generator.check_start()
             if name not in missing and (why := self._no_teacher(name)):
                 missing[name] = why
-        if missing and (self._chosen_by_name or len(missing) == len(self.only)):
+        if missing and (self.only is not None or len(missing) == len(self.chosen)):
             raise ConfigurationError(next(iter(missing.values())))
         for why in missing.values():
             sys.stdout.write(f"left out: {why}\n")
-        return [name for name in self.only if name not in missing]
+        return [name for name in self.chosen if name not in missing]
 
     def _no_teacher(self, name: str) -> str | None:
         """Why a recipe has nobody to learn from; None where it asks for nobody, or has one."""
         if self.variants[name].pseudo_labels is None:
             return None
         try:
-            if self.teacher is not None:
-                self.teacher.check()
+            if self._teacher is not None:
+                self._teacher.check()
                 return None
             reason = "it is null"
         except ConfigurationError as error:
@@ -128,7 +119,7 @@ class Ablate(HeadStudy):
     def cells(self) -> list[Cell]:
         """The recipes, upper bounds first."""
         order = {"bound": 0, "baseline": 1, "recipe": 2}
-        return [Cell(name) for name in sorted(self.only, key=lambda name: order[self.variants[name].part])]
+        return [Cell(name) for name in sorted(self.chosen, key=lambda name: order[self.variants[name].part])]
 
     def budget_of(self, cell: Cell) -> float | None:
         return self.eps if self.is_private(cell) else None
@@ -222,12 +213,12 @@ class Ablate(HeadStudy):
 
     def _margins(self, recipe: Recipe, data: SyntheticDataModule, made: Path, seed: int) -> dict[str, Any]:
         """What a retriever is given to learn the teacher's margins of made queries."""
-        if self.teacher is None or recipe.pseudo_labels is None:
+        if self._teacher is None or recipe.pseudo_labels is None:
             raise ConfigurationError("task.teacher is null.")
-        teacher, per_query = self.teacher, recipe.pseudo_labels
+        teacher, per_query = self._teacher, recipe.pseudo_labels
 
         def work(folder: Path, resume: bool) -> dict[str, Any]:
-            zero_shot = self.retriever(NoPrivacy())
+            zero_shot = self.make_retriever(NoPrivacy())
             zero_shot.prepare(data)
             released = of_those(self._released(made), None if data.keep is None else Path(data.keep))
             labelled = teacher.label(released, folder, zero_shot=zero_shot, per_query=per_query, seed=self._parts.seed)
@@ -255,12 +246,12 @@ class Ablate(HeadStudy):
             recipe: Recipe = self.variants[cell.variant]
             for seed in range(self._parts.seed, self._parts.seed + self.seeds):
                 stage = self._labels(recipe, seed)
-                if recipe.pseudo_labels is None or self.teacher is None or not self._stages.is_done(stage):
+                if recipe.pseudo_labels is None or self._teacher is None or not self._stages.is_done(stage):
                     continue
-                if self._stages.run(stage, _nothing)["teacher"] != self.teacher.fingerprint():
+                if self._stages.run(stage, _nothing)["teacher"] != self._teacher.fingerprint():
                     raise ResumeError(
                         f"resume=true, but {stage} was made by another cross-encoder than task.teacher="
-                        f"{self.teacher.source}. Restore it, or remove {self._parts.run_dir / stage} and the runs of "
+                        f"{self._teacher.source}. Restore it, or remove {self._parts.run_dir / stage} and the runs of "
                         f"task.variants.{cell.variant}."
                     )
 
@@ -297,7 +288,7 @@ class Ablate(HeadStudy):
 
     def references(self) -> Sequence[str]:
         """Zero-shot and the baselines: what recipes are tested against."""
-        bases = [self.variants[name].label for name in self.only if self.variants[name].part == "baseline"]
+        bases = [self.variants[name].label for name in self.chosen if self.variants[name].part == "baseline"]
         return ["zero-shot", *bases]
 
     def sections(self, rows: Sequence[ModeRow]) -> list[Section]:
@@ -315,7 +306,7 @@ class Ablate(HeadStudy):
         return str(self.variants[cell.variant].part)
 
     def _generator_section(self) -> list[Section]:
-        used = list(dict.fromkeys(self.variants[name].queries for name in self.only))
+        used = list(dict.fromkeys(self.variants[name].queries for name in self.chosen))
         names = [name for name in used if name is not None and name != PSEUDO]
         if not names:
             return []
@@ -358,7 +349,7 @@ class Ablate(HeadStudy):
         return super().private_trainings(cells) + self.seeds * len(used)
 
     def notes(self) -> Iterable[str]:
-        if any(self.variants[name].queries not in (None, PSEUDO) for name in self.only):
+        if any(self.variants[name].queries not in (None, PSEUDO) for name in self.chosen):
             yield (
                 "Each run that learns from synthetic queries has a generator of its own, trained with noise of its "
                 "own: the interval over runs covers that noise."

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from lit_dpret.errors import ConfigurationError, PrivacyViolation
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
 from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.report.canary_table import CanaryRow, write_canary_table
+from lit_dpret.settings import require_whole
 from lit_dpret.tasks.audit import Measurement, limits_by_copies
 from lit_dpret.tasks.parts import Parts
 from lit_dpret.tasks.pipeline_stages import stage_callbacks, train_retriever
@@ -34,49 +35,39 @@ NAME = "canaries"
 _HOW_NOT_WHAT = ("hydra.run.dir=", "privacy.secret_file=")  # words of a command that change no number
 
 
+@dataclass(kw_only=True, eq=False)
 class CanaryStudy(Study):
     """Repeated trainings with planted secrets."""
 
     growing = Study.growing | {"eps", "trainings", "keep_models"}
 
-    def __init__(
-        self,
-        *,
-        generator: Callable[..., Any],
-        canaries: CanarySuite,
-        measure: Measurement,
-        eps: Sequence[float | None] = (None, 16.0),
-        trainings: int = 5,
-        steps: int = 80,
-        batch: int = 64,
-        max_grad_norm: float = 0.1,
-        tuning_note: str | None = None,
-        tuning_data: str = "unknown",
-        keep_models: bool = False,
-        min_free_mb: float = 300,
-    ) -> None:
-        for name, number in (("trainings", trainings), ("steps", steps), ("batch", batch)):
-            if number < 1:
-                raise ConfigurationError(f"task.{name}={number} must be at least 1.")
-        if not eps or len(set(eps)) < len(eps) or any(value is not None and not value > 0 for value in eps):
-            raise ConfigurationError(f"task.eps={list(eps)} must be different positive numbers, null for no privacy.")
-        if canaries.include != 1:
+    generator: Callable[..., Any]
+    canaries: CanarySuite
+    measure: Measurement
+    eps: Sequence[float | None] = (None, 16.0)
+    trainings: int = 5
+    steps: int = 80
+    batch: int = 64
+    max_grad_norm: float = 0.1
+    tuning_note: str | None = None
+    tuning_data: str = "unknown"
+    keep_models: bool = False
+    min_free_mb: float = 300
+
+    def __post_init__(self) -> None:
+        require_whole("task", self, 1, "trainings", "steps", "batch")
+        if not self.eps or len(set(self.eps)) < len(self.eps) or any(e is not None and not e > 0 for e in self.eps):
             raise ConfigurationError(
-                f"task.canaries.include={canaries.include:g}: ranks are of planted secrets. Set it to 1; for coins "
-                "there is the one-run audit."
+                f"task.eps={list(self.eps)} must be different positive numbers, null for no privacy."
             )
-        self.make_generator, self.canaries, self.measure = generator, canaries, measure
-        self.eps, self.trainings = list(eps), trainings
-        self.steps, self.batch, self.max_grad_norm = steps, batch, max_grad_norm
-        self.tuning_note, self.tuning_data = tuning_note, tuning_data
-        self.keep_models, self.min_free_mb = keep_models, min_free_mb
+        if self.canaries.include != 1:
+            raise ConfigurationError(
+                f"task.canaries.include={self.canaries.include:g}: ranks are of planted secrets. Set it to 1; for "
+                "coins there is the one-run audit."
+            )
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Every training that is not done yet, then the table; returns the leaked share by row.
-
-        Raises:
-            PrivacyViolation: Something was measured above its ceiling, after the report was written.
-        """
+        """Every training that is not done yet, then the table; returns the leaked share by row."""
         self._parts = parts
         for eps in self.eps:
             self._privacy(eps)  # refused before anything is trained
@@ -106,7 +97,7 @@ class CanaryStudy(Study):
     def _trained(self, eps: float | None, number: int, folder: Path, resume: bool) -> dict[str, Any]:
         seed = self._parts.seed + number
         L.seed_everything(seed, verbose=False)
-        model = self.make_generator(privacy=self._privacy(eps))
+        model = self.generator(privacy=self._privacy(eps))
         data: PairsDataModule = self._parts.make_datamodule(expected_batch_size=None, sample_rate=None)
         if eps is None:
             data.sampling = "shuffle"

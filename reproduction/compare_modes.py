@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from lit_dpret.cards.text import privacy_line
 from lit_dpret.datamodules import PairsDataModule, SyntheticDataModule
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.retrieval.runs import EvaluationResult
+from lit_dpret.settings import require_whole
 from lit_dpret.synthesis.filters import load_released
 from lit_dpret.tasks.pipeline_stages import KEPT
 from reproduction.heads import HeadStudy, HeadVariant
@@ -24,46 +25,42 @@ from reproduction.report.comparison import COMPARE_MODES
 from reproduction.study import Cell
 
 
+@dataclass(kw_only=True, eq=False)
 class CompareModes(HeadStudy):
     """Train every variant at every budget, evaluate and compare."""
 
     headings = COMPARE_MODES
     encoder = "; frozen encoder with a linear query head"
-    growing = HeadStudy.growing | {"eps", "synthetic"}
+    growing = HeadStudy.growing | {"eps", "synthetic", "folders"}
 
-    def __init__(
-        self,
-        *,
-        eps: Sequence[float] = (3.0, 8.0),
-        synthetic: str | Path | Sequence[str | Path] | None = None,
-        round_trip_filter: int | None = 10,
-        **study: Any,
-    ) -> None:
-        super().__init__(**study)
-        if not eps or any(not (isinstance(e, (int, float)) and 0 < e < math.inf) for e in eps):
-            raise ConfigurationError(f"task.eps={list(eps)} must be one or more positive, finite numbers.")
-        if round_trip_filter is not None and round_trip_filter < 1:
-            raise ConfigurationError(f"task.round_trip_filter={round_trip_filter} must be at least 1.")
-        self.eps = sorted({float(e) for e in eps})
-        given = [synthetic] if isinstance(synthetic, (str, Path)) else list(synthetic or ())
-        self.synthetic = [Path(folder) for folder in given]
-        self.round_trip_filter = round_trip_filter
+    eps: Sequence[float] = (3.0, 8.0)
+    synthetic: str | Path | Sequence[str | Path] | None = None
+    round_trip_filter: int | None = 10
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.eps or any(not (isinstance(e, (int, float)) and 0 < e < math.inf) for e in self.eps):
+            raise ConfigurationError(f"task.eps={list(self.eps)} must be one or more positive, finite numbers.")
+        require_whole("task", self, 1, "round_trip_filter", null=True)
+        self.eps = sorted({float(e) for e in self.eps})
+        given = [self.synthetic] if isinstance(self.synthetic, (str, Path)) else self.synthetic or ()
+        self.folders = [Path(folder) for folder in given]
 
     # -- what there is to do -----------------------------------------------------------------
 
     def cells(self) -> list[Cell]:
         """Return the rows to train: those without a budget first, then each budget."""
-        free = [Cell(name, None) for name in self.only if self.variants[name].guarantee == "none"]
+        free = [Cell(name, None) for name in self.chosen if self.variants[name].guarantee == "none"]
         cells: list[Cell] = []
-        claims = [(folder, self._budget_of(folder)) for folder in self.synthetic]
+        claims = [(folder, self._budget_of(folder)) for folder in self.folders]
         for budget in self.eps:
-            for name in self.only:
+            for name in self.chosen:
                 variant = self.variants[name]
                 if variant.guarantee == "dp":
                     cells.append(Cell(name, budget))
                 elif variant.learns_from_synthetic:
                     cells += [Cell(name, budget, folder) for folder, covered in claims if covered == budget]
-        for name in self.only:
+        for name in self.chosen:
             if self.delta is None and self.variants[name].privacy.keywords.get("neighbours") == "add_or_remove":
                 raise ConfigurationError(
                     f"task.delta=null is 1 / (2 n), and neighbours=add_or_remove of task.variants.{name}.privacy "
@@ -127,12 +124,12 @@ class CompareModes(HeadStudy):
         }
 
     def notes(self) -> Iterable[str]:
-        for name in self.only:
+        for name in self.chosen:
             if self.variants[name].learns_from_synthetic:
                 yield from self._synthetic_notes(self.variants[name].label)
 
     def _synthetic_notes(self, label: str) -> Iterable[str]:
-        covered = {self._budget_of(folder) for folder in self.synthetic}
+        covered = {self._budget_of(folder) for folder in self.folders}
         missing = [f"{eps:g}" for eps in self.eps if eps not in covered]
         if missing:
             yield (

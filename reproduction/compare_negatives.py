@@ -20,6 +20,7 @@ from lit_dpret.errors import ConfigurationError
 from lit_dpret.negatives import InBatchNegatives, NegativeSource, PassageSource, refusal
 from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
 from lit_dpret.retrieval.runs import EvaluationResult
+from lit_dpret.settings import require_whole
 from reproduction.report.comparison import Headings
 from reproduction.study import Cell, RetrievalStudy
 
@@ -64,6 +65,7 @@ class NegativesVariant:
         return found or None
 
 
+@dataclass(kw_only=True, eq=False)
 class CompareNegatives(RetrievalStudy):
     """Train one dual encoder with every variant's negatives, evaluate and compare.
 
@@ -75,23 +77,23 @@ class CompareNegatives(RetrievalStudy):
     )
     private_folder = "private"
 
-    def __init__(self, *, steps: int, batch: int, **study: Any) -> None:
-        super().__init__(**study)
-        for name, number in (("steps", steps), ("batch", batch)):
-            if number < 1:
-                raise ConfigurationError(f"task.{name}={number} must be at least 1.")
-        self.steps, self.batch = steps, batch
+    steps: int
+    batch: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_whole("task", self, 1, "steps", "batch")
 
     def cells(self) -> list[Cell]:
         """Return every variant that the privacy mode can take."""
         privacy: PrivacyMode = self._parts.make_privacy()
         self._refused: dict[str, str] = {}
-        for name in self.only:
+        for name in self.chosen:
             for source in self.variants[name].make(privacy, seed=0) or ():
                 reason = refusal(source, privacy)
                 if reason is not None:
                     self._refused.setdefault(name, f"{source.name} cannot go with privacy={privacy.name}: {reason}")
-        left = [Cell(name) for name in self.only if name not in self._refused]
+        left = [Cell(name) for name in self.chosen if name not in self._refused]
         if not left:
             raise ConfigurationError(
                 f"task.variants leave nothing to compare under privacy={privacy.name}: "
@@ -100,13 +102,13 @@ class CompareNegatives(RetrievalStudy):
         return left
 
     def zero_shot(self) -> EvaluationResult:
-        return self.score(self.make_retriever(privacy=NoPrivacy()))
+        return self.score(self.retriever(privacy=NoPrivacy()))
 
     def train(self, cell: Cell, seed: int, folder: Path, resume: bool) -> EvaluationResult:
         variant: NegativesVariant = self.variants[cell.variant]
         L.seed_everything(seed, verbose=False)
         privacy: PrivacyMode = self._parts.make_privacy()
-        model = self.make_retriever(privacy=privacy, negatives=variant.make(privacy, seed=seed))
+        model = self.retriever(privacy=privacy, negatives=variant.make(privacy, seed=seed))
         size: dict[str, Any] = {"steps": self.steps, "batch": self.batch, "trials": variant.trials}
         return self.fit(model, self.make_data(), cell, seed, folder, resume, save_every=max(1, self.steps // 2), **size)
 

@@ -52,9 +52,6 @@ class HeldOutLoss:
     Args:
         images: uint8, shape (n, channels, height, width); not those that are trained on.
         group: Images that are each other's negatives; a rest that fills no group is left out.
-
-    Raises:
-        DataError: There is not one whole group.
     """
 
     def __init__(self, images: Tensor, *, group: int) -> None:
@@ -85,12 +82,7 @@ def _unit(module: Any, images: Tensor, side: str) -> Tensor:
 
 
 class CurveRecorder(Callback):
-    """Append a line to ``file`` after each step.
-
-    Args:
-        file: A JSON line a step; a step that is done again after an interruption has its last line.
-        held_out: Computes the loss that is comparable between variants.
-    """
+    """Append a line to ``file`` after each step."""
 
     def __init__(self, file: Path, *, held_out: Callable[[Any], float]) -> None:
         self._file, self._held_out = file, held_out

@@ -84,14 +84,7 @@ class HeadVariant:
     def make_privacy(
         self, *, eps: float | None, delta: float, seed: int, noise_multiplier: float | None
     ) -> PrivacyMode:
-        """Make the mode with its budget; where it draws public passages, they are those of the training seed.
-
-        Args:
-            eps: Of the claim, for the modes that have one.
-            delta: The same.
-            seed: Of the training run.
-            noise_multiplier: What an equal run was calibrated to; None calibrates, or takes the mode's own.
-        """
+        """Make the mode with its budget; where it draws public passages, they are those of the training seed."""
         budget: dict[str, Any] = {"eps": eps, "delta": delta} if self.guarantee == "dp" else {}
         if noise_multiplier is not None:
             budget["noise_multiplier"] = noise_multiplier
@@ -126,14 +119,13 @@ class HeadVariant:
         }
 
 
+@dataclass(kw_only=True, eq=False)
 class HeadStudy(RetrievalStudy):
     """Train heads over the same embeddings, evaluate and compare."""
 
     private_folder = EMBEDDINGS
 
-    def __init__(self, *, delta: float | None = None, **study: Any) -> None:
-        super().__init__(**study)
-        self.delta = delta
+    delta: float | None = None
 
     @abstractmethod
     def budget_of(self, cell: Cell) -> float | None:
@@ -145,13 +137,13 @@ class HeadStudy(RetrievalStudy):
     def zero_shot(self) -> EvaluationResult:
         return self.score(self.prepared(self._searched, "encoding passages and queries"))
 
-    def retriever(self, privacy: Any, **settings: Any) -> Any:
+    def make_retriever(self, privacy: Any, **settings: Any) -> Any:
         """Make a retriever that finds the embeddings of this run."""
-        return self.make_retriever(privacy=privacy, cache_dir=self._parts.run_dir / EMBEDDINGS, **settings)
+        return self.retriever(privacy=privacy, cache_dir=self._parts.run_dir / EMBEDDINGS, **settings)
 
     def prepared(self, data: PairsDataModule, label: str) -> Any:
         """Make the untrained retriever, with the texts of ``data`` encoded."""
-        model = self.retriever(NoPrivacy())
+        model = self.make_retriever(NoPrivacy())
         with ProgressLine(label) as progress:
             model.prepare(data, progress=progress)
         return model
@@ -173,7 +165,7 @@ class HeadStudy(RetrievalStudy):
         privacy = variant.make_privacy(
             eps=self.budget_of(cell), delta=self.claimed_delta(), seed=seed, noise_multiplier=noise
         )
-        model = self.retriever(privacy, **variant.module_settings(seed=seed) | settings)
+        model = self.make_retriever(privacy, **variant.module_settings(seed=seed) | settings)
         data.cap = data.cap if cap is None else cap
         size: dict[str, Any] = {"steps": variant.steps, "batch": variant.batch, "trials": variant.trials}
         return self.fit(model, data, cell, seed, folder, resume, **size)

@@ -113,22 +113,12 @@ def likeness(data: Path, folder: Path, *, parts: Parts, max_texts: int) -> dict[
 
 @dataclass(frozen=True)
 class Teacher:
-    """A cross-encoder that is declared public.
-
-    Args:
-        source: A folder or a hub name.
-    """
+    """A cross-encoder that is declared public."""
 
     source: str
 
     def check(self) -> None:
-        """Refuse one that is not there, that is no cross-encoder, or that a privacy card tells of.
-
-        Raises:
-            ConfigurationError: There is no such folder or model on the hub.
-            UnsupportedModelError: It is another kind of model.
-            PrivateDataError: It was trained on private data.
-        """
+        """Refuse one that is not there, that is no cross-encoder, or that a privacy card tells of."""
         nothing = ReleasedQueries(queries=(), passages={}, provenance="declared public")
         require_covered(self.source, nothing, declared_public=True, knob="task.teacher")
         CrossEncoder.load(self.source)
@@ -141,13 +131,6 @@ class Teacher:
         self, released: ReleasedQueries, folder: Path, *, zero_shot: FrozenDualEncoder, per_query: int, seed: int
     ) -> dict[str, Any]:
         """Write the file of labels, ``folder/gpl-training-data.tsv``, for queries and passages of their first fifty.
-
-        Args:
-            released: What is labelled.
-            folder: Where it is written, or gone on with.
-            zero_shot: Finds the passages; it saw no private query.
-            per_query: How many for each query.
-            seed: Of the draws among them; public.
 
         Returns:
             How many queries have labels, and the teacher's fingerprint.
@@ -204,18 +187,7 @@ def made_by(folder: Path) -> dict[str, str]:
 def refuse_other_training(
     stages: Stages, run_dir: Path, generator: str, *, cards: Mapping[str, Path], readers: Sequence[str]
 ) -> None:
-    """Refuse finished stages that come from another training than the one in a generator's folder.
-
-    Args:
-        stages: Of the study.
-        run_dir: Where they lie.
-        generator: The stage of the training.
-        cards: The folder of the card of each stage that has one.
-        readers: Stages without a card, whose results hold `made_by`.
-
-    Raises:
-        ResumeError: Naming the first one.
-    """
+    """Refuse finished stages that come from another training than the one in a generator's folder."""
     source = made_by(run_dir / generator) if stages.is_done(generator) else None
     for stage in filter(stages.is_done, [*cards, *readers]):
         found: Mapping[str, Any] = made_by(cards[stage]) if stage in cards else stages.run(stage, _not_again)

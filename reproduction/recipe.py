@@ -150,12 +150,7 @@ class GeneratorRecipe:
         return None if is_generator(folder) else folder
 
     def check_start(self) -> None:
-        """Refuse a start that cannot be public, before anything is trained.
-
-        Raises:
-            ConfigurationError: Its card tells of private data.
-            DataError: Its card cannot be read.
-        """
+        """Refuse a start that cannot be public, before anything is trained."""
         if self.public_start is not None:
             read_start(self.public_start, public=True, knob="task.generators: public_start")
 

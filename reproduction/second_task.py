@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,19 +36,14 @@ Labelled = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Encoder:
-    """A run of the study.
-
-    Args:
-        variant: As the study's tables show it.
-        seed: Of the run.
-        folder: Of the run.
-    """
+    """A run of the study."""
 
     variant: str
     seed: int
     folder: Path
 
 
+@dataclass(kw_only=True, eq=False)
 class SecondTask(Study):
     """Train the classifier on every encoder of a study: figure 2, tables 2 and 4.
 
@@ -58,21 +54,17 @@ class SecondTask(Study):
 
     growing = Study.growing | {"seeds", "data", "baseline"}
 
-    def __init__(
-        self,
-        *,
-        study: str | Path,
-        data: ImagesDataModule | None = None,
-        seeds: list[int] | None = None,
-        learning_rate: float = 1e-2,
-        batch_size: int = 400,
-        epochs: int = 10,
-        baseline: str | None = "Non-private",
-        min_free_mb: float = 100,
-    ) -> None:
-        self.study, self.data, self.seeds = Path(study), data, seeds
-        self.learning_rate, self.batch_size, self.epochs = learning_rate, batch_size, epochs
-        self.baseline, self.min_free_mb = baseline, min_free_mb
+    study: Path
+    data: ImagesDataModule | None = None
+    seeds: Sequence[int] | None = None
+    learning_rate: float = 1e-2
+    batch_size: int = 400
+    epochs: int = 10
+    baseline: str | None = "Non-private"
+    min_free_mb: float = 100
+
+    def __post_init__(self) -> None:
+        self.study = Path(self.study)
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Train what is not trained yet; returns test accuracy by run."""
@@ -101,11 +93,7 @@ class SecondTask(Study):
         return parts.make_datamodule(), "coarse"
 
     def _encoders(self) -> list[Encoder]:
-        """The study's runs of the paper's variants, and what they started from where the study kept it.
-
-        Raises:
-            DataError: There are none.
-        """
+        """The study's runs of the paper's variants, and what they started from where the study kept it."""
         path = self.study / "report" / SETTINGS
         if not path.is_file():
             raise DataError(f"task.study={self.study} holds no {path.name}: it is no run folder of task=variants.")
@@ -165,11 +153,7 @@ class SecondTask(Study):
 
 
 def fitted(images: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Images as a net for ``shape`` (channels, height, width) reads them: grey repeated, a black border added.
-
-    Raises:
-        DataError: They have more channels or pixels than that.
-    """
+    """Images as a net for ``shape`` (channels, height, width) reads them: grey repeated, a black border added."""
     channels, height, width = images.shape[1:]
     if channels not in (1, shape[0]) or height > shape[1] or width > shape[2]:
         raise DataError(f"Images of shape {tuple(images.shape[1:])} do not fit a net for images of shape {shape}.")

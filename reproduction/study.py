@@ -25,6 +25,7 @@ from lit_dpret.cards.page import Section
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import ConfigurationError, ResumeError
 from lit_dpret.retrieval.runs import EvaluationResult
+from lit_dpret.settings import require_whole
 from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.pipeline_stages import stage_callbacks, train_retriever
 from lit_dpret.tasks.ranking import score_bm25, score_embeddings
@@ -54,11 +55,7 @@ class Study:
     def once(
         self, name: str, settings: str, work: Callable[[Path, bool], dict[str, Any]], *, knob: str
     ) -> dict[str, Any]:
-        """Return what ``work(folder, resume)`` made, now or in an earlier attempt with the same settings.
-
-        Raises:
-            ResumeError: It was made with other settings; the message names ``knob``.
-        """
+        """Return what ``work(folder, resume)`` made, now or in an earlier attempt with the same settings."""
         settings = described(settings)
         result = self._stages.run(name, lambda folder, resume: {**work(folder, resume), "settings": settings})
         if result["settings"] != settings:
@@ -102,39 +99,33 @@ class Cell:
         return self.variant if self.eps is None else f"{self.variant}-eps{self.eps:g}"
 
 
+@dataclass(kw_only=True, eq=False)
 class RetrievalStudy(Study, ABC):
     """Train, evaluate and compare variants of one retriever."""
 
     headings: ClassVar[Headings]
-    growing: ClassVar[frozenset[str]] = Study.growing | {"variants", "only", "seeds", "keep_models"}
+    growing: ClassVar[frozenset[str]] = Study.growing | {"variants", "only", "chosen", "seeds", "keep_models"}
     #: A folder of the run that is removed at its end: embeddings of queries are as private as the queries.
     private_folder: ClassVar[str]
 
-    def __init__(
-        self,
-        *,
-        retriever: Callable[..., Any],
-        variants: Mapping[str, Any],
-        only: Sequence[str] | None = None,
-        seeds: int = 3,
-        max_passages: int | None = None,
-        split: str = "test",
-        tuning_note: str | None = None,
-        tuning_data: str = "unknown",
-        keep_models: bool = False,
-        min_free_mb: float = 1000,
-    ) -> None:
-        self.make_retriever, self.variants = retriever, dict(variants)
-        if unknown := sorted(set(only or ()) - set(self.variants)):
+    retriever: Callable[..., Any]
+    variants: Mapping[str, Any]
+    only: Sequence[str] | None = None
+    seeds: int = 3
+    max_passages: int | None = None
+    split: str = "test"
+    tuning_note: str | None = None
+    tuning_data: str = "unknown"
+    keep_models: bool = False
+    min_free_mb: float = 1000
+
+    def __post_init__(self) -> None:
+        if unknown := sorted(set(self.only or ()) - set(self.variants)):
             raise ConfigurationError(f"task.only: {unknown[0]!r} is not one of {', '.join(self.variants)}.")
-        self.only = [name for name in self.variants if only is None or name in only]
-        if not self.only:
+        self.chosen = [name for name in self.variants if self.only is None or name in self.only]
+        if not self.chosen:
             raise ConfigurationError("task.variants and task.only leave nothing to compare.")
-        if seeds < 1:
-            raise ConfigurationError(f"task.seeds={seeds} must be at least 1.")
-        self.seeds, self.max_passages, self.split = seeds, max_passages, split
-        self.tuning_note, self.tuning_data = tuning_note, tuning_data
-        self.keep_models, self.min_free_mb = keep_models, min_free_mb
+        require_whole("task", self, 1, "seeds")
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Run every stage that is not done yet; returns nDCG@10 by row."""

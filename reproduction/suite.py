@@ -11,7 +11,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +22,10 @@ from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.stages import Stages
 from reproduction.report.paper_002_items import PAPER_002
 from reproduction.report.paper_004_items import PAPER_004
-from reproduction.report.reproduction import Paper, PartTold, write_reproduction
+from reproduction.report.reproduction import PartTold, write_reproduction
 from reproduction.study import Study
 
 PAPERS = {paper.name: paper for paper in (PAPER_002, PAPER_004)}
-
-
-def paper_of(name: str) -> Paper:
-    """The paper of a name.
-
-    Raises:
-        ConfigurationError: There is none.
-    """
-    if name not in PAPERS:
-        raise ConfigurationError(f"task.paper={name} is not one of {', '.join(PAPERS)}.")
-    return PAPERS[name]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +55,7 @@ class SuitePart:
     taken: str | None = None
 
 
+@dataclass(kw_only=True, eq=False)
 class Suite(Study):
     """Run the parts that are not done yet, and tell what all of them came to.
 
@@ -75,25 +65,22 @@ class Suite(Study):
         - The page is written again after every part, so that a suite that is stopped leaves one.
     """
 
-    def __init__(
-        self,
-        *,
-        paper: str,
-        parts: Mapping[str, SuitePart],
-        data: Mapping[str, str | None] | None = None,
-        only: Sequence[str] | None = None,
-        report_only: bool = False,
-        quote: bool = True,
-        note: str = "",
-        min_free_mb: float = 500,
-    ) -> None:
-        self.paper = paper_of(paper)
-        self.parts, self.data = dict(parts), dict(data or {})
+    paper: str
+    parts: Mapping[str, SuitePart]
+    data: Mapping[str, str | None] = field(default_factory=dict)
+    only: Sequence[str] | None = None
+    report_only: bool = False
+    quote: bool = True
+    note: str = ""
+    min_free_mb: float = 500
+
+    def __post_init__(self) -> None:
+        if self.paper not in PAPERS:
+            raise ConfigurationError(f"task.paper={self.paper} is not one of {', '.join(PAPERS)}.")
+        self._paper = PAPERS[self.paper]
         self.taken = {name: part.taken for name, part in self.parts.items() if part.taken is not None}
-        self.only = list(self.parts if only is None else only)
-        self.report_only, self.quote = report_only, quote
-        self.note, self.min_free_mb = note, min_free_mb
-        _known("task.only", self.only, self.parts)
+        self.chosen = list(self.parts if self.only is None else self.only)
+        _known("task.only", self.chosen, self.parts)
         for place, (name, part) in enumerate(self.parts.items()):
             _known(f"task.parts.{name}.needs", part.needs, self.data)
             _known(f"task.parts.{name}.after", part.after, list(self.parts)[:place])
@@ -107,15 +94,10 @@ class Suite(Study):
                 )
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Every part that is not done yet; returns how many items of the paper are shown, and how many are not.
-
-        Raises:
-            ConfigurationError: A part refuses its settings, or failed; or there is nothing to report.
-            ResumeError: A finished part was run with other settings.
-        """
+        """Every part that is not done yet; returns how many items of the paper are shown, and how many are not."""
         check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
         self._parts = parts
-        fingerprint = hashlib.sha256(f"{self.paper.name} {parts.seed}".encode()).hexdigest()
+        fingerprint = hashlib.sha256(f"{self.paper} {parts.seed}".encode()).hexdigest()
         self._run_dir, self._seed = parts.run_dir, parts.seed
         self._command = parts.command_again("task.report_only=")
         resume = parts.resume or self.report_only
@@ -124,7 +106,7 @@ class Suite(Study):
         runs = {name: self._composed(parts, name) for name in todo}
         if self.report_only and not any(self._told(name).results for name in self.parts):
             raise ConfigurationError(f"task.report_only=true: no part in {parts.run_dir} is finished.")
-        with ProgressLine(f"parts of {self.paper.name}", every=0.0) as progress:
+        with ProgressLine(f"parts of {self.paper}", every=0.0) as progress:
             for done, (name, (task, own)) in enumerate(runs.items()):
                 progress(done, len(runs), name)
                 self._result(name, task, own)
@@ -138,7 +120,7 @@ class Suite(Study):
         for told in map(self._told, self.parts):
             if told.absent:
                 sys.stdout.write(f"part {told.name} left out: {told.absent}\n")
-        sys.stdout.write(f"written: {self._run_dir / 'report' / self.paper.name}.html\n")
+        sys.stdout.write(f"written: {self._run_dir / 'report' / self.paper}.html\n")
         shown = sum(state == "shown" for state in states.values())
         return {"shown": float(shown), "not_shown": float(len(states) - shown)}
 
@@ -151,7 +133,7 @@ class Suite(Study):
             return f"its results are taken from {self.taken[name]}."
         if self._stages.is_done(name):
             return ""
-        if name not in self.only:
+        if name not in self.chosen:
             return "task.only leaves it out."
         for key in part.needs:
             if self.data[key] is None:
@@ -217,7 +199,7 @@ class Suite(Study):
 
     def _tell(self) -> dict[str, Any]:
         return write_reproduction(
-            self.paper,
+            self._paper,
             [self._told(name) for name in self.parts],
             self._run_dir / "report",
             command=self._command,

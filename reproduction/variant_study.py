@@ -30,6 +30,7 @@ from lit_dpret.losses import PairwiseLoss
 from lit_dpret.modules import EmbeddingTrainer, OptimizerSpec
 from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
+from lit_dpret.settings import require_number, require_whole
 from lit_dpret.tasks.fit import Training, train
 from lit_dpret.tasks.parts import Parts
 from lit_dpret.tasks.pipeline_stages import is_begun
@@ -58,9 +59,6 @@ class Variant:
         batch_size: Images of a logical batch on average; null for the task's.
         part: Which figures and tables it belongs to.
         seeds: Run the first so many of the task's seeds; null for all.
-
-    Raises:
-        ConfigurationError: A value is out of range.
     """
 
     label: str
@@ -86,6 +84,7 @@ class Variant:
         return self.privacy() if getattr(factory, "func", factory) is NoPrivacy else self.privacy(**shared)
 
 
+@dataclass(kw_only=True, eq=False)
 class VariantStudy(Study):
     """Train every variant under every seed; k-NN, figures, tables.
 
@@ -99,41 +98,33 @@ class VariantStudy(Study):
 
     growing = Study.growing | {"note", "report_only"}
 
-    def __init__(
-        self,
-        *,
-        variants: Mapping[str, Variant],
-        seeds: Sequence[int],
-        epochs: float,
-        batch_size: int,
-        only: Sequence[str] | None = None,
-        baseline: str = "non_private",
-        k: int = 3,
-        held_out_images: int = 2000,
-        held_out_group: int = 400,
-        report_only: bool = False,
-        note: str = "",
-        tuning_note: str | None = None,
-        tuning_data: str = "unknown",
-        min_free_mb: float = 200,
-    ) -> None:
-        chosen = list(variants) if only is None else list(only)
-        unknown = [name for name in chosen if name not in variants]
-        if START in variants:
+    variants: Mapping[str, Variant]
+    seeds: Sequence[int]
+    epochs: float
+    batch_size: int
+    only: Sequence[str] | None = None
+    baseline: str = "non_private"
+    k: int = 3
+    held_out_images: int = 2000
+    held_out_group: int = 400
+    report_only: bool = False
+    note: str = ""
+    tuning_note: str | None = None
+    tuning_data: str = "unknown"
+    min_free_mb: float = 200
+
+    def __post_init__(self) -> None:
+        known, chosen = self.variants, list(self.variants if self.only is None else self.only)
+        if START in known:
             raise ConfigurationError(f"task.variants.{START}: that is the name of the encoders before any training.")
-        if unknown or not chosen:
-            raise ConfigurationError(f"task.only={chosen}: choose from {', '.join(variants) or 'no variants'}.")
-        if not seeds or len(set(seeds)) != len(seeds):
-            raise ConfigurationError(f"task.seeds={list(seeds)} must be some different numbers.")
-        if not epochs > 0 or batch_size < 1:
-            raise ConfigurationError(f"task.epochs={epochs} and task.batch_size={batch_size} must be positive.")
-        self.variants = {name: variants[name] for name in chosen}
-        self.seeds, self.epochs, self.batch_size = list(seeds), epochs, batch_size
-        self.baseline = variants[baseline].label if baseline in self.variants else None
-        self.k, self.held_out_images, self.held_out_group = k, held_out_images, held_out_group
-        self.report_only, self.note = report_only, note
-        self.tuning_note, self.tuning_data = tuning_note, tuning_data
-        self.min_free_mb = min_free_mb
+        if not chosen or not set(chosen) <= set(known):
+            raise ConfigurationError(f"task.only={chosen}: choose from {', '.join(known) or 'no variants'}.")
+        if not self.seeds or len(set(self.seeds)) != len(self.seeds):
+            raise ConfigurationError(f"task.seeds={list(self.seeds)} must be some different numbers.")
+        require_number("task", self, "epochs")
+        require_whole("task", self, 1, "batch_size")
+        self.variants = {name: known[name] for name in chosen}
+        self._base = known[self.baseline].label if self.baseline in chosen else None
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Run what is not done yet; returns the mean k-NN accuracy by variant."""
@@ -299,7 +290,7 @@ class VariantStudy(Study):
 
     def _tell(self, finished: Sequence[Finished], starts: Sequence[VariantRun]) -> Path:
         return write_study(
-            finished, self._parts.run_dir / "report", baseline=self.baseline, class_names=self._data.class_names(),
+            finished, self._parts.run_dir / "report", baseline=self._base, class_names=self._data.class_names(),
             note=self.note, command=self._parts.command_again(*_HOW_NOT_WHAT), net=self._net,
             untrained=starts,
         )  # fmt: skip

@@ -4,28 +4,110 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table as ConsoleTable
 
 from lit_dpret.cards.card import CARD_NAME, read_card
+from lit_dpret.cards.page import Bullets, Paragraph, Section
 from lit_dpret.cards.text import privacy_line
 from lit_dpret.datamodules import BeirDataModule, PairsDataModule
 from lit_dpret.datamodules.beir import beir_folder
 from lit_dpret.datamodules.beir_sets import BEIR_SETS, BeirSet, beir_set
 from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.retrieval.metrics import Values
+from lit_dpret.report.page import Page
+from lit_dpret.report.table import Table
+from lit_dpret.retrieval.metrics import Metric, Values
 from lit_dpret.retrieval.runs import check_qrels, evaluate
-from lit_dpret.retrieval.statistics import bootstrap_interval, macro_interval
+from lit_dpret.retrieval.statistics import Interval, bootstrap_interval, macro_interval
+from lit_dpret.settings import picked
 from lit_dpret.tasks.evaluate import SUMMARY, checked_metrics
 from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.ranking import Ranker, read_per_query, write_evaluation
 from lit_dpret.tasks.stages import Stages
-from reproduction.report.zero_shot_table import SetResult, ZeroShotTable
 
 
+@dataclass(frozen=True, kw_only=True)
+class SetResult:
+    """One data set: means with intervals by metric, none where it was not measured, and what departs or is missing."""
+
+    name: str
+    metrics: dict[str, Interval] = field(default_factory=dict)
+    queries: int = 0
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroShotTable:
+    """All data sets of one system, missing ones among them, and their mean, in which each measured set counts alike."""
+
+    system: str
+    privacy: str
+    metrics: Sequence[str]
+    sets: tuple[SetResult, ...]
+    mean: dict[str, Interval] = field(default_factory=dict)
+
+    @property
+    def missing(self) -> list[str]:
+        """The sets without a number."""
+        return [one.name for one in self.sets if not one.metrics]
+
+    @property
+    def mean_name(self) -> str:
+        """What the last row is the mean of; a mean over some sets is not that over all."""
+        measured = len(self.sets) - len(self.missing)
+        return f"mean of all {measured}" if not self.missing else f"mean of {measured} of {len(self.sets)}"
+
+    def definitions(self) -> dict[str, str]:
+        """Each metric as it is shown, with its definition."""
+        return {metric.shown: metric.definition for metric in map(Metric.parse, self.metrics)}
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return {
+            "system": self.system,
+            "privacy": self.privacy,
+            "definitions": {name: Metric.parse(name).definition for name in self.metrics},
+            "sets": [asdict(one) for one in self.sets],
+            "mean": {name: asdict(interval) for name, interval in self.mean.items()},
+            "mean_of": self.mean_name,
+            "missing": self.missing,
+        }
+
+    def table(self, *, measured_only: bool = False) -> Table:
+        """The sets, the mean last, without the missing ones if asked for."""
+        listed = [*self.sets, SetResult(name=self.mean_name, metrics=self.mean)]
+        rows = [
+            [one.name, one.queries or None, *(one.metrics.get(metric) for metric in self.metrics), one.note]
+            for one in listed
+            if one.metrics or not measured_only
+        ]
+        places = frozenset(range(2, 2 + len(self.metrics)))
+        return Table(
+            ["data set", "queries", *self.definitions(), "note"], rows, measured=places, numeric=frozenset({1})
+        )
+
+    def console(self) -> ConsoleTable:
+        """The measured sets for ``rich.print``."""
+        caption = "mean over queries, below it the 95 % bootstrap interval"
+        return self.table(measured_only=True).console(title=f"{self.system}\n{self.privacy}", caption=caption)
+
+    def write(self, folder: Path) -> dict[str, Path]:
+        """Write ``zero_shot.json``, ``.md``, ``.html`` and ``.csv``."""
+        meant = [f"{name}: {text}." for name, text in self.definitions().items()]
+        said = Paragraph("Means over queries with 95 % bootstrap intervals.")
+        sections = [Section("By data set", [self.table(), said, Bullets(meant)])]
+        return Page(
+            name="zero_shot", title=self.system, subtitle=self.privacy, sections=sections, facts=self.to_dict(),
+            tables={"zero_shot.csv": self.table()}, owner_only=False,
+        ).write(folder)  # fmt: skip
+
+
+@dataclass(kw_only=True)
 class ZeroShot:
     """An encoder, or BM25, on every set of a list that is there; each by BEIR's protocol.
 
@@ -35,56 +117,42 @@ class ZeroShot:
         - The mean counts every set alike, CQADupStack (itself the mean of twelve forums) as one.
     """
 
-    def __init__(
-        self,
-        *,
-        sets: Sequence[str],
-        also: Sequence[str] = (),
-        root: str | Path | None = None,
-        encoder: str = "minilm",
-        metrics: Sequence[str] = ("ndcg@10", "recall@10", "success@10"),
-        top_k: int = 100,
-        download: bool = False,
-        max_passage_length: int | None = None,
-        max_query_length: int | None = None,
-        cache_dir: str | Path | None = None,
-        min_free_mb: float = 200,
-    ) -> None:
-        others = [BeirSet(name=name) for name in also]
-        self.sets = [beir_set(name) for name in sets] + others
+    sets: Sequence[str]
+    also: Sequence[str] = ()
+    root: Path | None = None
+    encoder: str = "minilm"
+    metrics: Sequence[str] = ("ndcg@10", "recall@10", "success@10")
+    top_k: int = 100
+    download: bool = False
+    max_passage_length: int | None = None
+    max_query_length: int | None = None
+    cache_dir: str | Path | None = None
+    min_free_mb: float = 200
+
+    def __post_init__(self) -> None:
+        others = [BeirSet(name=name) for name in self.also]
+        self._sets = [beir_set(name) for name in self.sets] + others
         self._known = {**BEIR_SETS, **{one.name: one for one in others}}
-        names = [one.name for one in self.sets]
+        names = [one.name for one in self._sets]
         if not names or len(set(names)) != len(names):
             raise ConfigurationError(f"task.sets names {', '.join(names) or 'no set'}; each must be there once.")
-        if root is None and not download:
+        if self.root is None and not self.download:
             raise ConfigurationError(
                 "task.root is null: name the folder that holds one folder per BEIR set. Nothing is downloaded unless "
                 "task.download=true."
             )
-        if root is not None and not Path(root).is_dir():
-            raise DataError(f"task.root={root} does not exist or is not a folder.")
-        self.root = None if root is None else Path(root)
-        self.metrics, self.top_k, self.encoder = checked_metrics(metrics, top_k), top_k, encoder
-        self.download, self.min_free_mb = download, min_free_mb
-        self.lengths = max_query_length, max_passage_length
-        self.ranker = Ranker(
-            encoder=encoder,
-            max_query_length=max_query_length,
-            max_passage_length=max_passage_length,
-            cache_dir=cache_dir,
-        )
+        if self.root is not None and not Path(self.root).is_dir():
+            raise DataError(f"task.root={self.root} does not exist or is not a folder.")
+        self.root = None if self.root is None else Path(self.root)
+        self.metrics = checked_metrics(self.metrics, self.top_k)
+        self._ranker = Ranker(**picked(self, "encoder", "max_query_length", "max_passage_length", "cache_dir"))
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Measure set after set, write ``zero_shot.{json,md,csv}``, print the table; returns the first metric by set.
-
-        Raises:
-            DataError: Not one set is there, or one is malformed.
-            ResumeError: The folder holds another run, or one with other settings.
-        """
+        """Measure set after set, write and print ``zero_shot.{json,md,csv}``; returns the first metric by set."""
         present = self.present()
         if not present:
             raise DataError(
-                f"task.root={self.root} holds none of the sets {', '.join(one.name for one in self.sets)}. Each must "
+                f"task.root={self.root} holds none of the sets {', '.join(one.name for one in self._sets)}. Each must "
                 "lie in a folder of that name with corpus, queries and qrels, as BEIR's archives unpack."
             )
         check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
@@ -107,7 +175,7 @@ class ZeroShot:
 
     def present(self) -> list[str]:
         """The sets that are there, or can be fetched; members of a mean by their own names."""
-        wanted = {member for one in self.sets for member in (one.members or (one.name,))}
+        wanted = {member for one in self._sets for member in (one.members or (one.name,))}
         return sorted(name for name in wanted if self._has(self._known[name]))
 
     def _has(self, wanted: BeirSet) -> bool:
@@ -117,7 +185,7 @@ class ZeroShot:
     def _folder(self, wanted: BeirSet) -> Path | None:
         """The set's own folder; the root itself is one only where a single set is asked for."""
         found = None if self.root is None else beir_folder(self.root, wanted)
-        alone = len(self.sets) == 1 and not self.sets[0].members
+        alone = len(self._sets) == 1 and not self._sets[0].members
         return found if found != self.root or alone else None
 
     def _fingerprint(self) -> str:
@@ -125,7 +193,15 @@ class ZeroShot:
         folder = Path(self.encoder)
         files = sorted(p for p in folder.rglob("*") if p.is_file()) if folder.is_dir() else []
         state = [(p.relative_to(folder).as_posix(), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
-        facts = [self.encoder, state, [one.name for one in self.sets], self.metrics, self.top_k, self.lengths]
+        facts = [
+            self.encoder,
+            state,
+            [one.name for one in self._sets],
+            self.metrics,
+            self.top_k,
+            self.max_query_length,
+            self.max_passage_length,
+        ]
         return json.dumps(facts)
 
     def _measure(self, wanted: BeirSet, folder: Path, resume: bool) -> dict[str, Any]:
@@ -136,7 +212,7 @@ class ZeroShot:
         queries, qrels = data.evaluation_set(wanted.split)
         passages = data.public_passages()
         check_qrels(qrels, query_ids=queries, passage_ids=passages)
-        ranking = self.ranker.rank(
+        ranking = self._ranker.rank(
             queries, passages, k=self.top_k, drop_self_matches=wanted.drops_self_matches
         )  # fmt: skip
         result = evaluate(ranking, qrels, self.metrics)
@@ -160,10 +236,10 @@ class ZeroShot:
         return PairsDataModule(folder=str(here), allow_empty_passages=True, drop_queries_without_passage=True)
 
     def _table(self, done: dict[str, dict[str, Any]], values: dict[str, dict[str, Values]]) -> ZeroShotTable:
-        rows = [self._row(one, done, values) for one in self.sets]
+        rows = [self._row(one, done, values) for one in self._sets]
         groups: list[str] = []
         weights: list[float] = []
-        for one, row in zip(self.sets, rows, strict=True):
+        for one, row in zip(self._sets, rows, strict=True):
             members = (one.members or (one.name,)) if row.metrics else ()
             groups += members
             weights += [1 / len(members) for _ in members]

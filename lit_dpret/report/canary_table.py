@@ -48,13 +48,7 @@ _CEILING = (
 
 @dataclass(frozen=True)
 class CanaryRow:
-    """A cell of the study under one budget.
-
-    Args:
-        model: The budget in words.
-        cell: What was found, a `lit_dpret.audit.canaries.findings.Cell`.
-        candidates: R.
-    """
+    """A cell of the study under one budget."""
 
     model: str
     cell: Any
@@ -82,18 +76,6 @@ def write_canary_table(
     """Write ``NAME.{html,md,json,csv}`` into ``folder``; returns their paths by name, and what contradicts the claim.
 
     Their owner alone may read them: models without privacy stand in the table, too.
-
-    Args:
-        folder: It exists.
-        rows: In the order of the table.
-        name: Of the files.
-        title: Of the page.
-        facts: What was done, as JSON values; ``candidates`` and ``measure`` are told in words too.
-        notes: What was done, in words.
-        command: What to type to get the same again.
-
-    Raises:
-        StorageError: A file cannot be written.
     """
     contradictions = [f"{row.model}, {_about(row.cell)}: {text}" for row in rows for text in row.cell.contradictions]
     lead: list[Block] = [Banner(text) for text in contradictions]

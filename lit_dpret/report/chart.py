@@ -96,10 +96,6 @@ _COLOURS = ("var(--accent, #0072B2)", "var(--ink, #222)")  # the page's, or thes
 def gain_chart(title: str, gains: Mapping[str, Interval]) -> str:
     """Bars of gains by client, in the order given, with their intervals.
 
-    Args:
-        title: Above the bars.
-        gains: By client; an interval without bounds has no whisker.
-
     Returns:
         An ``<svg>`` element that can stand alone or in a page, whose colours it takes; empty where there is no gain.
     """

@@ -45,11 +45,7 @@ def comparison_markdown(comparison: Comparison) -> str:
 
 
 def write_comparison(comparison: Comparison, folder: Path) -> tuple[Path, Path]:
-    """Write ``comparison.json`` and ``comparison.md``, which their owner alone may read.
-
-    Raises:
-        StorageError: One of them cannot be written.
-    """
+    """Write ``comparison.json`` and ``comparison.md``, which their owner alone may read."""
     machine, reader = folder / "comparison.json", folder / "comparison.md"
     facts = json.dumps(comparison.to_dict(), indent=2, allow_nan=False) + "\n"
     write_whole(machine, facts, owner_only=True)

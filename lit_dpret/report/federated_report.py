@@ -17,8 +17,7 @@ import numpy as np
 from lit_dpret.cards.page import Banner, Block, Bullets, Code, Grid, Paragraph, Section
 from lit_dpret.files import write_whole
 from lit_dpret.report.chart import gain_chart
-from lit_dpret.report.html import Drawing
-from lit_dpret.report.page import Page
+from lit_dpret.report.page import Drawing, Page
 from lit_dpret.report.paper_004 import COLUMNS, ORDERS, TABLE_1, WITHOUT_QUERIES, impossible_cells, table_1
 from lit_dpret.report.table import ends
 from lit_dpret.retrieval.statistics import Interval, seed_interval

@@ -26,11 +26,7 @@ def can_draw() -> bool:
 
 
 def require_matplotlib() -> None:
-    """Refuse to draw where matplotlib is not installed.
-
-    Raises:
-        ConfigurationError: It is not.
-    """
+    """Refuse to draw where matplotlib is not installed."""
     if not can_draw():
         raise ConfigurationError(
             "Figures are drawn with matplotlib, which is not installed. Where task.plot=true asks for them, null goes "
@@ -39,11 +35,7 @@ def require_matplotlib() -> None:
 
 
 def new_figure(width: float, height: float, *, layout: str = "constrained") -> Any:
-    """Make a figure that needs no display, of so many inches.
-
-    Raises:
-        ConfigurationError: matplotlib is not installed.
-    """
+    """Make a figure that needs no display, of so many inches."""
     require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -61,11 +53,7 @@ def tidy(axis: Any, *, grid: str = "both") -> None:
 
 
 def save_png(figure: Any, path: Path, *, owner_only: bool, dpi: int = 110, **how: Any) -> Path:
-    """Write a figure as a PNG, whole or not at all.
-
-    Raises:
-        StorageError: The file cannot be written.
-    """
+    """Write a figure as a PNG, whole or not at all."""
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=dpi, format="png", **how)
     return write_whole(path, drawn.getvalue(), owner_only=owner_only)
@@ -76,12 +64,6 @@ def draw_sweep(rows: Sequence[Mapping[str, Any]], *, metric: str, varied: Sequen
 
     Infinity stands at the right end of the axis, apart from the numbers, because it is another mode and no large
     epsilon. The picture is for its owner alone: scores may be of private queries.
-
-    Args:
-        rows: Trials with their settings, ``metrics`` and ``epsilon``.
-        metric: What is drawn; trials without it are left out.
-        varied: The settings in which the trials differ; the first is the axis, the others name the lines.
-        path: The file.
     """
     figure = new_figure(7, 4.5)
     axes = figure.subplots()

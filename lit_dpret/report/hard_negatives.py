@@ -33,11 +33,7 @@ class Case:
 
 
 def write_cases(facts: Mapping[str, Any], folder: Path) -> Written:
-    """Write ``hard_negatives``; about private questions ``internal_hard_negatives``, for its owner alone.
-
-    Raises:
-        StorageError: A file cannot be written.
-    """
+    """Write ``hard_negatives``; about private questions ``internal_hard_negatives``, for its owner alone."""
     return write_short(
         folder, "hard_negatives", f"Nearest sentences that are no labelled answers, in {facts['silo']}", facts,
         [f"By {facts['encoder']}, among {facts['sentences']:,} sentences.", "", case_grid(facts["cases"]).markdown()],

@@ -17,7 +17,8 @@ from lit_dpret.cards.text import claim_blocks, privacy_line
 from lit_dpret.files import write_whole
 from lit_dpret.privacy.ledger.chain import today
 from lit_dpret.report.chart import bar_chart
-from lit_dpret.report.table import RowResult, metric_names, show
+from lit_dpret.report.page import Drawing
+from lit_dpret.report.table import RowResult, result_table, show
 from lit_dpret.retrieval.statistics import Interval
 
 REPORT_NAME = "report.html"
@@ -44,14 +45,12 @@ class RoundTrip:
             passage reaches.
         k: How many results count.
         queries: How many synthetic queries were asked.
-        retriever: Which retriever answered.
     """
 
     recall: Interval
     control: Interval
     k: int
     queries: int
-    retriever: str = ""
 
 
 @dataclass(frozen=True)
@@ -62,60 +61,44 @@ class Artefact:
     path: str
 
 
-def write_report(
-    folder: str | Path,
-    *,
-    title: str,
-    table: Sequence[RowResult],
-    card: Mapping[str, Any] | None = None,
-    samples: Sequence[Sample] = (),
-    round_trip: RoundTrip | None = None,
-    artefacts: Sequence[Artefact] = (),
-    command: str = "",
-    evaluated_on: str = "",
-    private_metrics: bool = False,
-    notes: Sequence[str] = (),
-) -> Path:
-    """Write ``report.html`` into ``folder``, for its owner alone: rows without privacy may stand in it.
+@dataclass(frozen=True, kw_only=True)
+class RunReport:
+    """What stands on the page of a run.
 
     Args:
-        folder: The run folder; made if absent.
         title: Heading of the page.
-        table: The systems compared; see `RowResult`.
-        card: The privacy card of the artefact that the page is about. Without one the page says
-            that nothing is promised.
+        table: The systems compared.
+        card: The privacy card of the artefact that the page is about; without one the page says that nothing is
+            promised.
         samples: Synthetic queries beside their passages; at most ``MAX_SAMPLES`` are shown.
         round_trip: Recall of the own passage, with its control.
         artefacts: What the run wrote, and where.
         command: What to type to get the same again.
         evaluated_on: Which queries and passages the numbers were computed on.
-        private_metrics: Whether those queries are private; the page then says that its numbers are
-            covered by no guarantee.
         notes: Further remarks.
-
-    Returns:
-        The path of the page.
-
-    Raises:
-        StorageError: The page cannot be written.
     """
-    lead: list[Block] = list(_lead(card))
-    if private_metrics:
-        lead.append(
-            Banner(
-                "The numbers on this page were computed on private queries. They are covered by no guarantee: "
-                "keep the page where the queries are kept.",
-            )
-        )
-    sections = [
-        *_results(table, evaluated_on),
-        *_round_trip(round_trip),
-        *_samples(samples, card),
-        *_privacy(card),
-        *_closing(artefacts, command, notes),
-    ]
-    page = to_html(title, f"lit-dpret report, {today()}", lead, sections)
-    return write_whole(Path(folder) / REPORT_NAME, page, owner_only=True)
+
+    title: str
+    table: Sequence[RowResult]
+    card: Mapping[str, Any] | None = None
+    samples: Sequence[Sample] = ()
+    round_trip: RoundTrip | None = None
+    artefacts: Sequence[Artefact] = ()
+    command: str = ""
+    evaluated_on: str = ""
+    notes: Sequence[str] = ()
+
+    def write(self, folder: Path) -> Path:
+        """Write ``report.html`` into ``folder``, for its owner alone: rows without privacy may stand in it."""
+        sections = [
+            *_results(self.table, self.evaluated_on),
+            *_round_trip(self.round_trip),
+            *_samples(self.samples, self.card),
+            *_privacy(self.card),
+            *_closing(self.artefacts, self.command, self.notes),
+        ]
+        page = to_html(self.title, f"lit-dpret report, {today()}", _lead(self.card), sections)
+        return write_whole(folder / REPORT_NAME, page, owner_only=True)
 
 
 def _lead(card: Mapping[str, Any] | None) -> Sequence[Block]:
@@ -127,7 +110,7 @@ def _lead(card: Mapping[str, Any] | None) -> Sequence[Block]:
 def _results(table: Sequence[RowResult], evaluated_on: str) -> list[Section]:
     if not table:
         return []
-    blocks: list[Block] = [ResultTable(table)]
+    blocks: list[Block] = [result_table(table).grid()]
     where = f"Computed on {evaluated_on}. " if evaluated_on else ""
     blocks.append(
         Paragraph(
@@ -148,10 +131,9 @@ def _round_trip(result: RoundTrip | None) -> list[Section]:
         ("synthetic queries, own passage", show(result.recall)),
         ("control, passages shuffled", show(result.control)),
     ]
-    by = f" by {result.retriever}" if result.retriever else ""
     text = (
         f"How often a synthetic query finds the passage it was generated for among the first {result.k} results, "
-        f"over {result.queries:,} queries answered{by}. In the control each query "
+        f"over {result.queries:,} queries answered by the zero-shot encoder. In the control each query "
         "is held against another query's passage: what it reaches there is luck."
     )
     grid = Grid(("", f"Recall@{result.k}"), rows, frozenset({1}), narrow=True)
@@ -197,49 +179,8 @@ def _closing(artefacts: Sequence[Artefact], command: str, notes: Sequence[str]) 
     return sections
 
 
-@dataclass(frozen=True)
-class ResultTable:
-    """Systems with their metrics and the price of each in the same row; notes stand below the names."""
-
-    rows: Sequence[RowResult]
-
-    def html(self) -> str:
-        names = metric_names(self.rows)
-        head = "".join(f'<th class="num">{esc(name)}</th>' for name in names)
-        body = ""
-        for row in self.rows:
-            note = f'<div class="small">{esc(row.note)}</div>' if row.note else ""
-            cells = "".join(f'<td class="num">{esc(show(row.metrics.get(name)))}</td>' for name in names)
-            body += f"<tr><td>{esc(row.system)}{note}</td>{cells}<td>{esc(row.privacy or 'not stated')}</td></tr>"
-        return (
-            f'<div class="scroll"><table><thead><tr><th>System</th>{head}<th>Privacy</th></tr></thead>'
-            f"<tbody>{body}</tbody></table></div>"
-        )
-
-    def markdown(self) -> str:
-        names = metric_names(self.rows)
-        rows = [
-            [row.system, *(show(row.metrics.get(name)) for name in names), row.privacy or "not stated", row.note]
-            for row in self.rows
-        ]
-        return Grid(("System", *names, "Privacy", "Note"), rows, frozenset(range(1, 1 + len(names)))).markdown()
-
-
 def _shorten(text: str) -> str:
     return text if len(text) <= MAX_PASSAGE else text[:MAX_PASSAGE].rstrip() + " …"
-
-
-@dataclass(frozen=True)
-class Drawing:
-    """An SVG element of our own making."""
-
-    svg: str
-
-    def html(self) -> str:
-        return f'<figure><div class="scroll">{self.svg}</div></figure>'
-
-    def markdown(self) -> str:
-        return ""
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,7 @@ LIMIT = (
 
 
 def write_inversion(facts: Facts, folder: Path) -> Written:
-    """Write the report; about private texts under ``internal_inversion``, readable for its owner alone.
-
-    Raises:
-        StorageError: A file cannot be written.
-    """
+    """Write the report; about private texts under ``internal_inversion``, readable for its owner alone."""
     internal = INTERNAL.format(what="texts") if facts["internal"] else ""
     title = f"Inversion of embeddings by {facts['encoder']}"
     return write_short(folder, "inversion", title, facts, _lines(facts), internal=internal)

@@ -16,11 +16,7 @@ EVIDENCE = (
 
 
 def write_membership(facts: Facts, folder: Path) -> Written:
-    """Write ``internal_membership.json`` and ``.md``, readable for their owner alone.
-
-    Raises:
-        StorageError: A file cannot be written.
-    """
+    """Write ``internal_membership.json`` and ``.md``, readable for their owner alone."""
     title, internal = f"Membership attacks on {facts['target']['name']}", INTERNAL.format(what="queries")
     return write_short(folder, "membership", title, facts, _lines(facts), internal=internal)
 

@@ -23,18 +23,7 @@ class Sheet(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """A report before it is written.
-
-    Args:
-        name: Of the files.
-        title: Heading.
-        sections: What stands on it.
-        lead: Blocks above the first section.
-        subtitle: Below the title; None for the date.
-        facts: The content of ``NAME.json``.
-        tables: Spreadsheets beside it, by file name.
-        owner_only: Nobody but their owner may read the files: measures of private data stand in them.
-    """
+    """A report before it is written."""
 
     name: str
     title: str
@@ -46,11 +35,7 @@ class Page:
     owner_only: bool = True
 
     def write(self, folder: Path) -> dict[str, Path]:
-        """Write ``NAME.html``, ``NAME.md``, ``NAME.json`` and the tables; return the paths by file name.
-
-        Raises:
-            StorageError: A file cannot be written.
-        """
+        """Write ``NAME.html``, ``NAME.md``, ``NAME.json`` and the tables; return the paths by file name."""
         subtitle = f"lit-dpret report, {today()}" if self.subtitle is None else self.subtitle
         texts = {
             f"{self.name}.html": to_html(self.title, subtitle, self.lead, self.sections),
@@ -78,13 +63,21 @@ class Picture:
         return f"![{md(self.says)}]({self.path.name})"
 
 
-def copied_picture(source: Path, path: Path, says: str) -> Picture:
-    """The picture of another report, copied to ``path``.
+@dataclass(frozen=True)
+class Drawing:
+    """An SVG element of our own making."""
 
-    Raises:
-        DataError: There is none.
-        StorageError: The copy cannot be written.
-    """
+    svg: str
+
+    def html(self) -> str:
+        return f'<figure><div class="scroll">{self.svg}</div></figure>'
+
+    def markdown(self) -> str:
+        return ""
+
+
+def copied_picture(source: Path, path: Path, says: str) -> Picture:
+    """The picture of another report, copied to ``path``."""
     try:
         content = source.read_bytes()
     except OSError as error:
@@ -109,19 +102,7 @@ INTERNAL = (
 def write_short(
     folder: Path, name: str, title: str, facts: Mapping[str, Any], lines: Sequence[str], *, internal: str
 ) -> Written:
-    """Write a short report without a page: ``NAME.json`` for programs and ``NAME.md`` for people.
-
-    Args:
-        folder: Of the run.
-        name: Of the files, ``internal_NAME`` where the report is internal.
-        title: Heading.
-        facts: All of it as data.
-        lines: In Markdown.
-        internal: Why the report is for its owner alone, said first; empty where everybody may read it.
-
-    Raises:
-        StorageError: A file cannot be written.
-    """
+    """Write a short report without a page: ``NAME.json`` for programs and ``NAME.md`` for people."""
     lines = [f"# {title}", "", *([f"**{internal}**", ""] if internal else []), *lines]
     stem = folder / (f"internal_{name}" if internal else name)
     texts = {".json": json.dumps(facts, indent=2, allow_nan=False), ".md": "\n".join(lines)}

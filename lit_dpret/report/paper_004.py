@@ -47,11 +47,7 @@ def impossible_cells() -> list[tuple[str, str, float, float]]:
 
 
 def table_1(systems: Mapping[str, Any]) -> Grid:
-    """Each cell ours / the paper's, in the paper's order and under its headings.
-
-    Args:
-        systems: By name, as ``systems`` of ``pdd_as2.json``.
-    """
+    """Each cell ours / the paper's, in the paper's order and under its headings."""
     body: list[list[object]] = []
     heading = ""
     for system, (group, label, theirs) in TABLE_1.items():

@@ -18,11 +18,7 @@ _NAMES = {
 
 
 def draw_plan(facts: Mapping[str, Any], path: Path) -> Path:
-    """Write the picture of the facts of `describe_plan` as a PNG.
-
-    Raises:
-        ConfigurationError: matplotlib is not installed.
-    """
+    """Write the picture of the facts of `describe_plan` as a PNG."""
     budget = facts["plan"]["budget"]
     figure = new_figure(12, 9)
     axes = figure.subplots(2, 2)

@@ -23,19 +23,7 @@ _REFERENCES = {
 def write_similarity(
     facts: Facts, folder: Path, *, command: str = "", plot: bool | None = None, owner_only: bool = False
 ) -> Written:
-    """Write ``similarity.json``, ``.md`` and ``.html``, and ``similarity.png`` where it can be drawn.
-
-    Args:
-        facts: What ``task=similarity`` found.
-        folder: Where they go.
-        command: What to type to get the same again.
-        plot: Whether to draw; None for where matplotlib is installed.
-        owner_only: Nobody but their owner may read the files.
-
-    Raises:
-        StorageError: A file cannot be written.
-        ConfigurationError: ``plot`` is true and matplotlib is not installed.
-    """
+    """Write ``similarity.json``, ``.md`` and ``.html``, and ``similarity.png`` where it can be drawn."""
     title, subtitle = _head(facts)
     lead: list[Block] = [Banner(facts["not_covered"])] if facts["not_covered"] else []
     sections = [*_bleu(facts), *_mauve(facts), *_diversity(facts), *_overlap(facts), *_closing(facts, command)]
@@ -205,17 +193,7 @@ _TITLES = {"lengths": "words of a query", "question_types": "first word of a que
 
 
 def draw_similarity(diversity: Mapping[str, Any], path: Path, *, owner_only: bool) -> Path:
-    """Draw the histograms of lengths and of question types, sides told apart by filling as well as by colour.
-
-    Args:
-        diversity: The block of that name that ``task=similarity`` found.
-        path: Of the PNG.
-        owner_only: Nobody but its owner may read it.
-
-    Raises:
-        ConfigurationError: matplotlib is not installed.
-        StorageError: The file cannot be written.
-    """
+    """Draw the histograms of lengths and of question types, sides told apart by filling as well as by colour."""
     figure = new_figure(10, 7)
     for axis, (name, title) in zip(figure.subplots(2, 1), _TITLES.items(), strict=True):
         labels = list(diversity["synthetic"][name])

@@ -161,6 +161,19 @@ def console_table(rows: Sequence[RowResult], *, title: str = "") -> ConsoleTable
     return table
 
 
+def result_table(rows: Sequence[RowResult]) -> Table:
+    """Systems with their metrics and, in the same row, the price of each."""
+    names = metric_names(rows)
+    noted = any(row.note for row in rows)
+    lines = [
+        [row.system, *(row.metrics.get(name) for name in names), row.privacy or "not stated",
+         *([row.note] if noted else [])]
+        for row in rows
+    ]  # fmt: skip
+    header = ["System", *names, "Privacy", *(["Note"] if noted else [])]
+    return Table(header, lines, measured=frozenset(range(1, 1 + len(names))))
+
+
 def write_csv(rows: Sequence[RowResult], path: Path) -> None:
     """One line per system, for the file's owner alone; each metric in three columns: name, name low, name high."""
     names = metric_names(rows)
@@ -183,11 +196,7 @@ def to_json(rows: Sequence[RowResult]) -> list[dict[str, Any]]:
 
 
 def from_json(data: Sequence[Mapping[str, Any]]) -> list[RowResult]:
-    """The rows that ``to_json`` wrote.
-
-    Raises:
-        DataError: A row lacks a field.
-    """
+    """The rows that ``to_json`` wrote."""
     try:
         return [
             RowResult(

@@ -135,11 +135,7 @@ def load_module(path: Path) -> Any:
 
 
 def _refuse_other_run(path: Path, ledger: Path) -> None:
-    """Refuse a checkpoint of another run than the one whose card lies beside it.
-
-    Raises:
-        DataError: It is one, or nobody can say.
-    """
+    """Refuse a checkpoint of another run than the one whose card lies beside it."""
     content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     position = Position.among(content.get("callbacks", {}), place=str(path))
     records = PrivacyLedger.read(ledger).records if ledger.is_file() else []

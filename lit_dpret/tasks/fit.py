@@ -34,13 +34,7 @@ from lit_dpret.tasks.parts import Parts, check_run_dir
 
 @dataclass(frozen=True)
 class PlannedFit:
-    """A private training that is still to be made.
-
-    Args:
-        plan: Its plan.
-        steps: Its length.
-        start: The run whose model it starts from.
-    """
+    """A private training that is still to be made."""
 
     plan: PrivacyPlan
     steps: int
@@ -92,13 +86,14 @@ def plan_fit(
 CHECKPOINTS = "checkpoints"
 
 
+@dataclass(kw_only=True)
 class Fit:
     """Train ``model`` on ``datamodule`` under ``privacy``; write model, ledger and card."""
 
     takes_ranks = takes_canaries = takes_start = True
 
-    def __init__(self, *, min_free_mb: float = 200, membership_coins: bool = False) -> None:
-        self.min_free_mb, self.membership_coins = min_free_mb, membership_coins
+    min_free_mb: float = 200
+    membership_coins: bool = False
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Build, train and export; returns the last logged metrics."""
@@ -293,11 +288,7 @@ def _run_id(run_dir: Path) -> str | None:
 
 
 def refuse_several_ranks(trainer: L.Trainer) -> None:
-    """Refuse a Trainer of several processes for a task that trains among other things.
-
-    Raises:
-        ConfigurationError: It has several.
-    """
+    """Refuse a Trainer of several processes for a task that trains among other things."""
     if trainer.world_size > 1:
         raise ConfigurationError(
             f"trainer.devices and num_nodes make {trainer.world_size} processes, and this task trains in one: its "

@@ -93,12 +93,7 @@ class Inversion:
             raise ConfigurationError(f"task.samples={self.samples} would print private texts. Set it to 0.")
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Write ``inversion.json`` and ``.md``, or ``internal_inversion`` about private texts; returns the scores.
-
-        Raises:
-            DataError: There are too few texts.
-            ConfigurationError: sacrebleu is not installed.
-        """
+        """Write ``inversion.json`` and ``.md``, or ``internal_inversion`` about private texts; returns the scores."""
         check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
         need("sacrebleu")  # before anything is encoded or trained for nothing
         tower = self._tower(self.encoder)

@@ -175,16 +175,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(eq=False, repr=False)
 class Attacker:
-    """Computes signals of target, reference and shadow models, for the same suspects, pool and settings.
-
-    Args:
-        target: The folder of the attacked model; the others are read as what it is.
-        suspects: Queries with their passages.
-        pool: Public passages that encoders are asked to tell the right ones from.
-        temperature: Of the encoders' softmax.
-        batch_size: Texts per forward pass.
-        device: Where to compute.
-    """
+    """Computes signals of target, reference and shadow models, for the same suspects, pool and settings."""
 
     target: Path
     suspects: Suspects
@@ -225,22 +216,14 @@ class Attacker:
 
 
 def write_signals(path: Path, signals: Signals) -> None:
-    """Write signals of private queries, whole or not at all, for their owner alone.
-
-    Raises:
-        StorageError: The file cannot be written.
-    """
+    """Write signals of private queries, whole or not at all, for their owner alone."""
     content = io.BytesIO()
     np.savez(content, **signals)  # type: ignore[arg-type]
     write_whole(path, content.getvalue(), owner_only=True)
 
 
 def read_signals(path: Path) -> dict[str, NDArray[np.float64]]:
-    """Read what `write_signals` wrote.
-
-    Raises:
-        DataError: The file is missing or broken.
-    """
+    """Read what `write_signals` wrote."""
     try:
         with np.load(path, allow_pickle=False) as stored:
             return {name: np.asarray(stored[name], dtype=np.float64) for name in stored.files}
@@ -254,14 +237,7 @@ SIGNALS = "signals.npz"
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """Trained shadow models.
-
-    Attributes:
-        matrix: Their signals of all suspects.
-        steps: Of each model; the configuration's, which is to be the target's.
-        wanted: How many models were asked for.
-        seconds: Of all of them together.
-    """
+    """Trained shadow models."""
 
     matrix: ShadowMatrix
     steps: int
@@ -301,14 +277,7 @@ class Shadows:
             )
 
     def train(self, suspects: Suspects, attacker: Attacker, stages: Stages, *, scoring: float) -> Trained | None:
-        """Return the matrix of all suspects, or None where the time is too short for four models.
-
-        Args:
-            suspects: Whose signals are in the matrix, and whose halves are trained on.
-            attacker: Computes signals.
-            stages: Each model is one.
-            scoring: How many seconds the signals of one model take.
-        """
+        """Return the matrix of all suspects, or None where the time is too short for four models."""
 
         def planned(folder: Path, resume: bool) -> dict[str, float]:
             # Which half the timed model gets is of no account.

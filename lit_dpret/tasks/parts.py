@@ -20,34 +20,20 @@ _PLAIN = re.compile(r"[\w@%+=:,./\[\]-]+")
 
 @dataclass(frozen=True)
 class ComposedRun:
-    """Another run of this program, composed and not started.
-
-    Args:
-        describe: The settings of some groups as one text, the same for equal settings.
-        make: Makes its task and its parts.
-    """
+    """Another run of this program, composed and not started."""
 
     describe: Callable[[Sequence[str]], str]
     make: Callable[[], tuple[Any, Parts]]
 
 
 def no_outline(**settings: Any) -> Any:
-    """Refuse to outline a model of which nobody said how.
-
-    Raises:
-        ConfigurationError: Always.
-    """
+    """Refuse to outline a model of which nobody said how."""
     raise ConfigurationError("The formulas know encoder-decoder models (model=generator), and this is none.")
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Factories for the pieces of a run; nothing is built, read or downloaded before its call.
-
-    Attributes:
-        make_run: Composes another run, given its settings as on the command line.
-        trial_of: The folder of the sweep that the run is a trial of.
-    """
+    """Factories for the pieces of a run; nothing is built, read or downloaded before its call."""
 
     run_dir: Path
     make_privacy: Callable[..., Any]

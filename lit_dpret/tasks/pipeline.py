@@ -30,7 +30,7 @@ from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
 from lit_dpret.privacy.ledger.trained import runs_behind
 from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode, SyntheticData
 from lit_dpret.privacy.noise import load_secret
-from lit_dpret.report.html import Artefact, Sample, write_report
+from lit_dpret.report.html import Artefact, RunReport, Sample
 from lit_dpret.report.table import RowResult, console_table, write_csv, write_json
 from lit_dpret.retrieval.runs import EvaluationResult
 from lit_dpret.retrieval.statistics import Interval
@@ -415,8 +415,7 @@ class Pipeline:
                 "chosen in the same way."
             )
         round_trip, artefacts = as_round_trip(trip), _artefacts(folder)
-        report = write_report(
-            folder,
+        report = RunReport(
             title="Retrieval from private queries: what it reached, and what was promised",
             table=table,
             card=read_card(folder / "synthetic" / "data"),
@@ -426,7 +425,7 @@ class Pipeline:
             command=self._parts.command,
             evaluated_on=evaluated_on,
             notes=notes,
-        )
+        ).write(folder)
         for row in shown:
             console.print(f"[bold]{escape(row.query)}[/bold]\n    {escape(row.passage[:160])}", highlight=False)
         console.print(

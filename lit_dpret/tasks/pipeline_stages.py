@@ -129,5 +129,4 @@ def as_round_trip(result: Mapping[str, Any]) -> RoundTrip:
         control=Interval(*result["control"]),
         k=result["k"],
         queries=result["queries"],
-        retriever="the zero-shot encoder",
     )

@@ -84,11 +84,7 @@ def from_slices(
     precision: str = "32-true",
     progress: Callable[[str], None] = lambda what: None,
 ) -> dict[str, Any]:
-    """Seconds and bytes of a step and of the run, from slices of the model that were run here.
-
-    Raises:
-        ConfigurationError: The model cannot be sliced.
-    """
+    """Seconds and bytes of a step and of the run, from slices of the model that were run here."""
     work, rows = work_of(outline), plan.physical_batch_size
     slices = measure_slices(outline, plan, device, rows=rows, precision=precision, progress=progress)
     whole = slices.whole(work.encoder_layers, work.decoder_layers)
@@ -114,12 +110,6 @@ def measure(module: Any, plan: PrivacyPlan, device: torch.device, *, autocast: b
     Guarantees:
         - No row of data is read, and no release is made: the ids are random, and the noise comes from a
           stream that is thrown away.
-
-    Args:
-        module: The model to train; its weights are changed.
-        plan: The plan, for the engine, the physical batch and the number of steps.
-        device: Where to run.
-        autocast: Under bfloat16 autocast.
 
     Raises:
         ConfigurationError: The model is no generator, or this machine does not say how

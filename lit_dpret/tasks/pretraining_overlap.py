@@ -157,11 +157,7 @@ class PretrainingOverlap:
 
 
 def corpus_files(path: Path) -> list[Path]:
-    """Return the files that a corpus consists of, in the order of their names.
-
-    Raises:
-        DataError: There is none.
-    """
+    """Return the files that a corpus consists of, in the order of their names."""
     if not path.exists():
         raise DataError(f"{path} does not exist; check task.corpus.")
     if not path.is_dir():

@@ -125,14 +125,7 @@ class Ranker:
     def rank(
         self, queries: Mapping[str, str], passages: Mapping[str, str], *, k: int, drop_self_matches: bool = False
     ) -> Ranking:
-        """Return the first ``k`` passages of every query, texts by id.
-
-        Args:
-            queries: The texts to rank for.
-            passages: The texts to rank.
-            k: How many; fewer where there are fewer passages.
-            drop_self_matches: Never return the passage that has the query's own id.
-        """
+        """Return the first ``k`` passages of every query, texts by id."""
         wanted = min(k + drop_self_matches, len(passages))
         ranking = (self._words if self.encoder == "bm25" else self._nearest)(queries, passages, wanted)
         return without_self_matches(ranking, k) if drop_self_matches else ranking
@@ -174,19 +167,8 @@ def write_evaluation(
     Where an id holds white space, which TREC's format cannot carry, run and judgements are left out and the
     summary says so.
 
-    Args:
-        folder: Made where it is missing.
-        ranking: What the system returned.
-        qrels: What it was judged by.
-        result: The values.
-        facts: What to say in the summary besides the aggregates.
-        name: Of the summary.
-
     Returns:
         The path of the summary, a JSON file.
-
-    Raises:
-        StorageError: A file cannot be written.
     """
     names = [*ranking.query_ids, *ranking.passage_ids, *qrels, *(p for judged in qrels.values() for p in judged)]
     awkward = next((one for one in names if one.split() != [one]), None)

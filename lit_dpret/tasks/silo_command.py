@@ -19,9 +19,6 @@ class _Parser(argparse.ArgumentParser):
 def silo_command(arguments: Sequence[str]) -> None:
     """Check a silo, print who sees what and what is spent, and start it unless ``--check`` was given.
 
-    Args:
-        arguments: Those after ``silo``.
-
     Raises:
         LitDpretError: Of the checks, before anything is started.
     """

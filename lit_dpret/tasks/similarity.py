@@ -35,13 +35,7 @@ _NO_PASSAGES = "task.reference_file has queries without passages"
 
 @dataclass(frozen=True)
 class Texts:
-    """Queries with the passages that they were written for, or asked about; one row for each pair.
-
-    Attributes:
-        queries: Text by id.
-        rows: Pairs of query id and passage id; none where passages are unknown.
-        passages: Text by id.
-    """
+    """Queries with the passages that they were written for, or asked about; one row for each pair."""
 
     queries: Mapping[str, str]
     rows: Sequence[tuple[str, str]]
@@ -55,11 +49,7 @@ class Texts:
 
     @classmethod
     def read(cls, path: Path) -> Texts:
-        """Queries alone, from a file of records with a ``text``.
-
-        Raises:
-            DataError: There is no such file, or a record without a text.
-        """
+        """Queries alone, from a file of records with a ``text``."""
         file = RecordFile(path, knob="task.reference_file")
         return cls({str(number): file.text(number, record, "text") for number, record in file}, [], {})
 

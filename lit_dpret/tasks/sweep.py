@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
@@ -28,6 +29,7 @@ _PLANNED_BY = ("task", "privacy", "datamodule", "trainer", "callbacks", "canarie
 _COUPLED_BY = ("model", "loss", "negatives")
 
 
+@dataclass(kw_only=True)
 class Sweep:
     """Run a W&B sweep file without a server, in a folder that W&B's agents can share.
 
@@ -37,33 +39,29 @@ class Sweep:
         - A trial that is done is not run again; one that was interrupted goes on.
     """
 
-    def __init__(
-        self,
-        *,
-        file: str | Path,
-        dataset_ledger: str | Path | None = None,
-        total_eps: float | None = None,
-        metric_data: str = "unknown",
-        start: bool = True,
-        offline: bool = True,
-        give_back: bool = False,
-        min_free_mb: float = 200,
-    ) -> None:
-        self.file = SweepFile.read(file)
-        self.dataset_ledger = None if dataset_ledger is None else Path(dataset_ledger).expanduser()
-        require_choice("task.metric_data", metric_data, get_args(TuningData))
-        if metric_data == "none" and self.file.metric:
+    file: str | Path
+    dataset_ledger: Path | None = None
+    total_eps: float | None = None
+    metric_data: str = "unknown"
+    start: bool = True
+    offline: bool = True
+    give_back: bool = False
+    min_free_mb: float = 200
+
+    def __post_init__(self) -> None:
+        self.sweep = SweepFile.read(self.file)
+        self.dataset_ledger = None if self.dataset_ledger is None else Path(self.dataset_ledger).expanduser()
+        require_choice("task.metric_data", self.metric_data, get_args(TuningData))
+        if self.metric_data == "none" and self.sweep.metric:
             raise ConfigurationError(
-                f"task.metric_data=none, and task.file={file} compares its trials by {self.file.metric['name']}: say "
-                "on which data that is computed."
+                f"task.metric_data=none, and task.file={self.sweep.path} compares its trials by "
+                f"{self.sweep.metric['name']}: say on which data that is computed."
             )
-        self.total_eps, self.metric_data = total_eps, metric_data
-        self.start, self.offline, self.give_back, self.min_free_mb = start, offline, give_back, min_free_mb
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Plan, reserve, run and report; returns how many trials are done and what they may cost."""
         check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
-        trials = self.file.trials(seed=parts.seed)
+        trials = self.sweep.trials(seed=parts.seed)
         with _alone(parts.run_dir):  # two calls that begin together plan one sweep
             sweep = self._planned(parts, trials)
             ledger = sweep.ledger()
@@ -83,7 +81,7 @@ class Sweep:
             _say(f"planned and reserved: start trials with trial_of={sweep.folder} (docs/sweeps.md)")
             return {"trials": 0.0}
         with ProgressLine("sweep", every=0.0) as progress:
-            outcome = run_trials(sweep, self.file, trials, offline=self.offline, progress=progress)
+            outcome = run_trials(sweep, self.sweep, trials, offline=self.offline, progress=progress)
         report = write_report(sweep)
         _say(report.text)
         if outcome.failed:
@@ -110,7 +108,7 @@ class Sweep:
         """Return the sweep as it was planned, now or by an earlier call."""
         if (parts.run_dir / SWEEP).exists():
             sweep = SweepFolder.read(parts.run_dir)
-            sweep.require(self.file, self.dataset_ledger, self.total_eps, self.metric_data)
+            sweep.require(self.sweep, self.dataset_ledger, self.total_eps, self.metric_data)
             self._new = False
             return sweep
         self._without_privacy = 0
@@ -151,21 +149,21 @@ class Sweep:
             planned=planned_total,
             without_privacy=self._without_privacy,
         )
-        return SweepFolder.plan(parts.run_dir, self.file, trials, places, counted)
+        return SweepFolder.plan(parts.run_dir, self.sweep, trials, places, counted)
 
     def _plans_of(self, parts: Parts, trial: Trial, known: dict[str, list[PlannedFit]]) -> list[PlannedFit]:
         """Return the private trainings of one trial; those of an equal one where it was planned before."""
         if parts.make_run is None:
             raise ConfigurationError("task=sweep is run from the command line, which composes its trials.")
-        composed = parts.make_run([*self.file.fixed, *trial.overrides])
+        composed = parts.make_run([*self.sweep.fixed, *trial.overrides])
         task, own = composed.make()
         mode = own.make_privacy()
         self._without_privacy += mode.guarantee != "dp"
-        check_trial(task, mode, own.make_callbacks(), self.metric_data, self.file.metric.get("name"))
+        check_trial(task, mode, own.make_callbacks(), self.metric_data, self.sweep.metric.get("name"))
         if mode.guarantee == "dp" and '"log_private_loss": true' in composed.describe(("model", "task")):
             raise ConfigurationError(
-                f"task.file={self.file.path} sets log_private_loss=true under privacy={mode.name}: such a trial claims "
-                "nothing, and no reservation bounds what it costs. Leave it out."
+                f"task.file={self.sweep.path} sets log_private_loss=true under privacy={mode.name}: such a trial "
+                "claims nothing, and no reservation bounds what it costs. Leave it out."
             )
         groups = _PLANNED_BY + (_COUPLED_BY if mode.calibrated_to_loss else ())
         key = composed.describe(groups)
@@ -179,7 +177,7 @@ class Sweep:
         for knob in ("unit", "neighbours"):
             if len(found := {str(getattr(budget, knob)) for budget in budgets}) > 1:
                 raise ConfigurationError(
-                    f"task.file={self.file.path}: its trials have privacy.{knob}={' and '.join(sorted(found))}, and "
+                    f"task.file={self.sweep.path}: its trials have privacy.{knob}={' and '.join(sorted(found))}, and "
                     "epsilons of different guarantees do not add up. Make a sweep of each."
                 )
         return min(budgets, key=lambda budget: budget.delta, default=None)

@@ -20,11 +20,6 @@ _WHOSE = ("data", "whose", "queries", "reference", "tuning_data")  # settings of
 class TrialOf:
     """The sweep that ``trial_of=folder`` names.
 
-    Args:
-        folder: Of the sweep.
-        task: Of the trial.
-        parts: Of the trial.
-
     Raises:
         ConfigurationError: There is no such sweep, the trial lies where nobody would look for it, its task could train
             what was not planned, it has no privacy in a sweep of private trials, it says otherwise than its sweep
@@ -73,11 +68,7 @@ def unprivate_results(task: Any, mode: Any) -> Sequence[str]:
 
 
 def refuse_unprivate_choice(task: Any, mode: Any, name: str | None, *, knob: str) -> None:
-    """Refuse to choose among private runs by such a result.
-
-    Raises:
-        ConfigurationError: ``name`` is one.
-    """
+    """Refuse to choose among private runs by such a result."""
     if name in unprivate_results(task, mode):
         raise ConfigurationError(
             f"{knob}={name} under privacy={mode.name}: that result is of a model trained on the private queries "
@@ -94,12 +85,6 @@ def private_scores(task: Any, callbacks: Sequence[Any]) -> list[str]:
 
 def refuse_private_objective(task: Any, callbacks: Sequence[Any], name: str, sweep: SweepFolder | None) -> bool:
     """Refuse to tell a sweeper a result on private queries, which it writes beside all trials, undeclared.
-
-    Args:
-        task: Of the run.
-        callbacks: Of its training.
-        name: The result that the sweeper gets.
-        sweep: That the run is a trial of; None for a run of no planned sweep.
 
     Returns:
         Whether the result is on private queries, so that only its owner may read what the sweeper writes.
@@ -132,13 +117,6 @@ def refuse_private_objective(task: Any, callbacks: Sequence[Any], name: str, swe
 
 def check_trial(task: Any, mode: Any, callbacks: Sequence[Any], metric_data: str, metric: str | None = None) -> None:
     """Refuse a trial whose cost no reservation bounds, or that says otherwise than its sweep what it is compared on.
-
-    Args:
-        task: Of the trial.
-        mode: Its privacy mode.
-        callbacks: Of its training.
-        metric_data: What the sweep says.
-        metric: The result that the sweep compares its trials by.
 
     Raises:
         ConfigurationError: Its releases are not known beforehand, its own ledger would let nothing be claimed for it,

@@ -28,20 +28,7 @@ def require_owner(whose: Owner | None, why: str) -> None:
 
 
 def check_declared(whose: Whose | None, card_entry: bool, *, knob: str, measured: str) -> Whose:
-    """Refuse to look at queries that nobody declared, or at private ones without consent to what that means.
-
-    Args:
-        whose: What the setting says.
-        card_entry: Whether it was declared that numbers about private queries may be let out.
-        knob: The setting.
-        measured: What would be computed, in words.
-
-    Returns:
-        ``whose``.
-
-    Raises:
-        ConfigurationError: Naming what to declare.
-    """
+    """Refuse to look at queries that nobody declared, or at private ones without consent to what that means."""
     if whose is None or whose not in get_args(Whose):
         raise ConfigurationError(
             f"{knob}={whose}: {measured} is a statement about queries, so say whose they are: "
@@ -109,12 +96,6 @@ def _is_data_of(plan: Mapping[str, Any], data: Any) -> bool:
 
 def declare(folder: Path | None, whose: Whose | None, *, measured: str, where: str) -> str | None:
     """Write on the card in ``folder`` that numbers about private queries are about to be computed.
-
-    Args:
-        folder: A data set's, a run's or a model's; None where there is no artefact whose card could say so.
-        whose: The queries.
-        measured: What is computed.
-        where: The place of the numbers.
 
     Returns:
         What to say beside the numbers; None where the queries are not private.

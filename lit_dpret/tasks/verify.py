@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from lit_dpret.cards.signature import sign_card
@@ -16,23 +17,20 @@ from lit_dpret.tasks.parts import Parts, check_run_dir
 REPORT = "verify.json"
 
 
+@dataclass(kw_only=True)
 class Verify:
     """Check a card against its files, its ledger and its parents; write ``verify.json``."""
 
-    def __init__(
-        self,
-        *,
-        card: str | Path,
-        parents: Sequence[str | Path] = (),
-        allow_missing_parents: bool = False,
-        allow_missing_ledger: bool = False,
-        protocols: Sequence[str | Path] = (),
-        public_key: str | Path | None = None,
-        sign_with: str | Path | None = None,
-    ) -> None:
-        self.card, self.parents = Path(card), [Path(parent) for parent in parents]
-        self.allow_missing_parents, self.allow_missing_ledger = allow_missing_parents, allow_missing_ledger
-        self.protocols, self.public_key, self.sign_with = list(protocols), public_key, sign_with
+    card: Path
+    parents: Sequence[Path] = ()
+    allow_missing_parents: bool = False
+    allow_missing_ledger: bool = False
+    protocols: Sequence[str | Path] = ()
+    public_key: str | Path | None = None
+    sign_with: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        self.card, self.parents = Path(self.card), [Path(parent) for parent in self.parents]
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Print a line for each check; returns how many ended how.

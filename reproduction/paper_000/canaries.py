@@ -33,14 +33,7 @@ _CAPTION = (
 def tables(
     study: Trainings, make_canaries: Callable[..., Any], *, finished: Path | None, train_queries: int | None
 ) -> list[PaperTable]:
-    """The rows of the paper, for each side that the secret stands on.
-
-    Args:
-        study: The reproduction.
-        make_canaries: Makes `reproduction.CanaryStudy`.
-        finished: The folder of a canary study that is done, whose ``canaries.json`` is read; None to run one.
-        train_queries: Train queries of a study that is run here; None for all.
-    """
+    """The rows of the paper, for each side that the secret stands on."""
     facts = read(finished) if finished is not None else _run(study, make_canaries, train_queries)
     models = dict.fromkeys((row["model"], row["side"]) for row in facts["rows"])
     rows = [_row(model, side, facts["rows"]) for model, side in models]
@@ -65,11 +58,7 @@ def tables(
 def check(
     study: Trainings, make_canaries: Callable[..., Any], *, finished: Path | None, train_queries: int | None
 ) -> None:
-    """Refuse what would stop `tables` after hours of other trainings; the arguments are those of `tables`.
-
-    Raises:
-        LitDpretError: A setting is wrong, a finished study cannot be read, or ``train_queries`` leave no pair.
-    """
+    """Refuse what would stop `tables` after hours of other trainings; the arguments are those of `tables`."""
     if finished is not None:
         read(finished)
         return
@@ -90,11 +79,7 @@ def _run(study: Trainings, make: Callable[..., Any], train_queries: int | None) 
 
 
 def read(folder: Path) -> Any:
-    """What a finished study wrote.
-
-    Raises:
-        DataError: It is not there, or of another form.
-    """
+    """What a finished study wrote."""
     path = folder / f"{NAME}.json"
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))

@@ -19,12 +19,7 @@ _LONGEST = 400
 
 @dataclass(frozen=True)
 class Example:
-    """One passage.
-
-    Args:
-        passage: Its text.
-        queries: Where each query comes from, and its text.
-    """
+    """One passage."""
 
     passage: str
     queries: Sequence[tuple[str, str]]
@@ -35,15 +30,7 @@ class Example:
 
 @dataclass(frozen=True, kw_only=True)
 class ExampleTable:
-    """Several passages, and the paper's own one.
-
-    Args:
-        name: Of its files.
-        title: With the number of the paper's table.
-        ours: Ours.
-        theirs: The paper's.
-        notes: Remarks below it.
-    """
+    """Several passages, and the paper's own one."""
 
     name: str
     title: str
@@ -83,14 +70,9 @@ def tables(study: Trainings, *, passages: int, texts: bool) -> list[ExampleTable
 
     Queries that were made without privacy may repeat a private one word for word: they are shown under the same
     condition as the original ones.
-
-    Args:
-        study: The reproduction.
-        passages: How many.
-        texts: Show texts of the data set; else passages are named by id, and what stands in the data is left out.
     """
-    public = study.choices.originals_are_public
-    cells = [cell for cell in study.choices.cells() if public or cell.eps is not None]
+    public = study.originals_are_public
+    cells = [cell for cell in study.cells() if public or cell.eps is not None]
     data = study.parts.make_datamodule(
         max_passages=study.base.max_passages, expected_batch_size=None, sample_rate=None
     )  # fmt: skip

@@ -32,9 +32,6 @@ class Grid:
         eps: Budget of each point.
         split: The validation split.
         max_passages: Score on a sample of so many of its passages.
-
-    Raises:
-        ConfigurationError: A list is empty, or a value is not positive.
     """
 
     lr: Sequence[float] = (0.001,)
@@ -60,12 +57,8 @@ class Grid:
 
 
 def tables(study: Trainings, grid: Grid) -> list[PaperTable]:
-    """A row for each point, the best first.
-
-    Raises:
-        LeftOut: The validation queries were not declared public.
-    """
-    if not study.choices.originals_are_public:
+    """A row for each point, the best first."""
+    if not study.originals_are_public:
         raise LeftOut(
             "a search scores on validation queries, and task.originals_are_public=false. task=sweep with "
             "task.metric_data=private searches and says what the choice costs."
@@ -100,7 +93,7 @@ def tables(study: Trainings, grid: Grid) -> list[PaperTable]:
                 + ". It prints no BLEU of the points.",
                 "The validation questions were declared public. With private ones, the choice would be covered by the "
                 "epsilon of all points together and the scored questions by nothing (docs/sweeps.md).",
-                f"{study.described(study.choices.main)}; the paper searched with T5-Small. The public-only systems "
+                f"{study.described(study.main)}; the paper searched with T5-Small. The public-only systems "
                 "have none of these settings.",
             ],
         )
@@ -109,7 +102,7 @@ def tables(study: Trainings, grid: Grid) -> list[PaperTable]:
 
 def _point(study: Trainings, grid: Grid, point: tuple[float, float, int, float]) -> tuple[float, str]:
     lr, clip, batch, epochs = point
-    base, source = study.base, study.source(study.choices.main)
+    base, source = study.base, study.source(study.main)
     optimizer = replace(base.generator.keywords["optimizer"], lr=lr)  # type: ignore[attr-defined]
     make = partial(base.generator, pretrained=source, optimizer=optimizer)
     name = f"grid-lr{lr:g}-clip{clip:g}-batch{batch}-epochs{epochs:g}"
@@ -149,7 +142,7 @@ def _point(study: Trainings, grid: Grid, point: tuple[float, float, int, float])
         )
         return [result[BLEU], privacy_line(read_card(parts.run_dir))]
 
-    settings = [grid.eps, grid.split, grid.max_passages, point, study.choices.sizes[study.choices.main],
+    settings = [grid.eps, grid.split, grid.max_passages, point, study.sizes[study.main],
                 str(base.generator), base.generator_physical_batch]  # fmt: skip
     bleu, line = study.result(name, settings, work)
     return float(bleu), str(line)

@@ -22,12 +22,8 @@ _CAPTION = (
 
 
 def tables(study: Trainings, make_overlap: Callable[..., Any]) -> list[PaperTable]:
-    """Queries and passages.
-
-    Raises:
-        LeftOut: No corpus was named, it is not there, or nobody declared that the queries may be measured.
-    """
-    if not study.choices.originals_are_public:
+    """Queries and passages."""
+    if not study.originals_are_public:
         raise LeftOut("the share of queries found is a measure of them, and task.originals_are_public=false.")
     corpus = getattr(make_overlap, "keywords", {}).get("corpus")
     if corpus is None:

@@ -22,12 +22,7 @@ from reproduction.published import ORIGINAL, SIZES
 
 @dataclass(frozen=True)
 class Order:
-    """A pair of rows of which the first one is said to be better.
-
-    Args:
-        better, worse: The rows, with ours and the paper's numbers where there are any.
-        paper: Whether the paper's numbers are what says so; else it is a question of ours.
-    """
+    """A pair of rows of which the first one is said to be better."""
 
     better: PaperRow
     worse: PaperRow
@@ -84,10 +79,9 @@ def tables(study: Trainings) -> list[PaperTable]:
         for key, name in PUBLIC_NAMES.items()
     ]
     made = [
-        _row(study.described(cell.size), study.synthetic(cell), "table_3", study.choices.point(cell))
-        for cell in study.choices.cells()
+        _row(study.described(cell.size), study.synthetic(cell), "table_3", study.point(cell)) for cell in study.cells()
     ]
-    finite = sorted(study.choices.finite, reverse=True)
+    finite = sorted(study.finite, reverse=True)
     direct = [_row("original queries", study.direct(eps), "table_4", (ORIGINAL, eps)) for eps in finite]
     return [
         PaperTable(
@@ -115,28 +109,28 @@ def tables(study: Trainings) -> list[PaperTable]:
 
 def _orders(study: Trainings, original: PaperRow, made: Sequence[PaperRow], public: Sequence[PaperRow]) -> list[Order]:
     """What the paper concludes from its table 3, and whether the private queries bought anything."""
-    by_cell = dict(zip(study.choices.cells(), made, strict=True))
+    by_cell = dict(zip(study.cells(), made, strict=True))
     main = [by_cell[cell] for cell in _by_budget(study)]
     found = [Order(more, less) for less, more in pairwise(main)]
     found += [Order(row, original) for row in main if row.epsilon == shown(None)]
-    sizes = [size for size in SIZES if size in study.choices.beside.values()]
-    named = {paper: size for size, paper in study.choices.beside.items()}
+    sizes = [size for size in SIZES if size in study.beside.values()]
+    named = {paper: size for size, paper in study.beside.items()}
     for smaller, larger in pairwise(named[size] for size in sizes):
-        both = [eps for eps in study.choices.finite if {Cell(smaller, eps), Cell(larger, eps)} <= set(by_cell)]
+        both = [eps for eps in study.finite if {Cell(smaller, eps), Cell(larger, eps)} <= set(by_cell)]
         found += [Order(by_cell[Cell(larger, eps)], by_cell[Cell(smaller, eps)]) for eps in both]
     return found + [Order(row, other, paper=False) for row in main for other in public if other.source != "BM25"]
 
 
 def _above_direct(study: Trainings, made: Sequence[PaperRow], direct: Sequence[PaperRow]) -> list[Order]:
     by_eps = {row.epsilon: row for row in direct}
-    by_cell = dict(zip(study.choices.cells(), made, strict=True))
+    by_cell = dict(zip(study.cells(), made, strict=True))
     return [Order(by_cell[c], by_eps[shown(c.eps)]) for c in _by_budget(study) if shown(c.eps) in by_eps]
 
 
 def _by_budget(study: Trainings) -> list[Cell]:
     """The cells of the main size, the least epsilon first."""
-    eps = sorted(study.choices.eps, key=lambda value: math.inf if value is None else value)
-    return [Cell(study.choices.main, value) for value in eps]
+    eps = sorted(study.eps, key=lambda value: math.inf if value is None else value)
+    return [Cell(study.main, value) for value in eps]
 
 
 def _told(orders: Sequence[Order]) -> list[str]:
@@ -148,8 +142,8 @@ def sizes_note(study: Trainings) -> list[str]:
     """That the sizes are ours, and which of the paper's they stand beside."""
     names = [
         f"{study.described(size)} stands beside the paper's {paper}"
-        for size, paper in study.choices.beside.items()
-        if size in study.choices.sizes
+        for size, paper in study.beside.items()
+        if size in study.sizes
     ]
     return [f"The sizes are ours: {'; '.join(names)}. A row beside is not a model of that size."] if names else []
 

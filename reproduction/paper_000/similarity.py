@@ -25,12 +25,8 @@ _CAPTION = (
 
 
 def tables(study: Trainings, make_similarity: Callable[..., Any]) -> list[PaperTable]:
-    """One row for each synthetic data set, and one for the pseudo-queries.
-
-    Raises:
-        LeftOut: Nobody declared that the original queries may be measured.
-    """
-    if not study.choices.originals_are_public:
+    """One row for each synthetic data set, and one for the pseudo-queries."""
+    if not study.originals_are_public:
         raise LeftOut(
             "similarity is a measure of the original queries, and task.originals_are_public=false. task=similarity "
             "measures one data set and writes so on its card."
@@ -38,9 +34,9 @@ def tables(study: Trainings, make_similarity: Callable[..., Any]) -> list[PaperT
     for package in ("sacrebleu", "sklearn"):
         need(package)  # type: ignore[arg-type]
     rows = []
-    for cell in study.choices.cells():
+    for cell in study.cells():
         ours = _measured(study, f"similarity-{cell.name}", study.queries_of(cell), make_similarity)
-        point, source = study.choices.point(cell), study.described(cell.size)
+        point, source = study.point(cell), study.described(cell.size)
         privacy = study.synthetic(cell).privacy
         rows.append(row_beside("table_6", point, COLUMNS, source=source, ours=ours, privacy=privacy))
     rows += rows_of_the_paper_alone("table_6", COLUMNS, rows)

@@ -1,4 +1,4 @@
-"""What the parts of the reproduction share: the trainings, each a pipeline with some rows, made when asked for."""
+"""The trainings that the parts of the reproduction share, each a pipeline with some rows, made when asked for."""
 
 from __future__ import annotations
 
@@ -9,22 +9,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.modules.language_models import load_language_model
 from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
 from lit_dpret.report.table import RowResult, from_json
+from lit_dpret.settings import require_whole
 from lit_dpret.tasks.parts import Parts
 from lit_dpret.tasks.pipeline import Pipeline
 from lit_dpret.tasks.stages import Stages, described
-from reproduction.published import Point
+from reproduction.published import SIZES, Point
 from reproduction.study import Study
 
 SHRUNK = "shrunk"
 """In place of a folder or name: a smaller generator that is made of the public one, from public passages alone."""
 BASELINES = "baselines"
+_SIZES, _BESIDE = {"small": "public_t5", "mini": SHRUNK}, {"small": "T5-Base", "mini": "T5-Small"}
 # Settings of the pipeline that no training depends on, or that are named beside those that do.
 _SETTING = ("generator", "only", "embeddings", "min_free_mb")
 
@@ -46,28 +48,59 @@ class Cell:
         return f"{self.size}-{'none' if self.eps is None else f'eps{self.eps:g}'}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Choices:
-    """What is varied, and what is declared.
+@dataclass(kw_only=True, eq=False)
+class Trainings(Study):
+    """What is varied, and the trainings, each done once, whichever part asks first.
 
-    Args:
-        sizes: Hub name, folder, ``public_t5`` or ``shrunk`` of each size, by our name.
-        beside: The paper's size that each of them stands beside, where there is one.
-        main: The size that is trained at every epsilon.
-        eps: Epsilons; None for no privacy.
-        others_at: Those at which the other sizes are trained too.
-        originals_are_public: The original queries may be shown and measured: they are public.
+    A result depends on its own settings alone: one that was made with others is refused, and no other one is touched.
     """
 
-    sizes: Mapping[str, str]
-    beside: Mapping[str, str]
-    main: str
-    eps: Sequence[float | None]
-    others_at: Sequence[float | None]
-    originals_are_public: bool
+    pipeline: Callable[..., Pipeline]
+    shrink: Callable[..., Path]
+    shrink_passages: int = 4000
+    sizes: Mapping[str, str] = None  # type: ignore[assignment]  # null, here and below: what __post_init__ takes
+    beside: Mapping[str, str] = None  # type: ignore[assignment]
+    main: str = None  # type: ignore[assignment]
+    eps: Sequence[float | None] = (3.0, 8.0, 16.0, None)
+    others_at: Sequence[float | None] = None  # type: ignore[assignment]
+    originals_are_public: bool = False
+    min_free_mb: float = 5000
+
+    def __post_init__(self) -> None:
+        if self.beside is None:
+            self.beside = _BESIDE if self.sizes is None else {name: name for name in self.sizes if name in SIZES}
+        self.sizes = _SIZES if self.sizes is None else self.sizes
+        self.main = next(iter(self.sizes), "") if self.main is None else self.main
+        self.others_at = self.eps if self.others_at is None else self.others_at
+        if self.main not in self.sizes:
+            known = ", ".join(self.sizes) or "there are none"
+            raise ConfigurationError(f"task.main={self.main} is none of task.sizes: {known}.")
+        if unknown := sorted(set(self.beside) - set(self.sizes)):
+            raise ConfigurationError(
+                f"task.beside names {unknown[0]!r}, which is none of task.sizes: {', '.join(self.sizes)}."
+            )
+        if wrong := [name for name in self.sizes if not name or set(name) & set("/\\ ")]:
+            raise ConfigurationError(f"task.sizes: {wrong[0]!r} names a folder, so it must have no slash and no space.")
+        if not self.eps or len(set(self.eps)) < len(self.eps) or any(e is not None and not e > 0 for e in self.eps):
+            raise ConfigurationError(
+                f"task.eps={list(self.eps)} must be different positive numbers, null for no privacy."
+            )
+        if not set(self.others_at) <= set(self.eps):
+            raise ConfigurationError(
+                f"task.others_at={list(self.others_at)} must be some of task.eps={list(self.eps)}."
+            )
+        require_whole("task", self, 1, "shrink_passages")
+
+    def open(self, parts: Parts) -> Self:
+        """Open the run folder, or refuse one that was begun with another seed; returns self."""
+        self.parts = self._parts = parts
+        self.base = self.pipeline()
+        self.embeddings = parts.run_dir / "embeddings"
+        self._stages = Stages(parts.run_dir, resume=parts.resume, fingerprint=f"paper_000, seed {parts.seed}").begin()
+        return self
 
     def cells(self) -> list[Cell]:
-        """Return all of them: the paper's axis of epsilon first."""
+        """Return all generators: the paper's axis of epsilon first."""
         others = [size for size in self.sizes if size != self.main]
         more = [Cell(size, eps) for eps in self.others_at for size in others]
         return [Cell(self.main, eps) for eps in self.eps] + more
@@ -80,31 +113,6 @@ class Choices:
     def point(self, cell: Cell) -> Point:
         """Return the paper's row that ``cell`` stands beside; it may have none."""
         return self.beside.get(cell.size, ""), cell.eps
-
-
-class Trainings(Study):
-    """The trainings, each done once, whichever part asks first.
-
-    A result depends on its own settings alone: one that was made with others is refused, and no other one is touched.
-
-    Args:
-        parts: Of the reproduction.
-        choices: What is varied.
-        make_pipeline: Makes `Pipeline`, given ``only``, ``embeddings`` and, for a size, ``generator``.
-        shrink: Makes the smaller generator: `reproduction.paper_000.shrink.shrink_generator` with its settings.
-        shrink_passages: How many public passages it learns from.
-    """
-
-    def __init__(
-        self, parts: Parts, choices: Choices, *, make_pipeline: Callable[..., Pipeline], shrink: Callable[..., Path],
-        shrink_passages: int,
-    ) -> None:  # fmt: skip
-        self.choices, self.parts = choices, parts
-        self._make, self._shrink, self._shrink_passages = make_pipeline, shrink, shrink_passages
-        self.base = make_pipeline()
-        self.embeddings = parts.run_dir / "embeddings"
-        self._parts = parts
-        self._stages = Stages(parts.run_dir, resume=parts.resume, fingerprint=f"paper_000, seed {parts.seed}").begin()
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -122,9 +130,6 @@ class Trainings(Study):
             name: Of its folder.
             settings: What it depends on; its ``repr`` must tell all of it.
             work: Makes it, given the parts of a run in its own folder; returns JSON values.
-
-        Raises:
-            ResumeError: It was made with other settings.
         """
         mark = hashlib.sha256(described(repr(settings)).encode()).hexdigest()
 
@@ -134,12 +139,8 @@ class Trainings(Study):
         return self.once(name, mark, made, knob="task")["result"]
 
     def refuse_wrong_privacy(self) -> None:
-        """Refuse a mode that trains no generators privately, before anything starts.
-
-        Raises:
-            ConfigurationError: Naming it.
-        """
-        for eps in self.choices.finite:
+        """Refuse a mode that trains no generators privately, before anything starts."""
+        for eps in self.finite:
             mode = self.parts.make_privacy(eps=eps)
             if mode.guarantee != "dp" or mode.candidates != "rows":
                 raise ConfigurationError(
@@ -186,10 +187,10 @@ class Trainings(Study):
         settings: list[Any] = [shared, systems, eps]
         if size is not None:
             changes["generator"] = partial(self.base.generator, pretrained=self.source(size))
-            settings += [self.base.generator, self.choices.sizes[size]]
+            settings += [self.base.generator, self.sizes[size]]
 
         def work(parts: Parts) -> Any:
-            self._make(**changes).run(replace(parts, make_privacy=lambda **_: self.privacy(eps)()))
+            self.pipeline(**changes).run(replace(parts, make_privacy=lambda **_: self.privacy(eps)()))
             for checkpoints in parts.run_dir.glob("*/checkpoints"):  # the models are kept; an encoder is large
                 shutil.rmtree(checkpoints)
             return json.loads((parts.run_dir / "results.json").read_text(encoding="utf-8"))
@@ -200,7 +201,7 @@ class Trainings(Study):
 
     def source(self, size: str) -> str:
         """Return where the public weights of a size are; a ``shrunk`` one is made if need be."""
-        given = self.choices.sizes[size]
+        given = self.sizes[size]
         return str(self._shrunk()) if given == SHRUNK else given
 
     def described(self, size: str) -> str:
@@ -214,17 +215,17 @@ class Trainings(Study):
 
     def _shrunk(self) -> Path:
         def work(parts: Parts) -> str:
-            data = parts.make_datamodule(max_passages=self._shrink_passages, expected_batch_size=None, sample_rate=None)
+            data = parts.make_datamodule(max_passages=self.shrink_passages, expected_batch_size=None, sample_rate=None)
             data.prepare_data()
             data.setup("fit")
-            teacher = getattr(self._shrink, "keywords", {}).get("teacher", "public_t5")
+            teacher = getattr(self.shrink, "keywords", {}).get("teacher", "public_t5")
             codec = self.base.generator(privacy=NoPrivacy(), pretrained=teacher).codec
             with ProgressLine("making the smaller generator") as progress:
-                self._shrink(
+                self.shrink(
                     passages=data.public_passages(), folder=parts.run_dir / "model", contract=codec.contract,
                     seed=parts.seed, progress=progress,
                 )  # fmt: skip
             return "model"
 
-        inside: str = self.result(SHRUNK, [self._shrink, self._shrink_passages], work)
+        inside: str = self.result(SHRUNK, [self.shrink, self.shrink_passages], work)
         return self.folder(SHRUNK) / inside

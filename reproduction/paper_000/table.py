@@ -6,15 +6,17 @@ A number of the paper stands beside ours where a row of ours is the paper's; bot
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from lit_dpret.cards.page import Block, Bullets, Grid, Paragraph
-from lit_dpret.report.figures import new_figure, tidy
-from lit_dpret.report.page import Picture
+from lit_dpret.cards.page import Block, Bullets, Grid, Paragraph, Section, to_markdown
+from lit_dpret.files import write_whole
+from lit_dpret.report.figures import can_draw, new_figure, save_png, tidy
+from lit_dpret.report.page import Picture, Sheet
 from lit_dpret.report.table import Table, ends
 from lit_dpret.retrieval.statistics import Interval
 from reproduction.published import Point, by_point
@@ -82,17 +84,7 @@ def rows_of_the_paper_alone(table: str, columns: Mapping[str, str], ours: Sequen
 
 @dataclass(frozen=True, kw_only=True)
 class PaperTable:
-    """One table.
-
-    Args:
-        name: Of its files.
-        title: With the number of the paper's table.
-        columns: Titles of the measures, by their names in the rows.
-        rows: In the order of the table.
-        caption: On what, and by how many runs, ours were measured; what the intervals cover.
-        notes: Remarks below it.
-        group: What `PaperRow.group` is; empty where there are no groups.
-    """
+    """One table."""
 
     name: str
     title: str
@@ -172,6 +164,37 @@ def _their(value: float | None) -> str:
     if value is None:
         return "–"
     return f"{value:.4f}" if isinstance(value, float) else str(value)  # a rank is a whole number
+
+
+class Shown(Protocol):
+    """What a page shows of a part: a table of numbers, or one of examples."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def title(self) -> str: ...
+    def blocks(self, picture: Path | None = None) -> list[Block]: ...
+    def facts(self) -> dict[str, Any]: ...
+    def sheet(self) -> Sheet: ...
+
+
+def write_tables(tables: Sequence[Shown], folder: Path, *, owner_only: bool) -> list[Section]:
+    """Write each table's ``NAME.md``, ``.csv``, ``.json`` and, where it can be drawn, ``.png``; return the sections."""
+    sections = []
+    for table in tables:
+        picture = None
+        if isinstance(table, PaperTable) and can_draw():
+            picture = save_png(figure_of(table), folder / f"{table.name}.png", owner_only=owner_only)
+        section = Section(table.title, table.blocks(picture))
+        sections.append(section)
+        texts = {
+            "md": to_markdown(table.title, "", [], [Section("Result", section.blocks)]),
+            "csv": table.sheet().csv(),
+            "json": json.dumps(table.facts(), indent=1, allow_nan=False, ensure_ascii=False) + "\n",
+        }
+        for ending, text in texts.items():
+            write_whole(folder / f"{table.name}.{ending}", text, owner_only=owner_only)
+    return sections
 
 
 # -- the picture -----------------------------------------------------------------------------------

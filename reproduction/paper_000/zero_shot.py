@@ -37,11 +37,7 @@ class _System:
 
 
 def tables(study: Trainings, make_zero_shot: Callable[..., Any]) -> list[PaperTable]:
-    """The table of the sets that are there.
-
-    Raises:
-        LeftOut: None of them is.
-    """
+    """The table of the sets that are there."""
     check(make_zero_shot)
     results = {system.name: _measured(study, system, make_zero_shot) for system in _systems(study)}
     measured = [one["name"] for one in next(iter(results.values()))["sets"] if one["metrics"]]
@@ -65,12 +61,7 @@ def tables(study: Trainings, make_zero_shot: Callable[..., Any]) -> list[PaperTa
 
 
 def check(make_zero_shot: Callable[..., Any]) -> None:
-    """Refuse settings of the part that could not be run, before anything is trained for it.
-
-    Raises:
-        LeftOut: The sets are not there.
-        ConfigurationError: A setting is wrong.
-    """
+    """Refuse settings of the part that could not be run, before anything is trained for it."""
     known: Mapping[str, Any] = getattr(make_zero_shot, "keywords", {})
     root = known.get("root")
     if known.get("download"):
@@ -82,7 +73,7 @@ def check(make_zero_shot: Callable[..., Any]) -> None:
         raise LeftOut(f"task.zero_shot.root={root} is no folder.")
     task = make_zero_shot()
     if not task.present():
-        raise LeftOut(f"task.zero_shot.root={root} holds none of {', '.join(one.name for one in task.sets)}.")
+        raise LeftOut(f"task.zero_shot.root={root} holds none of {', '.join(task.sets)}.")
 
 
 def _systems(study: Trainings) -> list[_System]:
@@ -93,9 +84,9 @@ def _systems(study: Trainings) -> list[_System]:
             base["original"].privacy, (ORIGINAL, None),
         )
     ]  # fmt: skip
-    if study.choices.finite:
-        eps = max(study.choices.finite)
-        cell = Cell(study.choices.main, eps)
+    if study.finite:
+        eps = max(study.finite)
+        cell = Cell(study.main, eps)
         found += [
             _System(
                 study.direct_name(eps), "original queries, direct DP", shown(eps),

@@ -21,8 +21,7 @@ from rich.console import Console
 from lit_dpret.cards.page import Banner, Block, Bullets, Code, Grid, Paragraph, Section
 from lit_dpret.errors import DataError
 from lit_dpret.report.chart import bar_chart
-from lit_dpret.report.html import Drawing
-from lit_dpret.report.page import Page
+from lit_dpret.report.page import Drawing, Page
 from lit_dpret.report.table import RowResult, console_table, ends, show
 from lit_dpret.retrieval.statistics import (
     Interval,
@@ -130,9 +129,6 @@ def differences(rows: Sequence[ModeRow], metric: str, references: Sequence[str] 
         metric: Which of their metrics.
         references: Names of the systems of which at least one takes part in every comparison of a budget; the
             fewer comparisons, the less the adjustment for them costs. Without any, every two systems are compared.
-
-    Raises:
-        DataError: Rows were judged on different queries.
     """
     if len({len(row.per_query[metric]) for row in rows}) > 1:
         raise DataError("Systems that were judged on different queries cannot be compared.")
@@ -173,13 +169,7 @@ def _mean(row: ModeRow, metric: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Headings:
-    """What a comparison is called.
-
-    Args:
-        name: Of the files.
-        title: Of the page.
-        rows: What the rows are, in the plural.
-    """
+    """What a comparison is called."""
 
     name: str
     title: str
@@ -194,18 +184,6 @@ class ComparisonReport:
     """A comparison as a page, a table and data.
 
     Its files are for their owner alone: measures of private queries stand in them, which no budget covers.
-
-    Args:
-        rows: The systems, in the order of the table.
-        headings: What the comparison is called.
-        metrics: Which of their metrics are shown; the first one is drawn.
-        evaluated_on: Test set and model, in words.
-        command: What to type to get the same again.
-        notes: Further remarks.
-        private_runs: How many trainings on the private queries claim an epsilon of their own.
-        spent: What all of them have spent together, in words.
-        more: Further sections, after the results.
-        references: Names of the systems that the others are tested against; without any, every two are compared.
     """
 
     rows: Sequence[ModeRow]
@@ -220,15 +198,7 @@ class ComparisonReport:
     references: Sequence[str] = ()
 
     def write(self, folder: Path) -> dict[str, Path]:
-        """Write ``NAME.{html,md,json,csv}``, as the headings name it, and ``differences.csv``.
-
-        Returns:
-            The paths by file name.
-
-        Raises:
-            DataError: Rows were judged on different queries.
-            StorageError: A file cannot be written.
-        """
+        """Write ``NAME.{html,md,json,csv}``, as the headings name it, and ``differences.csv``."""
         found = {metric: differences(self.rows, metric, self.references) for metric in self.metrics}
         told = [_difference_facts(each) for of_metric in found.values() for each in of_metric]
         facts = {

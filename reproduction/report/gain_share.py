@@ -57,9 +57,6 @@ def share_of_gain(system: Sequence[float], bound: Sequence[float], start: float)
 
     Returns:
         The bounds are NaN where either side has a single run.
-
-    Raises:
-        DataError: The bound gains nothing, so there is nothing to take a share of.
     """
     above, most = np.asarray(system, float) - start, np.asarray(bound, float) - start
     if not most.mean() > 0:

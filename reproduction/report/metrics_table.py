@@ -60,13 +60,7 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsTable:
-    """Metrics by variant.
-
-    Attributes:
-        baseline: The variant that the others are divided by; None for none.
-        metrics: Title of each metric, by name.
-        rows: The cells of each variant, by metric name.
-    """
+    """Metrics by variant."""
 
     baseline: str | None
     metrics: Mapping[str, str]
@@ -76,11 +70,7 @@ class MetricsTable:
     def of(
         cls, runs: Sequence[VariantRun], *, baseline: str | None, metrics: Mapping[str, str] = PAPER_METRICS
     ) -> MetricsTable:
-        """Return the table of all runs of a comparison.
-
-        Raises:
-            DataError: There is no such baseline, or a run lacks a metric.
-        """
+        """Return the table of all runs of a comparison."""
         groups = by_variant(runs)
         if baseline is not None and baseline not in groups:
             raise DataError(f"The baseline {baseline!r} is not among the variants {', '.join(groups)}.")
@@ -96,11 +86,7 @@ class MetricsTable:
 
     @classmethod
     def read(cls, path: Path) -> MetricsTable:
-        """Return the table that `write` wrote as JSON.
-
-        Raises:
-            DataError: The file cannot be read, or holds no table.
-        """
+        """Return the table that `write` wrote as JSON."""
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
             rows = {v: {name: Cell(**cell) for name, cell in cells.items()} for v, cells in found["rows"].items()}
@@ -109,11 +95,7 @@ class MetricsTable:
             raise DataError(f"{path} holds no table ({type(error).__name__}).") from error
 
     def write(self, folder: Path, *, name: str = "metrics") -> list[Block]:
-        """Write ``name.csv`` and ``name.json`` with every number, and ``name.md`` to read; return what that shows.
-
-        Raises:
-            StorageError: A file cannot be written.
-        """
+        """Write ``name.csv`` and ``name.json`` with every number, and ``name.md`` to read; return what that shows."""
         lines = [
             [variant, metric, cell.mean, cell.deviation, cell.relative, cell.runs]
             for variant, cells in self.rows.items()
@@ -170,12 +152,7 @@ class MetricsTable:
         )
 
     def beside_the_paper(self, paper: Mapping[str, Sequence[float]], *, relative: bool) -> Grid:
-        """Each cell ours / the paper's; a dash where one of them has no such variant.
-
-        Args:
-            paper: The paper's rows by variant, in the order of `PAPER_METRICS`.
-            relative: Compare means divided by the baseline's, not the means.
-        """
+        """Each cell ours / the paper's; a dash where one of them has no such variant."""
         rows: list[list[str]] = []
         for variant in dict.fromkeys([*self.rows, *paper]):
             cells: list[Any] = [self.rows.get(variant, {}).get(name) for name in PAPER_METRICS]

@@ -47,12 +47,7 @@ def _words(name: str) -> str:
 
 
 def draw_language_model_losses(curves: Mapping[str, Sequence[tuple[int, float]]], path: Path) -> str:
-    """Figure 6: training loss of a language model with and without embeddings; returns the caption.
-
-    Args:
-        curves: By arm, ``none``, ``shuffled`` and ``own``: steps, and the mean loss of a token since the last of them.
-        path: Of the PNG.
-    """
+    """Figure 6: training loss of a language model with and without embeddings; returns the caption."""
     figure, axis = _axis(7.5, 4.6)
     for arm, (label, colour, dashes) in _ARMS.items():
         steps, losses = zip(*curves[arm], strict=True)
@@ -82,11 +77,7 @@ FIGURE_6 = "with embeddings 3.239 nats, without 3.245"
 
 
 def _facts(path: Path) -> Any:
-    """What a JSON file holds.
-
-    Raises:
-        DataError: It cannot be read.
-    """
+    """What a JSON file holds."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

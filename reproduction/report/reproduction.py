@@ -55,15 +55,7 @@ def item(
 
 @dataclass(frozen=True, kw_only=True)
 class Paper:
-    """What a paper holds.
-
-    Args:
-        name: Of the files, ``paper_002``.
-        title: Of the page.
-        promise: What is promised of the models behind the page.
-        items: In the paper's order; what goes beyond the paper last.
-        internal: Measures of private queries may stand on the page; only its owner may read it.
-    """
+    """A paper: its tables and figures in its order, and what is promised of the models behind ours."""
 
     name: str
     title: str
@@ -113,19 +105,7 @@ def write_reproduction(
     quote: bool = True,
     notes: Sequence[str] = (),
 ) -> dict[str, State]:
-    """Write ``NAME.md``, ``.html``, ``.json``, tables as ``.csv``, and pictures; returns what became of each item.
-
-    Args:
-        paper: What there is to show.
-        parts: All parts, run or not.
-        folder: Of the page.
-        command: What makes the whole page.
-        quote: Show tables that hold texts of the data.
-        notes: Further remarks.
-
-    Raises:
-        StorageError: A file cannot be written.
-    """
+    """Write ``NAME.md``, ``.html``, ``.json``, tables as ``.csv``, and pictures; returns what became of each item."""
     folder.mkdir(parents=True, exist_ok=True)
     known = {part.name: part for part in parts}
     told = [_tell(item, known, folder, quote=quote) for item in paper.items]

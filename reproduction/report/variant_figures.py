@@ -52,11 +52,7 @@ class Curve:
 
 
 def lowest_loss(runs: Iterable[VariantRun]) -> float:
-    """Return the lowest loss of all runs.
-
-    Raises:
-        DataError: It is not positive, so that nothing can be divided by it.
-    """
+    """Return the lowest loss of all runs."""
     lowest = min(min(run.losses) for run in runs)
     if not lowest > 0:
         raise DataError(f"The lowest loss is {lowest:g}: losses relative to it mean nothing unless it is positive.")
@@ -71,9 +67,6 @@ def relative_curves(runs: Sequence[VariantRun], *, axis: Axis = "examples", band
         axis: What the curves run over.
         band: ``interval``: the 95 % t-interval of the mean over seeds. ``range``: from the lowest run
             to the highest, as the paper shades.
-
-    Raises:
-        DataError: Runs of a variant were observed at different places, or lack the axis.
     """
     scale = lowest_loss(runs)
     return [
@@ -86,11 +79,7 @@ def relative_curves(runs: Sequence[VariantRun], *, axis: Axis = "examples", band
 
 
 def speed_curves(runs: Sequence[VariantRun]) -> list[Curve]:
-    """Return seconds per example between observations, over the examples seen (figure 5, left).
-
-    Raises:
-        DataError: A run lacks examples or seconds, or has fewer than two observations.
-    """
+    """Return seconds per example between observations, over the examples seen (figure 5, left)."""
     curves = []
     for variant, group in by_variant(runs).items():
         seen, clocks = [observed(run, "examples") for run in group], [observed(run, "seconds") for run in group]
@@ -119,11 +108,7 @@ def _mean_curve(
 
 
 def observed(run: VariantRun, axis: Axis) -> Floats:
-    """Return where ``run`` was observed, shape (observations,).
-
-    Raises:
-        DataError: The run does not say.
-    """
+    """Return where ``run`` was observed, shape (observations,)."""
     places = getattr(run, axis)
     if not len(places):
         raise DataError(f"The run {run.variant!r} of seed {run.seed} does not tell its {axis}.")
@@ -148,11 +133,7 @@ def smooth(values: ArrayLike) -> tuple[tuple[float, ...], int | None]:
 
 
 def mean_confusions(runs: Sequence[VariantRun]) -> dict[str, np.ndarray]:
-    """Return the confusion matrix of each variant, averaged over its runs and rounded down (figures 3 and 4).
-
-    Raises:
-        DataError: No run has one, or they differ in size.
-    """
+    """Return the confusion matrix of each variant, averaged over its runs and rounded down (figures 3 and 4)."""
     groups = {v: [run.confusion for run in group if run.confusion is not None] for v, group in by_variant(runs).items()}
     groups = {variant: group for variant, group in groups.items() if group}
     sizes = {len(matrix) for group in groups.values() for matrix in group}
@@ -238,14 +219,7 @@ def draw_smoothed_loss(runs: Sequence[VariantRun], path: Path, *, axis: Axis = "
 
 
 def draw_confusions(runs: Sequence[VariantRun], path: Path, *, names: Sequence[str] = (), title: str = "") -> str:
-    """Figures 3 and 4: the confusion matrix of each variant, averaged over its runs and rounded down.
-
-    Args:
-        runs: Those without a confusion matrix are passed over.
-        path: Of the PNG.
-        names: Names of the classes; numbers where there are none.
-        title: Above the picture.
-    """
+    """Figures 3 and 4: the confusion matrix of each variant, averaged over its runs and rounded down."""
     means = mean_confusions(runs)
     top = max(float(mean.max()) for mean in means.values())
     classes = len(next(iter(means.values())))

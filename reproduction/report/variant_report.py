@@ -56,14 +56,6 @@ def write_variant_report(
         untrained: Encoders before their first step: rows of the table, in ``untrained.jsonl`` and in no figure.
         lead: Blocks above the first picture.
         more: Further sections of the page.
-
-    Returns:
-        The page in Markdown.
-
-    Raises:
-        ConfigurationError: matplotlib is not installed.
-        DataError: The runs cannot be compared.
-        StorageError: A file cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     axis: figures.Axis = "examples" if all(run.examples for run in runs) else "steps"
@@ -140,15 +132,7 @@ _HELD_OUT_MEANS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """One run that is done.
-
-    Args:
-        name: Of its variant, in the task's configuration.
-        part: Which figures and tables its variant belongs to.
-        run: Curve and metrics.
-        held_out: The comparable loss at each observation of ``run``.
-        facts: Settings, noise and privacy.
-    """
+    """One run that is done."""
 
     name: str
     part: str
@@ -165,21 +149,7 @@ def write_study(
     finished: Sequence[Finished], folder: Path, *, baseline: str | None, class_names: Sequence[str], note: str,
     command: str, net: str, untrained: Sequence[VariantRun] = (),
 ) -> Path:  # fmt: skip
-    """Write the report of all runs that are done.
-
-    Args:
-        finished: The runs.
-        folder: Of the report.
-        baseline: The label that metrics are divided by; None for none, and where it has no run yet.
-        class_names: Of the k-NN's labels.
-        note: Said first.
-        command: What was called.
-        net: The encoder's class, whose numbers of the paper stand beside, where it has some.
-        untrained: The encoders of the seeds before their first step.
-
-    Raises:
-        StorageError: A file cannot be written.
-    """
+    """Write the report of all runs that are done."""
     main = [each for each in finished if each.part == "paper"] or list(finished)
     runs = [each.run for each in main]
     base = baseline if any(run.variant == baseline for run in runs) else None

@@ -39,9 +39,6 @@ class VariantRun:
         metrics: Test metrics at the last evaluation, by name.
         confusion: Counts at the last evaluation; row: true, column: predicted. None where not measured.
         batch_size: Examples of a batch; None where it was not recorded.
-
-    Raises:
-        DataError: The lists differ in length, are empty, or do not increase; or a number is not finite.
     """
 
     variant: str
@@ -73,11 +70,7 @@ class VariantRun:
 
 
 def by_variant(runs: Iterable[VariantRun]) -> dict[str, list[VariantRun]]:
-    """Group runs by variant, in order of appearance.
-
-    Raises:
-        DataError: There are none, or a variant has a seed twice.
-    """
+    """Group runs by variant, in order of appearance."""
     groups: dict[str, list[VariantRun]] = {}
     for run in runs:
         group = groups.setdefault(run.variant, [])
@@ -90,21 +83,13 @@ def by_variant(runs: Iterable[VariantRun]) -> dict[str, list[VariantRun]]:
 
 
 def write_runs(runs: Iterable[VariantRun], path: Path) -> None:
-    """Write one run a line, as JSON.
-
-    Raises:
-        StorageError: The file cannot be written.
-    """
+    """Write one run a line, as JSON."""
     lines = [json.dumps({"schema": SCHEMA, **asdict(run)}, allow_nan=False) for run in runs]
     write_whole(path, "".join(line + "\n" for line in lines))
 
 
 def read_runs(path: Path) -> list[VariantRun]:
-    """Return the runs that `write_runs` wrote.
-
-    Raises:
-        DataError: The file cannot be read, or a line is no run; the message names the line.
-    """
+    """Return the runs that `write_runs` wrote."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

