@@ -13,28 +13,23 @@ learning rate: a schedule that ends at zero averages over its last steps by itse
 from __future__ import annotations
 
 import json
-import tempfile
-import time
 import warnings
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import lightning as L
 import numpy as np
 import torch
 from common import machine, say, write
-from frozen_head import insuranceqa_options, make_trainer, ndcg
+from frozen_head import Bench, Setting, insuranceqa_options
 from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging
 
-from lit_dpret.callbacks import PrivacyAccountant
-from lit_dpret.datamodules.insuranceqa import InsuranceQADataModule
-from lit_dpret.encoders import TextEncoder
-from lit_dpret.modules import FrozenDualEncoder, OptimizerSpec
+from lit_dpret.modules.optimizers import OptimizerSpec, Schedule
 from lit_dpret.privacy.modes import PublicPassages
 from lit_dpret.retrieval.statistics import paired_randomisation_test
 
 STEPS = 40
-SCHEDULES = ("linear", "constant")
+SCHEDULES: tuple[Schedule, ...] = ("linear", "constant")
 
 
 class SecondHalf(WeightAveraging):
@@ -53,53 +48,10 @@ AVERAGES: dict[str, Any] = {
 }
 
 
-class Bench:
-    """The data, the embeddings, and one run after another over them."""
-
-    def __init__(self, *, data: str | None, cache: Path, split: str) -> None:
-        self.folder, self.cache = data, cache
-        source = self.datamodule()
-        source.setup()
-        self.passages = dict(sorted(source.public_passages().items()))
-        self.training = {row.query_id: row.query for row in source.pair_rows("train")}
-        self.queries, self.qrels = source.evaluation_set(split)
-        self.encoder = TextEncoder.from_pretrained("minilm", normalise=True, query_max_length=32, passage_max_length=64)
-        self.known: dict[str, Any] = {}
-
-    def datamodule(self, **known: Any) -> InsuranceQADataModule:
-        return InsuranceQADataModule(
-            folder=self.folder,
-            max_passages=8000,
-            expected_batch_size=2048,
-            physical_batch_size=4096,
-            rows_per_unit="all",
-            **known,
-        )
-
-    def run(self, schedule: str, average: str, seed: int) -> tuple[np.ndarray, dict[str, Any]]:
-        """Train once; nDCG@10 of every query, and what the run cost in time."""
-        L.seed_everything(seed, verbose=False)
-        noise = {"noise_multiplier": self.known.get("noise_multiplier"), "noise_seed": seed}
-        module = FrozenDualEncoder(
-            privacy=PublicPassages(eps=3.0, max_grad_norm=2.0, pool_size=2048, **noise),
-            optimizer=OptimizerSpec(name="sgd", lr=4.0, schedule=schedule),  # type: ignore[arg-type]
-            encoder=self.encoder,
-            head_dim=128,
-            temperature=0.035,
-            max_passage_length=64,
-            cache_dir=self.cache,
-        )
-        module.prepare_texts(self.passages, self.training)
-        start = time.perf_counter()
-        with tempfile.TemporaryDirectory() as folder:
-            accountant = PrivacyAccountant(run_dir=folder, eps_log_points=1)
-            trainer = make_trainer(Path(folder), steps=STEPS, callbacks=[accountant, *AVERAGES[average]()])
-            trainer.fit(module, datamodule=self.datamodule(cap=self.known.get("cap")))
-        plan: Any = accountant.plan
-        self.known = {"noise_multiplier": plan.noise_multiplier, "cap": plan.law.cap}
-        seconds = time.perf_counter() - start
-        values = ndcg(module, self.passages, self.queries, self.qrels)
-        return values, {"seed": seed, "ndcg@10": float(values.mean()), "train_seconds": round(seconds, 1)}
+RECIPE = Setting(
+    target=0.0, eps=3.0, mode=PublicPassages, steps=STEPS, temperature=0.035, pool_size=2048, rows_per_unit="all",
+    max_grad_norm=2.0, head_dim=128,
+)  # fmt: skip
 
 
 def main() -> None:
@@ -107,15 +59,19 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
-    bench = Bench(data=args.data, cache=args.cache, split=args.split)
+    bench = Bench(data=args.data, cache=args.cache, split=args.split, max_passages=8000, passage_length=64)
     rows: list[dict[str, Any]] = []
     for schedule in SCHEDULES:
         without: np.ndarray | None = None
         for average in AVERAGES:
-            found = [bench.run(schedule, average, seed) for seed in range(args.seeds)]
+            found = []
+            for seed in range(args.seeds):
+                L.seed_everything(seed, verbose=False)
+                setting = replace(RECIPE, optimizer=OptimizerSpec(name="sgd", lr=4.0, schedule=schedule))
+                found.append(bench.run(setting, noise_seed=seed, callbacks=AVERAGES[average]()))
             values = np.mean([each for each, _ in found], axis=0)
             row = {"schedule": schedule, "average": average, "ndcg@10": float(values.mean())}
-            row["per_seed"] = [facts for _, facts in found]
+            row["per_seed"] = [{"seed": seed, **facts} for seed, (_, facts) in enumerate(found)]
             if without is None:
                 without = values
             else:
@@ -126,7 +82,7 @@ def main() -> None:
     report = {
         "data": {"name": "InsuranceQA", "passages": len(bench.passages), f"{args.split}_queries": len(bench.queries)},
         "recipe": "experiment=best_eps3: public_passages, eps 3, 40 steps, sgd, head_dim 128, all-MiniLM-L6-v2 frozen",
-        "noise": {"noise_multiplier": bench.known["noise_multiplier"], "keyed_by": "privacy.noise_seed = seed"},
+        "noise": {"keyed_by": "privacy.noise_seed = seed"},
         "rows": rows,
         "tuning": "none for this table; the recipe was chosen on dev without averages, which epsilon does not cover",
         "threads": torch.get_num_threads(),

@@ -9,12 +9,13 @@ doubling, so their share falls with the number of physical batches; a run of few
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from common import options, say, write
 
 RUNS = {
     "generator, steps of 256 in physical batches of 32": ["model=generator", "datamodule.expected_batch_size=256"],
@@ -70,10 +71,9 @@ finally:
 
 def main() -> None:
     """Run them one after the other and print the shares."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options(__doc__, "checks_cpu.json")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--only", type=int, help="number of the run, from 0")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "checks_cpu.json")
     chosen = parser.parse_args()
     report = {}
     for number, (name, settings) in enumerate(RUNS.items()):
@@ -93,8 +93,8 @@ def main() -> None:
             "processor_seconds_of_all_steps": round(steps, 2),
             "share": {check: round(seconds / steps, 4) for check, seconds in spent.items()},
         }
-        print(f"{name}: {steps:.1f} s; " + ", ".join(f"{c} {s / steps:.2%}" for c, s in spent.items()), flush=True)
-    chosen.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        say(f"{name}: {steps:.1f} s; " + ", ".join(f"{c} {s / steps:.2%}" for c, s in spent.items()))
+    write(report, chosen.out)
 
 
 if __name__ == "__main__":

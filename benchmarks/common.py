@@ -7,10 +7,11 @@ import json
 import os
 import platform
 import socket
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -57,6 +58,23 @@ def timed(work: Callable[[], T]) -> tuple[T, dict[str, float]]:
     wall, cpu = time.perf_counter(), time.process_time()
     made = work()
     return made, {"seconds": time.perf_counter() - wall, "processor_seconds": time.process_time() - cpu}
+
+
+def in_turns(works: Mapping[str, Callable[[], Any]], rounds: int) -> list[dict[str, dict[str, float]]]:
+    """Run works one after the other, in rotating order; return the seconds of each in every round, as `timed` has them.
+
+    A shared machine is slower at one time than at another: what is compared is what was measured in one round.
+    """
+    names, done = list(works), []
+    for turn in range(rounds):
+        start = turn % len(names)
+        done.append({name: timed(works[name])[1] for name in names[start:] + names[:start]})
+    return done
+
+
+def median_ratio(rounds: list[dict[str, dict[str, float]]], of: str, over: str, unit: str) -> float:
+    """Return the median over the rounds of `in_turns` of one work's time over another's."""
+    return statistics.median(each[of][unit] / each[over][unit] for each in rounds)
 
 
 def apart(script: str, *words: object, **environment: str) -> Any:

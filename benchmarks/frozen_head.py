@@ -38,7 +38,7 @@ from lit_dpret.modules.frozen_dual_encoder import FrozenDualEncoder
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases
-from lit_dpret.privacy.modes import DPSGD, NoPrivacy
+from lit_dpret.privacy.modes import DPSGD, NoPrivacy, PublicPassages
 from lit_dpret.retrieval.runs import Ranking, evaluate
 from lit_dpret.retrieval.search import lexicographic_rank, search
 from lit_dpret.retrieval.statistics import bootstrap_interval, paired_randomisation_test
@@ -60,6 +60,8 @@ class Setting:
     pool_size: int | None = None
     rows_per_unit: str = "one"
     max_grad_norm: float = 0.5
+    head_dim: int | None = None
+    mode: type[DPSGD] | type[PublicPassages] = DPSGD
 
 
 PRIVATE = Setting(
@@ -114,15 +116,17 @@ def ndcg(module: FrozenDualEncoder, passages: Mapping[str, str], queries: Mappin
 class Bench:
     """The data, the embeddings, and one run after another over them."""
 
-    def __init__(self, *, data: str | None, cache: Path, split: str) -> None:
-        self.folder, self.cache, self.split = data, cache, split
+    def __init__(
+        self, *, data: str | None, cache: Path, split: str, max_passages: int | None = None, passage_length: int = 128
+    ) -> None:
+        self.folder, self.cache, self.split, self.max_passages = data, cache, split, max_passages
         source = self.datamodule(PRIVATE)
         source.setup()
         self.collection = source.collection
         self.passages = source.public_passages()
         self.queries, self.qrels = source.evaluation_set(split)
         self.encoder = TextEncoder.from_pretrained(
-            "minilm", normalise=True, query_max_length=32, passage_max_length=128
+            "minilm", normalise=True, query_max_length=32, passage_max_length=passage_length
         )
         self.seconds_to_encode = 0.0
         self.calibrated: dict[Setting, dict[str, Any]] = {}
@@ -130,6 +134,7 @@ class Bench:
     def datamodule(self, setting: Setting, **known: Any) -> InsuranceQADataModule:
         return InsuranceQADataModule(
             folder=self.folder,
+            max_passages=self.max_passages,
             expected_batch_size=setting.batch,
             physical_batch_size=2 * setting.batch,
             rows_per_unit=setting.rows_per_unit,  # type: ignore[arg-type]
@@ -137,28 +142,36 @@ class Bench:
             **known,
         )
 
-    def run(self, setting: Setting) -> tuple[np.ndarray, dict[str, Any]]:
+    def run(
+        self, setting: Setting, *, noise_seed: int | None = None, callbacks: Sequence[Any] = ()
+    ) -> tuple[np.ndarray, dict[str, Any]]:
         """Train once; nDCG@10 of every query, and what the run was."""
         with tempfile.TemporaryDirectory() as folder:
-            return self._run(setting, Path(folder))
+            return self._run(setting, Path(folder), noise_seed, callbacks)
 
-    def _run(self, setting: Setting, folder: Path) -> tuple[np.ndarray, dict[str, Any]]:
+    def _run(
+        self, setting: Setting, folder: Path, noise_seed: int | None, callbacks: Sequence[Any]
+    ) -> tuple[np.ndarray, dict[str, Any]]:
         known = self.calibrated.get(setting, {})  # the second run of a row need not calibrate again
+        in_mode = setting.mode is PublicPassages
         if setting.eps is None:
             privacy: Any = NoPrivacy()
         else:
-            privacy = DPSGD(
+            privacy = setting.mode(
                 eps=setting.eps,
                 max_grad_norm=setting.max_grad_norm,
                 noise_multiplier=known.get("noise_multiplier"),
+                noise_seed=noise_seed,
                 secret_file=folder / "secret",
+                **({"pool_size": setting.pool_size} if in_mode else {}),  # type: ignore[arg-type]
             )
         module = FrozenDualEncoder(
             privacy=privacy,
             optimizer=setting.optimizer,
             encoder=self.encoder,
             head=setting.head,  # type: ignore[arg-type]
-            pool_size=setting.pool_size,
+            head_dim=setting.head_dim,
+            pool_size=None if in_mode else setting.pool_size,
             temperature=setting.temperature,
             cache_dir=self.cache,
         )
@@ -169,7 +182,7 @@ class Bench:
         facts: dict[str, Any] = {}
         if setting.steps:
             accountant = PrivacyAccountant(run_dir=folder / "run", eps_log_points=1)
-            trainer = make_trainer(folder / "run", steps=setting.steps, callbacks=[accountant])
+            trainer = make_trainer(folder / "run", steps=setting.steps, callbacks=[accountant, *callbacks])
             trainer.fit(module, datamodule=self.datamodule(setting, cap=known.get("cap")))
             facts = _facts(accountant, folder / "run")
             if accountant.plan is not None:
@@ -217,7 +230,7 @@ def measure(bench: Bench, names: Iterable[str], runs: int, settings: Mapping[str
             "ndcg@10": interval.mean,
             "interval_over_queries": [interval.low, interval.high],
             "per_run": [facts for _, facts in found],
-            "setting": asdict(setting),
+            "setting": {**asdict(setting), "mode": setting.mode.name},
             "target": setting.target,
             "reached": interval.mean >= setting.target,
         }

@@ -17,9 +17,7 @@ import io
 import json
 import os
 import tempfile
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,56 +26,12 @@ from common import apart, machine, options, say, timed, write
 from torch import Tensor
 
 from lit_dpret.costs.measure import peak, reset_peak, resident
-from lit_dpret.retrieval import search as search_module
 from lit_dpret.retrieval.backends import make_search
 from lit_dpret.retrieval.rows import FileRows
-from lit_dpret.retrieval.search import SearchStream, search
-from lit_dpret.retrieval.topk import CandidateBuffer, TopK
+from lit_dpret.retrieval.search import search
+from lit_dpret.retrieval.topk import TopK
 
 Found = Callable[[], list[list[int]]]
-
-
-class Phases:
-    """Seconds of processor time in parts of our search, over all its threads."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._lock = threading.Lock()
-        self._here = threading.local()
-
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
-        parts = [
-            (CandidateBuffer, "add", "selecting and merging"),
-            (CandidateBuffer, "indices", "selecting and merging"),
-            (SearchStream, "_take_in", "selecting and merging"),
-            (SearchStream, "_attempt", "guessing a floor"),
-            (search_module, "canonical_scores", "scoring candidates again"),
-        ]
-        originals = [(owner, name, getattr(owner, name)) for owner, name, _ in parts]
-        for owner, name, phase in parts:
-            setattr(owner, name, self._timed(getattr(owner, name), phase))
-        try:
-            yield
-        finally:
-            for owner, name, original in originals:
-                setattr(owner, name, original)
-
-    def _timed(self, work: Callable[..., Any], phase: str) -> Callable[..., Any]:
-        """A call inside another one counts for its own phase alone."""
-
-        def timed(*arguments: Any, **settings: Any) -> Any:
-            outer, self._here.inner = getattr(self._here, "inner", 0.0), 0.0
-            start = time.thread_time()
-            try:
-                return work(*arguments, **settings)
-            finally:
-                spent = time.thread_time() - start
-                with self._lock:
-                    self.seconds[phase] = self.seconds.get(phase, 0.0) + spent - self._here.inner
-                self._here.inner = outer + spent
-
-        return timed
 
 
 def systems(queries: Tensor, passages: Tensor, k: int) -> dict[str, Found]:
@@ -145,13 +99,6 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
                 f"{name:40s} {facts['seconds']:8.1f} s  {facts['processor_seconds']:8.1f} s of processor  "
                 f"shared {facts['shared_with_ours']:.6f}  load {facts['load_before']:.1f}"
             )
-    phases = Phases()
-    with phases.watched():
-        _, facts = measured(lambda: search(queries, passages, arguments.k).indices.tolist())
-    rest = facts["processor_seconds"] - sum(phases.seconds.values())
-    parts = {"matrix products and the rest": rest, **phases.seconds}
-    shares = {name: seconds / facts["processor_seconds"] for name, seconds in parts.items()}
-    say("ours: " + ", ".join(f"{name} {share:.0%}" for name, share in shares.items()))
     ours = runs["lit-dpret"]
     ratios = {}
     for name, facts_of in runs.items():
@@ -160,7 +107,7 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
             ratios[name] = {key: [mine[key] / other[key] for mine, other in pairs]
                             for key in ("seconds", "processor_seconds")}  # fmt: skip
             say(f"ours / {name}: {ratios[name]}")
-    return {"runs": runs, "ours_over_theirs": ratios, "shares_of_ours": shares}
+    return {"runs": runs, "ours_over_theirs": ratios}
 
 
 def climb(count: int, arguments: argparse.Namespace) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from reproduction.made_queries import Teacher, draw, likeness, made_by, of_those
 from reproduction.recipe import PSEUDO, GeneratorRecipe, Recipe
 from reproduction.report.comparison import Headings, ModeRow
 from reproduction.report.gain_share import gain_shares, share_section
-from reproduction.study import METRIC_NAMES, PUBLIC, Cell
+from reproduction.study import METRIC_NAMES, PUBLIC, Cell, TrainingRun
 
 _MEBI = 2**20
 _WARM_UP = (
@@ -126,17 +126,17 @@ class Ablate(HeadStudy):
 
     # -- the queries that a run learns from -----------------------------------------------------
 
-    def train(self, cell: Cell, seed: int, folder: Path, resume: bool) -> EvaluationResult:
-        recipe: Recipe = self.variants[cell.variant]
+    def train(self, run: TrainingRun) -> EvaluationResult:
+        recipe: Recipe = self.variants[run.cell.variant]
         if recipe.queries is None:
             data: PairsDataModule = self.make_data()
             data.rows_per_unit = recipe.rows_per_unit
         else:
-            made = self._pseudo(recipe) if recipe.queries == PSEUDO else self._made(recipe, seed)
+            made = self._pseudo(recipe) if recipe.queries == PSEUDO else self._made(recipe, run.seed)
             data = self._chosen(recipe, made)
             if recipe.pseudo_labels is not None:
-                return self.train_on(cell, data, seed, folder, resume, **self._margins(recipe, data, made, seed))
-        return self.train_on(cell, data, seed, folder, resume)
+                return self.train_on(data, run, **self._margins(recipe, data, made, run.seed))
+        return self.train_on(data, run)
 
     def _pseudo(self, recipe: Recipe) -> Path:
         name, passages = f"pseudo-{recipe.queries_per_passage}", self._to_write_for()
@@ -173,10 +173,10 @@ class Ablate(HeadStudy):
         def work(folder: Path, resume: bool) -> dict[str, Any]:
             first = self._parts.run_dir / f"generator-{name}-seed{self._parts.seed}"
             known = read_card(first)["mechanism"]["noise_multiplier"] if self._stages.is_done(first.name) else None
-            return train_generator(
-                recipe, folder, parts=self._parts, eps=self.eps, delta=self.claimed_delta(), seed=seed, resume=resume,
-                noise_multiplier=known, tuning={"tuning_data": self.tuning_data, "tuning_note": self.tuning_note},
-            )  # fmt: skip
+            noise = {} if known is None else {"noise_multiplier": known}
+            privacy = recipe.privacy(eps=self.eps, delta=self.claimed_delta(), **noise)
+            tuning = {"tuning_data": self.tuning_data, "tuning_note": self.tuning_note}
+            return train_generator(recipe, privacy, folder, parts=self._parts, seed=seed, resume=resume, tuning=tuning)
 
         self.once(stage, recipe.describe(), work, knob=f"task.generators.{name}")
         return self._parts.run_dir / stage
@@ -262,7 +262,7 @@ class Ablate(HeadStudy):
             return
         run_dir = self._parts.run_dir
         for seed in range(self._parts.seed, self._parts.seed + self.seeds):
-            made, row = f"made-{recipe.queries}-{recipe.queries_per_passage}-seed{seed}", self.run_name(cell, seed)
+            made, row = f"made-{recipe.queries}-{recipe.queries_per_passage}-seed{seed}", cell.run(seed)
             readers = [f"round_trip{recipe.round_trip_filter}-{made}", self._labels(recipe, seed)]
             readers += [] if self.likeness_texts is None else [f"likeness-{recipe.queries}-seed{seed}"]
             refuse_other_training(

@@ -22,7 +22,7 @@ from lit_dpret.synthesis.filters import load_released
 from lit_dpret.tasks.pipeline_stages import KEPT
 from reproduction.heads import HeadStudy, HeadVariant
 from reproduction.report.comparison import COMPARE_MODES
-from reproduction.study import Cell
+from reproduction.study import Cell, TrainingRun
 
 
 @dataclass(kw_only=True, eq=False)
@@ -101,12 +101,13 @@ class CompareModes(HeadStudy):
     def _made(self, cell: Cell, keep: Path | None) -> SyntheticDataModule:
         return SyntheticDataModule(folder=str(cell.synthetic), evaluation=self._searched, keep=keep)
 
-    def train(self, cell: Cell, seed: int, folder: Path, resume: bool) -> EvaluationResult:
+    def train(self, run: TrainingRun) -> EvaluationResult:
+        cell = run.cell
         data: PairsDataModule = self.make_data()
         if cell.synthetic is not None:
             keep = None if self.round_trip_filter is None else self._parts.run_dir / _round_trip(cell) / KEPT
             data = self._made(cell, keep)
-        return self.train_on(cell, data, seed, folder, resume)
+        return self.train_on(data, run)
 
     def budget_of(self, cell: Cell) -> float | None:
         return cell.eps

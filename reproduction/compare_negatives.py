@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -22,7 +21,7 @@ from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
 from lit_dpret.retrieval.runs import EvaluationResult
 from lit_dpret.settings import require_whole
 from reproduction.report.comparison import Headings
-from reproduction.study import Cell, RetrievalStudy
+from reproduction.study import Cell, RetrievalStudy, TrainingRun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,13 +103,13 @@ class CompareNegatives(RetrievalStudy):
     def zero_shot(self) -> EvaluationResult:
         return self.score(self.retriever(privacy=NoPrivacy()))
 
-    def train(self, cell: Cell, seed: int, folder: Path, resume: bool) -> EvaluationResult:
-        variant: NegativesVariant = self.variants[cell.variant]
-        L.seed_everything(seed, verbose=False)
+    def train(self, run: TrainingRun) -> EvaluationResult:
+        variant: NegativesVariant = self.variants[run.cell.variant]
+        L.seed_everything(run.seed, verbose=False)
         privacy: PrivacyMode = self._parts.make_privacy()
-        model = self.retriever(privacy=privacy, negatives=variant.make(privacy, seed=seed))
+        model = self.retriever(privacy=privacy, negatives=variant.make(privacy, seed=run.seed))
         size: dict[str, Any] = {"steps": self.steps, "batch": self.batch, "trials": variant.trials}
-        return self.fit(model, self.make_data(), cell, seed, folder, resume, save_every=max(1, self.steps // 2), **size)
+        return self.fit(model, self.make_data(), run, save_every=max(1, self.steps // 2), **size)
 
     def describe_row(self, cell: Cell, card: Mapping[str, Any]) -> dict[str, Any]:
         variant: NegativesVariant = self.variants[cell.variant]

@@ -26,7 +26,7 @@ from lit_dpret.retrieval.runs import EvaluationResult
 from lit_dpret.synthesis.filters import ReleasedQueries
 from lit_dpret.tasks.pipeline_stages import check_round_trip
 from lit_dpret.tasks.ranking import score_embeddings
-from reproduction.study import Cell, RetrievalStudy
+from reproduction.study import Cell, RetrievalStudy, TrainingRun
 
 EMBEDDINGS = "embeddings"
 
@@ -155,10 +155,9 @@ class HeadStudy(RetrievalStudy):
         found = model.encode_passages(list(passages.values()))
         return score_embeddings(list(self._queries), queries, list(passages), found, self._qrels)
 
-    def train_on(
-        self, cell: Cell, data: PairsDataModule, seed: int, folder: Path, resume: bool, **settings: Any
-    ) -> EvaluationResult:
-        """Do one training run of the row's variant; ``settings`` of the retriever go before the variant's."""
+    def train_on(self, data: PairsDataModule, run: TrainingRun, **settings: Any) -> EvaluationResult:
+        """Do one training run of its row's variant; ``settings`` of the retriever go before the variant's."""
+        cell, seed = run.cell, run.seed
         variant: HeadVariant = self.variants[cell.variant]
         L.seed_everything(seed, verbose=False)
         noise, cap = self._calibrated(cell)
@@ -168,7 +167,7 @@ class HeadStudy(RetrievalStudy):
         model = self.make_retriever(privacy, **variant.module_settings(seed=seed) | settings)
         data.cap = data.cap if cap is None else cap
         size: dict[str, Any] = {"steps": variant.steps, "batch": variant.batch, "trials": variant.trials}
-        return self.fit(model, data, cell, seed, folder, resume, **size)
+        return self.fit(model, data, run, **size)
 
     def claimed_delta(self) -> float:
         """Of every claim."""
@@ -176,7 +175,7 @@ class HeadStudy(RetrievalStudy):
 
     def _calibrated(self, cell: Cell) -> tuple[float | None, int | None]:
         """Noise multiplier and cap of the row's first run, which the others need not look for again."""
-        first = self.run_name(cell, self._parts.seed)
+        first = cell.run(self._parts.seed)
         if not self.is_private(cell) or not self._stages.is_done(first):
             return None, None
         mechanism = read_card(self._parts.run_dir / first)["mechanism"]

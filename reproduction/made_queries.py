@@ -17,6 +17,7 @@ from lit_dpret.cards.start import model_folder
 from lit_dpret.costs.measure import peak, reset_peak, resident
 from lit_dpret.errors import ResumeError
 from lit_dpret.modules import FrozenDualEncoder
+from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.retrieval.runs import Ranking
 from lit_dpret.synthesis.filters import ReleasedQueries
 from lit_dpret.synthesis.filters.cross_encoder import CrossEncoder
@@ -35,8 +36,8 @@ _READ = "ledger_head"
 
 
 def train_generator(
-    recipe: GeneratorRecipe, folder: Path, *, parts: Parts, eps: float, delta: float, seed: int, resume: bool,
-    noise_multiplier: float | None, tuning: Mapping[str, Any],
+    recipe: GeneratorRecipe, privacy: PrivacyMode, folder: Path, *, parts: Parts, seed: int, resume: bool,
+    tuning: Mapping[str, Any],
 ) -> dict[str, Any]:  # fmt: skip
     """Train a generator on all private queries; ``folder/model`` and the privacy card are what it leaves.
 
@@ -44,12 +45,11 @@ def train_generator(
         ``trained_parameters``, and ``extra_bytes``: the peak of the process during training above what it held before.
     """
     L.seed_everything(seed, verbose=False)
-    known = {} if noise_multiplier is None else {"noise_multiplier": noise_multiplier}
     weights, start = {}, {}
     if recipe.public_start is not None:
         weights = {"pretrained": str(model_folder(recipe.public_start))}
         start = {"init_from": recipe.public_start, "init_from_is_public": True}
-    model = recipe.model(privacy=recipe.privacy(eps=eps, delta=delta, **known), **weights)
+    model = recipe.model(privacy=privacy, **weights)
     data = parts.make_datamodule(
         max_passages=None, expected_batch_size=recipe.batch, sample_rate=None, physical_batch_size=recipe.physical_batch
     )

@@ -26,7 +26,7 @@ from lit_dpret.tasks.parts import Parts
 from reproduction.frozen_classifier import train_second_task
 from reproduction.published import PAPER_002
 from reproduction.report.metrics_table import MetricsTable
-from reproduction.report.variant_report import SETTINGS, beside_the_paper, made_by, write_variant_report
+from reproduction.report.variant_report import SETTINGS, VariantReport, beside_the_paper, made_by
 from reproduction.report.variant_runs import UNTRAINED, VariantRun
 from reproduction.study import Study
 from reproduction.variant_study import START
@@ -145,11 +145,11 @@ class SecondTask(Study):
             "stand beside ours for their form, not as a goal."
         )
         table, theirs = MetricsTable.of(runs, baseline=base), (PAPER_002["table_2"], PAPER_002["table_4"])
-        return write_variant_report(
-            runs, parts.run_dir / "report", baseline=base, class_names=class_names, title="A second task",
+        return VariantReport(
+            runs=runs, baseline=base, class_names=class_names, title="A second task",
             lead=made_by(parts.command, said),
             more=[beside_the_paper(table, "Table 2", theirs[0], "Table 4, absolute.", theirs[1])],
-        )  # fmt: skip
+        ).write(parts.run_dir / "report")  # fmt: skip
 
 
 def fitted(images: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -98,6 +98,25 @@ class Cell:
         """Its own name, for folders."""
         return self.variant if self.eps is None else f"{self.variant}-eps{self.eps:g}"
 
+    def run(self, seed: int) -> str:
+        """Name the stage of one training run."""
+        return f"{self.stage}-seed{seed}"
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """One training of a row under one seed, in the folder of its stage; with ``resume`` it goes on."""
+
+    cell: Cell
+    seed: int
+    folder: Path
+    resume: bool
+
+    @property
+    def name(self) -> str:
+        """Its stage."""
+        return self.cell.run(self.seed)
+
 
 @dataclass(kw_only=True, eq=False)
 class RetrievalStudy(Study, ABC):
@@ -180,7 +199,7 @@ class RetrievalStudy(Study, ABC):
         """Return what the encoder reaches before any training."""
 
     @abstractmethod
-    def train(self, cell: Cell, seed: int, folder: Path, resume: bool) -> EvaluationResult:
+    def train(self, run: TrainingRun) -> EvaluationResult:
         """Do one training run and judge it."""
 
     @abstractmethod
@@ -220,27 +239,24 @@ class RetrievalStudy(Study, ABC):
         )
         return made
 
-    def run_name(self, cell: Cell, seed: int) -> str:
-        """Name the stage of one training run."""
-        return f"{cell.stage}-seed{seed}"
-
     def fit(
-        self, model: Any, data: PairsDataModule, cell: Cell, seed: int, folder: Path, resume: bool, *,
-        steps: int, batch: int, trials: int | None, save_every: int = 5,
+        self, model: Any, data: PairsDataModule, run: TrainingRun, *, steps: int, batch: int, trials: int | None,
+        save_every: int = 5,
     ) -> EvaluationResult:  # fmt: skip
         """Train a retriever in its stage, judge it, and drop the model unless models are kept."""
         data.physical_batch_size = 2 * batch
         callbacks = stage_callbacks(
-            folder, resume=resume, label=self.run_name(cell, seed), tuning_trials=trials,
-            tuning_data=self.tuning_data, tuning_note=self.tuning_note, save_every=save_every,
+            run.folder, resume=run.resume, label=run.name, tuning_trials=trials, tuning_data=self.tuning_data,
+            tuning_note=self.tuning_note, save_every=save_every,
         )  # fmt: skip
         train_retriever(
-            model, data, folder, parts=self._parts, steps=steps, batch=batch, callbacks=callbacks, resume=resume
-        )
+            model, data, run.folder, parts=self._parts, steps=steps, batch=batch, callbacks=callbacks,
+            resume=run.resume,
+        )  # fmt: skip
         result = self.score(model)
         if not self.keep_models:
-            shutil.rmtree(folder / "model", ignore_errors=True)
-            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+            shutil.rmtree(run.folder / "model", ignore_errors=True)
+            shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)
         return result
 
     def score(self, model: Any) -> EvaluationResult:
@@ -266,19 +282,19 @@ class RetrievalStudy(Study, ABC):
         def work(one: tuple[Cell, int]) -> str:
             return f"nDCG@10 {np.mean(self._result(*one)['per_query']['nDCG@10']):.4f}"
 
-        self.in_turn(todo, lambda one: self.run_name(*one), work, label="training runs")
+        self.in_turn(todo, lambda one: one[0].run(one[1]), work, label="training runs")
 
     def _result(self, cell: Cell, seed: int) -> dict[str, Any]:
         return self.once(
-            self.run_name(cell, seed),
+            cell.run(seed),
             repr(self.variants[cell.variant]),
-            lambda folder, resume: _per_query(self.train(cell, seed, folder, resume)),
+            lambda folder, resume: _per_query(self.train(TrainingRun(cell, seed, folder, resume))),
             knob=f"task.variants.{cell.variant}",
         )
 
     def _row(self, cell: Cell) -> ModeRow:
         seeds = range(self._parts.seed, self._parts.seed + self.seeds)
-        cards = [read_card(self._parts.run_dir / self.run_name(cell, seed)) for seed in seeds]
+        cards = [read_card(self._parts.run_dir / cell.run(seed)) for seed in seeds]
         worst = max(cards, key=lambda card: math.inf if card["claim"]["epsilon"] is None else card["claim"]["epsilon"])
         return _as_row([self._result(cell, seed) for seed in seeds], **self.describe_row(cell, worst))
 

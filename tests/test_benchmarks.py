@@ -66,7 +66,7 @@ def test_every_private_way_of_the_benchmark_makes_the_same_step_as_all_gradients
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    steps: Any = importlib.import_module("logit_dp_steps")
+    steps: Any = importlib.import_module("logit_dp")
     row = steps.Row("conv", 3, 4)
 
     def step(variant: str) -> Any:
@@ -86,7 +86,6 @@ def test_search_is_compared_with_what_is_installed_and_finds_the_same(tmp_path: 
     for more in (["--passages", 9000], ["--memory", 3000, 9000]):  # the second adds to the file of the first
         report = results("search", *small, *more, out=tmp_path / "search.json")
     assert all(run["shared_with_ours"] > 0.99 for runs in report["speed"]["runs"].values() for run in runs)
-    assert sum(report["speed"]["shares_of_ours"].values()) == pytest.approx(1.0)
     assert [row["vectors"] for row in report["memory"]["sizes"]] == [3000, 9000]
 
 

@@ -1,4 +1,4 @@
-"""A comparison of two systems for a console, as markdown and as JSON: differences, intervals, p-values."""
+"""A comparison of two systems for a console, as Markdown and as JSON: differences, intervals, p-values."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
+from lit_dpret.cards.page import Block, Bullets, Grid, Paragraph, Section, to_markdown
 from lit_dpret.files import write_whole
 from lit_dpret.retrieval.comparison import Comparison, Difference
 from lit_dpret.retrieval.metrics import Metric
@@ -17,7 +18,8 @@ _HEAD = ("data", "metric", "a", "b", "a - b", "better / worse", "p", "p (Holm)")
 
 def comparison_table(comparison: Comparison) -> Table:
     """The comparison for ``rich.print``, in 80 columns; a row in bold differs significantly."""
-    table = Table(title=_title(comparison), title_justify="left", caption=_caption(comparison), caption_justify="left")
+    caption = f"{_caption(comparison)} Bold: significant."
+    table = Table(title=_title(comparison), title_justify="left", caption=caption, caption_justify="left")
     table.add_column("metric\ndata")
     for name in ("a", "b", "a - b", "better /\nworse", "p\np (Holm)"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -29,27 +31,20 @@ def comparison_table(comparison: Comparison) -> Table:
     return table
 
 
-def comparison_markdown(comparison: Comparison) -> str:
-    """The comparison as a markdown table, with the definition of every metric below it."""
-    lines = [f"# {_title(comparison)}", "", "| " + " | ".join(_HEAD) + " |"]
-    lines.append("|" + "|".join(" :-- " if name in _HEAD[:2] else " --: " for name in _HEAD) + "|")
-    for cell in comparison.cells:
-        shown = [text.replace("|", "\\|") for text in _cells(cell)]
-        if comparison.significant(cell):
-            shown[4] = f"**{shown[4]}**"
-        lines.append("| " + " | ".join(shown) + " |")
-    lines += ["", _caption(comparison), ""]
-    metrics = {cell.metric: Metric.parse(cell.metric) for cell in comparison.cells}
-    lines += [f"* {metric.shown}: {metric.definition}." for metric in metrics.values()]
-    return "\n".join(lines) + "\n"
-
-
 def write_comparison(comparison: Comparison, folder: Path) -> tuple[Path, Path]:
     """Write ``comparison.json`` and ``comparison.md``, which their owner alone may read."""
-    machine, reader = folder / "comparison.json", folder / "comparison.md"
-    facts = json.dumps(comparison.to_dict(), indent=2, allow_nan=False) + "\n"
-    write_whole(machine, facts, owner_only=True)
-    write_whole(reader, comparison_markdown(comparison), owner_only=True)
+    rows = [(*_cells(cell), "yes" if comparison.significant(cell) else "no") for cell in comparison.cells]
+    metrics = dict.fromkeys(Metric.parse(cell.metric) for cell in comparison.cells)
+    blocks: list[Block] = [
+        Grid((*_HEAD, "significant"), rows, frozenset(range(2, len(_HEAD)))),
+        Paragraph(_caption(comparison)),
+        Bullets([f"{metric.shown}: {metric.definition}." for metric in metrics]),
+    ]
+    texts = {
+        "comparison.json": json.dumps(comparison.to_dict(), indent=2, allow_nan=False) + "\n",
+        "comparison.md": to_markdown(_title(comparison), "", [], [Section("Differences", blocks)]),
+    }
+    machine, reader = (write_whole(folder / name, text, owner_only=True) for name, text in texts.items())
     return machine, reader
 
 
@@ -61,8 +56,9 @@ def _caption(comparison: Comparison) -> str:
     tests = len(comparison.cells)
     return (
         f"a - b: mean difference with its {comparison.level:.0%} bootstrap interval. p: paired randomisation test, "
-        f"{comparison.resamples:,} swaps; Holm corrects for {tests} {'test' if tests == 1 else 'tests'}. Bold: "
-        f"p (Holm) at most {1 - comparison.level:.2g}. All this is about the choice of queries, not luck in training."
+        f"{comparison.resamples:,} swaps; Holm corrects for {tests} {'test' if tests == 1 else 'tests'}. "
+        f"Significant: p (Holm) at most {1 - comparison.level:.2g}. All this is about the choice "
+        "of queries, not luck in training."
     )
 
 

@@ -6,6 +6,7 @@ import base64
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,6 +14,32 @@ from lit_dpret.cards.page import Block, Section, esc, md, to_html, to_markdown
 from lit_dpret.errors import DataError
 from lit_dpret.files import write_whole
 from lit_dpret.privacy.ledger.chain import today
+
+
+def render(template: str, facts: Mapping[str, Any]) -> str:
+    """Fill in a template of ``report/templates``; a fact that it names and does not get is an error."""
+    return str(_templates().get_template(template).render(facts))
+
+
+@cache
+def _templates() -> Any:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    found = Environment(
+        loader=PackageLoader("lit_dpret.report"), undefined=StrictUndefined, extensions=["jinja2.ext.do"],
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, autoescape=False,
+    )  # fmt: skip  # Markdown for its reader: what may hold markup passes the filter md
+    found.filters |= {"n": "{:,}".format, "md": md, "interval": "{0[value]:.3f} [{0[low]:.3f}, {0[high]:.3f}]".format}
+    found.globals["table"] = aligned
+    return found
+
+
+def aligned(head: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
+    """Return a table in Markdown that also reads well on a console: the first column flush left, the others right."""
+    lines = [[str(cell) for cell in row] for row in (head, *rows)]
+    first, *others = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, ["-" * first, *("-" * (width - 1) + ":" for width in others)])
+    return "\n".join(f"| {' | '.join([row[0].ljust(first), *map(str.rjust, row[1:], others)])} |" for row in lines)
 
 
 class Sheet(Protocol):

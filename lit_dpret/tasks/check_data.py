@@ -19,7 +19,7 @@ from lit_dpret.datamodules.survey import count_splits, count_users, count_words,
 from lit_dpret.errors import ConfigurationError, DataError, LitDpretError
 from lit_dpret.files import write_whole
 from lit_dpret.privacy.modes import NoPrivacy
-from lit_dpret.report.data_check import PRIVATE, format_check
+from lit_dpret.report.page import render
 from lit_dpret.settings import require_whole
 from lit_dpret.tasks.parts import Parts, check_run_dir
 
@@ -77,6 +77,10 @@ def _ruler(module: Any, side: Side) -> Ruler:
 SCHEMA = "lit-dpret/data-check/1"
 REPORT = "check_data.private.json"
 PAGE = "check_data.private.md"
+_PRIVATE = (
+    "PRIVATE. These numbers and ids come from the data as they are; no differential privacy covers them. They are for "
+    "the owner of the data: do not publish this file."
+)
 _FRACTIONS = {"train": 0.8, "dev": 0.1, "test": 0.1}
 
 
@@ -120,14 +124,14 @@ class CheckData:
                 "gives them (lit_dpret.datamodules.collection.TextData)."
             )
         problems = Problems(examples=self.examples)
-        facts: dict[str, Any] = {"schema": SCHEMA, "private": PRIVATE, "source": _source(data)}
+        facts: dict[str, Any] = {"schema": SCHEMA, "private": _PRIVATE, "source": _source(data)}
         collection = self._read(data, problems, facts)
         if collection is not None:
             self._examine(parts, data, collection, problems, facts)
         facts["problems"] = {"total": problems.total, "counts": problems.counts, "examples": problems.shown}
         if collection is not None and not problems.total:
             self._offer_split(parts, data, collection, facts)
-        page = format_check(facts)
+        page = render("data_check.md", facts)
         for name, text in ((REPORT, json.dumps(facts, indent=2, ensure_ascii=False) + "\n"), (PAGE, page)):
             write_whole(parts.run_dir / name, text, owner_only=True)
         sys.stdout.write(page)

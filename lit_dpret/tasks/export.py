@@ -15,12 +15,13 @@ from lit_dpret.cards.card import CardFacts, inherit_card, read_card, subject_of,
 from lit_dpret.cards.facts import environment_facts
 from lit_dpret.cards.file import CARD_NAME
 from lit_dpret.cards.start import MODEL_FOLDER
+from lit_dpret.cards.text import privacy_line, statement
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.modules import PrivateModule
 from lit_dpret.modules.checkpointed import CLASS_KEY
 from lit_dpret.privacy.ledger.run import Position
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
-from lit_dpret.report.model_card import write_model_card
+from lit_dpret.report.page import render
 from lit_dpret.tasks.checkpoints import newest_checkpoint
 from lit_dpret.tasks.fit import CHECKPOINTS
 from lit_dpret.tasks.parts import Parts, check_run_dir
@@ -79,7 +80,9 @@ class Export:
         folder: Path = module.save_model(parts.run_dir / MODEL_FOLDER)
         card = card_of([p for p in folder.rglob("*") if p.is_file() and not p.name.startswith("privacy_card.")])
         write_card(card, folder)
-        write_model_card(folder, card, metrics=metrics)
+        facts = {"encoder": (folder / "modules.json").is_file(), "folder": folder.name, "card": card, "scores": metrics}
+        facts |= {"privacy": privacy_line(card), "statement": statement(card)}
+        (folder / "README.md").write_text(render("model_card.md", facts), encoding="utf-8")
         size = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
         sys.stdout.write(f"model: {folder}\nprivacy card: {folder / CARD_NAME}\n")
         return {"bytes": float(size)}

@@ -7,6 +7,7 @@ unlabelled, is for a person to read.
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,18 +15,39 @@ from typing import Any
 import numpy as np
 
 from lit_dpret.callbacks import ProgressLine
+from lit_dpret.cards.page import Grid
 from lit_dpret.cards.start import model_folder
 from lit_dpret.datamodules.records import normalise
 from lit_dpret.datamodules.silo_folder import Silo, SiloQuery, read_silo
 from lit_dpret.encoders import Towers, load_towers
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.report.hard_negatives import Case, write_cases
+from lit_dpret.report.page import write_short
 from lit_dpret.retrieval.search import search
 from lit_dpret.settings import require_whole
 from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.uncovered import Owner, require_owner
 
+_INTERNAL = "Internal: private questions, word for word. Keep it where they are kept."
 _SPARE = 16  # sentences that repeat an answer and count as none
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A question.
+
+    Attributes:
+        question: Its text.
+        answer: Of its labelled answers the one that scores highest.
+        answer_score: That score, the dot product.
+        negatives: The best sentences of the collection that are no answers, best first.
+        scores: Theirs.
+    """
+
+    question: str
+    answer: str
+    answer_score: float
+    negatives: tuple[str, ...]
+    scores: tuple[float, ...]
 
 
 @dataclass(kw_only=True)
@@ -59,7 +81,11 @@ class HardNegatives:
             "command": parts.command,
             "cases": [asdict(case) for case in cases],
         }
-        written = write_cases(facts, parts.run_dir)
+        by = f"By {facts['encoder']}, among {facts['sentences']:,} sentences."
+        written = write_short(
+            parts.run_dir, "hard_negatives", f"Nearest sentences that are no labelled answers, in {silo.name}", facts,
+            [by, "", case_grid(facts["cases"]).markdown()], internal=_INTERNAL if facts["internal"] else "",
+        )  # fmt: skip
         sys.stdout.write("\n".join(written.lines) + "\n")
         return {"above_the_answers": float(np.mean([case.scores[0] > case.answer_score for case in cases]))}
 
@@ -98,3 +124,19 @@ class HardNegatives:
                 )
             )
         return cases
+
+
+def case_grid(cases: Sequence[Mapping[str, Any]]) -> Grid:
+    """The cases as the paper's Table 5 has them: one a column, scores beside the sentences."""
+    depth = max(len(case["negatives"]) for case in cases)
+    rows: list[list[str]] = [
+        ["Question", *(case["question"] for case in cases)],
+        ["Labelled answer", *(f"{case['answer']} ({case['answer_score']:.3f})" for case in cases)],
+    ]
+    for place in range(depth):
+        cells = [
+            f"{case['negatives'][place]} ({case['scores'][place]:.3f})" if place < len(case["negatives"]) else "–"
+            for case in cases
+        ]
+        rows.append([f"Hard negative {place + 1}", *cells])
+    return Grid(("", *(f"Case {number}" for number in range(1, len(cases) + 1))), rows)

@@ -31,7 +31,7 @@ from lit_dpret.datamodules.records import normalise
 from lit_dpret.encoders import Side, TextEncoder, load_towers
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.files import write_whole
-from lit_dpret.report.inversion_report import write_inversion
+from lit_dpret.report.page import INTERNAL, render, write_short
 from lit_dpret.settings import require_whole
 from lit_dpret.synthesis.textsim.words import need
 from lit_dpret.tasks.parts import Parts, check_run_dir, say
@@ -113,7 +113,11 @@ class Inversion:
         }
         facts["ranking"] = self._ranking(attacker, known, attacked, embeddings)
         facts |= self._trained(parts, stages, tower, known, attacked, embeddings)
-        written = write_inversion(facts, parts.run_dir)
+        written = write_short(
+            parts.run_dir, "inversion", f"Inversion of embeddings by {facts['encoder']}", facts,
+            render("inversion.md", facts).splitlines(),
+            internal=INTERNAL.format(what="texts") if facts["internal"] else "",
+        )  # fmt: skip
         say(*written.lines)
         return {
             "bits_per_token": facts["probe"]["bits"],

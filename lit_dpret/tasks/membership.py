@@ -28,7 +28,7 @@ from lit_dpret.encoders import load_towers
 from lit_dpret.errors import ConfigurationError, DataError, PrivacyViolation
 from lit_dpret.modules.generator_folder import is_generator
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
-from lit_dpret.report.membership_report import write_membership
+from lit_dpret.report.page import INTERNAL, render, write_short
 from lit_dpret.settings import require_number, require_whole
 from lit_dpret.synthesis.filters.released import load_released
 from lit_dpret.tasks.membership_shadows import SHIFT, Attacker, Others, Shadows, Suspects, Trained, choose_suspects
@@ -337,7 +337,10 @@ class Membership(MembershipSettings):
         self, parts: Parts, facts: dict[str, Any], results: Sequence[AttackResult], suspects: Suspects
     ) -> dict[str, float]:
         facts["command"] = parts.command
-        paths = write_membership(facts, parts.run_dir)
+        paths = write_short(
+            parts.run_dir, "membership", f"Membership attacks on {facts['target']['name']}", facts,
+            render("membership.md", facts).splitlines(), internal=INTERNAL.format(what="queries"),
+        )  # fmt: skip
         say(*paths.lines)
         above = [f"{result.attack}: {one}" for result in results for one in result.exceeded]
         if above and suspects.fair:

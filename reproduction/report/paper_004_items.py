@@ -10,9 +10,9 @@ from typing import Any
 from lit_dpret.cards.page import Block, Bullets, Code, Grid, Paragraph
 from lit_dpret.errors import DataError
 from lit_dpret.report.figures import new_figure, save_png
-from lit_dpret.report.hard_negatives import case_grid
 from lit_dpret.report.page import Picture, copied_picture
 from lit_dpret.report.paper_004 import table_1
+from lit_dpret.tasks.hard_negatives import case_grid
 from reproduction.federated.study_page import gain_grid, read_study, study_grid
 from reproduction.report.reproduction import Item, Paper, Show, item
 

@@ -1,6 +1,6 @@
 """A whole comparison of variants in one folder: figures, tables and a page that shows them with their captions.
 
-`write_variant_report` takes runs from anywhere; `write_study` adds what `task=variants` knows beside them: the
+`VariantReport` takes runs from anywhere; `write_study` adds what `task=variants` knows beside them: the
 held-out loss, the variants that go beyond the paper, the paper's numbers, settings and privacy.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,28 +25,12 @@ UNTRAINED_RUNS = "untrained.jsonl"
 SETTINGS = "settings.json"
 
 
-def write_variant_report(
-    runs: Sequence[VariantRun],
-    folder: Path,
-    *,
-    baseline: str | None = None,
-    batch_runs: Sequence[VariantRun] = (),
-    class_names: Sequence[str] = (),
-    metrics: Mapping[str, str] = PAPER_METRICS,
-    title: str = "Comparison",
-    untrained: Sequence[VariantRun] = (),
-    lead: Sequence[Block] = (),
-    more: Sequence[Section] = (),
-) -> Path:
-    """Write everything that ``runs`` have the data for; what they lack is left out.
-
-    ``runs.jsonl``, ``curves.json``, ``relative_loss.png``, ``smoothed_loss.png``, and where the runs tell
-    them ``confusion.png``, ``runtime.png``, ``metrics.{csv,json,md}``; with ``batch_runs`` also
-    ``batch_runs.jsonl`` and one ``batch_sizes.png`` for each of their variants. ``README.{md,html}`` shows all.
+@dataclass(frozen=True, kw_only=True)
+class VariantReport:
+    """Everything that runs have the data for; what they lack is left out.
 
     Args:
         runs: Runs of one task, several variants and seeds.
-        folder: Made where it is not there.
         baseline: The variant that metrics are divided by, ``Non-private`` in the paper; None for none.
         batch_runs: Single runs of a variant with different batch sizes (figure 1, right); their losses
             are divided by the lowest among themselves and ``runs``.
@@ -57,44 +41,67 @@ def write_variant_report(
         lead: Blocks above the first picture.
         more: Further sections of the page.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    axis: figures.Axis = "examples" if all(run.examples for run in runs) else "steps"
-    curves = figures.relative_curves(runs, axis=axis)
-    for name, some in (("runs", runs), ("batch_runs", batch_runs)):
-        if some:
-            write_runs(some, folder / f"{name}.jsonl")
-    if untrained:
-        write_runs(untrained, folder / UNTRAINED_RUNS)
-    write_whole(folder / "curves.json", json.dumps([asdict(curve) for curve in curves]) + "\n")
-    shown: dict[str, str] = {}
 
-    def place(name: str) -> Path:
-        return folder / name
+    runs: Sequence[VariantRun]
+    baseline: str | None = None
+    batch_runs: Sequence[VariantRun] = ()
+    class_names: Sequence[str] = ()
+    metrics: Mapping[str, str] = field(default_factory=lambda: PAPER_METRICS)
+    title: str = "Comparison"
+    untrained: Sequence[VariantRun] = ()
+    lead: Sequence[Block] = ()
+    more: Sequence[Section] = ()
 
-    shown["relative_loss.png"] = figures.draw_relative_loss(runs, place("relative_loss.png"), axis=axis, title=title)
-    shown["smoothed_loss.png"] = figures.draw_smoothed_loss(runs, place("smoothed_loss.png"), axis=axis, title=title)
-    for number, variant in enumerate(dict.fromkeys(run.variant for run in batch_runs)):
-        name = "batch_sizes.png" if number == 0 else f"batch_sizes_{number + 1}.png"
-        some = [*(run for run in batch_runs if run.variant == variant), *(r for r in runs if r.variant != variant)]
-        shown[name] = figures.draw_batch_sizes(some, place(name), variant=variant)
-    if any(run.confusion is not None for run in runs):
-        shown["confusion.png"] = figures.draw_confusions(runs, place("confusion.png"), names=class_names, title=title)
-    if all(run.seconds and len(run.examples) > 1 for run in runs):
-        shown["runtime.png"] = figures.draw_runtime(runs, place("runtime.png"), title=title)
-    sections = [Section("Figures", [block for name, said in shown.items() for block in _picture(place(name), said)])]
-    judged = [*runs, *untrained]
-    known = {name: words for name, words in metrics.items() if all(name in run.metrics for run in judged)}
-    if known:
-        table = MetricsTable.of(judged, baseline=baseline, metrics=known)
-        blocks = table.write(folder)
-        if shares := table.shares_of_the_gain(start=UNTRAINED):
-            blocks.append(Paragraph(shares))
-        sections.append(Section("Metrics", blocks))
-    page = Page(
-        name=PAGE, title=title, subtitle="", lead=lead, sections=[*sections, *more],
-        facts={"title": title, "baseline": baseline, "figures": shown}, owner_only=False,
-    )  # fmt: skip
-    return page.write(folder)[f"{PAGE}.md"]
+    def write(self, folder: Path) -> Path:
+        """Write the runs, their figures and tables, and a page that shows all; returns the page in Markdown.
+
+        ``runs.jsonl``, ``curves.json``, ``relative_loss.png``, ``smoothed_loss.png``, and where the runs tell
+        them ``confusion.png``, ``runtime.png``, ``metrics.{csv,json,md}``; with ``batch_runs`` also
+        ``batch_runs.jsonl`` and one ``batch_sizes.png`` for each of their variants. ``README.{md,html}`` shows all.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        runs, title, place = self.runs, self.title, folder.joinpath
+        axis: figures.Axis = "examples" if all(run.examples for run in runs) else "steps"
+        curves = figures.relative_curves(runs, axis=axis)
+        for name, some in (
+            ("runs.jsonl", runs),
+            ("batch_runs.jsonl", self.batch_runs),
+            (UNTRAINED_RUNS, self.untrained),
+        ):
+            if some:
+                write_runs(some, folder / name)
+        write_whole(folder / "curves.json", json.dumps([asdict(curve) for curve in curves]) + "\n")
+        shown: dict[str, str] = {}
+        for name, draw in (
+            ("relative_loss", figures.draw_relative_loss),
+            ("smoothed_loss", figures.draw_smoothed_loss),
+        ):
+            shown[f"{name}.png"] = draw(runs, place(f"{name}.png"), axis=axis, title=title)
+        for number, variant in enumerate(dict.fromkeys(run.variant for run in self.batch_runs)):
+            name = "batch_sizes.png" if number == 0 else f"batch_sizes_{number + 1}.png"
+            own = [run for run in self.batch_runs if run.variant == variant]
+            some = [*own, *(run for run in runs if run.variant != variant)]
+            shown[name] = figures.draw_batch_sizes(some, place(name), variant=variant)
+        if any(run.confusion is not None for run in runs):
+            classes = self.class_names
+            shown["confusion.png"] = figures.draw_confusions(runs, place("confusion.png"), names=classes, title=title)
+        if all(run.seconds and len(run.examples) > 1 for run in runs):
+            shown["runtime.png"] = figures.draw_runtime(runs, place("runtime.png"), title=title)
+        drawn = [block for name, said in shown.items() for block in _picture(place(name), said)]
+        sections = [Section("Figures", drawn)]
+        judged = [*runs, *self.untrained]
+        known = {name: words for name, words in self.metrics.items() if all(name in run.metrics for run in judged)}
+        if known:
+            table = MetricsTable.of(judged, baseline=self.baseline, metrics=known)
+            blocks = table.write(folder)
+            if shares := table.shares_of_the_gain(start=UNTRAINED):
+                blocks.append(Paragraph(shares))
+            sections.append(Section("Metrics", blocks))
+        page = Page(
+            name=PAGE, title=title, subtitle="", lead=self.lead, sections=[*sections, *self.more],
+            facts={"title": title, "baseline": self.baseline, "figures": shown}, owner_only=False,
+        )  # fmt: skip
+        return page.write(folder)[f"{PAGE}.md"]
 
 
 def _picture(path: Path, said: str) -> list[Block]:
@@ -175,10 +182,10 @@ def write_study(
         {**each.about(), "examples": list(each.run.examples), "held_out": list(each.held_out)} for each in finished
     ]
     write_whole(folder / "held_out.json", json.dumps(curves) + "\n")
-    return write_variant_report(
-        runs, folder, baseline=base, batch_runs=_batch_runs(finished, runs), class_names=class_names, metrics=_METRICS,
+    return VariantReport(
+        runs=runs, baseline=base, batch_runs=_batch_runs(finished, runs), class_names=class_names, metrics=_METRICS,
         title="Views of one image among those of others", untrained=untrained, lead=made_by(command, note), more=more,
-    )  # fmt: skip
+    ).write(folder)  # fmt: skip
 
 
 def made_by(command: str, *notes: str) -> list[Block]:

@@ -247,7 +247,7 @@ EXPERIMENTS = ["paper_002", "paper_002_full", "paper_004", "paper_004_full"]
 def test_every_item_of_a_paper_has_its_part_and_every_part_composes(experiment: str) -> None:
     cfg = composed(f"experiment={experiment}", "run_dir=run")
     task = cfg.task
-    needed = {part for item in papers.paper_of(task.paper).items for part in item.parts}
+    needed = {part for item in papers.PAPERS[task.paper].items for part in item.parts}
     assert needed <= set(task.parts)
     helping = {name for part in task.parts.values() for name in part.get("after", [])}
     assert set(task.parts) <= needed | helping
@@ -261,7 +261,7 @@ def test_every_item_of_a_paper_has_its_part_and_every_part_composes(experiment: 
 
 def test_the_papers_have_all_their_numbers_in_order() -> None:
     def numbers(name: str, kind: str) -> list[int]:
-        words = [item.number.split(",")[0].split() for item in papers.paper_of(name).items]
+        words = [item.number.split(",")[0].split() for item in papers.PAPERS[name].items]
         return sorted({int(number) for what, number, *_ in words if what == kind})
 
     assert numbers("paper_002", "Figure") == [1, 2, 3, 4, 5] and numbers("paper_002", "Table") == [1, 2, 3, 4]
@@ -278,11 +278,11 @@ def test_figures_and_tables_of_paper_002_are_made_of_stored_runs(tmp_path: Path)
                results / "batch_runs.jsonl")  # fmt: skip
     MetricsTable.of(runs, baseline=None).write(results, name="equal_negatives")
     (results / "equal_negatives.png").write_bytes(b"a picture")
-    for item in papers.paper_of("paper_002").items:
+    for item in papers.PAPERS["paper_002"].items:
         if item.show is not None and "embedding_net" in item.parts:
             blocks = item.show(results, tmp_path / "figure.png")
             assert blocks and all(block.markdown() and block.html() for block in blocks), item.number
-    table = next(item for item in papers.paper_of("paper_002").items if item.number == "Table 3, embedding net")
+    table = next(item for item in papers.PAPERS["paper_002"].items if item.number == "Table 3, embedding net")
     assert table.show is not None and "0.250 / 0.173" in table.show(results, tmp_path / "x.png")[0].markdown()
 
 

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from lit_dpret.errors import DataError
-from lit_dpret.report.comparison_table import comparison_markdown
+from lit_dpret.report.comparison_table import write_comparison
 from lit_dpret.retrieval.comparison import Comparison, compare_values
+from lit_dpret.retrieval.metrics import Metric
 from lit_dpret.retrieval.runs import Run, evaluate
 from lit_dpret.retrieval.statistics import bootstrap_interval, holm, paired_randomisation_test
 
@@ -51,15 +53,12 @@ def test_the_correction_is_over_the_whole_grid_of_data_sets_and_metrics() -> Non
     assert comparison.to_dict()["correction"] == "Holm over 6 tests"
 
 
-def test_the_table_prints_the_definition_of_every_metric_and_marks_what_is_significant() -> None:
-    text = comparison_markdown(compare(GOOD, BAD, ["success@1", "recall@10"], names=("ours|1", "theirs")))
-    lines = text.splitlines()
-    assert lines[0] == "# a: ours|1, b: theirs"
-    success, recall = (line for line in lines if line.startswith("| all queries"))
-    assert "**+0.7500 [" in success and "**" not in recall
-    assert "* Success@1: share of queries with a relevant passage among the first 1" in text
-    assert "* Recall@10: share of all relevant passages" in text
-    assert "Holm corrects for 2 tests" in text
+def test_the_table_has_the_definition_of_every_metric_and_says_what_is_significant(tmp_path: Path) -> None:
+    found = compare(GOOD, BAD, ["success@1", "recall@10"], names=("ours|1", "theirs"))
+    text = write_comparison(found, tmp_path)[1].read_text(encoding="utf-8")
+    success, recall = (line for line in text.splitlines() if line.startswith("| all queries"))
+    assert "+0.7500 " in success and success.endswith("| yes |") and recall.endswith("| no |")
+    assert all(Metric.parse(name).definition in text for name in ("success@1", "recall@10"))
 
 
 def test_what_cannot_be_compared_is_refused() -> None:

@@ -43,7 +43,7 @@ def test_two_run_files_are_compared_and_written_down(tmp_path: Path, capsys: pyt
     found = json.loads((tmp_path / "out" / "comparison.json").read_text())
     assert {stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "out").glob("comparison.*")} == {0o600}
     assert found["cells"][0]["p_value"] == pytest.approx(1 / 1001) and found["cells"][0]["significant"]
-    assert "+0.5000 [+0.5000, +0.5000]" in (tmp_path / "out" / "comparison.md").read_text()
+    assert "+0.5000 \\[+0.5000, +0.5000\\]" in (tmp_path / "out" / "comparison.md").read_text()
     assert "MRR@10" in capsys.readouterr().out
 
 

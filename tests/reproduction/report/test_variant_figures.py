@@ -13,7 +13,7 @@ from variant_runs import run
 from lit_dpret.errors import ConfigurationError, DataError
 from reproduction.report import variant_figures as figures
 from reproduction.report.variant_figures import relative_curves, smooth, speed_curves
-from reproduction.report.variant_report import write_variant_report
+from reproduction.report.variant_report import VariantReport
 from reproduction.report.variant_runs import VariantRun, read_runs
 
 pytest.importorskip("matplotlib")
@@ -177,9 +177,9 @@ def test_the_runtime_picture_holds_speed_and_loss(drawn: list[Any], tmp_path: Pa
 def test_a_report_holds_every_picture_and_table_with_its_caption(tmp_path: Path) -> None:
     metrics = {"accuracy": 0.5, "best_recall": 0.4, "best_precision": 0.3, "best_f_beta": 0.2}
     batches = [run("Naive-DP", 0, batch_size=size) for size in (10, 100)]
-    page = write_variant_report(
-        runs(metrics=metrics), tmp_path / "report", baseline="Non-private", batch_runs=batches, title="Ships & cats"
-    )
+    page = VariantReport(
+        runs=runs(metrics=metrics), baseline="Non-private", batch_runs=batches, title="Ships & cats"
+    ).write(tmp_path / "report")
     text = page.read_text()
     assert text.startswith("# Ships &amp; cats")
     names = ["relative_loss", "smoothed_loss", "batch_sizes", "confusion", "runtime"]
@@ -192,7 +192,7 @@ def test_a_report_holds_every_picture_and_table_with_its_caption(tmp_path: Path)
 
 def test_a_report_leaves_out_what_the_runs_do_not_tell(tmp_path: Path) -> None:
     bare = runs(metrics={}, seconds=(), examples=(), confusion=None)
-    text = write_variant_report(bare, tmp_path).read_text()
+    text = VariantReport(runs=bare).write(tmp_path).read_text()
     assert "relative_loss.png" in text and not {"runtime", "confusion", "batch_sizes", "| ---"} & set(text.split())
     assert sorted(p.name for p in tmp_path.glob("*.png")) == ["relative_loss.png", "smoothed_loss.png"]
 
