@@ -61,13 +61,13 @@ def metric_names(rows: Sequence[RowResult]) -> list[str]:
     return [name for name in METRICS if name in present] + [name for name in present if name not in METRICS]
 
 
-def show(interval: Measured | None) -> str:
-    """``0.412 [0.398, 0.425]``, or a dash where nothing was measured."""
+def show(interval: Measured | None, *, sign: str = "") -> str:
+    """``0.412 [0.398, 0.425]``, or a dash where nothing was measured; ``sign="+"`` shows the sign of a gain."""
     if interval is None or math.isnan(interval.mean):
         return "–"
     if math.isnan(interval.low) or math.isnan(interval.high):
-        return f"{interval.mean:.3f}"
-    return f"{interval.mean:.3f} [{interval.low:.3f}, {interval.high:.3f}]"
+        return f"{interval.mean:{sign}.3f}"
+    return f"{interval.mean:{sign}.3f} [{interval.low:{sign}.3f}, {interval.high:{sign}.3f}]"
 
 
 def ends(interval: Measured) -> dict[str, float | None]:

@@ -14,7 +14,7 @@ NAN = float("nan")
 
 
 def parse(rows: list[RowResult]) -> ElementTree.Element:
-    return ElementTree.fromstring(bar_chart(rows).replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1))
+    return ElementTree.fromstring(bar_chart(rows))
 
 
 def row(name: str, mean: float, low: float, high: float) -> RowResult:
