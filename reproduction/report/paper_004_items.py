@@ -138,8 +138,8 @@ def _perplexities(results: Path, _: Path) -> list[Block]:
     said = (
         f"An embedding tells {probe['nats']:.4f} nats of a token, {sure} interval {probe['low']:.4f} to "
         f"{probe['high']:.4f} (paired bootstrap over {probe['texts']} texts), against the same model with other texts' "
-        f"embeddings. Named among {facts['ranking']['direct']['candidates']} candidates: "
-        f"{facts['ranking']['direct']['rate']:.3f} of the texts."
+        f"embeddings. Named among {facts['ranking']['candidates']} candidates: "
+        f"{facts['ranking']['direct']['value']:.3f} of the texts."
     )
     grid = Grid(("perplexity", "ours", "the paper's"), rows, frozenset({1, 2}), narrow=True)
     return [grid, Paragraph(said), *_made_by(facts)]
