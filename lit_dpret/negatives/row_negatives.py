@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 
-from lit_dpret.errors import ConfigurationError
+from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.negatives.base import (
     NOBODY,
     InBatchNegatives,
@@ -26,7 +28,12 @@ from lit_dpret.negatives.base import (
 )
 from lit_dpret.negatives.drawn import LabelledNegatives
 from lit_dpret.negatives.mined import DynamicNegatives, MinedSource, StaticNegatives
+from lit_dpret.privacy.coins import kept_generators, seed_generators
+from lit_dpret.privacy.ledger.trained import reached
 from lit_dpret.privacy.modes import PrivacyMode
+
+_ASKED = 9  # so many rows show whether a source remembers others
+_COPIED = 1 << 26
 
 Sources = Sequence[NegativeSource] | Mapping[str, NegativeSource]
 
@@ -53,7 +60,7 @@ class RowNegatives:
         listed = list(sources.values()) if isinstance(sources, Mapping) else list(sources)
         check_sources(listed, privacy)
         self.sources, self.private = listed, privacy.guarantee != "inherited"
-        self._guarantee = privacy.guarantee
+        self._mode, self._guarantee = privacy.name, privacy.guarantee
         if privacy.guarantee == "dp":
             for source in listed:
                 if isinstance(source, MinedSource):
@@ -106,11 +113,17 @@ class RowNegatives:
         return [source.file for source in self.sources if source.file is not None]
 
     def learn(self, texts: TrainTexts, towers: Towers) -> None:
-        """Mine with the weights as they are before the first step."""
+        """Mine with the weights as they are before the first step.
+
+        Raises:
+            UnsupportedModelError: Under a guarantee, a source of somebody's own remembers rows.
+        """
         self.texts = texts
         for source in self.sources:
             if isinstance(source, PassageSource):
                 source.prepare(texts, towers, private=self.private)
+                if self._guarantee == "dp" and not type(source).__module__.startswith("lit_dpret."):
+                    _refuse_memory(source, texts, self._mode)
 
     def keys(self, rows: Sequence[TrainRow]) -> dict[str, Tensor]:
         """Return what rows of a batch are known by; see `TrainTexts.keys`."""
@@ -299,3 +312,47 @@ def _way_out(source: NegativeSource, mode: PrivacyMode) -> str:
     if mode.clips_whole_batch:
         return "Choose among in_batch, random, gold, bm25, static, dynamic and labelled."
     return "Set model.negatives to null, or choose privacy=batch_clip or privacy=public_passages."
+
+
+def _refuse_memory(source: PassageSource, texts: TrainTexts, mode: str) -> None:
+    """Refuse a source that names other passages for a row where other rows were asked about before.
+
+    Copies of it are asked, with equal random numbers of the global generators, about other rows and then about the same
+    one, in the same epoch and in the next. What a source keeps of the row itself, as a cache does, changes nothing.
+    One that cannot be copied or raises is not examined.
+    """
+    seats = [_seat(texts, query) for query in range(len(texts.queries)) if texts.positives(query)][:_ASKED]
+    asked, histories = seats[0:1], (seats[1::2], seats[2::2])
+    shared = {id(each): each for each in (texts, *filter(_is_shared, reached(source)))}
+    for epoch in (0, 1):
+        answers = []
+        for history in histories:
+            try:
+                with kept_generators():
+                    copied = copy.deepcopy(source, dict(shared))
+                    for number, others in enumerate((history, asked)):
+                        seed_generators(number)
+                        found = [list(copied.choose(seat, step=number, epoch=epoch * number)) for seat in others]
+            except Exception:  # somebody's own code may refuse to be copied, or to be asked beside a training
+                return
+            answers.append(found)
+        if answers[0] != answers[1]:
+            raise UnsupportedModelError(
+                f"privacy={mode} cannot take model.negatives.{source.name}: {type(source).__name__} names other "
+                "passages for a query when other queries were asked about before, so one unit has a say in steps that "
+                "it takes no part in, which no noise covers. Let choose() depend on its seat, step, epoch and coins "
+                "(lit_dpret.negatives.base.coins) alone.",
+                trap="T11",
+            )
+
+
+def _seat(texts: TrainTexts, query: int) -> Seat:
+    places = texts.positives(query)
+    groups = texts.group_of(torch.tensor(places))
+    return Seat(query, texts.queries[query], places[0], frozenset(groups.tolist()))
+
+
+def _is_shared(value: Any) -> bool:
+    """Whether copies of a source share an object: an encoder, or what is too large to be copied."""
+    size = getattr(value, "nbytes", 0) if isinstance(value, (np.ndarray, torch.Tensor)) else 0
+    return isinstance(value, nn.Module) or size > _COPIED
