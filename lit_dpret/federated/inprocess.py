@@ -52,6 +52,9 @@ class InProcessFederation(Federation):
     def run(self, *, measure: Sequence[Phase] = PHASES, split: str = "test") -> FedResult:
         super().run(measure=measure, split=split)
         self.result.epsilon = {name: client.epsilon() for name, client in self.clients.items()}
+        self.result.faults += [
+            f"{name}: {why}" for name, client in self.clients.items() if (why := client.account.ended)
+        ]
         return self.result
 
     def round(self, weights: Weights, number: int, progress: Callable[[int], None]) -> Weights:

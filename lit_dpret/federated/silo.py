@@ -43,6 +43,7 @@ from lit_dpret.federated.negatives import (
 )
 from lit_dpret.federated.settings import PddAs2
 from lit_dpret.federated.silo_account import SiloAccount, centroids_once, collection_centroids
+from lit_dpret.federated.silo_ledger import NothingLeftError
 from lit_dpret.federated.storage import Served, keep_facts, save_tensors
 from lit_dpret.federated.synthetic import public_sentences
 from lit_dpret.modules.as2 import AS2DualEncoder
@@ -195,10 +196,11 @@ class SiloClient:
 
         Its steps get their noise again bit by bit, and are paid for once. Where that is not possible on this machine,
         everything that it announced stays charged, and the noise of what is left of the run is raised to pay for it.
+        Where that leaves nothing, this fit and all later ones leave the weights as they are.
         """
         folder, data = self.state / f"{kind}-{number:03}", self._datamodule(self._batch(batch_size))
         broken = None if self.account.noise is None else broken_attempt(folder)
-        if self.ledger is not None and broken is not None:
+        if self.ledger is not None and broken is not None and self.account.ended is None:
             attempt, noise = broken
             module = start(self.account.mode(kind, number, noise_multiplier=noise))
             try:
@@ -208,12 +210,16 @@ class SiloClient:
                 self.ledger.settle_broken(attempt / LEDGER_NAME)
             stage1 = kind == "stage1"
             rounds = number if stage1 else self.settings.stage1.warmup_rounds + self.settings.stage1.rounds
-            self.account.keep_within(
-                rounds=rounds, epochs=0 if stage1 else number, refreshes=0 if stage1 else number + 1
-            )
+            try:
+                self.account.keep_within(
+                    rounds=rounds, epochs=0 if stage1 else number, refreshes=0 if stage1 else number + 1
+                )
+            except NothingLeftError:
+                self.account.end(f"{'round' if stage1 else 'epoch'} {number} of {kind}")
             data = self._datamodule(self._batch(batch_size))
         module = start(self.account.mode(kind, number))
-        fit_epochs(module, data, attempt_folder(folder), callbacks=callbacks)
+        if self.account.ended is None:
+            fit_epochs(module, data, attempt_folder(folder), callbacks=callbacks)
         return module
 
     def _optimizer_path(self, number: int) -> Path:
@@ -241,7 +247,9 @@ class SiloClient:
     # -- stage 2 -------------------------------------------------------------------------------
 
     def request(self, weights: Mapping[str, Tensor], refresh: int) -> Tensor:
-        """Return the rows that other clients are asked with, ``(rows, dim)``; no row under ``request=none``.
+        """Return the rows that other clients are asked with, ``(rows, dim)``.
+
+        There is no row under ``request=none``, and one of zeros, which says nothing, where the budget has nothing left.
 
         Args:
             weights: The global weights after stage 1.
@@ -259,6 +267,8 @@ class SiloClient:
             rows = module.encode_queries(list(self.queries.values()))
             save_tensors({"rows": rows}, kept)
             return rows
+        if self.account.ended is not None:
+            return torch.zeros(1, module.encoder.dim)
         if self.ledger is None or self.account.noise is None or self.account.noise.request is None:
             raise ConfigurationError(
                 "federated.stage2.request=dp_centroid without federated.privacy.eps would ask with centroids that "
@@ -274,10 +284,14 @@ class SiloClient:
 
         plan = CentroidPlan(count=stage.centroids, iterations=stage.centroid_iterations, seed=self.settings.seed)
         texts = list(self.queries.values())
-        return centroids_once(
-            kept, self.ledger, "fed_request", plan, noise=noise,
-            rows=lambda: module.tower("query").encode(texts, "query", apart=True),
-        )  # fmt: skip
+        try:
+            return centroids_once(
+                kept, self.ledger, "fed_request", plan, noise=noise,
+                rows=lambda: module.tower("query").encode(texts, "query", apart=True),
+            )  # fmt: skip
+        except NothingLeftError:
+            self.account.end(f"request {refresh}")
+            return torch.zeros(1, module.encoder.dim)
 
     def serve(self, weights: Mapping[str, Tensor], rows: Tensor, *, refresh: int) -> Block:
         """Answer another client's request."""

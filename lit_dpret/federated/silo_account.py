@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from lightning.pytorch.utilities import rank_zero_warn
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -24,6 +25,7 @@ from lit_dpret.privacy.budget import PrivacyBudget
 from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode, SyntheticData
 
 _NOISE = "noise.json"
+_ENDED = "nothing_left.json"
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,29 @@ class SiloAccount:
                 save_json(kept, asdict(noise))
         return account
 
+    @property
+    def ended(self) -> str | None:
+        """Why the silo releases nothing more in this run; None where it has something left."""
+        kept = self.state / _ENDED
+        return str(json.loads(kept.read_text(encoding="utf-8"))) if kept.is_file() else None
+
+    def end(self, lost: str) -> None:
+        """Let the silo go on without releases, with the weights that it has: what is charged leaves nothing.
+
+        Whether that is so follows from what was announced and from where the process was killed.
+
+        Args:
+            lost: What was released, is charged, and cannot be repeated.
+        """
+        why = (
+            f"federated.privacy.eps={self.settings.privacy.eps:g} is spent: what {lost} had released before it was "
+            "interrupted cannot be repeated here, is lost and stays charged. The silo trains and asks no more in this "
+            "run, and goes on with the weights from before; its epsilon counts everything that was announced. To train "
+            "it to the end, start over in a new folder, whose budget comes on top."
+        )
+        save_json(self.state / _ENDED, why)
+        rank_zero_warn(f"Silo {self.name}: {why}")
+
     def mode(self, *turn: object, noise_multiplier: float | None = None) -> PrivacyMode:
         """Return the mode of one fit; without a budget its shuffling follows the public seed, so that runs repeat.
 
@@ -113,7 +138,7 @@ class SiloAccount:
             refreshes: The epoch from which on requests are still to be made.
 
         Raises:
-            BudgetExceededError: What is charged leaves nothing for the rest.
+            NothingLeftError: What is charged leaves nothing for the rest.
         """
         planned, ledger = self.noise, self.ledger
         if planned is None or ledger is None:

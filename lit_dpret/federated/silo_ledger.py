@@ -344,6 +344,10 @@ def split_budget(
     return NoisePlan(grid[found], request)
 
 
+class NothingLeftError(BudgetExceededError):
+    """What a run released and cannot repeat leaves nothing of its budget for the rest."""
+
+
 def noise_of_rest(
     planned: NoisePlan,
     budget: PrivacyBudget,
@@ -369,7 +373,7 @@ def noise_of_rest(
         accountant: ``pld`` or ``rdp``.
 
     Raises:
-        BudgetExceededError: What is charged leaves nothing for the rest.
+        NothingLeftError: What is charged leaves nothing for the rest.
     """
     grid = DecimalGrid(digits=_DIGITS)
 
@@ -388,7 +392,7 @@ def noise_of_rest(
         return planned
     found = least(total, budget.eps, start=0, most=grid.index(1e3), stride=10**_DIGITS, place=grid.__getitem__)
     if found is None:
-        raise BudgetExceededError(
+        raise NothingLeftError(
             f"federated.privacy.eps={budget.eps:g}: what this run released before it was interrupted cannot be "
             "repeated here, stays charged, and leaves nothing for the rest. Start over in a new folder; what both "
             "release composes to more than eps."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,15 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_silos import PRIVATE, SIZE, federation
+from safetensors.torch import load_file
+from tiny_silos import PRIVATE, SIZE, declare_public, federation
 
-from lit_dpret.errors import BudgetExceededError, LedgerError
+from lit_dpret.errors import LedgerError
 from lit_dpret.federated import silo as silo_module
 from lit_dpret.federated import silo_account
 from lit_dpret.federated.fitting import RoundAccountant
 from lit_dpret.federated.negatives import FedPool
 from lit_dpret.federated.silo import SiloClient
-from lit_dpret.federated.silo_ledger import SiloLedger, spent_together
+from lit_dpret.federated.silo_ledger import NothingLeftError, SiloLedger, spent_together
 from lit_dpret.federated.storage import newest_round
 from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.accounting.releases import merge
@@ -212,14 +214,56 @@ def test_what_cannot_be_repeated_stays_charged_and_more_noise_pays_for_it(
 
 
 @pytest.mark.usefixtures("no_repeats")
-def test_where_everything_was_released_and_cannot_be_repeated_nothing_more_is_released(tmp_path: Path) -> None:
+@pytest.mark.parametrize("again", [False, True], ids=["once", "and once more"])
+def test_where_everything_was_released_and_cannot_be_repeated_the_run_ends_with_the_weights_from_before(
+    again: bool, tmp_path: Path
+) -> None:
     killed(at_result("personal-fed-001"), lambda: train(tmp_path))
     spent = client(tmp_path).epsilon()
-    for _ in range(2):
-        with pytest.raises(BudgetExceededError, match=r"federated\.privacy\.eps=20"):
-            train(tmp_path)
-    one = client(tmp_path)
+    if again:  # its own end is lost as well
+        killed(at_result("personal-fed-001"), lambda: train(tmp_path))
+        one = train(tmp_path)
+    else:
+        with pytest.warns(UserWarning, match=r"client0.*federated\.privacy\.eps=20"):
+            one = train(tmp_path)
     assert one.epsilon() == spent == pytest.approx(announced(one), rel=1e-12) and (spent or 99) <= EPS
+    assert "lost" in (one.account.ended or "")
+    before, after = (load_file(one.state / f"personal-fed-{number:03}.safetensors") for number in (0, 1))
+    assert all(torch.equal(after[name], before[name]) for name in before), "the last epoch is lost, and no other"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert train(tmp_path).epsilon() == spent, "a finished run asks for nothing"
+
+
+@pytest.mark.usefixtures("no_repeats")
+def test_a_federation_of_which_a_silo_has_nothing_left_ends_and_says_so(tmp_path: Path) -> None:
+    federation(tmp_path, SETTINGS, size=TWO)
+    declare_public(tmp_path)
+    killed(at_result("personal-fed-001"), lambda: federation(tmp_path, SETTINGS, size=TWO).run())
+    with pytest.warns(UserWarning, match=r"federated\.privacy\.eps=20"):
+        run = federation(tmp_path, SETTINGS, size=TWO)
+        result = run.run()
+    assert set(result.systems) and all((value or 99) <= EPS for value in result.epsilon.values())
+    assert [fault for fault in result.faults if fault.startswith("client0: ") and "lost" in fault]
+    for one in run.clients.values():
+        assert one.epsilon() == pytest.approx(announced(one), rel=1e-12)
+
+
+@pytest.mark.usefixtures("no_repeats")
+def test_what_is_still_to_come_is_left_out_where_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed(at_record("intent", "stage1-000", nth=2, after=True), lambda: train(tmp_path))
+    monkeypatch.setattr(silo_account, "noise_of_rest", nothing_left)
+    with pytest.warns(UserWarning, match=r"federated\.privacy\.eps=20"):
+        one = train(tmp_path)
+    assert intents(one, "stage1-001") == intents(one, "fed_request") == intents(one, "personal") == 0
+    assert one.epsilon() == pytest.approx(announced(one), rel=1e-12)
+    assert torch.equal(one.request(one.model[0], 1), torch.zeros(1, 16)), "it says nothing"
+
+
+def nothing_left(*_: object, **__: object) -> Any:
+    raise NothingLeftError("federated.privacy.eps=20 leaves nothing for the rest")
 
 
 def test_another_secret_repeats_nothing_and_stays_within_the_budget(whole: SiloClient, tmp_path: Path) -> None:
