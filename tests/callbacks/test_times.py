@@ -32,16 +32,32 @@ from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.batches import UnitBatch
 from lit_dpret.privacy.ledger.chain import ChainedFile
 
+Sleep = Callable[[float], None]
 STEPS, LONG, SHORT = 60, 120, 6
 SECONDS_PER_TOKEN = 2e-3
+
+
+class Slept:
+    """A clock that goes on while a batch waits, and makes nobody wait: for runs in which no other clock is read."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self, seconds: float) -> None:
+        self.seconds += seconds
+
+    def now(self) -> datetime:
+        return datetime.fromtimestamp(1e9 + self.seconds, UTC)
 
 
 class Timed(Regression):
     """A batch takes as long as its longest text; one unit of all has a long one."""
 
-    def __init__(self, *, seconds_per_token: float = SECONDS_PER_TOKEN, **settings: Any) -> None:
+    def __init__(
+        self, *, seconds_per_token: float = SECONDS_PER_TOKEN, sleep: Sleep = time.sleep, **settings: Any
+    ) -> None:
         super().__init__(**settings)
-        self.seconds_per_token = seconds_per_token
+        self.seconds_per_token, self.sleep = seconds_per_token, sleep
         self.drew_it: set[int] = set()
 
     def collate_rows(self, rows: list[Any]) -> dict[str, Tensor]:
@@ -53,7 +69,7 @@ class Timed(Regression):
             self.drew_it.add(batch.step)
 
     def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
-        time.sleep(self.seconds_per_token * float(rows["tokens"].max()))
+        self.sleep(self.seconds_per_token * float(rows["tokens"].max()))
         return super().per_row_loss(rows)
 
 
@@ -178,23 +194,23 @@ def test_no_file_of_a_run_tells_which_steps_drew_the_long_text(tmp_path: Path) -
     assert {"privacy_ledger.jsonl", "metrics.jsonl", "metrics.csv"} < names and len(names) == 4, names
 
 
-Mutant = Callable[[pytest.MonkeyPatch], None]
+Mutant = Callable[[pytest.MonkeyPatch, Slept], None]
 
 
-def clock_in_the_ledger(patch: pytest.MonkeyPatch) -> None:
-    moment = property(lambda file: datetime.now(UTC).isoformat(timespec="milliseconds"), lambda file, value: None)
+def clock_in_the_ledger(patch: pytest.MonkeyPatch, clock: Slept) -> None:
+    moment = property(lambda file: clock.now().isoformat(timespec="milliseconds"), lambda file, value: None)
     patch.setattr(ChainedFile, "_day", moment, raising=False)
 
 
-def clock_in_the_metrics(patch: pytest.MonkeyPatch) -> None:
+def clock_in_the_metrics(patch: pytest.MonkeyPatch, clock: Slept) -> None:
     honest = MetricsFile.log_metrics
     patch.setattr(
         MetricsFile, "log_metrics",
-        lambda logger, metrics, step=None: honest(logger, {**metrics, "seconds": time.monotonic()}, step),
+        lambda logger, metrics, step=None: honest(logger, {**metrics, "seconds": clock.seconds}, step),
     )  # fmt: skip
 
 
-def wandb_at_once(patch: pytest.MonkeyPatch) -> None:
+def wandb_at_once(patch: pytest.MonkeyPatch, clock: Slept) -> None:
     patch.setattr(PublicWandbLogger, "writes_no_times", True, raising=False)
 
 
@@ -202,10 +218,11 @@ def wandb_at_once(patch: pytest.MonkeyPatch) -> None:
 def test_with_a_clock_in_one_kind_of_file_the_attack_succeeds(
     mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loggers = [offline(tmp_path / "run")] if mutant is wandb_at_once else []
-    mutant(monkeypatch)
-    module = trained(tmp_path / "run", loggers, noise_seed=1)
-    if loggers:
+    own = mutant is wandb_at_once  # a clock of its own, for which there has to be something to see
+    loggers, clock = [offline(tmp_path / "run")] if own else [], Slept()
+    mutant(monkeypatch, clock)
+    module = trained(tmp_path / "run", loggers, noise_seed=1, sleep=time.sleep if own else clock)
+    if own:
         finish_wandb()
     assert len(module.drew_it) > 13, "fewer would not stand out"
     assert max(told(tmp_path / "run", module.drew_it).values()) > 0.9
@@ -219,8 +236,14 @@ class Clock(Callback):
 
     public_metrics = ("elapsed",)
 
+    def __init__(self, clock: Slept) -> None:
+        self.clock, self.began = clock, 0.0
+
+    def on_train_start(self, *given: Any) -> None:
+        self.began = self.clock.seconds
+
     def state_dict(self) -> dict[str, Any]:
-        return {"elapsed": time.monotonic()}
+        return {"elapsed": self.clock.seconds - self.began}
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -236,6 +259,7 @@ def slow_and_fast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **settings: A
     for seconds in (SECONDS_PER_TOKEN, 0.0):
         run = tmp_path / "run"
         trained(run, [CSVLogger(run, name="csv")], noise_seed=1, seconds_per_token=seconds, **settings)
+        settings.get("sleep", time.sleep)(1e-3)  # the second run begins later
         found.append(files(run))
         shutil.rmtree(run)
     return found
@@ -254,9 +278,10 @@ def test_runs_that_differ_in_the_time_of_their_steps_alone_leave_the_same_files(
 def test_a_time_in_a_checkpoint_or_a_card_makes_the_files_differ(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    clock = Slept()
     for module in ("cards.card", "privacy.ledger.chain"):
-        monkeypatch.setattr(f"lit_dpret.{module}.today", lambda: datetime.now(UTC).isoformat())
-    slow, fast = slow_and_fast(tmp_path, monkeypatch, extra=[Clock()])
+        monkeypatch.setattr(f"lit_dpret.{module}.today", lambda: clock.now().isoformat())
+    slow, fast = slow_and_fast(tmp_path, monkeypatch, extra=[Clock(clock)], sleep=clock)
     differ = {Path(name).suffix for name in slow if slow[name] != fast[name]}
     assert {".jsonl", ".json", ".md", ".html", ".ckpt"} <= differ
 

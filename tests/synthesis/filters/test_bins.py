@@ -68,7 +68,7 @@ def test_no_query_has_a_say_in_the_bin_of_another_one(encoder: Path) -> None:
     for gone in range(0, len(texts), 12):
         left = [text for text in texts if text != texts[gone]]
         before, after = np.delete(whole, gone, axis=0), tower.encode(left, "query").numpy()
-        for row, one in np.argwhere(before != after)[:3]:
+        for row, one in np.argwhere(before != after)[:1]:
             vector = before[row] / np.linalg.norm(before[row])
             other = int(np.argmax(np.abs(vector) * (np.arange(len(vector)) != one)))
             boundary = np.zeros_like(vector)
