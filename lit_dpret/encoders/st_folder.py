@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
-from torch import nn
 
 from lit_dpret.encoders.backbones import load_linear, load_transformer, position_limit, resolve_folder, take_pooler
 from lit_dpret.encoders.contract import Contract
@@ -167,7 +166,6 @@ def save_sentence_transformer(
     query_encoder: TextEncoder,
     passage_encoder: TextEncoder | None = None,
     *,
-    query_head: nn.Linear | None = None,
     similarity: str | None = None,
 ) -> None:
     """Write a dual encoder as a folder that ``SentenceTransformer(folder)`` loads.
@@ -185,7 +183,6 @@ def save_sentence_transformer(
         folder: Where to write; made if it is not there.
         query_encoder: Turns queries into embeddings; passages too unless there is another for them.
         passage_encoder: Turns passages into embeddings.
-        query_head: A linear map of pooled query embeddings, before they are normalised.
         similarity: ``cosine`` or ``dot``, noted for the reader; by default cosine where embeddings are
             normalised.
 
@@ -194,8 +191,6 @@ def save_sentence_transformer(
         StorageError: The folder cannot be written.
     """
     passage_encoder = query_encoder if passage_encoder is None else passage_encoder
-    if query_head is not None:
-        query_encoder = query_encoder.with_projection(query_head)
     query, passage = query_encoder.contract, passage_encoder.contract
     if query_encoder.dim != passage_encoder.dim or query.normalise != passage.normalise:
         raise ConfigurationError(

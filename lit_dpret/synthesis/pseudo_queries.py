@@ -36,6 +36,7 @@ there these they this those through to too under until up upon us very was we we
 who whom whose why will with within without would you your yours
 """
 STOP_WORDS = frozenset(_STOP_LINES.split())
+MIN_WORDS, MAX_WORDS = 3, 10
 _WORD = re.compile(r"[^\W_]+(?:['’-][^\W_]+)*")
 _SENTENCE = re.compile(r"(?<=[.!?;])\s+|\n+")
 
@@ -49,7 +50,7 @@ class _Sentence:
 
 
 def pseudo_queries(
-    passages: Mapping[str, str], *, queries_per_passage: int = 1, min_words: int = 3, max_words: int = 10
+    passages: Mapping[str, str], *, queries_per_passage: int = 1, min_words: int = MIN_WORDS, max_words: int = MAX_WORDS
 ) -> Iterator[SyntheticQuery]:
     """Yield queries from the passages alone, by passage id and draw.
 
@@ -88,8 +89,6 @@ def write_pseudo_queries(
     out: str | Path,
     *,
     queries_per_passage: int = 1,
-    min_words: int = 3,
-    max_words: int = 10,
     language: str = "en",
 ) -> Path:
     """Write ``pseudo_queries`` in the layout of a synthetic data set, so that the same training reads both."""
@@ -97,21 +96,19 @@ def write_pseudo_queries(
     folder = Path(out)
 
     def queries() -> Iterator[SyntheticQuery]:
-        return pseudo_queries(
-            passages, queries_per_passage=queries_per_passage, min_words=min_words, max_words=max_words
-        )
+        return pseudo_queries(passages, queries_per_passage=queries_per_passage)
 
     counts, hashes = write_dataset(folder, queries, passages)
     configuration = {
         "generator": "pseudo_queries",
         "passages": passages_hash(passages),
         "queries_per_passage": queries_per_passage,
-        "min_words": min_words,
-        "max_words": max_words,
+        "min_words": MIN_WORDS,
+        "max_words": MAX_WORDS,
     }
     origin = [
         "Generator: none; words taken from the passages by tf-idf (`lit_dpret.synthesis.pseudo_queries`).",
-        f"{queries_per_passage} per passage, {min_words} to {max_words} words; deterministic.",
+        f"{queries_per_passage} per passage, {MIN_WORDS} to {MAX_WORDS} words; deterministic.",
     ]
     card = DataCard(title=f"Pseudo-queries: {folder.resolve().name}", origin=origin, language=language)
     write_summary(folder, configuration, counts, hashes, terms=card.terms)

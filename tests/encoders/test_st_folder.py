@@ -72,7 +72,7 @@ def save(name: str, folder: Path) -> Path:
 
 def write(model: Model, folder: Path) -> Path:
     query, passage, linear = model
-    save_sentence_transformer(folder, query, passage, query_head=linear)
+    save_sentence_transformer(folder, query if linear is None else query.with_projection(linear), passage or query)
     return folder
 
 
@@ -184,7 +184,7 @@ def test_the_similarity_is_noted_for_the_reader(tmp_path: Path) -> None:
 
 def test_a_head_that_ends_in_another_space_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"ends in 7 dimensions .* passage side in 16"):
-        save_sentence_transformer(tmp_path / "a", tiny_encoder(), query_head=head(7))
+        save_sentence_transformer(tmp_path / "a", tiny_encoder().with_projection(head(7)), tiny_encoder())
     with pytest.raises(ConfigurationError, match="normalise=False"):
         save_sentence_transformer(tmp_path / "b", tiny_encoder(), tiny_encoder(normalise=False))
     (tmp_path / "file").write_text("")

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from lit_dpret.datamodules.records import Row
 from lit_dpret.errors import ConfigurationError, DataError
@@ -127,12 +127,6 @@ def _text(canaries: CanarySet) -> str:
 
 
 _PIECES = 2  # a tokenizer may put a mark of white space before the token
-
-
-class Reader(Protocol):
-    """Whatever turns texts into tokens: a module that trains on them, or a saved generator's codec."""
-
-    def token_ids(self, texts: Sequence[str], side: str, *, whole: bool = False) -> list[list[int]] | None: ...
 
 
 def check_all_fit(reader: object, canaries: Iterable[Canary], *, shorter: str | None = None) -> None:

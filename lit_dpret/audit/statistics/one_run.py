@@ -247,19 +247,16 @@ class Refutation:
         return self.p_value < check_confidence(confidence)
 
 
-def both_ends(scores: CanaryScores, shares: Sequence[float] = SHARES) -> list[tuple[int, int]]:
-    """Return for each share how many canaries are guessed and how many of the guesses are right.
+def both_ends(scores: CanaryScores) -> list[tuple[int, int]]:
+    """Return for each of `SHARES` how many canaries are guessed and how many of the guesses are right.
 
     Half of a share are the highest scores, taken for members, the other half the lowest, taken for others. So the
     number of guesses depends on the number of canaries alone.
 
     Raises:
-        ConfigurationError: A share is not in (0, 1], or none of them guesses one canary at either end.
+        ConfigurationError: None of them guesses one canary at either end.
     """
-    for share in shares:
-        if not 0 < share <= 1:
-            raise ConfigurationError(f"share={share} of the canaries to guess must be above 0 and at most 1.")
-    sizes = sorted({int(share * len(scores) / 2) for share in shares} - {0}, reverse=True)
+    sizes = sorted({int(share * len(scores) / 2) for share in SHARES} - {0}, reverse=True)
     if not sizes:
         raise ConfigurationError(f"{len(scores)} canaries are too few to guess one at either end: plant more.")
     return [guess_extremes(scores, highest=size, lowest=size) for size in sizes]
@@ -290,19 +287,17 @@ def guess_extremes(scores: CanaryScores, *, highest: int, lowest: int) -> tuple[
     return highest + lowest, right
 
 
-def both_ends_audit(
-    scores: CanaryScores, *, delta: float, confidence: float = 0.95, shares: Sequence[float] = SHARES
-) -> Evidence:
+def both_ends_audit(scores: CanaryScores, *, delta: float, confidence: float = 0.95) -> Evidence:
     """Return the lower bound on epsilon at ``delta`` from guesses at both ends.
 
     Guarantees:
         - For a mechanism that is (eps, delta)-DP and fair independent coins, ``eps_lower > eps`` has probability at
-          most ``1 - confidence`` (Theorem 5.2, and a union over ``shares``, which are fixed beforehand).
+          most ``1 - confidence`` (Theorem 5.2, and a union over `SHARES`, which are fixed beforehand).
 
     Raises:
         ConfigurationError: A number is out of its range.
     """
-    counts = both_ends(scores, shares)
+    counts = both_ends(scores)
     error = check_confidence(confidence) / len(counts)
     found = [
         one_run_counts(
@@ -316,7 +311,7 @@ def both_ends_audit(
     )  # fmt: skip
 
 
-def refute(scores: CanaryScores, curve: Curve, *, shares: Sequence[float] = SHARES) -> Refutation:
+def refute(scores: CanaryScores, curve: Curve) -> Refutation:
     """Return how unlikely the guesses at both ends are under a mechanism that satisfies every pair of ``curve``.
 
     Guarantees:
@@ -332,7 +327,7 @@ def refute(scores: CanaryScores, curve: Curve, *, shares: Sequence[float] = SHAR
         check_delta(delta)
         if not eps >= 0:
             raise ConfigurationError(f"eps={eps} must be at least 0.")
-    counts = both_ends(scores, shares)
+    counts = both_ends(scores)
     found = [
         (one_run_p_value(eps, canaries=len(scores), guesses=guesses, correct=right, delta=delta), eps, delta)
         for guesses, right in counts
