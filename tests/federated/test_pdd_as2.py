@@ -259,7 +259,8 @@ def test_nothing_that_leaves_under_a_budget_is_made_of_texts_that_were_embedded_
     encode = TextEncoder.encode
 
     def noted(self: TextEncoder, texts: list[str], *arguments: Any, **settings: Any) -> torch.Tensor:
-        together.update(texts)
+        if not settings.get("apart"):
+            together.update(texts)
         return encode(self, texts, *arguments, **settings)
 
     settings = replace(
