@@ -4,7 +4,7 @@
 
 Operations and bytes are counted from the models' shapes, encoding and search go by
 the rates in benchmarks/results, and what a GPU would do rests on its maker's numbers and one assumption, which the page
-names. A test makes the page again and compares.
+names. What is said stands in scale.md beside this file.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from jinja2 import StrictUndefined, Template
 
 from lit_dpret.costs.memory import estimated_bytes
 from lit_dpret.costs.slices import predict
@@ -162,117 +164,29 @@ def update_bytes() -> float:
 def page() -> str:
     """The whole of docs/scale.md."""
     rates = encoding_rates()
-    device = ACCELERATORS["h100-80gb"]
-    return f"""# The scale sheet: what the large runs take, and where each resource runs out
-
-This page is made by `python scripts/scale_sheet.py`; a test makes it again and compares. **Nothing on it was measured
-on a GPU.** Each table says what it is: *counted* from the shapes of the models, *measured* on two CPU cores, or
-*predicted*. A prediction of time on a GPU is operations over the maker's peak times {UTILISATION:g}, an **assumed**
-utilisation; a real one may well differ by a factor of two either way. Ask for your own machine:
-
-    python train.py experiment=generator_t5_xl task=plan task.units=500000 task.measure=slices
-
-runs slices of one and three layers of the real width there, and adds their times and bytes up. For GPUs that are not
-at hand, the function that makes the second table below is asked by
-
-    python train.py experiment=generator_t5_xl task=plan task.units=500000 task.device=h100-80gb task.world_size=8
-
-Three settings belong to large runs. `datamodule.physical_batch_size=auto` finds how many units fit before the first
-release, on random rows of full length, under `trainer=fsdp` in shards; no claim depends on the answer. A step that runs
-out of memory all the same begins again in smaller batches: its draw is keyed by the step, its sum is forgotten before
-any noise, and it is charged once. `trainer.precision=bf16-true` keeps bfloat16 weights and float32 copies, which take
-the noised gradient in float32 and are what is written, on one GPU or under `trainer=ddp`; FSDP2 and DeepSpeed keep such
-copies by themselves (`bf16-mixed`). `callbacks=with_throughput` tells speed on the terminal and in no file, because
-times depend on private texts.
-
-## One private step (counted)
-
-The paper's setting: 384 + 128 tokens, batch {BATCH}, Adam, bfloat16 weights with float32 copies, activations computed
-again. *Lasting* is weights, copies and Adam's moments; beside them lie the sum of clipped gradients, and in an update
-the noised gradients. Bytes of a row are an estimate that was held against T5-small alone (`COPIES` in
-`lit_dpret/costs/memory.py`); slices tell them more exactly.
-
-{table(["model", "weights", "TFLOP a row", "lasting", "sum", "peak of an update", "a row"], counted_rows())}
-
-## T5-XL on 1, 8 and 64 GPUs (bytes counted, time predicted)
-
-*Rows* is the largest power of two that fits into nine tenths of the memory beside everything else. Which bytes a
-strategy divides stands in `lit_dpret.costs.memory`. What a strategy has been shown to do is told in
-`docs/several_processes.md`; a row here claims nothing about it.
-
-{
-        table(
-            ["GPUs", "how", "while clipping, each, without rows", "peak of an update, each", "rows at once", "a step"],
-            [row for name in DEVICES for row in training_rows(name)],
-        )
+    gpus = ["GPUs", "how", "while clipping, each, without rows", "peak of an update, each", "rows at once", "a step"]
+    passages = ["passages", "encode, 1 core", "encode, 64 cores", "float32", "float16", "64-byte codes"]
+    facts = {
+        "utilisation": f"{UTILISATION:g}",
+        "batch": BATCH,
+        "epochs": EPOCHS,
+        "dim": DIM,
+        "device": ACCELERATORS["h100-80gb"].name,
+        "update_bytes": f"{update_bytes():.0f}",
+        "texts_per_second": f"{rates['texts_per_second']:.3g}",
+        "products_per_second": f"{rates['products_per_second']:.3g}",
+        "counted": table(
+            ["model", "weights", "TFLOP a row", "lasting", "sum", "peak of an update", "a row"], counted_rows()
+        ),
+        "training": table(gpus, [row for name in DEVICES for row in training_rows(name)]),
+        "validation": table(
+            ["model", "trained", "rows", "memory", "memory, told / real", "time, told / real"], validation_rows()
+        ),
+        "of_epochs": table(["queries", "steps", "1 GPU", "8 GPUs", "64 GPUs"], epochs_rows("h100-80gb")),
+        "encoding": table([*passages, "exact search, 1000 queries"], encoding_rows()),
     }
-
-Memory runs out first: with all weights trained, an update takes {
-        update_bytes():.0f} bytes for each weight on a GPU that
-holds everything. Where that does not fit, adapters (`model.lora`) or a strategy that shards take over. The clipped
-sum, and all weights while batches are clipped, stay whole on each GPU under every strategy here: from some 8 GPUs on
-they are most of what is left, and more GPUs do not make them smaller.
-
-**Left out of these times**: messages between GPUs, and drawing the noise. Noise is drawn on the CPU (NumPy's Philox or
-SHAKE-256), one normal for each trained weight and step; for all weights of T5-XL that can take longer than everything
-else in the step. `task.measure=slices` measures it with the rest; it is one more reason for adapters.
-
-## How far predictions from slices are off (measured)
-
-Told by `task.measure=slices` over what a real step took, T5s of 384 + 128 tokens, one CPU thread of a busy machine
-(`benchmarks/plan_cost.py`, whose results also tell the load, and which times were taken in turn and which one after the
-other).
-
-{
-        table(
-            ["model", "trained", "rows", "memory", "memory, told / real", "time, told / real"],
-            validation_rows(),
-        )
-    }
-
-*Memory* is what the kernel says of the process beyond what it held before, freed blocks handed back at once. Some 35 MB
-of it are libraries, which no prediction counts. glibc left alone keeps holes between small blocks: with LoRA another
-tenth of the whole, where only blocks of 1 MiB and more were handed back. On a CPU leave that much room. A GPU's
-allocator has holes of its own, which were not measured, nor was any model larger than those of the table. Dual encoders
-are not predicted.
-
-## 500k, 10M and 1B queries, {EPOCHS} epochs of all weights on {device.name} (predicted)
-
-{table(["queries", "steps", "1 GPU", "8 GPUs", "64 GPUs"], epochs_rows("h100-80gb"))}
-
-Privacy does not ask for {EPOCHS} epochs: with more queries the same number of *steps* has a smaller sampling rate and
-needs less noise. What runs out at a billion is time; there a fixed number of steps is planned (`trainer.max_steps`),
-and `task=plan` says what that costs. The ledger grows by two lines a step, whatever the number
-of queries.
-
-## Encoding and search of 8.8M, 100M and 1B passages (from rates measured on a CPU)
-
-Encoding goes by {rates["texts_per_second"]:.3g} passages a processor second (all-MiniLM-L6-v2, 112 tokens on average;
-`benchmarks/results/encode_cpu.json`); T5-base or a GPU has other rates, and they are not measured here. Exact search
-goes by {rates["products_per_second"]:.3g} products a processor second (`benchmarks/results/search_cpu.json`), scaled to
-{DIM} dimensions. Times are processor time of one core, but where 64 are named.
-
-{
-        table(
-            [
-                "passages",
-                "encode, 1 core",
-                "encode, 64 cores",
-                "float32",
-                "float16",
-                "64-byte codes",
-                "exact search, 1000 queries",
-            ],
-            encoding_rows(),
-        )
-    }
-
-Up to some ten million passages `task=search` ranks exactly, out of memory-mapped shards. Beyond that memory runs out
-before time does, and an existing engine takes over: FAISS with inverted lists and product quantisation
-(trained on public passages), one shard of some hundred million passages a machine, or a service that shards by itself
-(Vespa, Milvus, Elasticsearch). An index of public passages costs no privacy; queries
-that are sent to a service of others are out of the claim.
-"""
+    text = Path(__file__).with_name("scale.md").read_text(encoding="utf-8")
+    return Template(text, undefined=StrictUndefined, keep_trailing_newline=True).render(facts)
 
 
 def main() -> None:
