@@ -8,7 +8,6 @@ reached, and that many trainings on the same queries cost more together than any
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import combinations
@@ -21,8 +20,8 @@ from rich.console import Console
 from lit_dpret.cards.page import Banner, Block, Bullets, Code, Grid, Paragraph, Section
 from lit_dpret.errors import DataError
 from lit_dpret.report.chart import bar_chart
-from lit_dpret.report.page import Drawing, Page
-from lit_dpret.report.table import RowResult, console_table, ends, show
+from lit_dpret.report.page import Drawing, Page, Sheet
+from lit_dpret.report.table import RowResult, Table, console_table, ends, show
 from lit_dpret.retrieval.statistics import (
     Interval,
     bootstrap_interval,
@@ -213,8 +212,8 @@ class ComparisonReport:
             "differences": told,
         }
         name = self.headings.name
-        sheets = {
-            f"{name}.csv": _row_table(self.rows, self.metrics),
+        sheets: dict[str, Sheet] = {
+            f"{name}.csv": _sheet(self.rows, self.metrics),
             "differences.csv": Grid(list(told[0]) if told else [], [list(each.values()) for each in told]),
         }
         return Page(
@@ -264,16 +263,18 @@ class ComparisonReport:
 
 def _results(rows: Sequence[ModeRow], metrics: Sequence[str]) -> list[Block]:
     claims, shared = _claims(rows)
-    body = []
-    for row, claim in zip(rows, claims, strict=True):
-        cells: list[object] = [row.name]
-        for metric in metrics:
-            runs = row.over_runs(metric)
-            cells += [f"{runs.mean:.3f}", _bounds(runs), _bounds(row.over_queries(metric))]
-        body.append([*cells, claim])
-    numbers = [name for metric in metrics for name in (metric, "over runs", "over queries")]
-    table = Grid(["System", *numbers, "Claim of one run"], body, frozenset(range(1, 1 + len(numbers))))
+    table = _measured(rows, metrics, {"Claim of one run": claims})
     return [Paragraph(f"{_HOW_SURE}{shared}"), table]
+
+
+def _measured(rows: Sequence[ModeRow], metrics: Sequence[str], more: Mapping[str, Sequence[object]]) -> Table:
+    """Each metric with its interval over training runs and with that over queries, and further columns."""
+    measured = [f"{metric} over {what}" for metric in metrics for what in ("runs", "queries")]
+    lines = [
+        [row.name, *(cell for metric in metrics for cell in (row.over_runs(metric), row.over_queries(metric))), *rest]
+        for row, *rest in zip(rows, *more.values(), strict=True)
+    ]
+    return Table(["System", *measured, *more], lines, measured=frozenset(range(1, 1 + len(measured))))
 
 
 def _claims(rows: Sequence[ModeRow]) -> tuple[list[str], str]:
@@ -344,27 +345,14 @@ def _difference_facts(each: Difference) -> dict[str, Any]:
     return asdict(each) | facts
 
 
-def _row_table(rows: Sequence[ModeRow], metrics: Sequence[str]) -> Grid:
+def _sheet(rows: Sequence[ModeRow], metrics: Sequence[str]) -> Table:
     """Every number, for a spreadsheet."""
     names = list(dict.fromkeys(name for row in rows for name in row.settings))
-    titles = [f"{metric} {end}" for metric in metrics for end in ("mean", *_ENDS)]
-    lines = []
-    for row in rows:
-        cells: list[object] = [row.name, row.runs if row.settings else None]
-        for metric in metrics:
-            runs, queries = ends(row.over_runs(metric)), row.over_queries(metric)
-            cells += [*runs.values(), queries.low, queries.high]
-        lines.append([*cells, row.privacy, *(row.settings.get(name) for name in names)])
-    return Grid(["system", "runs", *titles, "privacy", *names], lines)
-
-
-_ENDS = ("low over runs", "high over runs", "low over queries", "high over queries")
-
-
-def _bounds(interval: Interval) -> str:
-    if not math.isfinite(interval.low):
-        return "–"
-    return f"[{interval.low:.3f}, {interval.high:.3f}]"
+    more: dict[str, Sequence[object]] = {
+        "runs": [row.runs if row.settings else None for row in rows],
+        "privacy": [row.privacy for row in rows],
+    }
+    return _measured(rows, metrics, more | {name: [row.settings.get(name) for row in rows] for name in names})
 
 
 def p_value(value: float) -> str:
