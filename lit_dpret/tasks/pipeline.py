@@ -8,7 +8,6 @@ Each private row is a release of its own; a reader who publishes two of them add
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -38,7 +37,7 @@ from lit_dpret.synthesis.filters import load_released
 from lit_dpret.synthesis.pseudo_queries import write_pseudo_queries
 from lit_dpret.synthesis.writer import synthesize
 from lit_dpret.tasks.fit import PlannedFit, Training, plan_fit, refuse_several_ranks, train
-from lit_dpret.tasks.parts import Parts, check_run_dir
+from lit_dpret.tasks.parts import Parts, by_hash, check_run_dir
 from lit_dpret.tasks.pipeline_stages import KEPT, as_round_trip, check_round_trip, stage_callbacks, train_retriever
 from lit_dpret.tasks.ranking import score_bm25, score_embeddings
 from lit_dpret.tasks.stages import Stages, settings_fingerprint
@@ -405,7 +404,7 @@ class Pipeline:
         synthetic = self._made(folder / "synthetic" / "data")
         synthetic.setup("fit")
         pairs = synthetic.pair_rows("train")
-        shown = sorted(pairs, key=lambda row: hashlib.sha256(row.query_id.encode()).digest())[: self.samples]
+        shown = sorted(pairs, key=lambda row: by_hash(row.query_id))[: self.samples]
         trip = self._trips["round_trip"]
         notes = _notes(table)
         if self.round_trip_filter is not None:

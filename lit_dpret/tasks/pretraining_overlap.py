@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from lit_dpret.files import write_whole
 from lit_dpret.settings import require_whole
 from lit_dpret.synthesis.textsim.overlap import Share
 from lit_dpret.synthesis.textsim.pretraining_overlap import bounds, find_in_corpus
-from lit_dpret.tasks.parts import Parts, check_run_dir, say
+from lit_dpret.tasks.parts import Parts, by_hash, check_run_dir, say
 from lit_dpret.tasks.uncovered import Whose, check_declared, check_synthetic, declare, refuse_training_data
 
 NAME = "pretraining_overlap"
@@ -103,7 +102,7 @@ class PretrainingOverlap:
 
     def _chosen(self, texts: Mapping[str, str], subset: int) -> list[str]:
         salt = f"{subset}:".encode() if subset else b""
-        names = sorted(texts, key=lambda name: sha256(salt + name.encode("utf-8", "surrogatepass")).digest())
+        names = sorted(texts, key=lambda name: by_hash(name, salt))
         return [texts[name] for name in names[: self.max_texts]]
 
     def _documents(self, files: list[Path], progress: Any) -> Iterator[str]:

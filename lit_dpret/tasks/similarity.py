@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -22,7 +21,7 @@ from lit_dpret.synthesis.textsim.bleu import corpus_bleu, references_by_passage
 from lit_dpret.synthesis.textsim.mauve import mauve
 from lit_dpret.synthesis.textsim.overlap import overlap
 from lit_dpret.synthesis.textsim.words import need
-from lit_dpret.tasks.parts import Parts, check_run_dir, say
+from lit_dpret.tasks.parts import Parts, by_hash, check_run_dir, say
 from lit_dpret.tasks.uncovered import Whose, check_declared, check_synthetic, declare, refuse_training_data
 
 Qrels = Mapping[str, Mapping[str, int]]
@@ -55,12 +54,12 @@ class Texts:
 
     def sample(self, count: int) -> list[str]:
         """So many queries, chosen by hash of id; all where there are no more."""
-        chosen = sorted(self.queries, key=_hash)[:count]
+        chosen = sorted(self.queries, key=by_hash)[:count]
         return [self.queries[name] for name in chosen]
 
     def sample_rows(self, count: int) -> list[tuple[str, str]]:
         """Query and passage of so many rows, chosen by hash of their ids."""
-        chosen = sorted(self.rows, key=lambda row: _hash("\t".join(row)))[:count]
+        chosen = sorted(self.rows, key=lambda row: by_hash("\t".join(row)))[:count]
         return [(self.queries[query], self.passages[passage]) for query, passage in chosen]
 
 
@@ -266,7 +265,3 @@ class Similarity:
             for name, each in (("reference_sample", original), ("held_out", held_out)):
                 found[name] = overlap(texts, each.sample(count), n=self.ngram).to_dict()
         return found
-
-
-def _hash(name: str) -> bytes:
-    return sha256(name.encode("utf-8", "surrogatepass")).digest()

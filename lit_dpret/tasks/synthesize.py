@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import get_args
 
@@ -14,7 +13,7 @@ from lit_dpret.distributed.job import Job, job_here
 from lit_dpret.privacy.budget import require_choice
 from lit_dpret.settings import picked, require_whole
 from lit_dpret.synthesis.writer import synthesize
-from lit_dpret.tasks.parts import Parts, check_run_dir
+from lit_dpret.tasks.parts import Parts, by_hash, check_run_dir
 
 SYNTHETIC = "synthetic"
 
@@ -90,6 +89,6 @@ def public_sample(passages: dict[str, str], limit: int | None) -> dict[str, str]
     """``limit`` passages chosen by a hash of their ids: a choice that no query can influence."""
     if limit is None or limit >= len(passages):
         return passages
-    chosen = sorted(passages, key=lambda name: sha256(name.encode()).digest())[:limit]
+    chosen = sorted(passages, key=by_hash)[:limit]
     kept = set(chosen)
     return {name: text for name, text in passages.items() if name in kept}

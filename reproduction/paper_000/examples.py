@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from lit_dpret.cards.page import Block, Bullets, Grid, Paragraph
+from lit_dpret.tasks.parts import by_hash
 from reproduction.paper_000.study import BASELINES, Trainings
 from reproduction.paper_000.table import named, shown
 from reproduction.published import PAPER_000, by_point
@@ -91,7 +91,7 @@ def tables(study: Trainings, *, passages: int, texts: bool) -> list[ExampleTable
             passage=known[name] if texts else f"passage {name}",
             queries=[(source, queries.get(name, "–")) for source, queries in made.items()],
         )
-        for name in sorted(choice, key=lambda name: sha256(name.encode()).digest())[:passages]
+        for name in sorted(choice, key=by_hash)[:passages]
     ]
     of_paper = [(named(point), text) for point, text in by_point("table_2").items()]
     theirs = Example(passage=PAPER_000["table_2_passage"], queries=of_paper)
