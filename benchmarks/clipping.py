@@ -129,7 +129,7 @@ QUICK = [
 
 
 def build_model(name: str, device: str) -> Any:
-    """A model of that shape with random weights, in train mode (dropout 0.1; none in a decoder-only model)."""
+    """Return a model of that shape with random weights, in train mode (dropout 0.1; none in a decoder-only model)."""
     import torch
     from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
@@ -149,7 +149,7 @@ def build_model(name: str, device: str) -> Any:
 
 
 def build_losses(model: Any, row: Row, device: str) -> Callable[[], Any]:
-    """One loss per row; bf16 autocast on a GPU."""
+    """Return one loss per row; bf16 autocast on a GPU."""
     import torch
     import torch.nn.functional as F
 
@@ -176,7 +176,7 @@ def build_losses(model: Any, row: Row, device: str) -> Callable[[], Any]:
 
 
 def build_step(variant: str, model: Any, row: Row, device: str) -> Callable[[], None]:
-    """One step of a variant; its result (gradients or their sums) is freed by the next one.
+    """Return one step of a variant; its result (gradients or their sums) is freed by the next one.
 
     Raises:
         NotImplementedError: opacus refuses the model, here or in the first step.
@@ -241,7 +241,7 @@ def build_step(variant: str, model: Any, row: Row, device: str) -> Callable[[], 
 
 
 def upper_bound(values: list[float], confidence: float = 0.95) -> float | None:
-    """The smallest of the values that is above the median with this confidence; None where there are too few.
+    """Return the smallest of the values that is above the median with this confidence; None where there are too few.
 
     The k-th smallest of n is above the median unless k or more of n fair coins show heads.
     """
@@ -255,7 +255,7 @@ def upper_bound(values: list[float], confidence: float = 0.95) -> float | None:
 
 
 def wait(device: str) -> None:
-    """Until the GPU has finished."""
+    """Wait until the GPU has finished."""
     if device != "cpu":
         import torch
 
@@ -335,7 +335,7 @@ def measure_time(row: Row, rounds: int, device: str) -> dict[str, Any]:
 
 
 def measure_memory_here(variant: str, row: Row, device: str) -> dict[str, int]:
-    """In a fresh process: bytes above the built model, in the first step and in later ones."""
+    """Measure, in a fresh process, bytes above the built model, in the first step and in later ones."""
     import torch
 
     from lit_dpret.costs.measure import peak, reset_peak, resident
@@ -351,7 +351,7 @@ def measure_memory_here(variant: str, row: Row, device: str) -> dict[str, int]:
 
 
 def measure_memory(variant: str, row: Row, device: str, threads: int) -> dict[str, Any] | None:
-    """In a process of its own; None where the variant is refused or does not fit."""
+    """Measure in a process of its own; None where the variant is refused or does not fit."""
     words = ["--device", device, "--threads", threads, "--memory-of", variant]
     try:
         found: dict[str, Any] = apart(__file__, *words, row.model, row.batch, row.source, row.target, **GIVEN_BACK)
@@ -363,7 +363,7 @@ def measure_memory(variant: str, row: Row, device: str, threads: int) -> dict[st
 
 
 def largest_batch(variant: str, row: Row, limit: int, device: str, threads: int) -> int | None:
-    """The most rows within the limit: guessed from two sizes, then found by measuring around the guess."""
+    """Return the most rows within the limit: guessed from two sizes, then found by measuring around the guess."""
 
     def peak(batch: int) -> float:
         found = measure_memory(variant, Row(row.model, batch, row.source, row.target), device, threads)

@@ -195,7 +195,7 @@ class Bench:
 
 
 def _facts(accountant: PrivacyAccountant, run_dir: Path) -> dict[str, Any]:
-    """What the ledger says was let out."""
+    """Return what the ledger says was let out."""
     ledger = PrivacyLedger.read(run_dir / "privacy_ledger.jsonl")
     plan = accountant.plan
     if plan is None:

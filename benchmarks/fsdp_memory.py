@@ -45,7 +45,7 @@ class Model(nn.Module):
 
 
 def measure(way: str, shape: str, steps: int, units: int) -> dict[str, Any]:
-    """One rank's work: clip, add up, noise, step."""
+    """Do one rank's work: clip, add up, noise, step."""
     from torch.distributed.device_mesh import init_device_mesh
 
     from lit_dpret.distributed import fsdp
@@ -109,7 +109,7 @@ def measure(way: str, shape: str, steps: int, units: int) -> dict[str, Any]:
 
 
 def run(way: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """What rank 0 of two new processes measured."""
+    """Return what rank 0 of two new processes measured."""
     words = ["--rank-of", way, "--shape", arguments.shape, "--steps", arguments.steps, "--units", arguments.units]
     found: dict[str, Any] = ranks(__file__, *words, world=2, timeout=arguments.timeout, **GIVEN_BACK)[0]
     return found

@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def measure(*, rows: int, at_once: int | None, width: int, layers: int, tokens: int) -> dict[str, float]:
-    """One step's loss, peak memory above what was there before it, and processor time."""
+    """Return one step's loss, peak memory above what was there before it, and processor time."""
     from transformers import BertConfig, BertModel
 
     from lit_dpret.encoders.contract import get_pooling

@@ -78,7 +78,7 @@ QUICK = [Row("conv", 3, 4), Row("mlp", 4, 4)]
 
 
 def build_encoder(name: str, dim: int) -> Any:
-    """An encoder with random weights and embeddings of length 1, in eval mode."""
+    """Return an encoder with random weights and embeddings of length 1, in eval mode."""
     import torch
     import torch.nn.functional as F
     from torch import nn
@@ -122,7 +122,7 @@ def build_rows(model: str, n: int) -> Any:
 
 
 def build_module(variant: str, row: Row) -> Any:
-    """The shared encoder; for two towers, both."""
+    """Return the shared encoder; for two towers, both."""
     import torch
     from torch import nn
 
@@ -132,7 +132,7 @@ def build_module(variant: str, row: Row) -> Any:
 
 
 def build_step(variant: str, module: Any, row: Row) -> Callable[[], Any]:
-    """One step of a variant: the gradient of an in-batch softmax, by pairs clipped to ``BOUND``."""
+    """Return one step of a variant: the gradient of an in-batch softmax, by pairs clipped to ``BOUND``."""
     import torch
     import torch.nn.functional as F
 
@@ -196,7 +196,7 @@ def build_step(variant: str, module: Any, row: Row) -> Callable[[], Any]:
 
 
 def gradient_bytes(row: Row) -> int:
-    """What n squared gradients take in fp32."""
+    """Return what n squared gradients take in fp32."""
     return 4 * row.n**2 * sum(p.numel() for p in build_module("plain", row).parameters())
 
 
@@ -224,7 +224,7 @@ def measure_time(row: Row, variants: list[str], rounds: int) -> dict[str, Any]:
 
 
 def measure_memory_here(variant: str, row: Row) -> int:
-    """In a fresh process: bytes that a step takes above a step with two records."""
+    """Measure, in a fresh process, bytes that a step takes above a step with two records."""
     import torch
 
     from lit_dpret.costs.measure import peak, reset_peak, resident
@@ -238,13 +238,13 @@ def measure_memory_here(variant: str, row: Row) -> int:
 
 
 def measure_memory(variant: str, row: Row, threads: int) -> int:
-    """In a process of its own."""
+    """Measure in a process of its own."""
     words = ["--threads", threads, "--memory-of", variant, row.model, row.n, row.dim]
     return int(apart(__file__, *words, **GIVEN_BACK))
 
 
 def runnable(row: Row, limit_gb: float) -> list[str]:
-    """The ways that fit."""
+    """Return the ways that fit."""
     return [v for v in LABELS if v not in MATERIALISING or gradient_bytes(row) <= limit_gb * 1e9]
 
 

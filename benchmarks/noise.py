@@ -96,7 +96,7 @@ def main() -> None:
 
 
 def _ratio(found: list[float], base: list[float]) -> float:
-    """The median of the ratios in each round."""
+    """Return the median of the ratios in each round."""
     return round(statistics.median(a / b for a, b in zip(found, base, strict=True)), 2)
 
 

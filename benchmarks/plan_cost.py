@@ -65,7 +65,7 @@ class Case:
         self.layers = int(config.num_layers), int(config.num_decoder_layers)
 
     def model(self, encoder: int, decoder: int) -> Any:
-        """The model with so many layers."""
+        """Return the model with so many layers."""
         import torch
 
         from lit_dpret.costs.slices import slice_of
@@ -75,7 +75,7 @@ class Case:
 
 
 def one(name: str, what: str) -> dict[str, Any]:
-    """A prediction of a case, a real step, or times of both in turn, in this process."""
+    """Return a prediction of a case, a real step, or times of both in turn, in this process."""
     import torch
 
     from lit_dpret.tasks.plan import estimate, measure
@@ -92,7 +92,7 @@ def one(name: str, what: str) -> dict[str, Any]:
 
 
 def memory(case: Case) -> dict[str, Any]:
-    """The bytes that slices tell; their times come in turn with real ones."""
+    """Return the bytes that slices tell; their times come in turn with real ones."""
     import torch
 
     from lit_dpret.costs.measure import held_bytes
@@ -150,7 +150,7 @@ def times(case: Case) -> dict[str, Any]:
 
 
 def ratios(found: dict[str, Any]) -> dict[str, float]:
-    """What was told over what is, as far as both are known."""
+    """Return what was told over what is, as far as both are known."""
     slices, real, timed = (found.get(what, {}) for what in ("slices", "measurement", "times"))
     estimate, plain = found.get("estimate", {}), found.get("measurement_with_holes", {})
     pairs = {

@@ -40,7 +40,7 @@ SHORTEST, LONGEST = 8, 300  # words of a passage of mixed length
 
 
 def models(names: list[str]) -> Iterator[tuple[str, GeneratorModel]]:
-    """The generators, by what the results call them."""
+    """Return the generators, by what the results call them."""
     codec = TextCodec(load_tokenizer("public_t5"), GeneratorContract(prompt="", max_passage_length=384))
     for name in names:
         if name == "public_t5":
@@ -68,7 +68,7 @@ def passages(count: int, *, mixed: bool) -> dict[str, str]:
 
 
 def ours(generator: GeneratorModel, texts: Mapping[str, str], decoding: Decoding, batch: int, seed: int) -> list[str]:
-    """Queries by canonical groups."""
+    """Return queries by canonical groups."""
     drawn = []
     for group in canonical_groups(generator.codec, texts, batch):
         drawn += draw_group(generator, {name: texts[name] for name in group}, 1, seed, decoding)
@@ -77,7 +77,7 @@ def ours(generator: GeneratorModel, texts: Mapping[str, str], decoding: Decoding
 
 @torch.inference_mode()
 def plain(generator: GeneratorModel, texts: Mapping[str, str], decoding: Decoding, batch: int, seed: int) -> list[str]:
-    """Queries by ``model.generate``."""
+    """Return queries by ``model.generate``."""
     torch.manual_seed(seed)
     tokenizer, drawn, rows = generator.tokenizer, list[str](), generator.codec.passages(list(texts.values()))
     for start in range(0, len(rows), batch):
@@ -92,7 +92,7 @@ def plain(generator: GeneratorModel, texts: Mapping[str, str], decoding: Decodin
 
 
 def side_by_side(generator: GeneratorModel, texts: Mapping[str, str], decoding: Decoding, chosen: Any) -> Any:
-    """Both in turns, the other one first in every second round."""
+    """Run both in turns, the other one first in every second round."""
     ways: dict[str, Callable[..., list[str]]] = {OURS: ours, PLAIN: plain}
     few = dict(list(texts.items())[: chosen.batch_size])
     for way in ways.values():

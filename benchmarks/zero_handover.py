@@ -35,7 +35,7 @@ STEPS = 3
 
 
 def one_rank(way: str, stage: int, bf16: bool) -> dict[str, Any]:
-    """The steps of one rank, and what it measured."""
+    """Do the steps of one rank, and return what it measured."""
     import logging
 
     import deepspeed

@@ -81,7 +81,7 @@ class Ablate(HeadStudy):
         return super().run(parts)
 
     def _that_can_start(self) -> list[str]:
-        """The recipes that have what they start from; others are left out, or refused if they were chosen."""
+        """Return the recipes that have what they start from; others are left out, or refused if they were chosen."""
         missing = {}
         for name in self.chosen:
             generator = self.generators.get(str(self.variants[name].queries))
@@ -101,7 +101,7 @@ class Ablate(HeadStudy):
         return [name for name in self.chosen if name not in missing]
 
     def _no_teacher(self, name: str) -> str | None:
-        """Why a recipe has nobody to learn from; None where it asks for nobody, or has one."""
+        """Return why a recipe has nobody to learn from; None where it asks for nobody, or has one."""
         if self.variants[name].pseudo_labels is None:
             return None
         try:
@@ -117,7 +117,7 @@ class Ablate(HeadStudy):
         )
 
     def cells(self) -> list[Cell]:
-        """The recipes, upper bounds first."""
+        """Return the recipes, upper bounds first."""
         order = {"bound": 0, "baseline": 1, "recipe": 2}
         return [Cell(name) for name in sorted(self.chosen, key=lambda name: order[self.variants[name].part])]
 
@@ -149,7 +149,7 @@ class Ablate(HeadStudy):
         return self._parts.run_dir / name / "data"
 
     def _made(self, recipe: Recipe, seed: int) -> Path:
-        """What the generator of this seed wrote, with its likeness to the private queries measured."""
+        """Return what the generator of this seed wrote, with its likeness to the private queries measured."""
         name = str(recipe.queries)
         generator, source = self.generators[name], self._trained(name, seed)
         stage = f"made-{name}-{recipe.queries_per_passage}-seed{seed}"
@@ -167,7 +167,7 @@ class Ablate(HeadStudy):
         return public_sample(dict(self._searched.public_passages()), self.written_passages)
 
     def _trained(self, name: str, seed: int) -> Path:
-        """The folder of a trained generator."""
+        """Return the folder of a trained generator."""
         recipe, stage = self.generators[name], f"generator-{name}-seed{seed}"
 
         def work(folder: Path, resume: bool) -> dict[str, Any]:
@@ -182,7 +182,7 @@ class Ablate(HeadStudy):
         return self._parts.run_dir / stage
 
     def _chosen(self, recipe: Recipe, made: Path) -> SyntheticDataModule:
-        """Made queries as training data: all, or those that find their passage."""
+        """Return synthetic queries as training data: all, or those that find their passage."""
         keep, k = None, recipe.round_trip_filter
         if k is not None:
             stage = f"round_trip{k}-{made.parent.name}"
@@ -204,7 +204,7 @@ class Ablate(HeadStudy):
         return made_by(made) if self._has_card(made) else {}
 
     def _released(self, made: Path) -> ReleasedQueries:
-        """Made queries, and all passages that are searched."""
+        """Return synthetic queries, and all passages that are searched."""
         released = load_released(made, declared_public=not self._has_card(made))
         return replace(released, passages=self._passages())
 
@@ -212,7 +212,7 @@ class Ablate(HeadStudy):
         return not made.parent.name.startswith(PSEUDO)
 
     def _margins(self, recipe: Recipe, data: SyntheticDataModule, made: Path, seed: int) -> dict[str, Any]:
-        """What a retriever is given to learn the teacher's margins of made queries."""
+        """Return what a retriever needs to learn the teacher's margins of synthetic queries."""
         if self._teacher is None or recipe.pseudo_labels is None:
             raise ConfigurationError("task.teacher is null.")
         teacher, per_query = self._teacher, recipe.pseudo_labels
@@ -233,7 +233,7 @@ class Ablate(HeadStudy):
         }
 
     def _labels(self, recipe: Recipe, seed: int) -> str:
-        """The stage of the labels of what a recipe learns from."""
+        """Return the stage of the labels of what a recipe learns from."""
         chosen = "all" if recipe.round_trip_filter is None else f"round_trip{recipe.round_trip_filter}"
         source = f"{recipe.queries}-{recipe.queries_per_passage}"
         run = "" if recipe.queries == PSEUDO else f"-seed{seed}"
@@ -256,7 +256,7 @@ class Ablate(HeadStudy):
                     )
 
     def _refuse_other_generators(self, cell: Cell) -> None:
-        """All that is finished of made queries must come from the training whose folder says so."""
+        """Refuse what is finished of synthetic queries where it comes from another training than the folder says."""
         recipe: Recipe = self.variants[cell.variant]
         if recipe.queries in (None, PSEUDO):
             return
@@ -302,7 +302,7 @@ class Ablate(HeadStudy):
         return found + self._generator_section()
 
     def part(self, cell: Cell) -> str:
-        """What the row is in the table."""
+        """Return what the row is in the table."""
         return str(self.variants[cell.variant].part)
 
     def _generator_section(self) -> list[Section]:

@@ -67,7 +67,7 @@ class CanaryStudy(Study):
             )
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Every training that is not done yet, then the table; returns the leaked share by row."""
+        """Do every training that is not done yet, then the table; returns the leaked share by row."""
         self._parts = parts
         for eps in self.eps:
             self._privacy(eps)  # refused before anything is trained

@@ -50,14 +50,14 @@ class NegativesVariant:
                 )
 
     def name(self, privacy: PrivacyMode) -> str:
-        """The row's name in the table: what the mode takes by itself, and what came beside it."""
+        """Return the row's name in the table: what the mode takes by itself, and what came beside it."""
         own = "public pool" if privacy.candidates == "pool" else "in-batch"
         if self.label is None:
             return own
         return self.label if self.alone and privacy.candidates != "pool" else f"{own} and {self.label}"
 
     def make(self, privacy: PrivacyMode, *, seed: int) -> list[NegativeSource] | None:
-        """The sources of one training run, whose draws are those of its seed; None for a mode's own pool."""
+        """Return the sources of one training run, whose draws are those of its seed; None for a mode's own pool."""
         found = [source(seed=seed) if _makes(source, PassageSource) else source() for source in self.negatives.values()]
         if privacy.candidates == "batch" and not (found and self.alone):
             return [InBatchNegatives(), *found]
@@ -140,13 +140,13 @@ class CompareNegatives(RetrievalStudy):
 
 
 def _makes(source: object, kind: type[NegativeSource]) -> bool:
-    """Whether this makes sources of a kind."""
+    """Return whether this makes sources of a kind."""
     made = source.func if isinstance(source, partial) else None
     return isinstance(made, type) and issubclass(made, kind)
 
 
 def _shown(source: NegativeSource) -> str:
-    """A source in few words: its name, and how many of how many."""
+    """Return a source in few words: its name, and how many of how many."""
     if not isinstance(source, PassageSource):
         return source.name
     depth = f" of {source.depth}" if hasattr(source, "depth") else ""

@@ -65,7 +65,7 @@ class HeldOutLoss:
 
     @torch.no_grad()
     def __call__(self, module: Any) -> float:
-        """The mean over all images, in nats."""
+        """Return the mean over all images, in nats."""
         with evaluation_mode(module):
             losses = [
                 self._loss.row_losses(
@@ -111,7 +111,7 @@ class CurveRecorder(Callback):
 
 
 def read_curve(file: Path) -> Curve:
-    """The curve that a `CurveRecorder` wrote, each step once."""
+    """Read the curve that a `CurveRecorder` wrote, each step once."""
     lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     found = dict(sorted({line["step"]: line for line in lines}.items()))
     clock, seconds = 0.0, []

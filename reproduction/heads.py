@@ -129,7 +129,7 @@ class HeadStudy(RetrievalStudy):
 
     @abstractmethod
     def budget_of(self, cell: Cell) -> float | None:
-        """The epsilon that a run of this row may spend by itself; None where it spends none."""
+        """Return the epsilon that a run of this row may spend by itself; None where it spends none."""
 
     def is_private(self, cell: Cell) -> bool:
         return bool(self.variants[cell.variant].guarantee == "dp")
@@ -170,7 +170,7 @@ class HeadStudy(RetrievalStudy):
         return self.fit(model, data, run, **size)
 
     def claimed_delta(self) -> float:
-        """Of every claim."""
+        """Return the delta of every claim."""
         return 1.0 / (2 * self._searched.n_units) if self.delta is None else self.delta
 
     def _calibrated(self, cell: Cell) -> tuple[float | None, int | None]:

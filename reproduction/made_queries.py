@@ -102,7 +102,7 @@ def draw(
 
 
 def likeness(data: Path, folder: Path, *, parts: Parts, max_texts: int) -> dict[str, Any]:
-    """BLEU and MAUVE of made queries against the private ones: no epsilon covers them, as the card then says."""
+    """BLEU and MAUVE of synthetic queries against the private ones: no epsilon covers them, as the card then says."""
     task = Similarity(
         synthetic=data, reference="private", card_entry=True, measures=("bleu", "mauve"), features=("query",),
         max_texts=max_texts, seeds=3, ceiling=False, plot=False,
@@ -124,7 +124,7 @@ class Teacher:
         CrossEncoder.load(self.source)
 
     def fingerprint(self) -> str:
-        """As `CrossEncoder.fingerprint`: another model behind the same name has another one."""
+        """Return `CrossEncoder.fingerprint`: another model behind the same name has another one."""
         return CrossEncoder.load(self.source).fingerprint()
 
     def label(
@@ -135,7 +135,7 @@ class Teacher:
         Returns:
             How many queries have labels, and the teacher's fingerprint.
         """
-        with ProgressLine("labelling made queries") as progress:
+        with ProgressLine("labelling synthetic queries") as progress:
             label(
                 released,
                 folder,
@@ -153,7 +153,7 @@ class Teacher:
 
 
 def of_those(released: ReleasedQueries, kept: Path | None) -> ReleasedQueries:
-    """The queries whose ids a file lists; all of them without one."""
+    """Return the queries whose ids a file lists; all of them without one."""
     if kept is None:
         return released
     ids = set(kept.read_text(encoding="utf-8").splitlines())
@@ -194,7 +194,7 @@ def refuse_other_training(
         if source is None or found[_READ] != source[_READ]:
             raise ResumeError(
                 f"resume=true, but {stage} comes from another training than the one in {generator}, which was moved "
-                f"away, or made anew. Restore that, or move {run_dir / stage} and what was made with it elsewhere as "
+                f"away, or trained again. Restore that, or move {run_dir / stage} and what was made with it elsewhere as "
                 "well; what a ledger is charged with stays spent."
             )
 

@@ -1,4 +1,4 @@
-"""What `task=ablate` trains: a retriever in one way, from private queries, made ones, or ones that nobody asked."""
+"""What `task=ablate` trains: a retriever in one way, from private queries, synthetic ones, or ones that nobody asked."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Recipe(HeadVariant):
         head_dim: In how many principal directions of the public passages it learns; null for all.
         rows_per_unit: ``one`` passage of a drawn query, or ``all`` of them.
         queries: What is learned from: null for the private queries, ``pseudo`` for words of the passages, or
-            the name of one of ``task.generators``, whose queries are made anew for every run.
+            the name of one of ``task.generators``, whose queries are written again for every run.
         queries_per_passage: How many are made for each passage.
-        round_trip_filter: Learn from the made queries that find their passage among so many results of the
+        round_trip_filter: Learn from the synthetic queries that find their passage among so many results of the
             zero-shot encoder; null learns from all.
-        pseudo_labels: Learn the margins that ``task.teacher`` gives each made query, between its passage and so many
+        pseudo_labels: Learn the margins that ``task.teacher`` gives each synthetic query, between its passage and so many
             others, instead of which passage is its own; null learns that.
         part: ``bound`` for what may be reached without privacy, to which shares are taken; ``baseline`` for what
             every recipe is tested against; else ``recipe``.
@@ -75,7 +75,7 @@ class Recipe(HeadVariant):
         if self.pseudo_labels is not None and (self.queries is None or self.head != "query"):
             raise ConfigurationError(
                 f"task.variants: pseudo_labels={self.pseudo_labels} cannot go with queries={self.queries} and head="
-                f"{self.head}. A teacher reads made queries alone, and its margins train a query head. Set queries, "
+                f"{self.head}. A teacher reads synthetic queries alone, and its margins train a query head. Set queries, "
                 "and head=query."
             )
 
@@ -143,7 +143,7 @@ class GeneratorRecipe:
             )
 
     def missing_start(self) -> Path | None:
-        """The model folder that training would start from and that is not there."""
+        """Return the model folder that training would start from and that is not there."""
         if self.public_start is None:
             return None
         folder = model_folder(self.public_start)

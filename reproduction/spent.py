@@ -105,13 +105,13 @@ def spent_under(
 
 
 def _ledgers(*folders: Path) -> list[_Records]:
-    """The records of each ledger under ``folders``; of copies the longest alone."""
+    """Return the records of each ledger under ``folders``; of copies the longest alone."""
     places = dict.fromkeys(place for folder in folders for place in _places(folder, LEDGER_NAME))
     return _longest([PrivacyLedger.read(place / LEDGER_NAME).records for place in places])
 
 
 def _longest(ledgers: Sequence[_Records]) -> list[_Records]:
-    """Of ledgers that begin alike the longest."""
+    """Return of ledgers that begin alike the longest."""
     found: list[_Records] = []
     for records in ledgers:
         if not any(_begins(other, records) for other in found):
@@ -134,7 +134,7 @@ def _without_privacy(count: int, *, more: bool) -> str:
 
 
 def _private_heads(run_dir: Path) -> set[str]:
-    """What the cards under ``run_dir`` name as the last record of the ledger that they rest on, if it was private."""
+    """Return what cards under ``run_dir`` name as the last record of their ledger, where that was private."""
     cards = [read_card(place) for place in _places(run_dir, CARD_NAME)]
     return {
         str(card["ledger"]["head"])
@@ -148,7 +148,7 @@ def _hashes(ledgers: Sequence[_Records]) -> set[str]:
 
 
 def _around(near: Sequence[Path]) -> list[_Records]:
-    """The ledgers in and beside the folders of what was given, and one level above; strangers' may be unreadable."""
+    """Read ledgers in and beside the given folders, and one level above; strangers' may be unreadable."""
     found: list[_Records] = []
     for folder in near:
         inside = folder.resolve()
@@ -160,13 +160,13 @@ def _around(near: Sequence[Path]) -> list[_Records]:
 
 
 def _begins(longer: _Records, records: _Records) -> bool:
-    """Whether ``records`` are the first ones of ``longer``: a hash covers all records before it."""
+    """Return whether ``records`` are the first ones of ``longer``: a hash covers all records before it."""
     count = len(records)
     return count == 0 or (count <= len(longer) and longer[count - 1]["hash"] == records[-1]["hash"])
 
 
 def _places(folder: Path, name: str) -> list[Path]:
-    """The folders under ``folder`` that hold a file of that name, resolved, those behind links among them."""
+    """Return the folders under ``folder`` that hold a file of that name, resolved, those behind links among them."""
     seen: set[Path] = set()
     todo, found = [folder.resolve()], []
     while todo:

@@ -208,7 +208,7 @@ class RetrievalStudy(Study, ABC):
 
     @abstractmethod
     def is_private(self, cell: Cell) -> bool:
-        """Whether its runs claim an epsilon of their own."""
+        """Return whether its runs claim an epsilon of their own."""
 
     def before_training(self, cells: Sequence[Cell]) -> None:
         """Run the stages that training runs need; here there are none."""
@@ -260,7 +260,7 @@ class RetrievalStudy(Study, ABC):
         return result
 
     def score(self, model: Any) -> EvaluationResult:
-        """How well the questions of the split find their passages."""
+        """Measure how well the questions of the split find their passages."""
         passages = dict(sorted(self._passages().items()))
         with ProgressLine("encoding passages") as progress:
             found = model.encode_passages(list(passages.values()), progress=progress)
@@ -276,7 +276,7 @@ class RetrievalStudy(Study, ABC):
         return _as_row([self._stages.run(name, lambda *_: _per_query(score()))], name=label, privacy=PUBLIC)
 
     def _train_all(self, cells: Sequence[Cell]) -> None:
-        """Every row's first run, then every row's second one: early numbers are of all rows."""
+        """Do every row's first run, then every row's second one: early numbers are of all rows."""
         todo = [(cell, self._parts.seed + i) for i in range(self.seeds) for cell in cells]
 
         def work(one: tuple[Cell, int]) -> str:

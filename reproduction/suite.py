@@ -94,7 +94,7 @@ class Suite(Study):
                 )
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Every part that is not done yet; returns how many items of the paper are shown, and how many are not."""
+        """Run every part that is not done yet; returns how many items of the paper are shown, and how many are not."""
         check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
         self._parts = parts
         fingerprint = hashlib.sha256(f"{self.paper} {parts.seed}".encode()).hexdigest()
@@ -127,7 +127,7 @@ class Suite(Study):
     # -- a part ------------------------------------------------------------------------------
 
     def _why_not(self, name: str, *, planned: bool) -> str:
-        """Why a part is not run; empty where it is. ``planned``: those before it will be run where they can be."""
+        """Say why a part is not run; empty where it is. ``planned``: those before it will be run where they can be."""
         part = self.parts[name]
         if name in self.taken:
             return f"its results are taken from {self.taken[name]}."
@@ -156,7 +156,7 @@ class Suite(Study):
         return self._run_dir / (self.parts[name].run_in or name)
 
     def _composed(self, parts: Parts, name: str) -> tuple[Any, Parts]:
-        """The task of a part, made and not started, and its own parts."""
+        """Return the task of a part, made and not started, and its own parts."""
         if parts.make_run is None:
             raise ConfigurationError("task=suite is run from the command line, which composes its parts.")
         folder = str(self._folder(name)).replace("\\", "\\\\").replace("'", "\\'")
@@ -209,7 +209,7 @@ class Suite(Study):
 
 
 def _from_here(words: Sequence[str]) -> str:
-    """A command with paths as somebody types them who stands where this run was started."""
+    """Return a command with paths as somebody types them who stands where this run was started."""
     return " ".join(words).replace(f"{Path.cwd()}{os.sep}", "")
 
 

@@ -180,7 +180,7 @@ class VariantStudy(Study):
         return Finished(name=name, part=part, run=VariantRun(**result["run"]), **result["more"])
 
     def _start(self, seed: int) -> list[VariantRun]:
-        """The encoder that the variants of ``seed`` start from; none where `report_only` finds it missing."""
+        """Return the encoder that the variants of ``seed`` start from; none where `report_only` finds it missing."""
         if self.report_only and not self._stages.is_done(_stage(START, seed)):
             return []
         return [VariantRun(**self._stages.run(_stage(START, seed), lambda folder, _: self._untrained(seed, folder)))]
@@ -259,7 +259,7 @@ class VariantStudy(Study):
     def _facts(
         self, module: Any, accountant: PrivacyAccountant, folder: Path, seconds: Sequence[float]
     ) -> dict[str, Any]:
-        """What was done, as the plan and the ledger have it."""
+        """Return what was done, as the plan and the ledger have it."""
         mode, plan = module.privacy, accountant.plan
         facts: dict[str, Any] = {
             "mode": mode.name,

@@ -63,11 +63,11 @@ class ZeroShotTable:
         return f"mean of all {measured}" if not self.missing else f"mean of {measured} of {len(self.sets)}"
 
     def definitions(self) -> dict[str, str]:
-        """Each metric as it is shown, with its definition."""
+        """Return each metric as it is shown, with its definition."""
         return {metric.shown: metric.definition for metric in map(Metric.parse, self.metrics)}
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain JSON values."""
+        """Return the table as plain JSON values."""
         return {
             "system": self.system,
             "privacy": self.privacy,
@@ -79,7 +79,7 @@ class ZeroShotTable:
         }
 
     def table(self, *, measured_only: bool = False) -> Table:
-        """The sets, the mean last, without the missing ones if asked for."""
+        """Return the sets, the mean last, without the missing ones if asked for."""
         listed = [*self.sets, SetResult(name=self.mean_name, metrics=self.mean)]
         rows = [
             [one.name, one.queries or None, *(one.metrics.get(metric) for metric in self.metrics), one.note]
@@ -92,7 +92,7 @@ class ZeroShotTable:
         )
 
     def console(self) -> ConsoleTable:
-        """The measured sets for ``rich.print``."""
+        """Return the measured sets for ``rich.print``."""
         caption = "mean over queries, below it the 95 % bootstrap interval"
         return self.table(measured_only=True).console(title=f"{self.system}\n{self.privacy}", caption=caption)
 
@@ -174,7 +174,7 @@ class ZeroShot:
         return {one.name: one.metrics[self.metrics[0]].mean for one in table.sets if one.metrics}
 
     def present(self) -> list[str]:
-        """The sets that are there, or can be fetched; members of a mean by their own names."""
+        """Return the sets that are there, or can be fetched; members of a mean by their own names."""
         wanted = {member for one in self._sets for member in (one.members or (one.name,))}
         return sorted(name for name in wanted if self._has(self._known[name]))
 
@@ -183,13 +183,13 @@ class ZeroShot:
         return fetched or (self.root is not None and self._folder(wanted) is not None)
 
     def _folder(self, wanted: BeirSet) -> Path | None:
-        """The set's own folder; the root itself is one only where a single set is asked for."""
+        """Return the set's own folder; the root itself is one only where a single set is asked for."""
         found = None if self.root is None else beir_folder(self.root, wanted)
         alone = len(self._sets) == 1 and not self._sets[0].members
         return found if found != self.root or alone else None
 
     def _fingerprint(self) -> str:
-        """What must be the same on resume; of a local encoder also the state of its files."""
+        """Return what must be the same on resume; of a local encoder also the state of its files."""
         folder = Path(self.encoder)
         files = sorted(p for p in folder.rglob("*") if p.is_file()) if folder.is_dir() else []
         state = [(p.relative_to(folder).as_posix(), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
@@ -264,7 +264,7 @@ class ZeroShot:
 
 
 def _promise(encoder: str) -> str:
-    """What the encoder's privacy card claims, in one line."""
+    """Return what the encoder's privacy card claims, in one line."""
     folder = Path(encoder)
     if not (folder / CARD_NAME).is_file():
         return f"{encoder} carries no privacy card: it claims nothing about private queries."

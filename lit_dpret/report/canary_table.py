@@ -55,7 +55,7 @@ class CanaryRow:
     candidates: int
 
     def to_dict(self) -> dict[str, Any]:
-        """The row as JSON values."""
+        """Return the row as JSON values."""
         limits = self.cell.limits
         group = None
         if limits.eps is not None:
@@ -95,7 +95,7 @@ def write_canary_table(
 
 
 def _in_short(rows: Sequence[CanaryRow]) -> list[Section]:
-    """The papers' table: their kinds together, a line for each model and form."""
+    """Return the papers' table: their kinds together, a line for each model and form."""
     pooled = [row for row in rows if row.cell.kind == POOLED]
     copies = sorted({row.cell.copies for row in pooled})
     if not pooled:
@@ -129,7 +129,7 @@ def _in_full(rows: Sequence[CanaryRow]) -> list[Section]:
 
 
 def _line(row: CanaryRow) -> tuple[object, ...]:
-    """A row in words; under a claim with what the accounting allows."""
+    """Return a row in words; under a claim with what the accounting allows."""
     cell, limits = row.cell, row.cell.limits
     measured = (
         cell.copies, cell.kind, f"{cell.canaries} in {cell.trainings}", _interval(cell.mean_rank, "{:.1f}"),
@@ -194,7 +194,7 @@ def _by_form(key: tuple[str, str]) -> int:
 
 
 def _has_digits(cell: Any) -> bool:
-    """Whether the ceiling of leaks, which is for ten digits, is about the cell's secrets."""
+    """Return whether the ceiling of leaks, which is for ten digits, is about the cell's secrets."""
     return cell.kind not in ("echo", "new_token")
 
 
@@ -211,7 +211,7 @@ def _about(cell: Any) -> str:
 
 
 def _sheet(rows: Sequence[CanaryRow]) -> Table:
-    """Every number of every row; ceilings where there is a claim."""
+    """Return every number of every row; ceilings where there is a claim."""
     known = ("side", "kind", "copies", "trainings", "canaries", "draws")
     measured = ("mean_rank", "top", "leaked")
     head = ["model", *known, *measured, "exposure", "chance", "eps_lower", "method"]

@@ -17,7 +17,7 @@ _ACCENT, _INK, _LINE = "var(--accent, #0072B2)", "var(--ink, #222)", "var(--line
 
 
 def bar_chart(rows: Sequence[RowResult]) -> str:
-    """A panel per metric, a bar per system, a whisker over its 95 % interval; one scale for all.
+    """Draw a panel per metric, a bar per system, a whisker over its 95 % interval; one scale for all.
 
     Returns:
         An ``<svg>`` element that takes its colours from the page; empty where nothing was measured.
@@ -104,7 +104,7 @@ def _high(interval: Interval) -> float:
 
 
 def _round_up(value: float) -> float:
-    """The next number of the form 1, 2, 4, 6 or 8 times a power of ten, at least; four ticks divide it evenly."""
+    """Return the next number of 1, 2, 4, 6 or 8 times a power of ten, which four ticks divide evenly."""
     if value <= 0:
         return 1.0
     power = 10.0 ** math.floor(math.log10(value))

@@ -17,7 +17,7 @@ _HEAD = ("data", "metric", "a", "b", "a - b", "better / worse", "p", "p (Holm)")
 
 
 def comparison_table(comparison: Comparison) -> Table:
-    """The comparison for ``rich.print``, in 80 columns; a row in bold differs significantly."""
+    """Return the comparison for ``rich.print``, in 80 columns; a row in bold differs significantly."""
     caption = f"{_caption(comparison)} Bold: significant."
     table = Table(title=_title(comparison), title_justify="left", caption=caption, caption_justify="left")
     table.add_column("metric\ndata")

@@ -104,7 +104,7 @@ class Drawing:
 
 
 def copied_picture(source: Path, path: Path, says: str) -> Picture:
-    """The picture of another report, copied to ``path``."""
+    """Copy the picture of another report to ``path``."""
     try:
         content = source.read_bytes()
     except OSError as error:

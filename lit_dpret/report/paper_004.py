@@ -47,7 +47,7 @@ def impossible_cells() -> list[tuple[str, str, float, float]]:
 
 
 def table_1(systems: Mapping[str, Any]) -> Grid:
-    """Each cell ours / the paper's, in the paper's order and under its headings."""
+    """Return each cell ours / the paper's, in the paper's order and under its headings."""
     body: list[list[object]] = []
     heading = ""
     for system, (group, label, theirs) in TABLE_1.items():
@@ -64,7 +64,7 @@ def table_1(systems: Mapping[str, Any]) -> Grid:
 
 
 def _cell(found: Mapping[str, float | None]) -> str:
-    """The mean with its interval over seeds; nothing where silos elsewhere keep their measures."""
+    """Return the mean with its interval over seeds; nothing where silos elsewhere keep their measures."""
     if found.get("mean") is None:
         return "withheld"
     mean, low, high = (math.nan if (end := found.get(name)) is None else end for name in ("mean", "low", "high"))

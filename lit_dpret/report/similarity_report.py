@@ -80,7 +80,7 @@ def _lines(facts: Facts) -> list[str]:
 
 
 def show_share(share: Facts) -> str:
-    """A share with its interval and counts, from its JSON."""
+    """Return a share with its interval and counts, from its JSON."""
     if share["share"] is None:
         return "none could be looked at"
     return (

@@ -56,7 +56,7 @@ class RowResult:
 
 
 def metric_names(rows: Sequence[RowResult]) -> list[str]:
-    """The metrics that any row has: the usual three first, the rest in order of appearance."""
+    """Return the metrics that any row has: the usual three first, the rest in order of appearance."""
     present = dict.fromkeys(name for row in rows for name in row.metrics)
     return [name for name in METRICS if name in present] + [name for name in present if name not in METRICS]
 
@@ -93,7 +93,7 @@ class Table:
     numeric: frozenset[int] = frozenset()
 
     def grid(self) -> Grid:
-        """The table of a page, each interval behind its mean."""
+        """Return the table of a page, each interval behind its mean."""
         rows = [[self._shown(column, cell) for column, cell in enumerate(row)] for row in self.rows]
         return Grid(self.header, rows, self.numeric | self.measured)
 
@@ -104,7 +104,7 @@ class Table:
         return self.grid().markdown()
 
     def console(self, *, title: str, caption: str) -> ConsoleTable:
-        """The table for ``rich.print``: intervals below their numbers."""
+        """Return the table for ``rich.print``: intervals below their numbers."""
         left: Any = "left"
         table = ConsoleTable(title=title, title_justify=left, caption=caption, caption_justify=left, show_lines=True)
         for column, name in enumerate(self.header):
@@ -118,7 +118,7 @@ class Table:
         return table
 
     def csv(self) -> str:
-        """Every number in full; an interval in three columns: name, name low, name high."""
+        """Return every number in full; an interval in three columns: name, name low, name high."""
         ends = {
             column: ("", " low", " high") if column in self.measured else ("",) for column in range(len(self.header))
         }
@@ -143,7 +143,7 @@ class Table:
 
 
 def console_table(rows: Sequence[RowResult], *, title: str = "") -> ConsoleTable:
-    """The table for ``rich.print``; it fits 80 columns: intervals and privacy stand below their numbers and names."""
+    """Return the table for ``rich.print``, in 80 columns: intervals and privacy stand below numbers and names."""
     names = metric_names(rows)
     table = ConsoleTable(
         title=title or None, title_justify="left", caption="mean, and below it the 95 % confidence interval",
@@ -175,7 +175,7 @@ def result_table(rows: Sequence[RowResult]) -> Table:
 
 
 def write_csv(rows: Sequence[RowResult], path: Path) -> None:
-    """One line per system, for the file's owner alone; each metric in three columns: name, name low, name high."""
+    """Write one line per system, for the file's owner alone; each metric in three columns, the mean and its bounds."""
     names = metric_names(rows)
     lines = [[row.system, *(row.metrics.get(name) for name in names), row.privacy, row.note] for row in rows]
     table = Table(["system", *names, "privacy", "note"], lines, measured=frozenset(range(1, 1 + len(names))))
@@ -196,7 +196,7 @@ def to_json(rows: Sequence[RowResult]) -> list[dict[str, Any]]:
 
 
 def from_json(data: Sequence[Mapping[str, Any]]) -> list[RowResult]:
-    """The rows that ``to_json`` wrote."""
+    """Return the rows that ``to_json`` wrote."""
     try:
         return [
             RowResult(

@@ -256,7 +256,7 @@ def _candidates(canaries: CanarySet) -> int:
 
 
 def _results(cell: Cell, candidates: int, *, told: bool) -> list[AttackResult]:
-    """What a cell says, for the card, numbers of planted data alone; a cell that is not ``told`` only what contradicts.
+    """Say for the card, by numbers of planted data alone, what a cell says; untold cells only what contradicts.
 
     What contradicts the claim is there for every cell, with the confidence by which it does.
     """

@@ -127,7 +127,7 @@ class HardNegatives:
 
 
 def case_grid(cases: Sequence[Mapping[str, Any]]) -> Grid:
-    """The cases as the paper's Table 5 has them: one a column, scores beside the sentences."""
+    """Return the cases as the paper's Table 5 has them: one a column, scores beside the sentences."""
     depth = max(len(case["negatives"]) for case in cases)
     rows: list[list[str]] = [
         ["Question", *(case["question"] for case in cases)],

@@ -124,12 +124,12 @@ class IndexFolder:
 
     @cached_property
     def ids(self) -> list[str]:
-        """The id of every text, in the order of the embeddings."""
+        """Return the id of every text, in the order of the embeddings."""
         return [str(record["_id"]) for record in self._records()]
 
     @cached_property
     def tie_rank(self) -> Tensor:
-        """The order that breaks ties."""
+        """Return the order that breaks ties."""
         return lexicographic_rank(self.ids)
 
     def text(self, place: int) -> str:

@@ -134,7 +134,7 @@ class Inversion:
         return towers.query_encoder if self.side == "query" else towers.passage_encoder
 
     def _drawn(self, parts: Parts) -> tuple[list[str], list[str]]:
-        """Texts that the attacker knows and texts that are attacked, without one that occurs twice."""
+        """Return texts that the attacker knows and texts that are attacked, without one that occurs twice."""
         once = {normalise(text): text for text in self._read(parts) if text.strip()}
         found = [once[key] for key in sorted(once)]
         if len(found) < self.known + self.attacked:
@@ -171,7 +171,7 @@ class Inversion:
     def _ranking(
         self, attacker: TextEncoder | None, known: Sequence[str], attacked: Sequence[str], embeddings: Sequence[Tensor]
     ) -> dict[str, Any]:
-        """As the attacker's encoder stands, and with the spaces mapped by the known texts; None where it is no case."""
+        """Name texts as the attacker's encoder stands, and with the spaces mapped by the known texts."""
         seen: list[NDArray[np.float64]] = [part.double().numpy() for part in embeddings]
         score = partial(identify, candidates=self.candidates, confidence=self.confidence)
         if attacker is None:

@@ -219,7 +219,7 @@ class Membership(MembershipSettings):
         return folder
 
     def _releases(self) -> tuple[list[str], list[str] | None]:
-        """The queries of the release and of its reference; asked for first, so that a wrong folder costs no time."""
+        """Return the queries of the release and of its reference; read first, so that a wrong folder costs no time."""
         reference = None if self.release_reference is None else _texts_of(self.release_reference)
         return ([] if self.release is None else _texts_of(self.release)), reference
 

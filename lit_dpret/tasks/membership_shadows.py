@@ -363,7 +363,7 @@ class Shadows:
         if len(watch.seconds) < steps:  # stopped by a callback, or by a Trainer that takes an interruption for an end
             raise ResumeError(
                 f"A shadow model was trained for {len(watch.seconds)} of {steps} steps and then stopped. The same "
-                "command with resume=true trains it anew."
+                "command with resume=true trains it again."
             )
         saved: Path = module.save_model(folder / "model")
         return saved

@@ -171,14 +171,14 @@ class Pipeline:
         return {**told, **({SCORE: rows["synthetic"].metrics["nDCG@10"].mean} if "synthetic" in rows else {})}
 
     def planned_fits(self, parts: Parts) -> list[PlannedFit]:
-        """The private trainings that ``run`` would make: the retriever on the original queries, and the generator."""
+        """Return the private trainings that ``run`` would make: of the retriever on original queries, and the generator."""
         self._parts = parts
         if parts.make_privacy().guarantee != "dp":
             return []
         return [fit for stage in ("direct", "generator") for fit in self._planned(stage)]
 
     def _planned(self, stage: Literal["direct", "generator"]) -> list[PlannedFit]:
-        """The private training of one stage, as a list; an empty one where its row is not asked for."""
+        """Return the private training of one stage, as a list; an empty one where its row is not asked for."""
         if ("direct" if stage == "direct" else "synthetic") not in self.only:
             return []
         make, steps, batch, physical, clip, passages = (
@@ -339,7 +339,7 @@ class Pipeline:
         return {"passages": len(passages)}
 
     def _made(self, folder: Path, keep: Path | None = None, *, card: bool = True) -> SyntheticDataModule:
-        """Queries that were made for public passages, as training data."""
+        """Return queries that were made for public passages, as training data."""
         return SyntheticDataModule(
             folder=folder,
             evaluation=self._searched,
@@ -349,7 +349,7 @@ class Pipeline:
         )
 
     def _consistent(self, name: str, folder: Path, *, card: bool = True) -> SyntheticDataModule:
-        """The queries of ``folder`` that find their own passage, or all where there is no filter; stage ``name``."""
+        """Return the queries of ``folder`` that find their own passage, or all without a filter; stage ``name``."""
 
         def work(stage: Path, resume: bool) -> dict[str, Any]:
             data = self._made(folder, card=card)

@@ -327,7 +327,7 @@ class Plan:
 
 
 def _trainer(parts: Parts) -> Any:
-    """The Trainer of the configuration; on the CPU where its accelerator is not at hand, since nothing will run."""
+    """Return the configured Trainer; on the CPU where its accelerator is not at hand, since nothing will run."""
     try:
         return parts.make_trainer(logger=False)
     except Exception as error:  # whoever builds the Trainer may wrap what Lightning raised

@@ -48,12 +48,12 @@ class Texts:
 
     @classmethod
     def read(cls, path: Path) -> Texts:
-        """Queries alone, from a file of records with a ``text``."""
+        """Return queries alone, from a file of records with a ``text``."""
         file = RecordFile(path, knob="task.reference_file")
         return cls({str(number): file.text(number, record, "text") for number, record in file}, [], {})
 
     def sample(self, count: int) -> list[str]:
-        """So many queries, chosen by hash of id; all where there are no more."""
+        """Return so many queries, chosen by hash of id; all where there are no more."""
         chosen = sorted(self.queries, key=by_hash)[:count]
         return [self.queries[name] for name in chosen]
 

@@ -110,7 +110,7 @@ class Stages:
         return result
 
     def _files(self) -> set[Path]:
-        """All files of the run but logs, hidden ones, the mark and what is scratch."""
+        """Return all files of the run but logs, hidden ones, the mark and what is scratch."""
         found = (path.relative_to(self.run_dir) for path in self.run_dir.rglob("*") if path.is_file())
         return {
             path

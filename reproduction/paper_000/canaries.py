@@ -33,7 +33,7 @@ _CAPTION = (
 def tables(
     study: Trainings, make_canaries: Callable[..., Any], *, finished: Path | None, train_queries: int | None
 ) -> list[PaperTable]:
-    """The rows of the paper, for each side that the secret stands on."""
+    """Return the rows of the paper, for each side that the secret stands on."""
     facts = read(finished) if finished is not None else _run(study, make_canaries, train_queries)
     models = dict.fromkeys((row["model"], row["side"]) for row in facts["rows"])
     rows = [_row(model, side, facts["rows"]) for model, side in models]
@@ -79,7 +79,7 @@ def _run(study: Trainings, make: Callable[..., Any], train_queries: int | None) 
 
 
 def read(folder: Path) -> Any:
-    """What a finished study wrote."""
+    """Return what a finished study wrote."""
     path = folder / f"{NAME}.json"
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
@@ -94,7 +94,7 @@ def read(folder: Path) -> Any:
 
 
 def private_trainings(folder: Path) -> int:
-    """How many trainings of the finished study in ``folder`` spent of a budget."""
+    """Return how many trainings of the finished study in ``folder`` spent of a budget."""
     facts = read(folder)
     return int(facts["trainings"]) * len({row["model"] for row in facts["rows"] if row["limits"]["eps"] is not None})
 

@@ -66,7 +66,7 @@ def _cut(text: str) -> str:
 
 
 def tables(study: Trainings, *, passages: int, texts: bool) -> list[ExampleTable]:
-    """So many passages, chosen by hash of id.
+    """Return so many passages, chosen by hash of id.
 
     Queries that were made without privacy may repeat a private one word for word: they are shown under the same
     condition as the original ones.
@@ -123,7 +123,7 @@ def _notes(public: bool, texts: bool) -> list[str]:
 
 
 def _asked(data: Any) -> dict[str, str]:
-    """The first train query of each passage that has one."""
+    """Return the first train query of each passage that has one."""
     queries, qrels = data.evaluation_set("train")
     found: dict[str, str] = {}
     for query, judged in sorted(qrels.items()):
@@ -134,7 +134,7 @@ def _asked(data: Any) -> dict[str, str]:
 
 
 def _first_of(folder: Path) -> Mapping[str, str]:
-    """The first query of each passage of a data set in BEIR's layout."""
+    """Return the first query of each passage of a data set in BEIR's layout."""
     texts: dict[str, str] = {}
     with (folder / "queries.jsonl").open(encoding="utf-8") as file:
         for line in file:

@@ -57,7 +57,7 @@ class Grid:
 
 
 def tables(study: Trainings, grid: Grid) -> list[PaperTable]:
-    """A row for each point, the best first."""
+    """Return a row for each point, the best first."""
     if not study.originals_are_public:
         raise LeftOut(
             "a search scores on validation queries, and task.originals_are_public=false. task=sweep with "

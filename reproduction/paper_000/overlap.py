@@ -22,7 +22,7 @@ _CAPTION = (
 
 
 def tables(study: Trainings, make_overlap: Callable[..., Any]) -> list[PaperTable]:
-    """Queries and passages."""
+    """Return the table of queries and passages."""
     if not study.originals_are_public:
         raise LeftOut("the share of queries found is a measure of them, and task.originals_are_public=false.")
     corpus = getattr(make_overlap, "keywords", {}).get("corpus")

@@ -29,7 +29,7 @@ class Order:
     paper: bool = True
 
     def told(self, metric: str, title: str) -> str | None:
-        """The order in words; None where ours has not both.
+        """Return the order in words; None where ours has not both.
 
         Both rows are judged on the same queries, so that overlapping intervals neither show an order nor exclude one.
         Nor do they know of the luck of a run: `experiment=compare_modes` tests differences over queries and runs.
@@ -71,7 +71,7 @@ PUBLIC_NAMES = {
 
 
 def tables(study: Trainings) -> list[PaperTable]:
-    """Both tables, every training done."""
+    """Return both tables, every training done."""
     base = study.baselines()
     top = [_row("original queries", base["original"], "table_3", (ORIGINAL, None))]
     public = [
@@ -108,7 +108,7 @@ def tables(study: Trainings) -> list[PaperTable]:
 
 
 def _orders(study: Trainings, original: PaperRow, made: Sequence[PaperRow], public: Sequence[PaperRow]) -> list[Order]:
-    """What the paper concludes from its table 3, and whether the private queries bought anything."""
+    """Return what the paper concludes from its table 3, and whether the private queries bought anything."""
     by_cell = dict(zip(study.cells(), made, strict=True))
     main = [by_cell[cell] for cell in _by_budget(study)]
     found = [Order(more, less) for less, more in pairwise(main)]
@@ -128,7 +128,7 @@ def _above_direct(study: Trainings, made: Sequence[PaperRow], direct: Sequence[P
 
 
 def _by_budget(study: Trainings) -> list[Cell]:
-    """The cells of the main size, the least epsilon first."""
+    """Return the cells of the main size, the least epsilon first."""
     eps = sorted(study.eps, key=lambda value: math.inf if value is None else value)
     return [Cell(study.main, value) for value in eps]
 
@@ -139,7 +139,7 @@ def _told(orders: Sequence[Order]) -> list[str]:
 
 
 def sizes_note(study: Trainings) -> list[str]:
-    """That the sizes are ours, and which of the paper's they stand beside."""
+    """Say that the sizes are ours, and which of the paper's they stand beside."""
     names = [
         f"{study.described(size)} stands beside the paper's {paper}"
         for size, paper in study.beside.items()

@@ -25,7 +25,7 @@ _CAPTION = (
 
 
 def tables(study: Trainings, make_similarity: Callable[..., Any]) -> list[PaperTable]:
-    """One row for each synthetic data set, and one for the pseudo-queries."""
+    """Return one row for each synthetic data set, and one for the pseudo-queries."""
     if not study.originals_are_public:
         raise LeftOut(
             "similarity is a measure of the original queries, and task.originals_are_public=false. task=similarity "

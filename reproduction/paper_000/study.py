@@ -156,12 +156,12 @@ class Trainings(Study):
         return dict(zip(systems, self._pipeline(BASELINES, systems, None), strict=True))
 
     def direct(self, eps: float) -> RowResult:
-        """The retriever trained on the original queries under ``eps``."""
+        """Return the retriever trained on the original queries under ``eps``."""
         (row,) = self._pipeline(self.direct_name(eps), ("direct",), eps)
         return row
 
     def direct_name(self, eps: float) -> str:
-        """Of the folder of `direct`."""
+        """Name the folder of `direct`."""
         return f"direct-eps{eps:g}"
 
     def synthetic(self, cell: Cell) -> RowResult:
@@ -205,7 +205,7 @@ class Trainings(Study):
         return str(self._shrunk()) if given == SHRUNK else given
 
     def described(self, size: str) -> str:
-        """A size as tables name it, with its number of weights."""
+        """Return a size as tables name it, with its number of weights."""
         source = self.source(size)
 
         def work(parts: Parts) -> int:

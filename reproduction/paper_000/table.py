@@ -25,12 +25,12 @@ PUBLIC_ONLY = "public only"
 
 
 def shown(eps: float | None) -> str:
-    """An epsilon as tables show it."""
+    """Return an epsilon as tables show it."""
     return "∞" if eps is None else f"{eps:g}"
 
 
 def named(point: Point) -> str:
-    """A row of the paper as its tables name it."""
+    """Return a row of the paper as its tables name it."""
     return f"{point[0]}, ε = {shown(point[1])}"
 
 

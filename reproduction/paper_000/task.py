@@ -69,7 +69,7 @@ class Paper000(Trainings):
         self.canaries_from = None if self.canaries_from is None else Path(self.canaries_from)
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Every chosen part that is not done yet, and the report; returns the first number of each row of table 3."""
+        """Do every chosen part that is not done yet, and report; returns the first number of each row of table 3."""
         check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
         refuse_several_ranks(parts.make_trainer(logger=False))
         self.open(parts)

@@ -37,7 +37,7 @@ class _System:
 
 
 def tables(study: Trainings, make_zero_shot: Callable[..., Any]) -> list[PaperTable]:
-    """The table of the sets that are there."""
+    """Return the table of the sets that are there."""
     check(make_zero_shot)
     results = {system.name: _measured(study, system, make_zero_shot) for system in _systems(study)}
     measured = [one["name"] for one in next(iter(results.values()))["sets"] if one["metrics"]]

@@ -77,7 +77,7 @@ class ModeRow:
         return seed_interval(self.per_run[metric])
 
     def over_queries(self, metric: str) -> Interval:
-        """The same mean with the bootstrap interval over queries, the training runs taken as they are."""
+        """Return the same mean with the bootstrap interval over queries, the training runs taken as they are."""
         return bootstrap_interval(self.per_query[metric])
 
 
@@ -106,16 +106,16 @@ class Difference:
     p_queries: float
 
     def is_significant(self) -> bool:
-        """Whether the training runs carry the difference."""
+        """Return whether the training runs carry the difference."""
         return self.p_runs < LEVEL
 
     def holds_over_queries(self) -> bool:
-        """Whether the choice of queries carries it."""
+        """Return whether the choice of queries carries it."""
         return self.p_queries < LEVEL
 
 
 def differences(rows: Sequence[ModeRow], metric: str, references: Sequence[str] = ()) -> list[Difference]:
-    """Every two systems of one budget, and every mode at its budgets; each set one family.
+    """Return every two systems of one budget, and every mode at its budgets; each set one family.
 
     Where no system has a budget, every two of them are compared, as one family.
 
@@ -268,7 +268,7 @@ def _results(rows: Sequence[ModeRow], metrics: Sequence[str]) -> list[Block]:
 
 
 def _measured(rows: Sequence[ModeRow], metrics: Sequence[str], more: Mapping[str, Sequence[object]]) -> Table:
-    """Each metric with its interval over training runs and with that over queries, and further columns."""
+    """Return each metric with its interval over training runs and with that over queries, and further columns."""
     measured = [f"{metric} over {what}" for metric in metrics for what in ("runs", "queries")]
     lines = [
         [row.name, *(cell for metric in metrics for cell in (row.over_runs(metric), row.over_queries(metric))), *rest]
@@ -278,7 +278,7 @@ def _measured(rows: Sequence[ModeRow], metrics: Sequence[str], more: Mapping[str
 
 
 def _claims(rows: Sequence[ModeRow]) -> tuple[list[str], str]:
-    """The claims for a narrow column, and a sentence with what all epsilons have in common, if they have."""
+    """Return the claims for a narrow column, and a sentence with what all epsilons have in common, if they have."""
     shared = {row.privacy.partition(", ")[2] for row in rows if row.privacy.startswith("epsilon = ")}
     if len(shared) != 1:
         return [row.privacy for row in rows], ""
@@ -346,7 +346,7 @@ def _difference_facts(each: Difference) -> dict[str, Any]:
 
 
 def _sheet(rows: Sequence[ModeRow], metrics: Sequence[str]) -> Table:
-    """Every number, for a spreadsheet."""
+    """Return every number, for a spreadsheet."""
     names = list(dict.fromkeys(name for row in rows for name in row.settings))
     more: dict[str, Sequence[object]] = {
         "runs": [row.runs if row.settings else None for row in rows],
@@ -356,7 +356,7 @@ def _sheet(rows: Sequence[ModeRow], metrics: Sequence[str]) -> Table:
 
 
 def p_value(value: float) -> str:
-    """As it is printed: never 0, which no test can say."""
+    """Show a p-value as it is printed: never 0, which no test can say."""
     return "< 0.001" if value < 0.001 else f"{value:.3f}"
 
 

@@ -77,7 +77,7 @@ def share_of_gain(system: Sequence[float], bound: Sequence[float], start: float)
 
 
 def gain_shares(rows: Sequence[ModeRow], bounds: Sequence[ModeRow], start: ModeRow, metric: str) -> list[Share]:
-    """The shares of each row in each bound; a bound that gains nothing is left out."""
+    """Return the shares of each row in each bound; a bound that gains nothing is left out."""
     zero = start.over_runs(metric).mean
     return [
         Share(
@@ -93,7 +93,7 @@ def gain_shares(rows: Sequence[ModeRow], bounds: Sequence[ModeRow], start: ModeR
 
 
 def share_section(shares: Sequence[Share], metric: str) -> Section:
-    """The table, with the paper's number beside it."""
+    """Return the table, with the paper's number beside it."""
     bounds = list(dict.fromkeys(share.bound for share in shares))
     found = {(share.system, share.bound): share for share in shares}
     body = []

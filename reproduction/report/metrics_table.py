@@ -152,7 +152,7 @@ class MetricsTable:
         )
 
     def beside_the_paper(self, paper: Mapping[str, Sequence[float]], *, relative: bool) -> Grid:
-        """Each cell ours / the paper's; a dash where one of them has no such variant."""
+        """Return each cell ours / the paper's; a dash where one of them has no such variant."""
         rows: list[list[str]] = []
         for variant in dict.fromkeys([*self.rows, *paper]):
             cells: list[Any] = [self.rows.get(variant, {}).get(name) for name in PAPER_METRICS]

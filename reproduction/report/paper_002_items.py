@@ -28,7 +28,7 @@ _LOSSES = (
 
 
 def _figure(draw: Callable[[Sequence[VariantRun], Path], str]) -> Show:
-    """A figure of the runs that a report was made from, and its caption."""
+    """Return a figure of the runs that a report was made from, and its caption."""
 
     def show(results: Path, picture: Path) -> list[Block]:
         said = draw(read_runs(results / "runs.jsonl"), picture)
@@ -69,7 +69,7 @@ def _equal_negatives(results: Path, picture: Path) -> list[Block]:
 
 
 def _items() -> tuple[Item, ...]:
-    """In the paper's order: number, what the paper shows, the parts that can make it, how, and how ours differs."""
+    """List in the paper's order: number, what the paper shows, the parts that can make it, how, and how ours differs."""
     absolute, relative = PUBLISHED["table_3"], PUBLISHED["table_1"]
     confusions = _figure(figures.draw_confusions)
     rows: list[tuple[str, str, tuple[str, ...], Show, str]] = [

@@ -77,7 +77,7 @@ FIGURE_6 = "with embeddings 3.239 nats, without 3.245"
 
 
 def _facts(path: Path) -> Any:
-    """What a JSON file holds."""
+    """Return what a JSON file holds."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -85,7 +85,7 @@ def _facts(path: Path) -> Any:
 
 
 def _made_by(facts: Any) -> list[Block]:
-    """The command that the results themselves name."""
+    """Return the command that the results themselves name."""
     return [Paragraph("Made by", small=True), Code(facts["command"])] if facts.get("command") else []
 
 
@@ -111,7 +111,7 @@ def _main_table(results: Path, _: Path) -> list[Block]:
 
 
 def _study(name: str, *, columns: Sequence[str] | None = None, table: bool = True) -> Show:
-    """The table and the plot of a study, and whether the seeds carry what the paper says."""
+    """Return the table and the plot of a study, and whether the seeds carry what the paper says."""
 
     def show(results: Path, picture: Path) -> list[Block]:
         page = read_study(results / f"{name}.json")

@@ -93,7 +93,7 @@ def speed_curves(runs: Sequence[VariantRun]) -> list[Curve]:
 def _mean_curve(
     variant: str, x: Sequence[Floats], values: Sequence[Floats], *, band: Band, shared_x: bool = True
 ) -> Curve:
-    """The mean over runs of ``values``, each of shape (observations,); without ``shared_x`` that of the places too."""
+    """Average ``values`` of shape (observations,) over runs; without ``shared_x`` the places too."""
     if len({len(places) for places in x}) > 1 or (shared_x and any(not np.array_equal(x[0], p) for p in x)):
         raise DataError(f"The runs of {variant!r} were not observed at the same places; there is no mean of them.")
     stacked = np.stack(values)
@@ -278,7 +278,7 @@ def _counts(curves: Sequence[Curve]) -> str:
 def _figure(
     panels: int, *, width: float = 6.4, height: float = 4.2, layout: str = "constrained"
 ) -> tuple[Any, list[Any]]:
-    """A figure with panels side by side."""
+    """Make a figure with panels side by side."""
     figure = new_figure(width * panels, height, layout=layout)
     return figure, list(figure.subplots(1, panels, squeeze=False)[0])
 
@@ -300,14 +300,14 @@ def _dress(panel: Any, *, xlabel: str, ylabel: str, title: str = "") -> None:
 
 
 def _log_if_wide(panel: Any, curves: Sequence[Curve]) -> None:
-    """A logarithmic scale where the values span more than a factor of 20."""
+    """Set a logarithmic scale where the values span more than a factor of 20."""
     values = [value for curve in curves for value in curve.mean]
     if min(values) > 0 and max(values) / min(values) > 20:
         panel.set_yscale("log")
 
 
 def _short(value: float, _position: int | None = None) -> str:
-    """A tick such as 250k or 1.5M."""
+    """Shorten a tick, as 250k or 1.5M."""
     for size, suffix in ((1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:g}{suffix}"

@@ -219,7 +219,7 @@ def _held_out(finished: Sequence[Finished], path: Path) -> list[Block]:
 
 
 def _settings(finished: Sequence[Finished]) -> Grid:
-    """A line for each variant: the facts of its first run, its mean time of a step."""
+    """Return a line for each variant: the facts of its first run, its mean time of a step."""
     rows = []
     for name in dict.fromkeys(each.name for each in finished):
         same = [each for each in finished if each.name == name]
