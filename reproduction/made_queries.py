@@ -194,8 +194,8 @@ def refuse_other_training(
         if source is None or found[_READ] != source[_READ]:
             raise ResumeError(
                 f"resume=true, but {stage} comes from another training than the one in {generator}, which was moved "
-                f"away, or trained again. Restore that, or move {run_dir / stage} and what was made with it elsewhere as "
-                "well; what a ledger is charged with stays spent."
+                f"away, or trained again. Restore that, or move {run_dir / stage} and what was made with it elsewhere "
+                "as well; what a ledger is charged with stays spent."
             )
 
 

@@ -1,4 +1,4 @@
-"""What `task=ablate` trains: a retriever in one way, from private queries, synthetic ones, or ones that nobody asked."""
+"""What `task=ablate` trains: a retriever in one way, from private queries, synthetic ones, or pseudo-queries."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Recipe(HeadVariant):
         queries_per_passage: How many are made for each passage.
         round_trip_filter: Learn from the synthetic queries that find their passage among so many results of the
             zero-shot encoder; null learns from all.
-        pseudo_labels: Learn the margins that ``task.teacher`` gives each synthetic query, between its passage and so many
-            others, instead of which passage is its own; null learns that.
+        pseudo_labels: Learn the margins that ``task.teacher`` gives each synthetic query, between its passage and so
+            many others, instead of which passage is its own; null learns that.
         part: ``bound`` for what may be reached without privacy, to which shares are taken; ``baseline`` for what
             every recipe is tested against; else ``recipe``.
         **settings: The arguments of `HeadVariant`.
@@ -75,8 +75,8 @@ class Recipe(HeadVariant):
         if self.pseudo_labels is not None and (self.queries is None or self.head != "query"):
             raise ConfigurationError(
                 f"task.variants: pseudo_labels={self.pseudo_labels} cannot go with queries={self.queries} and head="
-                f"{self.head}. A teacher reads synthetic queries alone, and its margins train a query head. Set queries, "
-                "and head=query."
+                f"{self.head}. A teacher reads synthetic queries alone, and its margins train a query head. Set "
+                "queries, and head=query."
             )
 
     def module_settings(self, *, seed: int) -> dict[str, Any]:

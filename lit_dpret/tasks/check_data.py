@@ -178,7 +178,7 @@ class CheckData:
         if is_split and not self.resplit:
             raise ConfigurationError(
                 f"task.write_split={self.write_split}: {facts['source']} is split already, into "
-                f"{', '.join(collection.qrels)}. Set task.resplit=true to take all of it together and split it anew."
+                f"{', '.join(collection.qrels)}. Set task.resplit=true to take all of it together and split it again."
             )
         try:
             new = split_collection(collection, fractions=self.fractions, seed=self.split_seed, by=self.split_by)

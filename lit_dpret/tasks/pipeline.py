@@ -171,7 +171,7 @@ class Pipeline:
         return {**told, **({SCORE: rows["synthetic"].metrics["nDCG@10"].mean} if "synthetic" in rows else {})}
 
     def planned_fits(self, parts: Parts) -> list[PlannedFit]:
-        """Return the private trainings that ``run`` would make: of the retriever on original queries, and the generator."""
+        """Return the private trainings that ``run`` would make, of the retriever and of the generator."""
         self._parts = parts
         if parts.make_privacy().guarantee != "dp":
             return []

@@ -69,7 +69,7 @@ def _equal_negatives(results: Path, picture: Path) -> list[Block]:
 
 
 def _items() -> tuple[Item, ...]:
-    """List in the paper's order: number, what the paper shows, the parts that can make it, how, and how ours differs."""
+    """List by number: what the paper shows, the parts that can make it, how, and how ours differs."""
     absolute, relative = PUBLISHED["table_3"], PUBLISHED["table_1"]
     confusions = _figure(figures.draw_confusions)
     rows: list[tuple[str, str, tuple[str, ...], Show, str]] = [
