@@ -161,6 +161,20 @@ def test_a_histogram_that_was_charged_to_another_generator_is_refused(chain: Pat
         apply_filters(released, [HistogramMatch(other / "histogram")])
 
 
+def test_a_second_histogram_whose_card_does_not_compose_the_first_is_refused(
+    chain: Path, histogram: Path, tmp_path: Path
+) -> None:
+    """Each composes with the generator alone; what is chosen by both costs more than either card says."""
+    counted(chain, tmp_path / "second", {"bins": LengthBins(edges=[2])})
+    released = load_released(chain / "made" / "synthetic")
+    first, second = HistogramMatch(histogram), HistogramMatch(tmp_path / "second")
+    for both in ([first, second], [second, first]):
+        with pytest.raises(PrivateDataError, match=r"a second histogram.*one of them alone"):
+            apply_filters(released, both)
+    again, _ = apply_filters(released, [first, HistogramMatch(histogram, keep_share=0.9, seed=1)])
+    assert again.claim == histogram, "looking at one release twice costs nothing"
+
+
 # -- a generator that was audited in between ---------------------------------------------------
 
 

@@ -151,9 +151,9 @@ def require_composed(folder: Path, released: ReleasedQueries) -> None:
 
     Guarantees, after it returns, that the card in ``folder`` agrees with its ledger and its files, and either is
     named by the queries' own, or tells of a start that is an ancestor of the queries and was charged with the very
-    releases that their card states. A card to which an audit added results in between is the same ancestor, where
-    it lies within reach, gives back the one that was named when the results are taken off, and is not contradicted by
-    them.
+    releases that their card states (that of another histogram, where one chose among them before). A card to which an
+    audit added results in between is the same ancestor, where it lies within reach, gives back the one that was named
+    when the results are taken off, and is not contradicted by them.
 
     Raises:
         PrivateDataError: The queries' claim and the histogram's are not composed in one ledger.
@@ -171,12 +171,18 @@ def require_composed(folder: Path, released: ReleasedQueries) -> None:
             start = start_of(PrivacyLedger.read(folder / LEDGER_NAME).records)
         except LedgerError as error:
             raise DataError(f"{folder}: {error}") from error
-        theirs = read_card(released.folder)
+        theirs = read_card(released.claim or released.folder)
         charged = _releases(theirs["ledger"]["releases"], theirs)
         if start is not None and charged == _releases(start["releases"]):
             named = str(start["card_sha256"])
             if named in released.ancestors or _the_same_card(named, released, near=(folder, released.folder)):
                 return
+    if released.claim is not None:
+        raise PrivateDataError(
+            f"{folder} is a second histogram for queries that {released.claim} chose among, and its card does not "
+            "compose that one: both went into the choice, and no claim would cover both. Choose by one of them alone, "
+            "or count both at once, by one task=histogram with finer bins."
+        )
     raise PrivateDataError(
         f"The histogram in {folder} was charged to another ledger than these queries: its card does not start from "
         "the generator that wrote them, so no claim covers both, and choosing by it would spend more than any card "

@@ -66,8 +66,10 @@ def apply_filters(
         PrivateDataError: A filter would bring private data in.
         DataError: No query is left.
     """
-    for one in filters:
-        one.check(released)
+    under = released
+    for one in filters:  # each is asked of the queries under the claim that those before it leave them with
+        one.check(under)
+        under = under.under(one.claim(under))
     done: list[Applied] = []
     left = released
     for one in filters:
