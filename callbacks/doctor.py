@@ -182,7 +182,8 @@ def _rest(look: _Look, trainer: L.Trainer, module: Any, data: Any) -> PlannedRun
     accountant, mode = accountant_of(trainer), module.privacy
     planned: PlannedRun | None = None
     with look.at("plan"):
-        planned = plan_run(trainer, mode, data, module=module, reserve=getattr(accountant, "resume_reserve", 0))
+        reserve, start = getattr(accountant, "resume_reserve", 0), None if accountant is None else accountant.start()
+        planned = plan_run(trainer, mode, data, module=module, reserve=reserve, start=start)
     with look.at("secret"):
         run_dir = getattr(accountant, "run_dir", None) or Path(trainer.default_root_dir)
         if mode.noise_seed is None:

@@ -22,6 +22,7 @@ import torch
 
 import lit_dpret
 from lit_dpret.callbacks.own_code import refuse_false_bound
+from lit_dpret.cards.start import Start
 from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.privacy.accounting.releases import Poisson, SamplingLaw, Shuffle
@@ -94,14 +95,34 @@ class PlannedRun:
         )
 
 
-def plan_run(trainer: L.Trainer, mode: PrivacyMode, data: Any, *, module: Any = None, reserve: int = 0) -> PlannedRun:
+def begin_from(mode: PrivacyMode, start: Start | None) -> None:
+    """Have ``mode`` plan a claim about ``start`` and the run together, at the smaller delta of both.
+
+    Raises:
+        ConfigurationError: The two make no one claim.
+    """
+    if start is not None:
+        start.check(mode)
+    mode.delta_at_most = None if start is None else start.facts.get("delta")
+
+
+def plan_run(
+    trainer: L.Trainer,
+    mode: PrivacyMode,
+    data: Any,
+    *,
+    module: Any = None,
+    reserve: int = 0,
+    start: Start | None = None,
+) -> PlannedRun:
     """Plan the run of ``trainer`` on ``data`` under ``mode``, with ``reserve`` steps paid for beyond its length.
 
-    A mode for coupled losses reads the loss of ``module``.
+    A mode for coupled losses reads the loss of ``module``. The claim is about ``start`` as well, where there is one.
 
     Raises:
         ConfigurationError: Something is missing, out of range, or cannot meet the budget.
     """
+    begin_from(mode, start)
     data.use_unit(mode.unit, mode.neighbours)
     refuse_false_bound(mode, data)
     units = data.n_units
@@ -109,6 +130,8 @@ def plan_run(trainer: L.Trainer, mode: PrivacyMode, data: Any, *, module: Any = 
     steps = planned_steps(trainer, per_epoch)
     plan = mode.plan(data, units=units, steps=steps + reserve, module=module)
     if plan is not None:
+        if start is not None:
+            start.check_plan(plan)
         return PlannedRun(plan, plan.law, units, mode.unit, steps, per_epoch, mode.sub_batches)
     batch = data.expected_batch_size or max(1, round((data.sample_rate or 1.0) * units))
     law: SamplingLaw = Shuffle(batch_size=min(batch, units), n=units)

@@ -250,14 +250,13 @@ class PrivacyAccountant(Callback):
     def _planned(self, trainer: L.Trainer, module: Any, data: Any) -> PlannedRun:
         """Plan the run, once nothing speaks against it."""
         refuse_broken_claims(trainer, module, data)
-        if (start := self.start()) is not None:
-            start.check(module.privacy)
         if self._ranks.is_first:
             self._secret(module.privacy)  # a bad secret file is refused before a long calibration
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if hasattr(callback, "plant_canaries"):  # an audit: before the run is planned, because n counts its units
                 callback.plant_canaries(trainer, module, data)
-        return plan_run(trainer, module.privacy, data, module=module, reserve=self.resume_reserve)
+        reserve = self.resume_reserve
+        return plan_run(trainer, module.privacy, data, module=module, reserve=reserve, start=self.start())
 
     def _secret(self, mode: PrivacyMode) -> bytes:
         if mode.noise_seed is None:

@@ -178,7 +178,9 @@ def checked_task(cfg: DictConfig) -> Any:
             "without federated.privacy.eps nothing is counted. Leave it out, and set federated.privacy.eps."
         )
     if cfg.init_from is not None and not getattr(task, "takes_start", False):
-        raise ConfigurationError(f"init_from={cfg.init_from} is for task=fit: no other task starts from a run's model.")
+        raise ConfigurationError(
+            f"init_from={cfg.init_from} is for task=fit, plan and doctor: no other task starts from a run's model."
+        )
     return task
 
 

@@ -311,11 +311,13 @@ def said(card: Mapping[str, Any]) -> dict[str, list[str]]:
     if claim["guarantee"] == "dp":
         if card["tuning"]["data"] in ("private", "unknown", "synthetic"):  # the claim is without the choice
             cautions.append(card["tuning"]["text"])
-        n = card["mechanism"].get("n_public")
-        if n and claim["delta"] >= 1 / n:
-            cautions.append(
-                f"delta = {show_delta(claim['delta'])} is not below 1/n: it would allow one unit to be published."
-            )
+        start = (card["accounting"] or {}).get("init_from") or {}
+        for n, whose in ((card["mechanism"].get("n_public"), ""), (start.get("n_public"), " of the run before it")):
+            if n and claim["delta"] >= 1 / n:
+                cautions.append(
+                    f"delta = {show_delta(claim['delta'])} is not below 1/n{whose}: it would allow one unit to be "
+                    "published."
+                )
         if claim["epsilon"] > 20:
             factor = show_epsilon(claim["epsilon"])
             cautions.append(

@@ -24,7 +24,7 @@ from lit_dpret.privacy.accounting.groups import group_epsilon
 from lit_dpret.privacy.accounting.releases import GaussianRelease, Release, TruncatedPoisson
 from lit_dpret.privacy.budget import AccountantName, Neighbours, Unit
 from lit_dpret.privacy.ledger.facts import Judged, derived_assumptions, judge, plan_of
-from lit_dpret.privacy.ledger.run_ledger import charged_releases
+from lit_dpret.privacy.ledger.run_ledger import charged_releases, start_of
 from lit_dpret.privacy.plan import PrivacyPlan
 
 GROUPS = (2, 5, 10)
@@ -57,7 +57,11 @@ def claim_facts(judged: Judged, output_released: Sequence[str] = (), duplicates_
             "output_released": list(output_released),
         }
     budget, n = plan.budget, plan.n_public
-    follows = n is not None and math.isclose(budget.delta, 1 / (2 * n), rel_tol=1e-9)
+    rule, before = "a declared constant", (start_of(judged.records) or {}).get("delta")
+    if n is not None and math.isclose(budget.delta, 1 / (2 * n), rel_tol=1e-9):
+        rule = "1 / (2 n)"
+    elif before == budget.delta:
+        rule = "that of the run before it, whose people the claim is also about"
     curve: list[list[float]] = []
     if verdict.basis == "as_charged":
         pairs = epsilon_curve(judged.releases, neighbours=budget.neighbours, accountant=plan.accountant)
@@ -68,7 +72,7 @@ def claim_facts(judged: Judged, output_released: Sequence[str] = (), duplicates_
         "guarantee": verdict.guarantee,
         "epsilon": verdict.epsilon,
         "delta": budget.delta,
-        "delta_rule": "1 / (2 n)" if follows else "a declared constant",
+        "delta_rule": rule,
         "curve": curve,
         "unit": budget.unit,
         "unit_text": describe_unit(budget.unit),

@@ -235,6 +235,7 @@ def start_accounting(judged: Judged, plan: PrivacyPlan) -> dict[str, Any]:
         return {}
     parts = {"epsilon_of_this_run": judged.own, "epsilon_of_start": [release_from_dict(r) for r in start["releases"]]}
     facts: dict[str, Any] = {"name": start["name"], "card_sha256": start["card_sha256"], **dict.fromkeys(parts)}
+    facts |= {name: start[name] for name in ("delta", "n_public") if name in start}
     if judged.verdict.basis == "as_charged":
         for name, releases in parts.items():
             facts[name] = accounting.epsilon(

@@ -33,6 +33,7 @@ from lit_dpret.privacy.ledger.run_ledger import (
     ledger_identity,
     start_of,
 )
+from lit_dpret.privacy.plan import PrivacyPlan
 
 MODEL_FOLDER = "model"
 
@@ -46,7 +47,8 @@ class Start:
         facts: What goes into the ledger: ``name``, ``card_sha256``, ``public``, ``guarantee``,
             ``releases``, ``parents``, ``runs`` (the ledgers of the releases, by their identities), ``tuning`` (how its
             settings were chosen), and ``head`` (the last record of a step in its own ledger), ``unit``,
-            ``neighbours`` and ``epsilon`` where there are any.
+            ``neighbours``, ``epsilon``, ``delta`` and ``n_public`` (of the largest data set in its chain whose size is
+            public) where there are any.
         knob: The setting that named it, for messages.
     """
 
@@ -113,6 +115,22 @@ class Start:
         for release in self.releases():
             if isinstance(release, GaussianRelease):
                 accounting.check_supported(release.law, mode.accountant, mode.neighbours)
+
+    def check_plan(self, plan: PrivacyPlan) -> None:
+        """Refuse a plan whose claim would be about the people of the start at another delta than theirs.
+
+        Raises:
+            ConfigurationError: Delta is above that of the start, as only a mode that makes its plans by itself brings
+                it about, or not below 1/n for its units.
+        """
+        delta = self.facts.get("delta")
+        if delta is not None and plan.budget.delta > delta * (1 + 1e-9):
+            raise ConfigurationError(
+                f"privacy.delta={plan.budget.delta:g}, but {self.knob}={self.folder} claims delta={delta:g}, and the "
+                "claim is about its people too. Set privacy.delta to that, or to null."
+            )
+        if (units := self.facts.get("n_public")) is not None:
+            plan.budget.check_delta(units)
 
 
 def note_start(ledger: PrivacyLedger, start: Start | None) -> None:
@@ -266,6 +284,8 @@ def read_start(run: str | Path, *, public: bool, knob: str = "init_from") -> Sta
     elif claim["guarantee"] == "dp":
         facts |= {key: claim[key] for key in ("unit", "neighbours", "epsilon", "delta")}
         facts["floating_point"] = card["randomness"].get("floating_point", True)
+        sizes = (card["mechanism"].get("n_public"), (start_of(records) or {}).get("n_public"))
+        facts["n_public"] = max((size for size in sizes if size is not None), default=None)
     return Start(folder, facts, knob)
 
 

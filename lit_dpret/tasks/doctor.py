@@ -23,6 +23,7 @@ class Doctor:
     """
 
     takes_federation: ClassVar[bool] = True
+    takes_start: ClassVar[bool] = True
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Returns how many findings there are of each status.

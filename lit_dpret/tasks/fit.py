@@ -67,8 +67,6 @@ def plan_fit(
     accountants = [one for one in callbacks or [] if isinstance(one, PrivacyAccountant)]
     reserve = sum(one.resume_reserve for one in accountants)
     start = next((found for one in accountants if (found := one.start()) is not None), None)
-    if start is not None:
-        start.check(mode)
     for one in callbacks or []:
         if not hasattr(one, "plant_canaries"):
             continue
@@ -79,7 +77,7 @@ def plan_fit(
             )
         plant_blanks(data, one.planned_units(mode, data))
     module = make_module(privacy=mode) if mode.calibrated_to_loss else None
-    planned = plan_run(trainer, mode, data, module=module, reserve=reserve)
+    planned = plan_run(trainer, mode, data, module=module, reserve=reserve, start=start)
     return [] if planned.plan is None else [PlannedFit(planned.plan, planned.steps, start)]
 
 

@@ -75,15 +75,19 @@ class Histogram:
         data.use_unit(mode.unit, mode.neighbours)
         units = data.train_units()
         self.bins.fit(data.public_passages())
+        public, delta = mode.public_units(len(units)), start.facts["delta"]
+        if mode.delta is None and public is not None:
+            delta = min(delta, 1 / (2 * public))  # the log may have grown since
         plan = histogram_plan(
-            PrivacyBudget(eps=mode.eps, delta=start.facts["delta"], unit=mode.unit, neighbours=mode.neighbours),
+            PrivacyBudget(eps=mode.eps, delta=delta, unit=mode.unit, neighbours=mode.neighbours),
             noise_multiplier=self.noise_multiplier,
             max_count=self.max_count,
             accountant=mode.accountant,
-            n_public=mode.public_units(len(units)),
+            n_public=public,
             max_units_per_user=mode.max_units_per_user,
             noise=mode.noise,
         )
+        start.check_plan(plan)
         dataset = mode.ledger_of_dataset(plan.budget, run_dir=folder)
         earlier = start.uncounted(dataset)
         if dataset is not None:

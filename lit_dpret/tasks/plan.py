@@ -9,12 +9,13 @@ import textwrap
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lit_dpret.callbacks.planning import planned_steps
+from lit_dpret.callbacks import PrivacyAccountant
+from lit_dpret.callbacks.planning import begin_from, planned_steps
 from lit_dpret.cards.forecast import describe_plan
 from lit_dpret.cards.plan_text import format_plan
 from lit_dpret.costs.measure import measure_step, product_rate, seconds_per_normal, seconds_per_value
@@ -243,6 +244,7 @@ class _Progress:
 class Plan:
     """Print, write and draw the plan: noise, epsilon under each law and relation, ceilings, time and memory."""
 
+    takes_start: ClassVar[bool] = True
     units: int | None = None
     epochs: float | None = None
     measure: bool | Literal["slices"] = False
@@ -276,6 +278,9 @@ class Plan:
         if self.plot:
             require_matplotlib()
         check_run_dir(parts.run_dir, min_free_mb=1)
+        accountants = [one for one in parts.make_callbacks() if isinstance(one, PrivacyAccountant)]
+        start = next((found for one in accountants if (found := one.start()) is not None), None)
+        begin_from(mode, start)
         progress = _Progress()
         data = parts.make_datamodule()
         units = self.units
@@ -290,6 +295,8 @@ class Plan:
         progress("the noise that the budget needs")
         module = parts.make_module(privacy=mode) if mode.calibrated_to_loss else None
         plan = mode.plan(data, units=units, steps=steps, module=module)
+        if start is not None:
+            start.check_plan(plan)
         progress("time and memory")
         costs = self._costs(parts, mode, plan, trainer, progress)
         facts = {**describe_plan(plan, progress), "cost": costs}

@@ -14,13 +14,17 @@ import torch
 from stand_ins import Numbers, Regression, StopAfter, dp, fit, records
 
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
+from lit_dpret.callbacks.doctor import examine
 from lit_dpret.cards.amendments import note_not_covered
 from lit_dpret.cards.card import read_card, verify_card
 from lit_dpret.cards.start import read_start
+from lit_dpret.cards.verification import verify_chain
 from lit_dpret.cli import build_parts, run
 from lit_dpret.errors import BudgetExceededError, ConfigurationError, LedgerError, ResumeError
 from lit_dpret.privacy.accounting.composition import epsilon
+from lit_dpret.privacy.budget import PrivacyBudget
 from lit_dpret.privacy.ledger.run_ledger import charged_releases
+from lit_dpret.privacy.modes import DPSGD
 
 
 class Saved(Regression):
@@ -47,16 +51,17 @@ def train(
     resume: bool = False,
     tuning: dict[str, Any] | None = None,
     extra: Sequence[L.Callback] = (),
+    data: Any = None,
+    mode: DPSGD | None = None,
     **privacy: Any,
 ) -> dict[str, Any]:
     L.seed_everything(0, verbose=False)
-    mode = dp(folder.parent, **{"noise_multiplier": 4.0} | privacy)
+    mode = mode or dp(folder.parent, **{"noise_multiplier": 4.0} | privacy)
+    data = data or Numbers(sampling="poisson")
     module = Saved(privacy=mode, pretrained=None if start is None else start / "model")
     accountant = PrivacyAccountant(run_dir=folder, resume=resume, eps_log_points=1, init_from=start if named else None)
     card = PrivacyCard(run_dir=folder, **(tuning or {}))
-    fit(
-        folder, module, Numbers(sampling="poisson"), resume=resume, accountant=accountant, extra=[card, *extra], steps=4
-    )
+    fit(folder, module, data, resume=resume, accountant=accountant, extra=[card, *extra], steps=4)
     return read_card(folder)
 
 
@@ -76,6 +81,54 @@ def test_a_run_from_a_private_run_claims_both_and_budgets_its_own(tmp_path: Path
     assert verify_card(card, child / "privacy_ledger.jsonl", folder=child / "model") == []
     again = train(child, parent, resume=True)
     assert again["claim"]["epsilon"] == card["claim"]["epsilon"]
+
+
+def few() -> Numbers:
+    """A data set so small that its own delta, 1/16, would allow publishing twelve of the 200 units of another."""
+    return Numbers(8, sampling="poisson", expected_batch_size=2)
+
+
+def test_a_small_second_run_states_its_claim_at_the_delta_of_the_many_behind_its_start(tmp_path: Path) -> None:
+    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
+    train(first)
+    alone = train(tmp_path / "alone", data=few())
+    assert alone["claim"]["delta"] == 1 / 16
+    card = train(second, first, data=few())
+    parts = [charged_releases(records(folder)) for folder in (first, second)]
+    both = epsilon([*parts[0], *parts[1]], delta=1 / 400, neighbours="zero_out")
+    assert (card["claim"]["delta"], card["claim"]["epsilon"]) == (1 / 400, pytest.approx(both, rel=1e-9))
+    assert records(second)[0]["plan"]["budget"]["delta"] == 1 / 400, "the noise is planned for it"
+    assert {n: card["accounting"]["init_from"][n] for n in ("delta", "n_public")} == {"delta": 1 / 400, "n_public": 200}
+    assert verify_card(card, second / "privacy_ledger.jsonl", folder=second / "model") == []
+    assert verify_chain(second, parents=[first]).failed == []
+    for number, given in enumerate((None, 1e-2)):  # two runs on, and where a larger constant is declared
+        claim = train(tmp_path / f"third{number}", second, data=few(), delta=given)["claim"]
+        assert claim["delta"] == 1 / 400
+    assert train(third, second, delta=1e-4)["claim"]["delta"] == 1e-4, "a smaller one is taken as it is"
+
+
+def test_the_doctor_plans_at_the_delta_of_the_start(tmp_path: Path) -> None:
+    train(tmp_path / "first")
+    module = Saved(privacy=dp(tmp_path, noise_multiplier=4.0), pretrained=tmp_path / "first" / "model")
+    accountant = PrivacyAccountant(run_dir=tmp_path / "second", init_from=tmp_path / "first")
+    trainer = L.Trainer(accelerator="cpu", max_steps=4, callbacks=[accountant], logger=False)
+    planned = examine(trainer, module, few()).planned
+    assert planned is not None and planned.plan is not None
+    assert planned.plan.budget.delta == 1 / 400
+
+
+class OwnDelta(DPSGD):
+    """A mode that makes its budget by itself."""
+
+    def budget(self, public_units: int | None) -> PrivacyBudget:
+        return PrivacyBudget(eps=self.eps, delta=0.05, unit=self.unit, neighbours=self.neighbours)
+
+
+def test_a_mode_that_plans_another_delta_than_that_of_the_start_is_refused(tmp_path: Path) -> None:
+    train(tmp_path / "first")
+    mode = OwnDelta(eps=3.0, noise_multiplier=4.0, max_grad_norm=1.0, secret_file=tmp_path / "secret")
+    with pytest.raises(ConfigurationError, match=r"privacy\.delta=0\.05, but init_from"):
+        train(tmp_path / "second", tmp_path / "first", data=few(), mode=mode)
 
 
 def test_a_start_that_an_older_copy_of_the_ledger_does_not_know_is_refused(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,18 @@ def test_a_third_run_composes_all_three(parent: Path, tmp_path: Path) -> None:
     card = finished(begun(tmp_path / "grandchild", tmp_path / "child"), 4)
     assert card["claim"]["epsilon"] == pytest.approx(cost(19), rel=1e-9)
     assert [entry["name"] for entry in card["parents"]] == ["child", "parent"]
+
+
+def test_a_claim_at_a_delta_that_allows_publishing_somebody_behind_the_start_says_so(
+    parent: Path, tmp_path: Path
+) -> None:
+    """As a ledger shows it whose run came to its delta by itself."""
+    run = begun(tmp_path / "child", parent)
+    assert not any("1/n" in text for text in run.train(2).card()["cautions"])
+    small = replace(make_plan(), budget=replace(make_plan().budget, delta=1 / 16), n_public=8)
+    loose = Run(tmp_path / "loose", small)
+    note_start(loose.ledger, read_start(parent, public=False))
+    assert any("1/n of the run before it" in text for text in loose.train(2).card()["cautions"])
 
 
 def test_a_card_that_claims_its_own_run_alone_does_not_verify(parent: Path, tmp_path: Path) -> None:

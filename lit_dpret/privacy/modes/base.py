@@ -78,6 +78,7 @@ class PrivacyMode(ABC):
             where it is cut to fit the device.
         fixed_shapes: Whether every physical batch is filled up to one shape, and no branch may be taken by a value;
             set before ``attach``.
+        delta_at_most: The delta of the run that training starts from, above which no claim about both is stated.
         bounds_any_rows: Whether the bound on a unit holds even where all other rows of its batch get another gradient
             without it, as they may in low precision.
     """
@@ -100,6 +101,7 @@ class PrivacyMode(ABC):
     secret_file: Path | None = None
     secure_rng: bool = False
     noise_seed: int | None = None
+    delta_at_most: float | None = None
 
     def __init__(self) -> None:
         self.counts = StepCounts()

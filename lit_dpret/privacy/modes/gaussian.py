@@ -145,7 +145,10 @@ class GaussianMode(PrivacyMode):
         self.noise_seed = noise_seed
 
     def budget(self, public_units: int | None) -> PrivacyBudget:
-        """The budget, with delta filled in from the public number of units where it was null."""
+        """The budget, with delta filled in from the public number of units where it was null.
+
+        Delta is never above that of the run that training starts from: the claim is about the people of both.
+        """
         delta = self.delta
         if delta is None:
             if public_units is None:
@@ -155,6 +158,8 @@ class GaussianMode(PrivacyMode):
                     trap="T5",
                 )
             delta = 1 / (2 * public_units)
+        if self.delta_at_most is not None:
+            delta = min(delta, self.delta_at_most)
         budget = PrivacyBudget(eps=self.eps, delta=delta, unit=self.unit, neighbours=self.neighbours)
         if public_units is not None:
             budget.check_delta(public_units)
