@@ -186,6 +186,7 @@ def next_weights(
             "federated.stage1.aggregation).",
             kind="too few clients",
         )
+    # The bound holds for the result as well: a rule is not trusted to keep to it.
     found = weighted_mean(good, shares) if run.stage1.aggregation == "mean" else _robust(good, run.stage1)
     try:
         return good_weights(start, found, run.update_norm), sorted(good)

@@ -81,6 +81,7 @@ class InProcessFederation(Federation):
             except DataError as error:
                 if error.kind != "bad sum":
                     raise
+                # A void round is no reason to end the run: the next one begins with the same weights.
                 self.result.faults.append(f"{where}: {error}")
         return dict(weights)
 

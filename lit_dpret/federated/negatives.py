@@ -187,7 +187,7 @@ def respond(client: str, request_rows: Tensor, candidates: Tensor, n: int, *, se
         - Candidates are compared as they are sent, so that the asker, who sees no others, ranks them alike.
 
     """
-    sent = as_sent(candidates, send_as)
+    sent = as_sent(candidates, send_as)  # rounded first: the asker ranks what it receives
     top = search(request_rows.float(), sent.float(), min(n, len(sent)))
     return _block(client, sent, [row[row != MISSING] for row in top.indices])
 

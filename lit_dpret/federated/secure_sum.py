@@ -203,6 +203,7 @@ class Client:
             self._verify(keys)
         self._peers = peers
         holders = sorted(peers)
+        # Of both secrets everybody holds a share; `unmask` gives away one of the two for each client, never both.
         seeds = split(self._seed, threshold=self.session.threshold, holders=holders)
         keys_ = split(self._mask, threshold=self.session.threshold, holders=holders)
         self._held[self.number] = (seeds[self.number], keys_[self.number])
@@ -232,6 +233,7 @@ class Client:
         add_stream(total, self._seed)
         for peer in self._held:
             if peer != self.number:
+                # The smaller number adds, the larger subtracts: in the sum of both the mask cancels modulo 2^32.
                 add_stream(total, self._pairwise(peer), subtract=self.number > peer)
         return total
 

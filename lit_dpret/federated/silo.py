@@ -156,6 +156,7 @@ class SiloClient:
         """
         stage = self.settings.stage1
         done = self.state / f"stage1-{number:03}.safetensors"
+        # Recorded before anything is computed, so that no server gets two updates of a round from two sets of weights.
         Served(self.state).round(number, dict(weights), done)
         if done.is_file():
             return load_file(done)
@@ -297,7 +298,7 @@ class SiloClient:
         """Answer another client's request."""
         stage = self.settings.stage2
         candidates = self._candidates(weights)
-        if not len(rows):
+        if not len(rows):  # a request that says nothing: everybody gets the same sample of this refresh
             seed = self.settings.seed + refresh
             return respond_uniformly(self.name, candidates, stage.n, seed=seed, send_as=stage.send_as)
         return respond(self.name, rows, candidates, stage.top_k, send_as=stage.send_as)

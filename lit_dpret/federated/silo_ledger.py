@@ -108,7 +108,7 @@ class SiloLedger:
             theirs = _side(plan.get("unit")) != _side(self.budget.unit) or plan.get("noise_seed") is not None
             if theirs or not any(record.get("kind") == "intent" for record in records):
                 continue
-            if known is None:
+            if known is None:  # read once, and only where a ledger released something
                 known = self._ledger.run_ids() if self.path.exists() else set()
             if plan.get("run_id") not in known:
                 raise LedgerError(
@@ -184,6 +184,7 @@ class SiloLedger:
                 # Rounding to a grid moves the table a little further, which the noise covers.
                 sensitivity = charged(sensitivity, self.noise)
                 std = noise_multiplier * sensitivity
+                # Before the noise is drawn: a kill in between leaves a release that is charged, never one that is not.
                 ledger.append("intent", attempt=0, step=done, release=release.to_dict(), state_hash=None, sum_tag=None)
                 source = noise_source(self.noise, stream, noise_multiplier=noise_multiplier, coordinates=table.numel())
                 found = source.noised(table, std=std, attempt=0, step=done, parameter=label, salt=nonce)

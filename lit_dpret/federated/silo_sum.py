@@ -117,6 +117,7 @@ class SiloSum:
                 finite or longer than ``federated.update_norm`` allows.
         """
         self.forget()
+        # Whatever attempt it belonged to: two sums of a round over different silos differ by single updates.
         if self._list_of(plan.round).is_file():
             raise _agreed_already(plan.round)
         check_norm("this silo's update", start, update, self.settings.update_norm)
@@ -175,6 +176,7 @@ class SiloSum:
         alive, lost = set(active), set(dead)
         statement = client.statement(alive, lost)
         found = client.unmask(alive, lost, signatures)
+        # On the disk before any share leaves: a process that is killed in between agrees to no second list.
         self._agree(plan, statement)
         self.forget()
         return found

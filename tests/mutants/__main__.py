@@ -45,7 +45,7 @@ def copy_of_the_tree(folder: Path) -> None:
     for name in COPIED:
         source = ROOT / name
         if source.is_dir():
-            ignored = shutil.ignore_patterns("__pycache__", "golden", "data")
+            ignored = shutil.ignore_patterns("__pycache__", *(("golden", "data") if name == "tests" else ()))
             shutil.copytree(source, folder / name, symlinks=True, ignore=ignored)
         else:
             shutil.copy2(source, folder / name)

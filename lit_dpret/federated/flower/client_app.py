@@ -123,13 +123,14 @@ def build_client_app(
                     raise DataError("The server's settings are not this silo's.", kind="other settings")
                 check_planned(client.settings, head)
                 check_ledgers(client, context)
+                # A server that goes on to something else has given up its sum or its refresh: keys do not outlive them.
                 if client.settings.secure_sum and action not in SUM_ACTS:
                     _sum(client).forget()
                 if client.settings.seal and action not in REFRESH:
                     _sealer(client).forget()
                 try:
                     reply = handler(client, message.content, head)
-                finally:
+                finally:  # a handler that fails may have spent something before
                     remember_ledgers(client, context)
             except Exception as error:  # whatever it is, the round goes on without this silo
                 log.error("%s: %s: %s", message.metadata.message_type, type(error).__name__, error,

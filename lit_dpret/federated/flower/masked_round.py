@@ -67,6 +67,7 @@ class MaskedRound:
         if marker.is_file():
             return self._lost("The server was ended while this round was unmasked.")
         self.gather()
+        # From here on silos sign: a server that starts again must not ask them for another list of this round.
         save_json(marker, {"attempt": self._plan.attempt})
         try:
             return self.unmask()
