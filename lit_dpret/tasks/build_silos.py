@@ -16,9 +16,8 @@ from lit_dpret.datamodules.readers import RecordFile
 from lit_dpret.datamodules.silo_folder import Silo, read_manifest, write_silos
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.federated.data import planted_silos, silos_by_article, silos_by_domain
-from lit_dpret.federated.data.newsqa import read_genres, read_newsqa
 from lit_dpret.federated.data.planted import Planted
-from lit_dpret.federated.data.squad import Question, squad_json
+from lit_dpret.federated.data.questions import Question, read_genres, read_newsqa, squad_json
 from lit_dpret.settings import built, picked
 from lit_dpret.tasks.parts import Parts, check_run_dir
 

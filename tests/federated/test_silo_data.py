@@ -14,9 +14,16 @@ from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.silo_folder import Silo, SiloQuery, read_silo, silo_folders, write_silos
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.federated.data import planted_silos, planted_words, section_of, sentence_spans, silos_by_domain
-from lit_dpret.federated.data.newsqa import read_genres, read_newsqa, story_id
 from lit_dpret.federated.data.planted import Planted, meaning
-from lit_dpret.federated.data.squad import Question, covering, silos_by_article, squad_json
+from lit_dpret.federated.data.questions import (
+    Question,
+    covering,
+    read_genres,
+    read_newsqa,
+    silos_by_article,
+    squad_json,
+    story_id,
+)
 
 SIZE = Planted(clients=2, entities=6)
 

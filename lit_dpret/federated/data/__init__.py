@@ -1,10 +1,9 @@
 """Silos from data that exist: a split of each collection into clients, sentence by sentence."""
 
 from lit_dpret.federated.data.collections import merged_silo, pseudo_silo, silos_by_domain
-from lit_dpret.federated.data.newsqa import read_newsqa, section_of
 from lit_dpret.federated.data.planted import planted_silos, planted_words
+from lit_dpret.federated.data.questions import read_newsqa, section_of, silos_by_article
 from lit_dpret.federated.data.sentences import sentence_spans, sentences_of
-from lit_dpret.federated.data.squad import silos_by_article
 
 __all__ = [
     "merged_silo",
