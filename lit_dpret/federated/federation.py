@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -65,6 +66,37 @@ class FedResult:
         if not found:
             raise DataError(f"No silo shares its measures of {system}; each has them in its own state folder.")
         return float(np.concatenate([values[metric] for values in found.values()]).mean())
+
+    def facts(self) -> dict[str, Any]:
+        """Return what a server knows at the end as plain values, without the weights."""
+        of_silo = {name: found for shared in self.systems.values() for name, found in shared.items()}
+        return {
+            # A server knows means, so that every value of a silo is the same one.
+            "measures": {
+                system: {name: {metric: float(one[0]) for metric, one in found.items()} for name, found in of.items()}
+                for system, of in self.systems.items()
+            },
+            "queries": {name: len(next(iter(found.values()))) for name, found in of_silo.items()},
+            "epsilon": self.epsilon,
+            "sent": dict(self.sent),
+            "rounds": self.rounds,
+            "sent_by_silo": {name: dict(sent) for name, sent in self.traffic.by_silo().items()},
+            "faults": self.faults,
+        }
+
+    @classmethod
+    def of_facts(cls, facts: Mapping[str, Any]) -> FedResult:
+        """Return the result that a server told by `facts`, in which each query has the mean of its silo."""
+        result = cls(faults=list(facts["faults"]))
+        for phase, shared in facts["measures"].items():
+            result.systems[phase] = {
+                client: {metric: np.full(facts["queries"][client], value) for metric, value in found.items()}
+                for client, found in shared.items()
+            }
+        for client, sent in facts.get("sent_by_silo", {}).items():
+            for phase, count in sent.items():
+                result.traffic.note(phase, client, {client: count})
+        return result
 
 
 class Federation(ABC):

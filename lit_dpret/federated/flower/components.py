@@ -17,7 +17,7 @@ from lit_dpret.federated.documents import SiloSettings, read_run_request, read_s
 from lit_dpret.federated.federation import FedResult
 from lit_dpret.federated.flower.client_app import build_client_app
 from lit_dpret.federated.flower.library import Context, Grid, ServerApp
-from lit_dpret.federated.flower.server_app import FlowerFederation, build_server_app, server_facts
+from lit_dpret.federated.flower.server_app import FlowerFederation, build_server_app
 from lit_dpret.federated.model import start_and_dim
 from lit_dpret.federated.silo import SiloClient
 from lit_dpret.privacy.noise import default_secret_file
@@ -78,4 +78,4 @@ def serve(grid: Grid, context: Context) -> None:
 
 
 def _say(result: FedResult) -> None:
-    print(RESULT + json.dumps(server_facts(result)), file=sys.stderr, flush=True)
+    print(RESULT + json.dumps(result.facts()), file=sys.stderr, flush=True)

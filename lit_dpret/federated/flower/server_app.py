@@ -153,24 +153,6 @@ class FlowerFederation(Federation):
             shared[name] = {metric: np.broadcast_to(value, (count,)) for metric, value in values.items()}
 
 
-def server_facts(result: FedResult) -> dict[str, Any]:
-    """Return what a server knows at the end as plain values, without the weights."""
-    of_silo = {name: found for shared in result.systems.values() for name, found in shared.items()}
-    return {
-        # A server knows means, so that every value of a silo is the same one.
-        "measures": {
-            system: {name: {metric: float(values[0]) for metric, values in one.items()} for name, one in shared.items()}
-            for system, shared in result.systems.items()
-        },
-        "queries": {name: len(next(iter(found.values()))) for name, found in of_silo.items()},
-        "epsilon": result.epsilon,
-        "sent": dict(result.sent),
-        "rounds": result.rounds,
-        "sent_by_silo": {name: dict(sent) for name, sent in result.traffic.by_silo().items()},
-        "faults": result.faults,
-    }
-
-
 def build_server_app(
     federation: FlowerFederation,
     *,
@@ -183,7 +165,7 @@ def build_server_app(
 
     def main(grid: Grid, context: Context) -> None:
         result = federation.serve(grid, measure=measure, split=split)
-        _write_json(federation.folder / "federation.json", {"schema": SCHEMA, **server_facts(result)})
+        _write_json(federation.folder / "federation.json", {"schema": SCHEMA, **result.facts()})
         if on_result is not None:
             on_result(result)
 

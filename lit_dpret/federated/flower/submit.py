@@ -10,11 +10,9 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import yaml
 
 from lit_dpret.errors import ConfigurationError, DataError, WorkerError
@@ -26,7 +24,7 @@ from lit_dpret.federated.flower.connection import Connection
 from lit_dpret.federated.flower.node import flower_program
 from lit_dpret.federated.flower.payloads import digest_of
 from lit_dpret.federated.model import AS2Maker
-from lit_dpret.federated.settings import PHASES, PddAs2, Phase
+from lit_dpret.federated.settings import PHASES, PddAs2
 from lit_dpret.federated.storage import save_json
 from lit_dpret.federated.transport import FederationRun
 from lit_dpret.settings import plain
@@ -107,7 +105,15 @@ def flower(run: FederationRun) -> FedResult:
             connection.reach()
         document.write_text(silo_document(settings, model), encoding="utf-8")
         save_json(kept, _run(request, folder, link))
-    return result_of(json.loads(kept.read_text(encoding="utf-8")), request.name, run.measure)
+    result = FedResult.of_facts(json.loads(kept.read_text(encoding="utf-8")))
+    for phase in run.measure:
+        if not result.systems.get(phase):
+            raise DataError(
+                f"The run {request.name} is finished, and no silo shares its measures of {phase}: each has them in its "
+                "own state folder, and under a budget they stay there. The weights are at the server."
+            )
+    result.systems = {phase: result.systems[phase] for phase in run.measure}
+    return result
 
 
 def silo_document(settings: PddAs2, model: AS2Maker) -> str:
@@ -118,30 +124,6 @@ def silo_document(settings: PddAs2, model: AS2Maker) -> str:
     facts = {"schema": SILO_SCHEMA, **choices, "federated": plain(settings), "model": plain(model)}
     said = "# Decide what the server may know, and start: lit-dpret silo --data DIR --state DIR --settings THIS ...\n"
     return said + str(yaml.safe_dump(facts, sort_keys=False))
-
-
-def result_of(facts: Mapping[str, Any], name: str, measure: Sequence[Phase]) -> FedResult:
-    """Turn the server's facts into a result, in which each query has the mean of its silo.
-
-    Raises:
-        DataError: No silo shares its measures.
-    """
-    result = FedResult(faults=list(facts["faults"]))
-    for phase in measure:
-        shared = facts["measures"].get(phase, {})
-        if not shared:
-            raise DataError(
-                f"The run {name} is finished, and no silo shares its measures of {phase}: each has them in its own "
-                "state folder, and under a budget they stay there. The weights are at the server."
-            )
-        result.systems[phase] = {
-            client: {metric: np.full(facts["queries"][client], value) for metric, value in found.items()}
-            for client, found in shared.items()
-        }
-    for client, sent in facts.get("sent_by_silo", {}).items():
-        for phase, count in sent.items():
-            result.traffic.note(phase, client, {client: count})
-    return result
 
 
 def _run(request: RunRequest, folder: Path, link: SuperLinkTarget) -> dict[str, Any]:
