@@ -33,17 +33,17 @@ class ByMessages:
         self, settings: PddAs2, names: Iterable[str], start: Weights, server: Path, *, fate: Fate | None = None,
         share: bool = False, spent: bool = False, **patience: Any,
     ) -> None:  # fmt: skip
-        self.settings = settings
+        self.settings, self.share, self.spent = settings, share, spent
         nodes = {number: {"client": name} for number, name in enumerate(names, start=10)}
-        self.grid: Any = self.grid_of(
-            build_client_app(self.client, share_measures=share, share_epsilon=spent), nodes, fate=fate
-        )
+        self.grid: Any = self.grid_of(build_client_app(self.client), nodes, fate=fate)
         waiting = Patience(**{"min_clients": 1, "wait": 0.0, **patience})
         self.server = FlowerFederation(settings, start, server, dim=DIM, patience=waiting)
 
     def client(self, context: Context) -> Any:
         """The silo of a node."""
-        return self.silo_of(str(context.node_config["client"]))
+        silo = self.silo_of(str(context.node_config["client"]))
+        silo.share_measures, silo.share_epsilon = self.share, self.spent
+        return silo
 
     def silo_of(self, name: str) -> Any:
         raise NotImplementedError

@@ -72,7 +72,8 @@ class SiloSettings:
             credentials = load_credentials(read_silo(self.data).name, self.signing_key, self.roster_file)
         return SiloClient(
             self.data, self.state, self.federated, self.model, secret_file=self.secret_file, credentials=credentials,
-            ledgers=self.ledgers or self.data / LEDGERS,
+            ledgers=self.ledgers or self.data / LEDGERS, share_measures=self.share_measures,
+            share_epsilon=self.share_epsilon,
         )  # fmt: skip
 
     def to_yaml(self) -> str:

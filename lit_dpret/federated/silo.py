@@ -84,6 +84,9 @@ class SiloClient:
         make_module: Builds the model of each round; the encoder is public.
         secret_file: Keys the noise; null for the user's state folder.
         credentials: The silo's signing key and the roster; needed and used only with ``roster=true``.
+        share_measures: Report the mean measures and the number of test queries to the server; never under a budget.
+        share_epsilon: Report with every measure how much of its budget the silo has spent. It depends on the settings
+            and on the number of units, not on their content.
         ledgers: Folder of the ledgers; null for one in ``state``. Epsilon composes over all runs with the same folder,
             and over no others.
 
@@ -102,8 +105,11 @@ class SiloClient:
         secret_file: str | Path | None = None,
         credentials: Credentials | None = None,
         ledgers: str | Path | None = None,
+        share_measures: bool = False,
+        share_epsilon: bool = False,
     ) -> None:
         self.settings = settings.check()
+        self.share_measures, self.share_epsilon = share_measures, share_epsilon
         if settings.privacy.eps is not None or settings.train_on != "queries":
             refuse_private_start(make_module)
         self.folder, self.state = Path(data), Path(state)

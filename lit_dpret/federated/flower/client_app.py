@@ -74,9 +74,6 @@ from lit_dpret.federated.storage import Served, save_tensors
 MakeClient = Callable[[Context], SiloClient]
 """Builds the silo of a node, from the settings that its operator gave the node (``context.node_config``)."""
 
-Choice = bool | Callable[[SiloClient], bool]
-"""A silo's own choice: the same for all silos of an app, or asked of each."""
-
 Head = Mapping[str, Any]
 Handler = Callable[[SiloClient, RecordDict, Head], RecordDict]
 
@@ -85,10 +82,8 @@ SPLITS = ("train", "dev", "test")
 _SERVER = "the server"
 
 
-def build_client_app(
-    make_client: MakeClient, *, share_measures: Choice = False, share_epsilon: Choice = False
-) -> ClientApp:
-    """Build the app that every silo runs.
+def build_client_app(make_client: MakeClient) -> ClientApp:
+    """Build the app that every silo runs; ``make_client`` is called once for each process and node.
 
     Guarantees:
         - What a message changes or releases is what a method of `SiloClient` does, budget included.
@@ -100,14 +95,8 @@ def build_client_app(
         - With ``secure_sum`` updates leave the silo only under masks, and the next message of another kind deletes the
           secrets of a round.
         - With ``seal`` request rows and answers leave the silo only in letters to other silos.
-        - Measures stay in the silo's state folder unless ``share_measures`` is set, and under a budget always, since
-          no ledger counts them.
-
-    Args:
-        make_client: Called once for each process and node.
-        share_measures: Report the mean measures and the number of test queries to the server.
-        share_epsilon: Report with every measure how much of its budget the silo has spent. It depends on the settings
-            and on the number of units, not on their content.
+        - Measures stay in the silo's state folder unless its owner shares them (``share_measures``), and under a
+          budget always, since no ledger counts them.
     """
     app = ClientApp()
     silos: dict[int, SiloClient] = {}
@@ -148,7 +137,7 @@ def build_client_app(
     for query in (seal_key, fedneg_request, fedneg_serve):
         register("query", query.__name__, query)
     register("train", "personalise", personalise)
-    register("evaluate", "retrieval", partial(evaluate, share=share_measures, spent=share_epsilon))
+    register("evaluate", "retrieval", evaluate)
     return app
 
 
@@ -471,7 +460,7 @@ def _sealer(client: SiloClient) -> Sealer:
 # -- measures ----------------------------------------------------------------------------------
 
 
-def evaluate(client: SiloClient, content: RecordDict, head: Head, *, share: Choice, spent: Choice) -> RecordDict:
+def evaluate(client: SiloClient, content: RecordDict, head: Head) -> RecordDict:
     """Measure on the silo's own collection; keep the value of every query, and report means where agreed."""
     system, split = head.get("system"), head.get("split")
     if system not in PHASES or split not in SPLITS:
@@ -482,9 +471,9 @@ def evaluate(client: SiloClient, content: RecordDict, head: Head, *, share: Choi
         measured = client.evaluate(weights, personal=system == "stage2", split=split)
         save_tensors({name.replace("/", "."): torch.from_numpy(one.copy()) for name, one in measured.items()}, kept)
     found = {name.replace(".", "/", 1): value.numpy() for name, value in load_file(kept).items()}
-    epsilon = client.epsilon() if _chosen(spent, client) else None
+    epsilon = client.epsilon() if client.share_epsilon else None
     spending = {} if epsilon is None else {"epsilon": epsilon}
-    if not _chosen(share, client) or client.settings.privacy.eps is not None:
+    if not client.share_measures or client.settings.privacy.eps is not None:
         return envelope(withheld=True, **spending)
     reply = envelope(withheld=False, queries=max(len(value) for value in found.values()), **spending)
     reply["measures"] = MetricRecord({name: float(value.mean()) for name, value in found.items()})
@@ -494,7 +483,3 @@ def evaluate(client: SiloClient, content: RecordDict, head: Head, *, share: Choi
 def measures_file(state: Path, system: str, split: str) -> Path:
     """Return where a silo keeps its measures of every query, so that it reports the same whenever it is asked."""
     return state / f"measures-{system}-{split}.safetensors"
-
-
-def _chosen(choice: Choice, client: SiloClient) -> bool:
-    return choice(client) if callable(choice) else choice

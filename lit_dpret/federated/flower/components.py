@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from lit_dpret.errors import ConfigurationError, LitDpretError
-from lit_dpret.federated.documents import SiloSettings, read_run_request, read_silo_settings
+from lit_dpret.federated.documents import read_run_request, read_silo_settings
 from lit_dpret.federated.federation import FedResult
 from lit_dpret.federated.flower.client_app import build_client_app
 from lit_dpret.federated.flower.library import Context, Grid, ServerApp
@@ -26,25 +26,15 @@ RUN_CONFIG = "lit-config"
 SERVER_FOLDER = "LIT_DPRET_FEDERATIONS"
 RESULT, REFUSAL = "lit-dpret result: ", "lit-dpret refusal: "
 
-_choices: dict[Path, SiloSettings] = {}
 
-
-def silo_settings(context: Context) -> SiloSettings:
-    """Read the document of this node's owner; refuse a node that was started without one."""
+def make_silo(context: Context) -> SiloClient:
+    """Build the silo of this node by its owner's document; refuse a node that was started without one."""
     place = context.node_config.get("silo")
     if not isinstance(place, str) or not place:
         raise ConfigurationError(
             "This SuperNode was started without --node-config 'silo=\"FILE\"'. Start it with lit-dpret silo."
         )
-    return read_silo_settings(Path(place))
-
-
-def make_silo(context: Context) -> SiloClient:
-    """Build the silo of this node."""
-    settings = silo_settings(context)
-    client = settings.client()
-    _choices[client.state] = settings
-    return client
+    return read_silo_settings(Path(place)).client()
 
 
 def server_folder(name: str) -> Path:
@@ -53,11 +43,7 @@ def server_folder(name: str) -> Path:
     return (Path(chosen) if chosen else default_secret_file().parent / "federations") / name
 
 
-client_app = build_client_app(
-    make_silo,
-    share_measures=lambda client: _choices[client.state].share_measures,
-    share_epsilon=lambda client: _choices[client.state].share_epsilon,
-)
+client_app = build_client_app(make_silo)
 server_app = ServerApp()
 
 
