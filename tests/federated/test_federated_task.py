@@ -146,11 +146,11 @@ def test_a_run_that_was_interrupted_goes_on_and_makes_no_finished_round_again(
 
 def test_under_a_budget_systems_go_on_from_the_ledgers_of_stage_1_and_each_stays_within(tmp_path: Path) -> None:
     made = plan(privacy=EPS, secret_file=str(tmp_path / "secret"))
-    Federated(systems=["stage1", "fed_negative"], seeds=[0, 1]).run(parts(tmp_path / "run", made))
+    Federated(systems=["stage1", "customised", "fed_negative"], seeds=[0, 1]).run(parts(tmp_path / "run", made))
     data = json.loads((tmp_path / "run" / "pdd_as2.json").read_text(encoding="utf-8"))
     spent = {name: found["epsilon"] for name, found in data["systems"].items()}
     for silo in ("client0", "client1"):
-        assert 0 < spent["stage1"][silo] < spent["fed_negative"][silo] <= 20.0
+        assert 0 < spent["stage1"][silo] < spent["customised"][silo] < spent["fed_negative"][silo] <= 20.0
     assert data["eps"] == 20.0 and "federated.declare_public" in (tmp_path / "run" / "pdd_as2.md").read_text("utf-8")
     assert "weight" not in data["trust"][1][0]  # uniform: how many queries a silo has is told to nobody
     # A row is a mean over seeds, and the page holds all rows: each private run behind them counts once.
