@@ -9,7 +9,7 @@ Rush, 2016, 1606.07947). Passages and public weights go in, and no query: what c
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -25,6 +25,7 @@ from lit_dpret.modules.generator_folder import (
     save_generator,
 )
 from lit_dpret.modules.language_models import load_language_model, load_tokenizer
+from lit_dpret.settings import require_whole
 from lit_dpret.synthesis.groups import canonical_groups, draw_group
 from lit_dpret.synthesis.sampler import Decoding
 
@@ -32,61 +33,108 @@ _IGNORED = -100
 Ids = list[int]
 
 
-def shrink_generator(
-    teacher: str | Path,
-    passages: Mapping[str, str],
-    folder: str | Path,
-    *,
-    contract: GeneratorContract,
-    layers: int = 1,
-    feed_forward: int | None = None,
-    epochs: int = 2,
-    batch: int = 32,
-    lr: float = 2e-3,
-    top_p: float = 0.8,
-    seed: int = 0,
-    progress: Callable[[int, int], None] | None = None,
-) -> Path:
-    """Write a generator with ``layers`` layers on each side, trained on what ``teacher`` writes for ``passages``.
+@dataclass(frozen=True, kw_only=True)
+class SmallerGenerator:
+    """A generator with some of the layers of a public one, trained on what that writes for public passages.
 
     Args:
         teacher: Hub name, folder or ``public_t5``: a T5 that only public data went into.
-        passages: Public texts by id; the teacher draws one query for each.
-        folder: Where the smaller generator goes; it gets no privacy card, since nothing private went in.
-        contract: Prompt and lengths, for the teacher and for what is written.
         layers: Encoder layers and decoder layers that are kept, spread evenly over the teacher's.
         feed_forward: Hidden units of each feed-forward layer that are kept, those of the largest weights; null for all.
         epochs: Passes over the pairs.
         batch: Pairs of a step.
         lr: Peak learning rate of AdamW, which falls to zero linearly.
         top_p: Nucleus of the teacher's queries.
-        seed: Of the queries and of the order of the pairs.
-        progress: Called with (steps done, steps in all); drawing counts as one half.
-
-    Returns:
-        ``folder``.
-
-    Raises:
-        ConfigurationError: A number is out of range, or there are no passages.
-        UnsupportedModelError: The teacher is no T5.
-        StorageError: The folder cannot be written.
     """
-    for knob, value in (("layers", layers), ("epochs", epochs), ("batch", batch)):
-        if value < 1:
-            raise ConfigurationError(f"{knob}={value} of the smaller generator must be at least 1.")
-    if not passages:
-        raise ConfigurationError("The smaller generator learns from passages, and there are none.")
-    refuse_tuned_prompt(teacher)
-    codec = TextCodec(load_tokenizer(teacher), replace(contract, virtual_ids=()))
-    large = load_language_model(teacher).eval()
-    small = _cut(large, layers, feed_forward)
-    pairs = _taught(GeneratorModel(large, codec, Path(teacher)), passages, top_p, seed, progress)
-    _train(small, codec, pairs, epochs=epochs, batch=batch, lr=lr, seed=seed, progress=progress)
-    return save_generator(folder, small.eval(), codec)
+
+    teacher: str | Path
+    layers: int = 1
+    feed_forward: int | None = None
+    epochs: int = 2
+    batch: int = 32
+    lr: float = 2e-3
+    top_p: float = 0.8
+
+    def __post_init__(self) -> None:
+        require_whole("task.shrink", self, 1, "layers", "epochs", "batch")
+
+    def write(
+        self, passages: Mapping[str, str], folder: Path, *, contract: GeneratorContract, seed: int = 0,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> Path:  # fmt: skip
+        """Train it and write it into ``folder``, without a privacy card, since nothing private went in.
+
+        Args:
+            passages: Public texts by id; the teacher draws one query for each.
+            folder: Where it goes.
+            contract: Prompt and lengths, for the teacher and for what is written.
+            seed: Of the queries and of the order of the pairs.
+            progress: Called with (steps done, steps in all); drawing counts as one half.
+
+        Raises:
+            ConfigurationError: It is not smaller than the teacher, or there are no passages.
+            UnsupportedModelError: The teacher is no T5.
+        """
+        if not passages:
+            raise ConfigurationError("The smaller generator learns from passages, and there are none.")
+        refuse_tuned_prompt(self.teacher)
+        codec = TextCodec(load_tokenizer(self.teacher), replace(contract, virtual_ids=()))
+        large = load_language_model(self.teacher).eval()
+        small = _cut(large, self.layers, self.feed_forward)
+        pairs = self._taught(GeneratorModel(large, codec, Path(self.teacher)), passages, seed, progress)
+        self._train(small, codec, pairs, seed, progress)
+        return save_generator(folder, small.eval(), codec)
+
+    def _taught(
+        self, teacher: GeneratorModel, passages: Mapping[str, str], seed: int, progress: Callable[[int, int], None]
+    ) -> list[tuple[Ids, Ids]]:
+        """Return token ids of each passage and of the query that the teacher draws for it."""
+        decoding = Decoding(
+            top_p=self.top_p,
+            temperature=1.0,
+            top_k=None,
+            max_new_tokens=teacher.contract.max_query_length,
+            min_new_tokens=1,
+        )
+        pairs: list[tuple[Ids, Ids]] = []
+        with torch.no_grad():
+            for group in canonical_groups(teacher.codec, passages, 64):
+                drawn = draw_group(teacher, {name: passages[name] for name in group}, 1, seed, decoding)
+                texts = teacher.codec.passages([passages[query.passage_id] for query in drawn])
+                pairs += zip(texts, teacher.codec.queries([query.text for query in drawn]), strict=True)
+                progress(len(pairs), 2 * len(passages))
+        return pairs
+
+    def _train(
+        self, model: PreTrainedModel, codec: TextCodec, pairs: Sequence[tuple[Ids, Ids]], seed: int,
+        progress: Callable[[int, int], None],
+    ) -> None:  # fmt: skip
+        pad = int(codec.tokenizer.pad_token_id)
+        steps = self.epochs * -(-len(pairs) // self.batch)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=self.lr, weight_decay=0.0)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 - step / steps)
+        order, done = torch.Generator().manual_seed(seed), 0
+        model.train()
+        for _ in range(self.epochs):
+            places = torch.randperm(len(pairs), generator=order).tolist()
+            for start in range(0, len(places), self.batch):
+                rows = [pairs[place] for place in places[start : start + self.batch]]
+                loss = model(
+                    input_ids=padded([passage for passage, _ in rows], pad),
+                    attention_mask=padded([[1] * len(passage) for passage, _ in rows], 0),
+                    labels=padded([query for _, query in rows], _IGNORED),
+                ).loss
+                optimizer.zero_grad()
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                schedule.step()
+                done += 1
+                progress(len(pairs) + round(len(pairs) * done / steps), 2 * len(pairs))
 
 
 def spread(layers: int, kept: int) -> list[int]:
-    """Which of ``layers`` layers are kept: as far from each other as they can be, the last one among them.
+    """Return which of ``layers`` layers are kept: as far from each other as they can be, the last one among them.
 
     Example:
         >>> spread(12, 4), spread(2, 1)
@@ -132,61 +180,3 @@ def _narrowed(weights: Mapping[str, torch.Tensor], name: str, shape: torch.Size)
             best = outer.norm(dim=0).topk(want).indices.sort().values
             weight = weight.index_select(axis, best)
     return weight
-
-
-def _taught(
-    teacher: GeneratorModel,
-    passages: Mapping[str, str],
-    top_p: float,
-    seed: int,
-    progress: Callable[[int, int], None] | None,
-) -> list[tuple[Ids, Ids]]:
-    """Token ids of each passage and of the query that the teacher draws for it."""
-    decoding = Decoding(
-        top_p=top_p, temperature=1.0, top_k=None, max_new_tokens=teacher.contract.max_query_length, min_new_tokens=1
-    )
-    pairs: list[tuple[Ids, Ids]] = []
-    with torch.no_grad():
-        for group in canonical_groups(teacher.codec, passages, 64):
-            drawn = draw_group(teacher, {name: passages[name] for name in group}, 1, seed, decoding)
-            texts = teacher.codec.passages([passages[query.passage_id] for query in drawn])
-            pairs += zip(texts, teacher.codec.queries([query.text for query in drawn]), strict=True)
-            if progress is not None:
-                progress(len(pairs), 2 * len(passages))
-    return pairs
-
-
-def _train(
-    model: PreTrainedModel,
-    codec: TextCodec,
-    pairs: Sequence[tuple[Ids, Ids]],
-    *,
-    epochs: int,
-    batch: int,
-    lr: float,
-    seed: int,
-    progress: Callable[[int, int], None] | None,
-) -> None:
-    pad = int(codec.tokenizer.pad_token_id)
-    steps = epochs * -(-len(pairs) // batch)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 - step / steps)
-    order, done = torch.Generator().manual_seed(seed), 0
-    model.train()
-    for _ in range(epochs):
-        places = torch.randperm(len(pairs), generator=order).tolist()
-        for start in range(0, len(places), batch):
-            rows = [pairs[place] for place in places[start : start + batch]]
-            loss = model(
-                input_ids=padded([passage for passage, _ in rows], pad),
-                attention_mask=padded([[1] * len(passage) for passage, _ in rows], 0),
-                labels=padded([query for _, query in rows], _IGNORED),
-            ).loss
-            optimizer.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
-            done += 1
-            if progress is not None:
-                progress(len(pairs) + round(len(pairs) * done / steps), 2 * len(pairs))

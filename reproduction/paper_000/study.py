@@ -20,6 +20,7 @@ from lit_dpret.settings import require_whole
 from lit_dpret.tasks.parts import Parts
 from lit_dpret.tasks.pipeline import Pipeline
 from lit_dpret.tasks.stages import Stages, described
+from reproduction.paper_000.shrink import SmallerGenerator
 from reproduction.published import SIZES, Point
 from reproduction.study import Study
 
@@ -56,7 +57,7 @@ class Trainings(Study):
     """
 
     pipeline: Callable[..., Pipeline]
-    shrink: Callable[..., Path]
+    shrink: SmallerGenerator
     shrink_passages: int = 4000
     sizes: Mapping[str, str] = None  # type: ignore[assignment]  # null, here and below: what __post_init__ takes
     beside: Mapping[str, str] = None  # type: ignore[assignment]
@@ -218,12 +219,11 @@ class Trainings(Study):
             data = parts.make_datamodule(max_passages=self.shrink_passages, expected_batch_size=None, sample_rate=None)
             data.prepare_data()
             data.setup("fit")
-            teacher = getattr(self.shrink, "keywords", {}).get("teacher", "public_t5")
-            codec = self.base.generator(privacy=NoPrivacy(), pretrained=teacher).codec
+            codec = self.base.generator(privacy=NoPrivacy(), pretrained=self.shrink.teacher).codec
             with ProgressLine("making the smaller generator") as progress:
-                self.shrink(
-                    passages=data.public_passages(), folder=parts.run_dir / "model", contract=codec.contract,
-                    seed=parts.seed, progress=progress,
+                self.shrink.write(
+                    data.public_passages(), parts.run_dir / "model", contract=codec.contract, seed=parts.seed,
+                    progress=progress,
                 )  # fmt: skip
             return "model"
 

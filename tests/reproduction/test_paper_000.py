@@ -29,7 +29,7 @@ from lit_dpret.retrieval.statistics import Interval
 from lit_dpret.tasks import Pipeline, PretrainingOverlap, Similarity
 from reproduction import CanaryStudy, Paper000, ZeroShot
 from reproduction.paper_000.grid import Grid
-from reproduction.paper_000.shrink import shrink_generator
+from reproduction.paper_000.shrink import SmallerGenerator
 from reproduction.paper_000.study import Trainings
 from reproduction.spent import spent_under
 
@@ -86,7 +86,7 @@ def public(tmp_path: Path) -> Path:
 def paper(public: Path, **changes: Any) -> Paper000:
     settings: dict[str, Any] = {
         "pipeline": StandIn,
-        "shrink": partial(shrink_generator, teacher=str(public), layers=1, feed_forward=16, epochs=1, batch=8),
+        "shrink": SmallerGenerator(teacher=str(public), layers=1, feed_forward=16, epochs=1, batch=8),
         "similarity": partial(Similarity, measures=["bleu", "mauve"], features=["query"], ceiling=False, seeds=2),
         "zero_shot": partial(ZeroShot, sets=["scifact", "fiqa"], min_free_mb=1, top_k=10),
         "overlap": partial(PretrainingOverlap, corpus=None, max_texts=10, subsets=2, ngram=2),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +13,16 @@ from lit_dpret.modules.generator_folder import GeneratorContract, GeneratorModel
 from lit_dpret.modules.language_models import load_language_model
 from lit_dpret.synthesis.groups import draw_group
 from lit_dpret.synthesis.sampler import Decoding
-from reproduction.paper_000.shrink import shrink_generator, spread
+from reproduction.paper_000.shrink import SmallerGenerator, spread
 
 CONTRACT = GeneratorContract(max_passage_length=12, max_query_length=8)
 PASSAGES = {f"p{i}": " ".join(WORDS[i : i + 5]) for i in range(16)}
+
+
+def shrink(
+    teacher: Path, folder: Path, passages: dict[str, str] = PASSAGES, *, progress: Any = lambda *_: None, **how: Any
+) -> Path:
+    return SmallerGenerator(teacher=teacher, **how).write(passages, folder, contract=CONTRACT, progress=progress)
 
 
 @pytest.fixture
@@ -26,8 +33,8 @@ def teacher(tmp_path: Path) -> Path:
 
 def test_the_smaller_generator_has_fewer_layers_and_units_and_writes_queries(teacher: Path, tmp_path: Path) -> None:
     steps: list[tuple[int, int]] = []
-    folder = shrink_generator(
-        teacher, PASSAGES, tmp_path / "small", contract=CONTRACT, layers=1, feed_forward=8, epochs=1, batch=8,
+    folder = shrink(
+        teacher, tmp_path / "small", layers=1, feed_forward=8, epochs=1, batch=8,
         progress=lambda done, total: steps.append((done, total)),
     )  # fmt: skip
     small = load_generator(folder)
@@ -41,8 +48,8 @@ def test_the_smaller_generator_has_fewer_layers_and_units_and_writes_queries(tea
 def test_untrained_layers_are_those_of_the_teacher_and_narrow_ones_keep_the_units_that_say_most(
     teacher: Path, tmp_path: Path
 ) -> None:
-    folder = shrink_generator(
-        teacher, PASSAGES, tmp_path / "small", contract=CONTRACT, layers=2, feed_forward=8, epochs=1, batch=16, lr=1e-12
+    folder = shrink(
+        teacher, tmp_path / "small", layers=2, feed_forward=8, epochs=1, batch=16, lr=1e-12
     )  # fmt: skip
     large, small = load_language_model(teacher).state_dict(), load_language_model(folder).state_dict()
     close = torch.testing.assert_close
@@ -58,18 +65,15 @@ def test_untrained_layers_are_those_of_the_teacher_and_narrow_ones_keep_the_unit
 def test_training_brings_the_smaller_generator_nearer_to_what_the_teacher_writes(teacher: Path, tmp_path: Path) -> None:
     losses = []
     for lr in (1e-12, 1e-2):
-        folder = shrink_generator(
-            teacher, PASSAGES, tmp_path / f"lr{lr}", contract=CONTRACT, epochs=8, batch=8, lr=lr, top_p=0.1
+        folder = shrink(
+            teacher, tmp_path / f"lr{lr}", epochs=8, batch=8, lr=lr, top_p=0.1
         )  # fmt: skip
         losses.append(_loss(load_generator(folder), load_generator(teacher)))
     assert losses[1] < 0.9 * losses[0]
 
 
 def test_the_same_seed_makes_the_same_generator(teacher: Path, tmp_path: Path) -> None:
-    one, two = (
-        load_language_model(shrink_generator(teacher, PASSAGES, tmp_path / name, contract=CONTRACT, epochs=1, batch=8))
-        for name in ("one", "two")
-    )
+    one, two = (load_language_model(shrink(teacher, tmp_path / name, epochs=1, batch=8)) for name in ("one", "two"))
     weights = two.state_dict()
     assert all(torch.equal(weights[name], value) for name, value in one.state_dict().items())
 
@@ -87,25 +91,25 @@ def _loss(small: GeneratorModel, teacher: GeneratorModel) -> float:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "setting"),
     [
-        ({"layers": 0}, "layers=0 of the smaller generator must be at least 1"),
-        ({"layers": 3}, "layers=3, feed_forward=32 is not smaller than the teacher's 2 layers"),
-        ({"feed_forward": 33}, "feed_forward=33 is not smaller"),
+        ({"layers": 0}, "task.shrink.layers=0"),
+        ({"layers": 3}, "layers=3"),
+        ({"feed_forward": 33}, "feed_forward=33"),
     ],
 )
 def test_a_shape_that_is_not_smaller_is_refused(
-    changes: dict[str, int], message: str, teacher: Path, tmp_path: Path
+    changes: dict[str, int], setting: str, teacher: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        shrink_generator(teacher, PASSAGES, tmp_path / "small", contract=CONTRACT, **changes)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=setting):
+        shrink(teacher, tmp_path / "small", **changes)
 
 
 def test_no_passages_and_no_t5_are_refused(teacher: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="learns from passages"):
-        shrink_generator(teacher, {}, tmp_path / "small", contract=CONTRACT)
+        shrink(teacher, tmp_path / "small", {})
     shape = {"model_type": "bart", "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16,
              "decoder_ffn_dim": 16, "encoder_attention_heads": 2, "decoder_attention_heads": 2}  # fmt: skip
     generator(config=shape).save_model(tmp_path / "bart")
     with pytest.raises(UnsupportedModelError, match="cut out of a T5, and this is a bart"):
-        shrink_generator(tmp_path / "bart", PASSAGES, tmp_path / "small", contract=CONTRACT)
+        shrink(tmp_path / "bart", tmp_path / "small")
