@@ -27,11 +27,13 @@ CRASHED = 1
 class Server:
     """Jobs in order, each on processes of its own."""
 
-    def __init__(self) -> None:
-        environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    def __init__(self, program: str = __file__, **environment: str) -> None:
+        given = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} | environment
         self._process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            [sys.executable, program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=given
         )
+        assert self._process.stdout is not None
+        self._process.stdout.readline()  # everything is imported: no test that takes the time of a job waits for that
 
     def run(self, job: str, folder: Path, *, world: int = 2, timeout: float = 120, **given: Any) -> list[int]:
         """The exit status of each rank; -9 for one that was killed, also because of ``timeout`` (seconds)."""
@@ -388,6 +390,8 @@ def serve() -> None:
     from lit_dpret import cli  # noqa: F401
 
     idle_work.leave_out(setattr)
+    answers.write("ready\n")
+    answers.flush()
     for text in sys.stdin:
         line, port = json.loads(text), _free_port()
         secret = Path(line["folder"]).parent / "secret"

@@ -184,9 +184,15 @@ class StopAfter(Callback):
             raise RuntimeError("stop")
 
 
-def records(folder: Path) -> list[dict[str, Any]]:
-    """The records of a run's ledger."""
-    return PrivacyLedger.read(folder / "privacy_ledger.jsonl").records
+def records(folder: Path, kind: str | None = None) -> list[dict[str, Any]]:
+    """The records of a run's ledger, of one kind or of all."""
+    found = PrivacyLedger.read(folder / "privacy_ledger.jsonl").records
+    return [record for record in found if kind in (None, record["kind"])]
+
+
+def granted(folder: Path) -> list[tuple[int, int]]:
+    """Attempt and number of each step that a run announced."""
+    return [(record["attempt"], record["step"]) for record in records(folder, "intent")]
 
 
 def weights(module: torch.nn.Module) -> Tensor:

@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_module
+from stand_ins import records
 from test_cli import ROOT, TINY, call, refused, write_log
 
 from lit_dpret import cli
@@ -24,11 +24,6 @@ from lit_dpret.errors import ConfigurationError
 
 TWO = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2"]
 CHEAP = ["privacy.noise_multiplier=5.0", "privacy.accountant=rdp", "datamodule.sampling=poisson"]
-
-
-def records(run: Path, kind: str) -> list[dict[str, Any]]:
-    lines = (run / "privacy_ledger.jsonl").read_text(encoding="utf-8").splitlines()
-    return [record for record in map(json.loads, lines) if record["kind"] == kind]
 
 
 def settings(folder: Path, *more: str) -> list[str]:

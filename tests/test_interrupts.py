@@ -17,8 +17,9 @@ from types import SimpleNamespace
 
 import pytest
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from stand_ins import records
 from test_cli import ROOT, call
-from test_cli_ranks import TWO, records, settings, wait_until
+from test_cli_ranks import TWO, settings, wait_until
 
 from lit_dpret import cli
 from lit_dpret.distributed import rank_watch

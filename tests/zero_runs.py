@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,10 +14,7 @@ class ZeroServer(rank_runs.Server):
     """Jobs in order, on processes that know DeepSpeed."""
 
     def __init__(self) -> None:
-        environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-        self._process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
+        super().__init__(__file__, DS_ACCELERATOR="cpu")
 
 
 def prepare() -> None:

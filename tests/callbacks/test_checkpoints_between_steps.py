@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -16,7 +15,7 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.trainer.connectors import signal_connector
 from rank_runs import REFUSED, Server, told, weights
-from stand_ins import Numbers, Regression, dp, fit
+from stand_ins import Numbers, Regression, dp, fit, granted, records
 
 from lit_dpret.errors import ResumeError
 from lit_dpret.tasks.checkpoints import newest_checkpoint
@@ -28,15 +27,6 @@ SMALL = DATA | {"physical_batch_size": 5}
 # Of varying number, which a checkpoint does not tell.
 HIDDEN = {"sampling": "poisson", "physical_batch_size": 4}
 MODE = {"fixed": {"name": "dp_sgd", "accountant": "pld"}, "hidden": {"name": "dp_sgd"}}
-
-
-def records(folder: Path, kind: str) -> list[dict[str, Any]]:
-    lines = (folder / "privacy_ledger.jsonl").read_text(encoding="utf-8").splitlines()
-    return [record for record in map(json.loads, lines) if record["kind"] == kind]
-
-
-def charged(folder: Path) -> list[tuple[int, int]]:
-    return [(record["attempt"], record["step"]) for record in records(folder, "intent")]
 
 
 KINDS: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -76,12 +66,12 @@ def test_a_run_that_is_killed_and_killed_again_at_once_goes_on(
     made = weights(told(tmp_path / "run", 0))
     assert bool(made.isfinite().all()) and told(tmp_path / "run", 0)["global_step"] == STEPS
     if replay == "auto":  # the steps that were granted already are repeated bit by bit
-        assert charged(tmp_path / "run") == [(0, step) for step in range(STEPS)]
+        assert granted(tmp_path / "run") == [(0, step) for step in range(STEPS)]
         assert server.run(job, tmp_path / "whole", world=world, **given) == [0] * world
         assert torch.equal(made, weights(told(tmp_path / "whole", 0)))
         return
     again = [(2, step) for step in range(2, STEPS)]
-    assert charged(tmp_path / "run") == [(0, 0), (0, 1), (0, 2), *again]
+    assert granted(tmp_path / "run") == [(0, 0), (0, 1), (0, 2), *again]
     begun = [r for r in records(tmp_path / "run", "event") if r["name"] == "fresh_attempt"]
     assert [(r["attempt"], r["step"]) for r in begun] == [(1, 2), (2, 2)]
 
@@ -112,13 +102,13 @@ def test_a_run_goes_on_with_the_whole_step_from_a_checkpoint_that_was_asked_for_
     progress = asked["loops"]["fit_loop"]["epoch_loop.batch_progress"]
     assert position(asked)["steps_done"] == asked["global_step"] == done
     assert progress["total"]["ready"] == 3 * done and progress["current"]["ready"] == 3 * (done % 4 or 4 * (done > at))
-    before = charged(run)
+    before = granted(run)
     for other in (run / "checkpoints").iterdir():
         other.unlink()
     path.rename(run / "checkpoints" / "last.ckpt")
     assert server.run("fit", run, world=1, resume=True, **IN_EPOCHS) == [0], told(run, 0)
     assert told(run, 0)["weights"] == made
-    assert charged(run) == before == [(0, step) for step in range(9)]
+    assert granted(run) == before == [(0, step) for step in range(9)]
 
 
 def position(checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -213,7 +203,7 @@ def test_an_error_inside_a_step_leaves_the_checkpoint_from_before_it(tmp_path: P
     (folder / "left.ckpt").replace(folder / "checkpoints" / "last.ckpt")
     module = Breaks(at=None, privacy=dp(tmp_path, noise_multiplier=2.0))
     fit(folder, module, Numbers(physical_batch_size=8), resume=True)
-    assert charged(folder) == [(0, step) for step in range(6)]
+    assert granted(folder) == [(0, step) for step in range(6)]
 
 
 def test_an_error_inside_an_update_leaves_no_checkpoint(tmp_path: Path) -> None:

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rank_runs import Server, told
+from stand_ins import granted, records
 
 STEPS = 6
-
-
-def records(folder: Path, kind: str) -> list[dict[str, Any]]:
-    lines = (folder / "privacy_ledger.jsonl").read_text(encoding="utf-8").splitlines()
-    return [record for record in map(json.loads, lines) if record["kind"] == kind]
-
-
-def granted(folder: Path) -> list[tuple[int, int]]:
-    return [(record["attempt"], record["step"]) for record in records(folder, "intent")]
 
 
 def lose(server: Server, folder: Path, **doom: Any) -> None:

@@ -9,14 +9,14 @@ import pytest
 import torch
 from cards import LAW, Run, make_plan
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from stand_ins import Numbers, Regression, dp, fit
+from stand_ins import Numbers, Regression, dp, fit, records
 from torch import Tensor
 
 from lit_dpret.callbacks import PrivacyCard, RetrievalEvaluation, examine
 from lit_dpret.cards.card import read_card, subject_of, verify_card, write_card
 from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError
 from lit_dpret.privacy.accounting.releases import NonPrivateRelease, release_from_dict
-from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases
+from lit_dpret.privacy.ledger.run_ledger import charged_releases
 from lit_dpret.privacy.modes import NoPrivacy, SyntheticData
 
 LETTERS = "abcdefgh"
@@ -53,10 +53,6 @@ def run(tmp_path: Path, callback: RetrievalEvaluation, module: Any = None, data:
     return fit(folder, module or retriever(tmp_path), data or Judged(), extra=extra, **more)
 
 
-def records(tmp_path: Path) -> list[dict[str, Any]]:
-    return PrivacyLedger.read(tmp_path / "run" / "privacy_ledger.jsonl").records
-
-
 def logged(tmp_path: Path, name: str) -> dict[int, float]:
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     return {line["step"]: line[name] for line in lines if name in line}
@@ -78,13 +74,13 @@ def test_metrics_of_private_queries_are_in_the_ledger_first_and_leave_no_epsilon
 
     class Watched(RetrievalEvaluation):
         def measure(self, module: Any) -> Any:
-            events = [r for r in records(tmp_path) if r.get("name") == "private_evaluation"]
+            events = [r for r in records(tmp_path / "run") if r.get("name") == "private_evaluation"]
             written.append(len(events))
             return super().measure(module)
 
     run(tmp_path, Watched(data="private", card_entry=True, every_n_steps=4, metrics=["mrr@10"]))
     assert written == [1, 2], "the event is on the disk before its metric is computed"
-    events = [r for r in records(tmp_path) if r.get("name") == "private_evaluation"]
+    events = [r for r in records(tmp_path / "run") if r.get("name") == "private_evaluation"]
     assert [event["at_step"] for event in events] == [4, 6]
     release = release_from_dict(events[0]["release"])
     assert release == NonPrivateRelease(label="mrr@10 of private dev queries")
@@ -92,7 +88,7 @@ def test_metrics_of_private_queries_are_in_the_ledger_first_and_leave_no_epsilon
     assert card["claim"]["guarantee"] == "not_proved" and card["claim"]["epsilon"] is None
     assert any("mrr@10 of private dev queries were logged during training, 2 times" in b for b in card["banners"])
     assert verify_card(card, tmp_path / "run" / "privacy_ledger.jsonl") == []
-    assert len(charged_releases(records(tmp_path))) == 1, "the six steps are charged as ever"
+    assert len(charged_releases(records(tmp_path / "run"))) == 1, "the six steps are charged as ever"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from stand_ins import KillAt, Killed, Numbers, Regression, dp, fit
+from stand_ins import KillAt, Killed, Numbers, Regression, dp, fit, records
 from torch import Tensor, nn
 
 from lit_dpret.callbacks import PrivacyAccountant
@@ -20,7 +20,7 @@ from lit_dpret.modules.physical_batches import PhysicalBatches, pieces_of
 from lit_dpret.modules.private_module import PrivateModule
 from lit_dpret.privacy.batches import UnitBatch
 from lit_dpret.privacy.clipping.ghost import GhostClipping
-from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, check_no_key_reuse, noise_keys
+from lit_dpret.privacy.ledger.run_ledger import check_no_key_reuse, noise_keys
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy, PrivacyMode
 
 STEPS = 4
@@ -53,10 +53,6 @@ class WholeNumbers(PrivateModule):
 
 def private(tmp_path: Path, **settings: Any) -> DPSGD:
     return dp(tmp_path, max_grad_norm=100.0, noise_seed=3, **settings)  # the same draws in every test run
-
-
-def records(folder: Path) -> list[dict[str, Any]]:
-    return PrivacyLedger.read(folder / "privacy_ledger.jsonl").records
 
 
 def kinds(folder: Path) -> list[tuple[str, int]]:
