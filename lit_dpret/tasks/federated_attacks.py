@@ -19,7 +19,7 @@ from rich.console import Console
 from torch import Tensor
 
 from lit_dpret.audit.attacks.federated.requests import Identified, identify_requests, own_texts, pooled
-from lit_dpret.audit.attacks.federated.word_rows import MovedRows, Told, moved_rows, tell_tokens
+from lit_dpret.audit.attacks.federated.word_rows import MovedRows, TokenSeparation, moved_rows, separate_tokens
 from lit_dpret.audit.statistics.error_rates import Rate
 from lit_dpret.audit.statistics.evidence import check_confidence
 from lit_dpret.callbacks import ProgressLine
@@ -492,12 +492,14 @@ def attack_updates(
         return facts
     before = start.double().numpy()
     everyone = np.setdiff1d(np.arange(len(before)), special)
-    told: dict[str, dict[str, Told | None]] = {}
+    told: dict[str, dict[str, TokenSeparation | None]] = {}
     moved: dict[str, MovedRows] = {}
     for name, update in updates.items():
         moved[name] = moved_rows(before, update[table].double().numpy())
         told[name] = {
-            kind: tell_tokens(moved[name], right, wrong, touched_alone=kind == "queries_touched", confidence=confidence)
+            kind: separate_tokens(
+                moved[name], right, wrong, touched_alone=kind == "queries_touched", confidence=confidence
+            )
             for kind, (right, wrong) in _questions(name, tokens, everyone, masked=defence.masked).items()
         }
     facts["silos"] = {
@@ -514,7 +516,7 @@ def attack_updates(
         texts = np.concatenate([one.collection for one in tokens.values()])
         only = np.setdiff1d(queries, texts)
         nobody = np.setdiff1d(everyone, np.concatenate([queries, texts]))
-        found = tell_tokens(next(iter(moved.values())), only, nobody, confidence=confidence)
+        found = separate_tokens(next(iter(moved.values())), only, nobody, confidence=confidence)
         facts["anyone"] = None if found is None else found.to_dict()
     return facts
 
@@ -545,7 +547,7 @@ def _questions(
     }
 
 
-def _pooled_tokens(found: Sequence[Told | None]) -> dict[str, Any] | None:
+def _pooled_tokens(found: Sequence[TokenSeparation | None]) -> dict[str, Any] | None:
     known = [one for one in found if one is not None]
     if not known:
         return None

@@ -23,7 +23,7 @@ from lit_dpret.audit.attacks.decoder import (
     losses_of,
     new_language_model,
 )
-from lit_dpret.audit.attacks.inversion import align, identify, recovered, shuffled_order, told
+from lit_dpret.audit.attacks.inversion import align, embedding_gain, identify, recovered, shuffled_order
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.start import model_folder
 from lit_dpret.datamodules.readers import RecordFile
@@ -209,7 +209,7 @@ class Inversion:
             inverter[arm] = result["written"]
             arms[arm] = result
         counts = torch.tensor([float(len(row)) for row in ids[1]])
-        probe = told(losses["own"], losses["shuffled"], counts, confidence=self.confidence)
+        probe = embedding_gain(losses["own"], losses["shuffled"], counts, confidence=self.confidence)
         without = float(torch.exp(losses["none"].sum() / counts.sum()))
         return {
             "probe": {

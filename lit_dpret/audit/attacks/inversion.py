@@ -83,7 +83,7 @@ def align(known: Floats, guesses: Floats, *, ridge: float = 1e-2) -> Floats:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
+class EmbeddingGain:
     """What embeddings tell of a token, beyond what shuffled ones do.
 
     Attributes:
@@ -113,10 +113,10 @@ class Told:
         return {**asdict(self), "significant": self.significant}
 
 
-def told(
+def embedding_gain(
     own: ArrayLike, shuffled: ArrayLike, tokens: ArrayLike, *, confidence: float = 0.95, resamples: int = 2000,
     seed: int = 0,
-) -> Told:  # fmt: skip
+) -> EmbeddingGain:  # fmt: skip
     """Return the nats a token between two networks' losses of the same texts.
 
     The interval is over the choice of texts, for these two trained networks; another training of them would differ too.
@@ -139,7 +139,7 @@ def told(
     weights = np.random.default_rng(seed).multinomial(len(gained), np.full(len(gained), 1 / len(gained)), resamples)
     low, high = np.quantile((weights @ gained) / (weights @ counts), [tail, 1 - tail])
     nats, total = float(gained.sum() / counts.sum()), counts.sum()
-    return Told(
+    return EmbeddingGain(
         nats=nats, low=float(low), high=float(high), bits=nats / math.log(2),
         perplexity=math.exp(with_own.sum() / total), shuffled_perplexity=math.exp(with_other.sum() / total),
         texts=len(gained), confidence=confidence,

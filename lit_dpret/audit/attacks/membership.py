@@ -1,4 +1,4 @@
-"""How well an attack told members from others, and whether it did better than the accountant allows.
+"""How well an attack distinguished members from others, and whether it did better than the accountant allows.
 
 Three readings of the same scores, and none replaces another:
 

@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from lit_dpret.audit.attacks.federated.requests import identify_requests, nearness, own_texts, traces
-from lit_dpret.audit.attacks.federated.word_rows import moved_rows, tell_tokens
+from lit_dpret.audit.attacks.federated.word_rows import moved_rows, separate_tokens
 from lit_dpret.errors import ConfigurationError, DataError
 
 Floats = NDArray[np.float64]
@@ -118,7 +118,7 @@ def test_without_taking_decay_off_every_row_of_a_table_would_stand_out() -> None
 
 
 def test_undefended_rows_tell_tokens_with_full_precision_and_recall() -> None:
-    told = tell_tokens(moved_rows(*table(TOUCHED, kept=0.97)), IDS, OTHERS)
+    told = separate_tokens(moved_rows(*table(TOUCHED, kept=0.97)), IDS, OTHERS)
     assert told is not None and told.precision is not None
     assert told.auc == told.recall.value == told.precision.value == 1.0
     assert told.prevalence == pytest.approx(40 / 290)
@@ -126,7 +126,7 @@ def test_undefended_rows_tell_tokens_with_full_precision_and_recall() -> None:
 
 def test_tokens_in_no_text_are_told_apart_by_nothing() -> None:
     absent = np.arange(401, 500, 2)
-    told = tell_tokens(moved_rows(*table(TOUCHED, noise=1e-3)), absent, np.arange(101, 400, 2))
+    told = separate_tokens(moved_rows(*table(TOUCHED, noise=1e-3)), absent, np.arange(101, 400, 2))
     assert told is not None and abs(told.auc - 0.5) < 0.12 and told.recall.value < 0.05
 
 
@@ -135,7 +135,7 @@ def test_rounding_of_longer_rows_is_no_evidence() -> None:
     before[:250] *= 4
     after = (before * np.float32(0.97)).astype(np.float32)
     found = moved_rows(before.astype(np.float64), after.astype(np.float64))
-    told = tell_tokens(found, np.arange(250), np.arange(250, 500))
+    told = separate_tokens(found, np.arange(250), np.arange(250, 500))
     assert told is not None and told.auc == 0.5 and not found.touched.any()
 
 
@@ -143,26 +143,26 @@ def test_of_rows_that_stand_out_how_far_they_moved_is_left_to_tell() -> None:
     before, after = table(TOUCHED)
     after[TOUCHED[:20]] += 10 * (after - before)[TOUCHED[:20]]
     found = moved_rows(before, after)
-    told = tell_tokens(found, np.array(TOUCHED[:20]), np.array([*TOUCHED[20:], 401]), touched_alone=True)
+    told = separate_tokens(found, np.array(TOUCHED[:20]), np.array([*TOUCHED[20:], 401]), touched_alone=True)
     assert told is not None and told.auc > 0.95 and (told.tokens, told.others) == (20, 20)
 
 
 def test_noise_on_every_row_hides_what_is_smaller() -> None:
-    told = tell_tokens(moved_rows(*table(TOUCHED, noise=1.0)), IDS, OTHERS)
+    told = separate_tokens(moved_rows(*table(TOUCHED, noise=1.0)), IDS, OTHERS)
     assert told is not None and abs(told.auc - 0.5) < 0.12
     assert told.recall.value < 0.1 and (told.precision is None or told.precision.low < 0.2)
 
 
 def test_nothing_is_told_where_there_is_nothing_to_tell_apart() -> None:
-    assert tell_tokens(moved_rows(*table(TOUCHED)), np.array([], dtype=int), OTHERS) is None
+    assert separate_tokens(moved_rows(*table(TOUCHED)), np.array([], dtype=int), OTHERS) is None
 
 
 def test_overlapping_lists_and_foreign_tokens_are_refused() -> None:
     found = moved_rows(*table(TOUCHED))
     with pytest.raises(DataError, match="both to be found"):
-        tell_tokens(found, IDS, IDS[:2])
+        separate_tokens(found, IDS, IDS[:2])
     with pytest.raises(DataError, match="of another tokenizer"):
-        tell_tokens(found, IDS, np.array([500]))
+        separate_tokens(found, IDS, np.array([500]))
     with pytest.raises(DataError, match="two states of one"):
         moved_rows(rows(4, 0), rows(5, 0))
     with pytest.raises(DataError, match="is zero"):

@@ -21,11 +21,11 @@ from lit_dpret.audit.attacks.decoder import (
 )
 from lit_dpret.audit.attacks.inversion import (
     align,
+    embedding_gain,
     identify,
     recovered,
     shuffled_order,
     token_set_f1,
-    told,
 )
 from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError
 
@@ -33,7 +33,7 @@ from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelErro
 
 
 def test_what_is_told_is_a_mean_over_tokens_and_not_over_texts() -> None:
-    found = told([1.0, 20.0], [2.0, 29.0], [1, 9])
+    found = embedding_gain([1.0, 20.0], [2.0, 29.0], [1, 9])
     assert found.nats == pytest.approx(10 / 10) and found.bits == pytest.approx(1 / math.log(2))
     assert found.perplexity == pytest.approx(math.exp(2.1)) and found.shuffled_perplexity == pytest.approx(
         math.exp(3.1)
@@ -44,8 +44,8 @@ def test_the_interval_holds_nothing_where_nothing_is_told_and_is_paired() -> Non
     """Texts differ far more than the two networks: only a paired interval sees the difference."""
     rng = np.random.default_rng(0)
     hard = rng.uniform(10, 100, 300)
-    nothing = told(hard + rng.normal(0, 0.1, 300), hard + rng.normal(0, 0.1, 300), np.full(300, 10))
-    little = told(hard, hard + rng.normal(0.05, 0.1, 300), np.full(300, 10))
+    nothing = embedding_gain(hard + rng.normal(0, 0.1, 300), hard + rng.normal(0, 0.1, 300), np.full(300, 10))
+    little = embedding_gain(hard, hard + rng.normal(0.05, 0.1, 300), np.full(300, 10))
     assert nothing.low < 0 < nothing.high and not nothing.significant
     assert 0 < little.low < 0.005 < little.high and little.significant
 
@@ -53,7 +53,7 @@ def test_the_interval_holds_nothing_where_nothing_is_told_and_is_paired() -> Non
 def test_intervals_without_a_difference_exclude_zero_no_more_often_than_they_may() -> None:
     rng, wrong = np.random.default_rng(1), 0
     for _ in range(200):
-        found = told(rng.normal(20, 1, 80), rng.normal(20, 1, 80), np.full(80, 8), resamples=300)
+        found = embedding_gain(rng.normal(20, 1, 80), rng.normal(20, 1, 80), np.full(80, 8), resamples=300)
         wrong += not found.low <= 0 <= found.high
     assert wrong <= 200 * 0.05 + 3 * math.sqrt(200 * 0.05 * 0.95)
 
@@ -68,7 +68,7 @@ def test_a_shuffled_order_leaves_no_text_its_own_embedding() -> None:
 
 def test_losses_that_are_no_pairs_are_refused() -> None:
     with pytest.raises(DataError, match="no pairs"):
-        told([1.0, 2.0], [1.0], [1, 1])
+        embedding_gain([1.0, 2.0], [1.0], [1, 1])
 
 
 # -- the decoder -----------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ def test_embeddings_that_hold_the_words_tell_more_than_shuffled_ones(trained: di
     ids = Words(tokenizer(), 6).ids(TEXTS[:100])
     own, counts = losses_of(trained["own"], ids, VECTORS[:100], batch_size=32)
     other, _ = losses_of(trained["shuffled"], ids, VECTORS[:100][shuffled_order(100, seed=1)], batch_size=32)
-    found = told(own, other, counts)
+    found = embedding_gain(own, other, counts)
     assert counts.tolist() == [4.0] * 100  # three words and the end mark
     assert found.significant and found.bits > 0.5
 

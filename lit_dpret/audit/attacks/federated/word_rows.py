@@ -87,7 +87,7 @@ def moved_rows(before: Floats, after: Floats) -> MovedRows:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
+class TokenSeparation:
     """How well an update distinguishes some tokens from others.
 
     Attributes:
@@ -115,9 +115,9 @@ class Told:
         }  # fmt: skip
 
 
-def tell_tokens(
+def separate_tokens(
     rows: MovedRows, tokens: Ids, others: Ids, *, touched_alone: bool = False, confidence: float = 0.95
-) -> Told | None:
+) -> TokenSeparation | None:
     """Distinguish tokens from others by how far their rows moved; None where one kind is empty.
 
     Args:
@@ -142,7 +142,7 @@ def tell_tokens(
     right, wrong = int(rows.touched[tokens].sum()), int(rows.touched[others].sum())
     base = len(tokens) / (len(tokens) + len(others))
     scores = CanaryScores(rows.moved[tokens], rows.moved[others])
-    return Told(
+    return TokenSeparation(
         tokens=len(tokens),
         others=len(others),
         auc=auc(scores),
