@@ -20,10 +20,18 @@ from lit_dpret.cards.text import show_epsilon
 from lit_dpret.errors import UnsupportedAccountingError
 from lit_dpret.privacy.accounting.accountant import cap_for_copies
 from lit_dpret.privacy.accounting.composition import delta_at, epsilon_curve
-from lit_dpret.privacy.accounting.groups import group_epsilon
+from lit_dpret.privacy.accounting.groups import epsilon_of_several, group_epsilon
 from lit_dpret.privacy.accounting.releases import GaussianRelease, Release, TruncatedPoisson
 from lit_dpret.privacy.budget import AccountantName, Neighbours, Unit
-from lit_dpret.privacy.ledger.facts import Judged, derived_assumptions, judge, plan_of
+from lit_dpret.privacy.ledger.facts import (
+    Judged,
+    derived_assumptions,
+    every_unit_in_every_step,
+    judge,
+    more_before,
+    plan_of,
+    units_before,
+)
 from lit_dpret.privacy.ledger.run_ledger import charged_releases, start_of
 from lit_dpret.privacy.plan import PrivacyPlan
 
@@ -57,10 +65,10 @@ def claim_facts(judged: Judged, output_released: Sequence[str] = (), duplicates_
             "output_released": list(output_released),
         }
     budget, n = plan.budget, plan.n_public
-    rule, before = "a declared constant", (start_of(judged.records) or {}).get("delta")
+    rule, start = "a declared constant", start_of(judged.records)
     if n is not None and math.isclose(budget.delta, 1 / (2 * n), rel_tol=1e-9):
         rule = "1 / (2 n)"
-    elif before == budget.delta:
+    elif start is not None and start.get("delta") == budget.delta:
         rule = "that of the run before it, whose people the claim is also about"
     curve: list[list[float]] = []
     if verdict.basis == "as_charged":
@@ -80,6 +88,7 @@ def claim_facts(judged: Judged, output_released: Sequence[str] = (), duplicates_
         "neighbours": budget.neighbours,
         "neighbours_text": describe_neighbours(budget.unit, budget.neighbours),
         "max_units_per_user": plan.max_units_per_user,
+        **({"max_units_before": [most for _, most in before]} if (before := units_before(start)) else {}),
         "user_level_epsilon": user_level_epsilon(judged, plan),
         "duplicates_policy": duplicates_policy
         or f"equal texts are separate {plural(budget.unit)}; none were merged or capped",
@@ -93,14 +102,27 @@ def user_level_epsilon(judged: Judged, plan: PrivacyPlan) -> float | None:
     """Return the epsilon of everything that one user contributed; None where it is not declared or not proved.
 
     With ``unit=user`` it is the claim's own. Otherwise it is that of ``max_units_per_user`` units together, a bound
-    that the run declared before its first step; nothing is concluded from the data.
+    that the run declared before its first step; nothing is concluded from the data. The releases of each run before it
+    are judged by the bound of that run, and none is stated where one of them declared none: one person's units of one
+    run and of another are that person's.
     """
     if plan.budget.unit == "user":
         return judged.verdict.epsilon
     if plan.max_units_per_user is None:
         return None
-    value: float | None = _of_units(plan.max_units_per_user, judged, plan)["epsilon"]
-    return value
+    runs = [(judged.own, plan.max_units_per_user), *units_before(start_of(judged.records))]
+    bounds = [(releases, most) for releases, most in runs if most is not None]
+    if judged.claimed is None or len(bounds) < len(runs):
+        return None
+    if all(most == 1 for _, most in bounds):
+        return judged.verdict.epsilon
+    if judged.verdict.basis != "as_charged":
+        bounds = [(every_unit_in_every_step(releases), most) for releases, most in bounds]
+    try:
+        value = epsilon_of_several(bounds, delta=plan.budget.delta, neighbours=plan.budget.neighbours)
+    except UnsupportedAccountingError:
+        return None
+    return value if math.isfinite(value) else None
 
 
 def group_facts(judged: Judged, plan: PrivacyPlan) -> list[dict[str, Any]]:
@@ -245,17 +267,20 @@ def uncovered(
 ) -> list[str]:
     """List what a reader might take for covered and is not, by the card's claim, groups, tuning and randomness."""
     unit, neighbours, most = claim["unit"], claim["neighbours"], claim["max_units_per_user"]
+    before = claim.get("max_units_before", [])
     gaps = []
     if unit == "pair":
         gaps.append("A query that stands in several pairs: each pair is protected alone, the query as a whole less.")
     if unit != "user":
         if claim["user_level_epsilon"] is not None:
             gaps.append(
-                f"People who contributed more than {most} {_PLURAL[unit]}: the user-level epsilon on this card is for "
-                "at most that many, which was declared, not counted."
+                f"People who contributed more than {most} {_PLURAL[unit]}{more_before(before)}: the user-level epsilon "
+                "on this card is for at most that many, which was declared, not counted."
             )
         else:
             known = "was computed" if most is None else f"is proved for {most} of them together"
+            if most is not None and None in before:
+                known = "is stated, because a run before it declared no bound on their number"
             gaps.append(
                 f"People who contributed several {_PLURAL[unit]}: the guarantee is for one {_SHORT[unit]}, and no "
                 f"user-level epsilon {known}."

@@ -22,12 +22,13 @@ from lit_dpret.privacy.accounting import composition as accounting
 from lit_dpret.privacy.accounting.releases import GaussianRelease, Release, release_from_dict
 from lit_dpret.privacy.ledger.dataset_file import EarlierRun
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
-from lit_dpret.privacy.ledger.facts import every_unit_in_every_step
+from lit_dpret.privacy.ledger.facts import every_unit_in_every_step, units_before
 from lit_dpret.privacy.ledger.run_ledger import (
     LEDGER_NAME,
     NOISE_KINDS,
     START_EVENT,
     PrivacyLedger,
+    charged_releases,
     claimed_releases,
     counted_in,
     ledger_identity,
@@ -47,8 +48,9 @@ class Start:
         facts: What goes into the ledger: ``name``, ``card_sha256``, ``public``, ``guarantee``,
             ``releases``, ``parents``, ``runs`` (the ledgers of the releases, by their identities), ``tuning`` (how its
             settings were chosen), and ``head`` (the last record of a step in its own ledger), ``unit``,
-            ``neighbours``, ``epsilon``, ``delta`` and ``n_public`` (of the largest data set in its chain whose size is
-            public) where there are any.
+            ``neighbours``, ``epsilon``, ``delta``, ``n_public`` (of the largest data set in its chain whose size is
+            public) and ``units`` (the releases of each run of its chain, with its ``max_units_per_user``) where there
+            are any.
         knob: The setting that named it, for messages.
     """
 
@@ -286,6 +288,12 @@ def read_start(run: str | Path, *, public: bool, knob: str = "init_from") -> Sta
         facts["floating_point"] = card["randomness"].get("floating_point", True)
         sizes = (card["mechanism"].get("n_public"), (start_of(records) or {}).get("n_public"))
         facts["n_public"] = max((size for size in sizes if size is not None), default=None)
+        runs = [(charged_releases(records), claim.get("max_units_per_user")), *units_before(start_of(records))]
+        if (card["accounting"] or {}).get("basis") == "no_amplification":
+            runs = [(every_unit_in_every_step(own), most) for own, most in runs]
+        facts["units"] = [
+            {"max_units_per_user": most, "releases": [release.to_dict() for release in own]} for own, most in runs
+        ]
     return Start(folder, facts, knob)
 
 

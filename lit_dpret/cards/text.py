@@ -320,7 +320,11 @@ def _user_sentence(claim: Mapping[str, Any]) -> list[str]:
     most = claim.get("max_units_per_user")
     if most is None:
         return []
+    before = claim.get("max_units_before", [])
     who = f"somebody who contributed up to {most} {claim['unit_plural'] if most > 1 else claim['unit']}"
+    if None in before:
+        return [f"For {who} no epsilon is stated: a run before this one declared no bound on their number."]
+    who += "".join(f", and up to {earlier} to a run before this one" for earlier in before)
     if claim["user_level_epsilon"] is None:
         return [f"For {who} no epsilon is proved."]
     return [

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from lit_dpret.callbacks.own_code import refuse_false_bound
 from lit_dpret.cards.card import CARD_NAME, RunFacts, build_card, read_card, subject_of, verify_card, write_card
 from lit_dpret.cards.facts import environment_facts
 from lit_dpret.cards.start import Start, note_start, read_start
@@ -73,6 +74,7 @@ class Histogram:
         start = self._start(mode)
         data = parts.read_data()
         data.use_unit(mode.unit, mode.neighbours)
+        refuse_false_bound(mode, data)
         units = data.train_units()
         self.bins.fit(data.public_passages())
         public, delta = mode.public_units(len(units)), start.facts["delta"]

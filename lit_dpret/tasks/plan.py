@@ -15,6 +15,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lit_dpret.callbacks import PrivacyAccountant
+from lit_dpret.callbacks.own_code import refuse_false_bound
 from lit_dpret.callbacks.planning import begin_from, planned_steps
 from lit_dpret.cards.forecast import describe_plan
 from lit_dpret.cards.plan_text import format_plan
@@ -288,6 +289,7 @@ class Plan:
             data.prepare_data()
             data.setup("fit")
             data.use_unit(mode.unit, mode.neighbours)
+            refuse_false_bound(mode, data)
             units = data.n_units
         per_epoch = steps_per_epoch(data, mode.public_units(units))
         trainer = _trainer(parts)

@@ -9,8 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from cards import CHILD, DELTA, LAW, NOISE, Run, forge, make_plan
+from dp_accounting.pld.privacy_loss_distribution import from_mixture_gaussian_mechanism
+from scipy import stats
 
 from lit_dpret.cards.card import (
     Assumption,
@@ -26,6 +29,7 @@ from lit_dpret.cards.card import (
 from lit_dpret.cards.file import CARD_NAME
 from lit_dpret.cards.start import note_start, read_start
 from lit_dpret.cards.text import card_markdown
+from lit_dpret.cards.verification import verify_chain
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.accounting.releases import FixedSize, GaussianRelease
@@ -99,6 +103,42 @@ def test_a_third_run_composes_all_three(parent: Path, tmp_path: Path) -> None:
     card = finished(begun(tmp_path / "grandchild", tmp_path / "child"), 4)
     assert card["claim"]["epsilon"] == pytest.approx(cost(19), rel=1e-9)
     assert [entry["name"] for entry in card["parents"]] == ["child", "parent"]
+
+
+def of_one_person(*runs: tuple[int, int]) -> float:
+    """Epsilon by dp-accounting's own mixture, for so many units of one person in so many steps of each run."""
+    total: Any = None
+    for units, steps in runs:
+        in_batch = stats.binom.pmf(np.arange(units + 1), units, LAW.sample_rate)
+        one = from_mixture_gaussian_mechanism(NOISE, list(np.arange(units + 1.0)), list(in_batch), True, 1e-3)
+        total = one.self_compose(steps) if total is None else total.compose(one.self_compose(steps))
+    return float(total.get_epsilon_for_delta(DELTA))
+
+
+@pytest.mark.parametrize("bounds", [(10, 2), (2, 10), (1, 10)])
+def test_what_one_person_contributed_is_judged_by_the_bound_of_each_run(
+    bounds: tuple[int, int], tmp_path: Path
+) -> None:
+    first, second = bounds
+    finished(begun(tmp_path / "first", max_units_per_user=first), 10)
+    card = finished(begun(tmp_path / "second", tmp_path / "first", max_units_per_user=second), 5)
+    assert card["claim"]["user_level_epsilon"] == pytest.approx(of_one_person((first, 10), (second, 5)), rel=5e-3)
+    assert (card["claim"]["max_units_per_user"], card["claim"]["max_units_before"]) == (second, [first])
+    assert f"up to {first} to a run before this one" in card["claim"]["statement"]
+    assert verify_card(card, tmp_path / "second" / LEDGER_NAME) == []
+    third = finished(begun(tmp_path / "third", tmp_path / "second", max_units_per_user=3), 4)
+    everything = of_one_person((first, 10), (second, 5), (3, 4))
+    assert third["claim"]["user_level_epsilon"] == pytest.approx(everything, rel=5e-3)
+    assert third["claim"]["max_units_before"] == [second, first]
+
+
+def test_no_number_for_one_person_is_stated_where_a_run_declared_no_bound(parent: Path, tmp_path: Path) -> None:
+    card = finished(begun(tmp_path / "child", parent, max_units_per_user=2), 5)
+    assert card["claim"]["user_level_epsilon"] is None
+    assert any("declared no bound" in gap for gap in card["not_covered"])
+    assert verify_chain(tmp_path / "child", parents=[parent]).failed == []
+    card = finished(begun(tmp_path / "grandchild", tmp_path / "child", max_units_per_user=2), 5)
+    assert card["claim"]["user_level_epsilon"] is None
 
 
 def test_a_claim_at_a_delta_that_allows_publishing_somebody_behind_the_start_says_so(

@@ -53,7 +53,8 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def counted(chain: Path, folder: Path, task: dict[str, Any] | None = None, **changes: Any) -> dict[str, float]:
     mode = partial(DPSGD, **{"eps": 9.0, "secret_file": chain / "secret"} | changes.pop("mode", {}))
-    datamodule = partial(PairsDataModule, folder=chain / "log", sampling="poisson", **changes.pop("data", {}))
+    data = {"folder": chain / "log", "sampling": "poisson"} | changes.pop("data", {})
+    datamodule = partial(PairsDataModule, **data)
     settings = {
         "generator": chain / "generator", "bins": LabelBins(mapping=LABELS), "noise_multiplier": 2.0, **(task or {}),
     }  # fmt: skip
@@ -159,6 +160,29 @@ def test_a_histogram_that_was_charged_to_another_generator_is_refused(chain: Pat
     released = load_released(chain / "made" / "synthetic")
     with pytest.raises(PrivateDataError, match=r"another ledger than these queries.*no claim covers both"):
         apply_filters(released, [HistogramMatch(other / "histogram")])
+
+
+@pytest.mark.parametrize(
+    ("bound", "duplicates", "words"),
+    [(2, "keep", "is not true of these data"), (8, "merge", r"datamodule\.duplicates=merge"), (8, "keep", None)],
+)
+def test_a_bound_on_the_units_of_a_user_is_held_against_the_log_before_anything_is_counted(
+    bound: int, duplicates: str, words: str | None, chain: Path, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    shutil.copytree(chain / "log", log)
+    rows = [json.loads(line) for line in (log / "queries.jsonl").read_text().splitlines()]
+    named = [json.dumps({**row, "user_id": f"u{number // 8}"}) for number, row in enumerate(rows)]
+    (log / "queries.jsonl").write_text("\n".join(named) + "\n")
+    changes: dict[str, Any] = {"mode": {"max_units_per_user": bound}, "data": {"folder": log, "duplicates": duplicates}}
+    if words is None:
+        counted(chain, tmp_path / "run", **changes)
+        claim = read_card(tmp_path / "run")["claim"]
+        assert claim["user_level_epsilon"] is None, "the generator declared no bound"
+        return
+    with pytest.raises(ConfigurationError, match=words):
+        counted(chain, tmp_path / "run", **changes)
+    assert not (tmp_path / "run" / "privacy_ledger.jsonl").exists()
 
 
 def test_a_second_histogram_whose_card_does_not_compose_the_first_is_refused(

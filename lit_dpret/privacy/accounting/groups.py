@@ -86,25 +86,49 @@ def group_epsilon(
             ``shuffle`` under ``add_or_remove``.
         ConfigurationError: ``max_units`` is no whole number from 1 to 1000, or delta is out of range.
     """
+    return epsilon_of_several([(releases, max_units)], delta=delta, neighbours=neighbours)
+
+
+def epsilon_of_several(
+    runs: Iterable[tuple[Iterable[Release], int]], *, delta: float, neighbours: Neighbours = "zero_out"
+) -> float:
+    """The epsilon of several runs together for somebody who contributed up to another number of units to each.
+
+    Guarantees:
+        - An upper bound, as `group_epsilon` is, and the same where the numbers are equal.
+        - It rises with each of the numbers.
+
+    Args:
+        runs: What each let out, and the most units of one person in it.
+        delta: Of the statement.
+        neighbours: As in `group_epsilon`.
+
+    Raises:
+        UnsupportedAccountingError: As `group_epsilon` does.
+        ConfigurationError: A number is no whole number from 1 to 1000, or delta is out of range.
+    """
     check_delta(delta)
-    check_max_units(max_units)
-    releases = list(releases)
-    if max_units == 1:
+    made = [(list(releases), units) for releases, units in runs]
+    for _, units in made:
+        check_max_units(units)
+    releases = [release for own, _ in made for release in own]
+    if all(units == 1 for _, units in made):
         return epsilon(releases, delta=delta, neighbours=neighbours)
     for release in releases:
         if isinstance(release, GaussianRelease):
             _check_law(release.law, neighbours)
-    parts = parts_of(releases)
-    if parts is None or beyond_reach(parts, neighbours):
+    together = parts_of(releases)
+    if together is None or beyond_reach(together, neighbours):
         return math.inf
-    if not parts:
+    if not together:
         return 0.0
-    if all(isinstance(part.law, FullBatch) for part in parts):
-        wider = [GaussianRelease(noise_multiplier=p.noise_multiplier / max_units, law=p.law) for p in parts]
+    parts = [(part, units) for own, units in made for part in parts_of(own) or ()]
+    if all(isinstance(part.law, FullBatch) for part, _ in parts):
+        wider = [GaussianRelease(noise_multiplier=p.noise_multiplier / units, law=p.law) for p, units in parts]
         return epsilon(wider, delta=delta, neighbours=neighbours)
-    lost = [truncation_delta(part.law, part.count) for part in parts if isinstance(part.law, TruncatedPoisson)]
-    spare = delta - max_units * math.fsum(lost)
-    return _composed_epsilon(parts, spare, max_units) if spare > 0 else math.inf
+    lost = [units * truncation_delta(p.law, p.count) for p, units in parts if isinstance(p.law, TruncatedPoisson)]
+    spare = delta - math.fsum(lost)
+    return _composed_epsilon(tuple(parts), spare) if spare > 0 else math.inf
 
 
 def check_max_units(max_units: int) -> None:
@@ -163,7 +187,7 @@ def group_delta_at(
         wider = [GaussianRelease(noise_multiplier=p.noise_multiplier / max_units, law=p.law)
                  for p in parts for _ in range(p.count)]  # fmt: skip
         return delta_at(epsilons, wider, neighbours=neighbours)
-    total = _composed(parts, max_units)
+    total = _composed(tuple((part, max_units) for part in parts))
     if total is None:
         return [1.0] * len(epsilons)
     lost = [truncation_delta(part.law, part.count) for part in parts if isinstance(part.law, TruncatedPoisson)]
@@ -171,8 +195,8 @@ def group_delta_at(
     return [min(1.0, max(0.0, float(value)) + extra) for value in read_deltas(total, epsilons)]
 
 
-def _composed_epsilon(parts: tuple[Part, ...], delta: float, units: int) -> float:
-    total = _composed(parts, units)
+def _composed_epsilon(parts: tuple[tuple[Part, int], ...], delta: float) -> float:
+    total = _composed(parts)
     if total is None:
         return math.inf
     value = read_epsilon(total, delta)
@@ -180,14 +204,17 @@ def _composed_epsilon(parts: tuple[Part, ...], delta: float, units: int) -> floa
 
 
 @lru_cache(maxsize=32)
-def _composed(parts: tuple[Part, ...], units: int) -> PrivacyLossDistribution | None:
-    """The privacy loss distribution of all parts; None where epsilon would be above what is told apart."""
-    if sum(part.count * _mean_loss(part, units) for part in parts) > LARGEST_EPSILON:
+def _composed(parts: tuple[tuple[Part, int], ...]) -> PrivacyLossDistribution | None:
+    """The privacy loss distribution of all parts, each with the number of units of one person in it.
+
+    None where epsilon would be above what is told apart.
+    """
+    if sum(part.count * _mean_loss(part, units) for part, units in parts) > LARGEST_EPSILON:
         return None
     # One width for all parts: distributions of different widths do not compose.
-    width = max(_width(part, units) for part in parts)
+    width = max(_width(part, units) for part, units in parts)
     total: Any = None
-    for part in parts:
+    for part, units in parts:
         single = _mixture_pld(part, units, width)
         composed = single if part.count == 1 else compose_times(single, part.count)
         total = composed if total is None else total.compose(composed)

@@ -20,6 +20,7 @@ from lit_dpret.privacy.accounting.releases import (
     Release,
     SamplingLaw,
     Shuffle,
+    release_from_dict,
 )
 from lit_dpret.privacy.budget import NAMES, ROUNDING_SHARE, AccountantName
 from lit_dpret.privacy.ledger.run_ledger import (
@@ -28,6 +29,7 @@ from lit_dpret.privacy.ledger.run_ledger import (
     claimed_releases,
     departed_attempts,
     noise_keys,
+    start_of,
 )
 from lit_dpret.privacy.plan import HISTOGRAM, PrivacyPlan
 
@@ -85,7 +87,7 @@ def plan_of(records: Sequence[Record]) -> tuple[PrivacyPlan | None, dict[str, An
 
 def derived_assumptions(records: Sequence[Record], plan: PrivacyPlan) -> list[Assumption]:
     """List the assumptions that the ledger can confirm or refute, then those that it cannot."""
-    return [*_recorded(records, plan), *_declared(plan)]
+    return [*_recorded(records, plan), *_declared(plan, [most for _, most in units_before(start_of(records))])]
 
 
 def _recorded(records: Sequence[Record], plan: PrivacyPlan) -> list[Assumption]:
@@ -138,7 +140,12 @@ def _law_assumption(records: Sequence[Record], releases: Sequence[Record], plan:
     return Assumption(f"{text}.", True if len(stated) == len(releases) else "unverified", "charged")
 
 
-def _declared(plan: PrivacyPlan) -> list[Assumption]:
+def more_before(before: Sequence[int | None]) -> str:
+    """How many units of one person the runs before this one took at most, as they declared; empty without any."""
+    return "".join(f", or more than {most} to a run before it" for most in before if most is not None)
+
+
+def _declared(plan: PrivacyPlan, before: Sequence[int | None]) -> list[Assumption]:
     if plan.budget.neighbours == "add_or_remove":
         public = (
             "Delta, the sampling rate, the batch cap and the denominator were declared without looking at the data."
@@ -149,7 +156,8 @@ def _declared(plan: PrivacyPlan) -> list[Assumption]:
     else:
         public = "The number of units may be known to everybody."
     several = [] if plan.max_units_per_user is None else [
-        f"Nobody contributed more than {plan.max_units_per_user} units; only the user-level epsilon depends on this."
+        f"Nobody contributed more than {plan.max_units_per_user} units{more_before(before)}; only the user-level "
+        "epsilon depends on this."
     ]  # fmt: skip
     return [
         _bound_assumption(plan),
@@ -263,6 +271,17 @@ def judge(releases: Sequence[Release], plan: PrivacyPlan | None, assumptions: li
     if not math.isfinite(value):
         return Verdict("none", None, "nothing")
     return Verdict("dp", value, "as_charged" if amplified else "no_amplification")
+
+
+def units_before(start: Mapping[str, Any] | None) -> list[tuple[list[Release], int | None]]:
+    """The runs behind a start, the nearest first: what each released, and how many units of one person it declared.
+
+    None where it declared no bound.
+    """
+    if start is None or not start["releases"]:
+        return []
+    runs = start.get("units") or [{"max_units_per_user": None, "releases": start["releases"]}]
+    return [([release_from_dict(r) for r in run["releases"]], run["max_units_per_user"]) for run in runs]
 
 
 def every_unit_in_every_step(releases: Sequence[Release]) -> list[Release]:
