@@ -33,11 +33,19 @@ from lit_dpret.tasks.parts import Parts
 from lit_dpret.tasks.pipeline_stages import KEPT
 from lit_dpret.tasks.synthesize import public_sample
 from reproduction.heads import HeadStudy
-from reproduction.made_queries import Teacher, draw, likeness, made_by, of_those, refuse_other_training, train_generator
 from reproduction.recipe import PSEUDO, GeneratorRecipe, Recipe
 from reproduction.report.comparison import Headings, ModeRow
 from reproduction.report.gain_share import gain_shares, share_section
 from reproduction.study import METRIC_NAMES, PUBLIC, Cell, TrainingRun
+from reproduction.synthetic_queries import (
+    Teacher,
+    draw,
+    likeness,
+    made_by,
+    of_those,
+    refuse_other_training,
+    train_generator,
+)
 
 _MEBI = 2**20
 _WARM_UP = (
