@@ -20,22 +20,23 @@ from dataclasses import is_dataclass
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import hydra
 from hydra import compose, initialize_config_module
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from lit_dpret.config import CONFIG_MODULE, STUDIES, format_choices, format_help, names
+from lit_dpret.config import CONFIG_MODULE, STUDIES, format_choices, format_help, groups, names, top_level
 from lit_dpret.distributed import rank_watch
 from lit_dpret.errors import ConfigurationError, LitDpretError, WorkerError
 from lit_dpret.tasks.parts import ComposedRun, Parts, as_typed
@@ -45,7 +46,10 @@ from lit_dpret.tasks.stages import holds_a_run
 USER_ERROR = 2
 _POSITIONAL = {"compare": ("run_a", "run_b"), "verify": ("card",), "audit": ("run",), "sweep": ("file",)}
 _UNKNOWN_KEY = re.compile(r"Could not override '([^']+)'")
+_SETTING = re.compile(r"([+~]*[\w./@:-]+)=(.*)", re.DOTALL)
+_LARGEST_SEED = 2**32 - 1
 _places: list[tuple[str, Path]] = []  # the setting and the folder of the command that runs
+_failed: list[Exception] = []  # what ended it
 _CANNOT_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT)
 OmegaConf.register_new_resolver("new_name", rank_watch.new_name, use_cache=True, replace=True)
 
@@ -88,7 +92,7 @@ def build_parts(cfg: DictConfig) -> Parts:
     return Parts(
         run_dir=Path(cfg.run_dir),
         resume=bool(cfg.resume),
-        seed=int(cfg.seed),
+        seed=cfg.seed,
         make_privacy=partial(node, "privacy"),
         make_datamodule=partial(node, "datamodule"),
         make_module=partial(node, "model", **_start(cfg)),
@@ -150,6 +154,11 @@ def _start(cfg: DictConfig) -> dict[str, str]:
         if cfg.init_from_is_public:
             raise ConfigurationError("init_from_is_public=true says something about init_from, which is null.")
         return {}
+    if not Path(cfg.init_from).expanduser().is_dir():
+        raise ConfigurationError(
+            f"init_from={cfg.init_from} is no folder: it takes a run or its model/. For a model of the hub set "
+            "model.pretrained or model.encoder."
+        )
     key = next((key for key in ("pretrained", "encoder") if key in cfg.model), None)
     if key is None:
         raise ConfigurationError(
@@ -184,8 +193,21 @@ def checked_task(cfg: DictConfig) -> Any:
     return task
 
 
+def _check_top_level(cfg: DictConfig) -> None:
+    """Refuse what no task reads: a setting that was added with ``+`` and is named nowhere, and a seed that is none."""
+    known = {key.name for key in top_level().keys} | set(groups())
+    text = OmegaConf.to_yaml(cfg, resolve=False)
+    added = {o.lstrip("+").split("=")[0].split(".")[0] for o in _own_overrides() if o.startswith("+")}
+    for name in sorted((set(map(str, cfg)) & added) - known):
+        if f"${{{name}" not in text:
+            raise ConfigurationError(f"{_explain_unknown_key(name)} Nothing reads what +{name} adds.")
+    if isinstance(cfg.seed, bool) or not isinstance(cfg.seed, int) or not 0 <= cfg.seed <= _LARGEST_SEED:
+        raise ConfigurationError(f"seed={cfg.seed!r} is not a whole number from 0 to {_LARGEST_SEED}.")
+
+
 def run(cfg: DictConfig) -> Any:
     """Run the task of a composed configuration."""
+    _check_top_level(cfg)
     task = checked_task(cfg)
     _quieten()  # the task has imported Lightning, which turns its messages on again
     if (started := rank_watch.world_size()) > 1 and not getattr(task, "takes_ranks", False):
@@ -287,7 +309,14 @@ def _own_overrides() -> list[str]:
 
 @hydra.main(version_base="1.3", config_path=f"pkg://{CONFIG_MODULE}", config_name="train")
 def _hydra_main(cfg: DictConfig) -> Any:
-    return _objective(cfg, run(cfg))
+    try:
+        return _objective(cfg, run(cfg))
+    except Exception as error:
+        if HydraConfig.get().mode == RunMode.MULTIRUN:  # the other jobs run, and Hydra tells of this one at the end
+            raise
+        # Hydra would print every override before the error, whose line says what it is about.
+        _failed.append(error)
+        return None
 
 
 def main() -> None:
@@ -306,8 +335,11 @@ def main() -> None:
         if sys.argv[1:2] in (["--help"], ["-h"]):
             sys.stdout.write(f"{format_help(_program())}\n")
             return
-        sys.argv[1:] = with_task(sys.argv[1:])
+        sys.argv[1:] = [quoted(argument) for argument in with_task(sys.argv[1:])]
+        _failed.clear()
         _hydra_main()
+        if _failed:
+            raise _failed[0]
     except (Exception, KeyboardInterrupt, SystemExit) as error:
         # Lightning answers Ctrl-C by SystemExit(1); on several ranks one may first notice that another is gone.
         causes = list(_causes(error))
@@ -389,6 +421,24 @@ def with_task(arguments: list[str]) -> list[str]:
     return [f"task={arguments[0]}", *_by_place(arguments[0], knobs, arguments[1:])]
 
 
+def quoted(argument: str) -> str:
+    """Return a setting with its value in quotes, where it is a plain text that Hydra's grammar does not take.
+
+    Example:
+        >>> quoted("datamodule.pairs=my log.jsonl"), quoted("task.card=a=b"), quoted("privacy.eps=3")
+        ("datamodule.pairs='my log.jsonl'", "task.card='a=b'", 'privacy.eps=3')
+    """
+    found = _SETTING.fullmatch(argument)
+    if found is None or set(found[2]) & set("'\"{}[]()$"):  # lists, mappings, functions and references are Hydra's
+        return argument
+    try:
+        OverridesParser.create().parse_override(argument)
+    except HydraException:
+        value = found[2].replace("\\", "\\\\")
+        return f"{found[1]}='{value}'"
+    return argument
+
+
 def _by_place(task: str, knobs: tuple[str, ...], arguments: list[str]) -> list[str]:
     """``RUN_A RUN_B ...`` as settings of a task that takes them; all by place, or all by name."""
     given = list(takewhile(lambda argument: "=" not in argument and argument[:1] not in "-+~", arguments))
@@ -438,6 +488,8 @@ def explain(error: BaseException) -> str | None:
         if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
             file = cause.filename2 or cause.filename or "no file named"  # of two, the second is written to
             return f"the disk is full ({file}). Free space, then resume=true."
+        if isinstance(cause, OSError) and cause.errno == errno.EEXIST and Path(cause.filename or "").is_file():
+            return f"{cause.filename} is a file, and a folder is needed there. Choose another hydra.run.dir."
         if isinstance(cause, OSError) and cause.errno in _CANNOT_WRITE and cause.filename:
             return f"{cause.filename}: {cause.strerror}. Choose another hydra.run.dir, or mend the permissions."
         if isinstance(cause, RuntimeError) and "PytorchStreamWriter" in str(cause):
@@ -466,6 +518,8 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 def _explain_composition(error: BaseException) -> str:
     text = str(error)
+    if isinstance(error, OverrideParseException):
+        return f"{error.override} cannot be read as a setting: write its value in quotes, \"name='VALUE'\"."
     unknown = _UNKNOWN_KEY.search(text)
     if unknown:
         return _explain_unknown_key(unknown.group(1))
@@ -477,22 +531,40 @@ def _explain_composition(error: BaseException) -> str:
         group, name = choice.groups()
         return f"{group}={name} does not exist. Choose one of {', '.join(names(group))}."
     if text.startswith("Error in call to target") and error.__cause__ is not None:  # what a constructor choked on
-        where, cause = re.search(r"full_key: (\S+)", text), " ".join(str(error.__cause__).split())
-        return (
-            f"{where.group(1) if where else 'a part of the configuration'} cannot be made: {cause}. Is one of its "
-            "settings a text where a number belongs, or the other way round?"
-        )
+        where, cause = re.search(r"full_key: (\S+)", text), " ".join(str(error.__cause__).split()).rstrip(".!")
+        place = where.group(1) if where else "a part of the configuration"
+        if place == "trainer" and re.search("gpu|cuda|tpu|accelerator", cause, re.IGNORECASE):
+            return f"trainer cannot be made: {cause}. Choose a trainer.accelerator that is here, or trainer=cpu."
+        return f"{place} cannot be made: {cause}. {_texts_for_numbers(place)}".rstrip()
     first = next((line for line in text.splitlines() if line.strip()), type(error).__name__)
     return first.strip()
 
 
+def _composed_again(without: str = "") -> DictConfig:
+    """Return the configuration of this command, to explain what is wrong with it."""
+    overrides = [o for o in _shown_overrides() if o.split("=")[0].lstrip("+~") not in (without, "hydra.run.dir")]
+    GlobalHydra.instance().clear()
+    with initialize_config_module(version_base="1.3", config_module=CONFIG_MODULE):
+        return compose("train", overrides=overrides)
+
+
+def _texts_for_numbers(place: str) -> str:
+    """Name the settings of a part that are texts where its constructor takes numbers; empty where there are none."""
+    try:
+        node: Any = OmegaConf.select(_composed_again(), place)
+        hints = get_type_hints(vars(get_class(node._target_))["__init__"])
+        given = {key: value for key, value in node.items() if isinstance(value, str) and key in hints}
+    except Exception:  # this only makes another error plainer
+        return ""
+    kinds = {key: {hints[key], *get_args(hints[key])} for key in given}
+    wrong = [key for key in given if kinds[key] & {int, float} and str not in kinds[key]]
+    return " ".join(f"{place}.{key}={given[key]!r} is a text, and a number belongs there." for key in wrong)
+
+
 def _explain_unknown_key(key: str) -> str:
     group, _, name = key.rpartition(".")
-    overrides = [o for o in _shown_overrides() if not o.lstrip("+~").startswith(f"{key}=")]
     try:
-        GlobalHydra.instance().clear()
-        with initialize_config_module(version_base="1.3", config_module=CONFIG_MODULE):
-            cfg = compose("train", overrides=[o for o in overrides if o.split("=")[0] != "hydra.run.dir"])
+        cfg = _composed_again(without=key)
         node: Any = OmegaConf.select(cfg, group) if group else cfg
         known = sorted(str(k) for k in node if not str(k).startswith("_"))
     except Exception:

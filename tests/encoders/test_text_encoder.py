@@ -292,7 +292,7 @@ def test_a_name_that_cannot_be_found_is_refused_with_the_way_out(
 def test_a_name_on_the_hub_loads_from_the_downloaded_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folder, asked = save(tmp_path / "snapshot"), []
 
-    def download(name: str, revision: str | None, allow_patterns: list[str]) -> str:
+    def download(name: str, revision: str | None, allow_patterns: list[str], local_files_only: bool) -> str:
         asked.append((name, revision, "*.bin" in allow_patterns or "pytorch_model*.bin" in allow_patterns))
         return str(folder)
 
