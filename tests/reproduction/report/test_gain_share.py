@@ -9,7 +9,7 @@ import pytest
 
 from lit_dpret.errors import DataError
 from reproduction.report.comparison import ModeRow
-from reproduction.report.gain_share import gain_shares, share_of_gain, share_section
+from reproduction.report.gain_share import gain_shares, share_of_gain
 
 
 def row(name: str, *runs: float) -> ModeRow:
@@ -43,11 +43,3 @@ def test_a_bound_that_gains_nothing_is_no_bound() -> None:
         share_of_gain([0.45], [0.39, 0.4], 0.4)
     rows = [row("good", 0.45, 0.46), row("bad", 0.39, 0.38)]
     assert {share.bound for share in gain_shares(rows, rows, row("start", 0.4), "m")} == {"good"}
-
-
-def test_the_table_names_every_bound_and_the_paper() -> None:
-    rows = [row("ours", 0.45, 0.46), row("one", 0.5, 0.5), row("two", 0.6, 0.6)]
-    page = share_section(gain_shares(rows, rows[1:], row("start", 0.4), "m"), "m")
-    text = "\n".join(block.markdown() for block in page.blocks)
-    assert "of the gain of one" in text and "of the gain of two" in text and "0.1830 of 0.2525, 72.5%" in text
-    assert "| ours | 55% [" in text.replace("\\", "")

@@ -42,12 +42,6 @@ def test_means_stand_with_their_deviation_or_divided_by_those_of_the_baseline() 
     assert single.caption(relative=False).startswith("Test metrics over 1 run. Recall")
 
 
-def test_the_caption_says_over_how_many_runs_and_that_the_best_class_counts() -> None:
-    words = of(runs()[:3]).caption(relative=True)
-    assert "over 1 to 2 runs" in words and "divided by that of Non-private" in words and "best class" in words
-    assert "best class" not in of(baseline=None, metrics={"accuracy": "A"}).caption(relative=False)
-
-
 def test_files_hold_every_number_and_read_back(tmp_path: Path) -> None:
     of().write(tmp_path)
     rows = list(csv.DictReader((tmp_path / "metrics.csv").open()))
