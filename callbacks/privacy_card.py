@@ -162,7 +162,6 @@ class PrivacyCard(Callback):
                     environment=environment,
                     assumptions=leaks(records),
                     pretraining={"model": began, "overlap_check": self.overlap},
-                    duplicates_policy=data.describe_duplicates() if hasattr(data, "describe_duplicates") else "",
                 ),
             )
         for place in (folder, model):

@@ -252,13 +252,6 @@ class ImagesDataModule(SampledDataModule):
                     mac.update(row.image.numpy().tobytes())
         return mac.hexdigest()
 
-    def describe_duplicates(self) -> str:
-        """Say what equal images mean for the claim, in one sentence without counts."""
-        return (
-            "Equal images under different ids are separate units: an image that occurs k times is protected as a "
-            "group of k units."
-        )
-
     # -- the evaluation side -----------------------------------------------------------------
 
     def labelled(self, split: ImageSplit = "test", *, labels: Labels | None = None) -> tuple[Tensor, Tensor]:

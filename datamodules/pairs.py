@@ -335,10 +335,6 @@ class PairsDataModule(SampledDataModule):
             grouping += f" planted={self._planted.fingerprint(key)}"
         return hmac.new(key, grouping.encode(), digestmod="sha256").hexdigest()
 
-    def describe_duplicates(self) -> str:
-        """Say what the policy on equal query texts means for the claim, in one sentence without counts."""
-        return self.train_units().describe_duplicates()
-
     def report_overlap(self) -> dict[str, preparation.Overlap]:
         """Count what each evaluation split shares with train; private numbers, do not log them."""
         return preparation.report_overlap(self.collection)

@@ -30,17 +30,6 @@ from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.records import Duplicates, Row, Unit, normalise, stable_hash
 from lit_dpret.errors import ConfigurationError, DataError
 
-_DUPLICATES = {
-    "keep": (
-        "Equal query texts under different ids are separate units: a text that occurs k times is protected "
-        "as a group of k units."
-    ),
-    "merge": (
-        "All rows with the same query text (casefolded, whitespace collapsed) are one unit: the claim is about "
-        "erasing every copy of a text at once, and the number of units is the number of distinct texts."
-    ),
-}
-
 
 class GroupedUnitDataset:
     """The train split of a collection as units, in the order in which they first occur.
@@ -146,10 +135,6 @@ class GroupedUnitDataset:
         if self.unit == "pair":
             return frozenset((passage_id,))
         return frozenset(self._collection.positives(self._split, query_id))
-
-    def describe_duplicates(self) -> str:
-        """Say what the policy on equal texts means for the claim, for the privacy card; no counts."""
-        return _DUPLICATES[self.duplicates]
 
     def most_units_of_a_user(self) -> int | None:
         """Count the units of the user with the most of them; None where no user is known. Private, do not log."""

@@ -50,9 +50,13 @@ def trial_parts(
 
 def planned(
     folder: Path, *, task: Any = None, total_eps: float | None = 100.0, metric: str | None = None, trials: int = 2,
-    metric_data: str = "unknown", ledger: str = "data.jsonl", described: str = "", **given: Any,
+    metric_data: str = "unknown", ledger: str = "data.jsonl", described: str = "",
+    vary: Callable[[str], dict[str, Any]] = lambda setting: {}, **given: Any,
 ) -> SweepFolder:  # fmt: skip
-    """Plan a sweep of equal trials and reserve what they cost, as ``task=sweep task.start=false`` does."""
+    """Plan a sweep of trials and reserve what they cost, as ``task=sweep task.start=false`` does.
+
+    They are equal but for what ``vary`` makes of their setting ``x=0``, ``x=1`` and so on.
+    """
     content: dict[str, Any] = {"parameters": {"x": {"values": list(range(trials))}}}
     if metric is not None:
         content["metric"] = {"name": metric}
@@ -61,8 +65,9 @@ def planned(
     draft.replace(folder / "sweep.yaml")  # another thread may be reading it
 
     def make_run(overrides: Sequence[str]) -> ComposedRun:
-        made = trial_parts(folder, folder / "sweep", **given)
-        return ComposedRun(lambda groups: described, lambda: (task or Fit(min_free_mb=1), made))
+        varied = vary(overrides[-1])
+        made = trial_parts(folder, folder / "sweep", **given | varied)
+        return ComposedRun(lambda groups: f"{described}{varied or ''}", lambda: (task or Fit(min_free_mb=1), made))
 
     Sweep(
         file=folder / "sweep.yaml", dataset_ledger=folder / ledger, total_eps=total_eps, metric_data=metric_data,

@@ -68,6 +68,7 @@ class Numbers(L.LightningDataModule):
         self.expected_batch_size, self.sample_rate, self.cap = expected_batch_size, sample_rate, None
         self.physical_batch_size, self.rows_per_unit = physical_batch_size, rows_per_unit
         self.batch_sampler: Any = None
+        self.duplicates = "keep"
 
     def use_unit(self, unit: str, neighbours: str | None = None) -> None:
         self.unit = unit

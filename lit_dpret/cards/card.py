@@ -93,11 +93,9 @@ class RunFacts(CardFacts):
 
     Args:
         pretraining: ``{"model", "overlap_check"}``.
-        duplicates_policy: What was done about equal texts; the default says that each is a unit.
     """
 
     pretraining: Mapping[str, Any] = field(default_factory=dict)
-    duplicates_policy: str = ""
 
 
 _USUALLY_RELEASED = ("the final weights", "every checkpoint on the way")
@@ -134,7 +132,7 @@ def build_card(
     began = facts.pretraining.get("model")
     known += [*start_assumptions(ledger_records, began), *facts.assumptions]
     judged = Judged.by(ledger_records, known)
-    claim = claim_facts(judged, facts.output_released or _USUALLY_RELEASED, facts.duplicates_policy)
+    claim = claim_facts(judged, facts.output_released or _USUALLY_RELEASED)
     blocks = decided_blocks(judged, began)
     tuned = tuning_of_run(facts.tuning, judged)
     stated = blocks["mechanism"]

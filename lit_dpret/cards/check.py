@@ -66,13 +66,14 @@ Place = tuple[str, ...]
 """The names and numbers that lead to an entry of a card."""
 
 _DECLARED = {
-    "claim": ("output_released", "duplicates_policy"),
+    "claim": ("output_released",),
     "accounting": ("library", "version"),
     "tuning": ("data", "n_trials", "note", "method", "mean_runs", "runs_law"),
 }
 _SENTENCES = (
     "text", "law_text", "unit_text", "unit_plural", "neighbours_text", "flavour", "delta_rule", "protected",
-    "unprotected_quantities", "empty_batches", "error_bound", "not_computed", "why", "start", "rng", "secret",
+    "unprotected_quantities", "duplicates_policy", "empty_batches", "error_bound", "not_computed", "why", "start",
+    "rng", "secret",
 )  # fmt: skip
 
 

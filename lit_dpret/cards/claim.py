@@ -22,7 +22,7 @@ from lit_dpret.privacy.accounting.accountant import cap_for_copies
 from lit_dpret.privacy.accounting.composition import delta_at, epsilon_curve
 from lit_dpret.privacy.accounting.groups import epsilon_of_several, group_epsilon
 from lit_dpret.privacy.accounting.releases import GaussianRelease, Release, TruncatedPoisson
-from lit_dpret.privacy.budget import AccountantName, Neighbours, Unit
+from lit_dpret.privacy.budget import AccountantName, Duplicates, Neighbours, Unit
 from lit_dpret.privacy.ledger.facts import (
     Judged,
     derived_assumptions,
@@ -41,7 +41,7 @@ GROUPS = (2, 5, 10)
 _NO_GUARANTEE = "not computed: no guarantee"
 
 
-def claim_facts(judged: Judged, output_released: Sequence[str] = (), duplicates_policy: str = "") -> dict[str, Any]:
+def claim_facts(judged: Judged, output_released: Sequence[str] = ()) -> dict[str, Any]:
     """Return what is claimed, for whom, and for which neighbours; never a number where none is proved."""
     plan, verdict = judged.plan, judged.verdict
     if plan is None:
@@ -59,6 +59,7 @@ def claim_facts(judged: Judged, output_released: Sequence[str] = (), duplicates_
             "neighbours_text": None,
             "max_units_per_user": None,
             "user_level_epsilon": None,
+            "duplicates": None,
             "duplicates_policy": None,
             "protected": [],
             "unprotected_quantities": [],
@@ -90,8 +91,8 @@ def claim_facts(judged: Judged, output_released: Sequence[str] = (), duplicates_
         "max_units_per_user": plan.max_units_per_user,
         **({"max_units_before": [most for _, most in before]} if (before := units_before(start)) else {}),
         "user_level_epsilon": user_level_epsilon(judged, plan),
-        "duplicates_policy": duplicates_policy
-        or f"equal texts are separate {plural(budget.unit)}; none were merged or capped",
+        "duplicates": budget.duplicates,
+        "duplicates_policy": describe_duplicates(budget.unit, budget.duplicates),
         "protected": protected(budget.unit, budget.neighbours) if proved else [],
         "unprotected_quantities": unprotected_quantities(budget.unit, budget.neighbours, n),
         "output_released": list(output_released),
@@ -198,6 +199,26 @@ def describe_unit(unit: Unit) -> str:
 def plural(unit: Unit) -> str:
     """``queries`` and so on."""
     return _PLURAL[unit]
+
+
+def describe_duplicates(unit: Unit, duplicates: Duplicates) -> str:
+    """Say what the policy on equal texts under different ids means for the claim; no counts."""
+    if unit == "user":
+        return (
+            "Equal texts of one user are in one unit; those of several users are parts of as many, and protected as "
+            "parts of a group of that many units."
+        )
+    what = "image" if unit == "image" else "passage text" if unit == "passage" else "query text"
+    if duplicates == "keep":
+        return (
+            f"Equal {what}s under different ids are separate units: one that occurs k times is protected as a group of "
+            "k units."
+        )
+    beside, copies = (" and passage", "pair") if unit == "pair" else ("", "text")
+    return (
+        f"All rows with the same {what} (casefolded, whitespace collapsed){beside} are one unit: the claim is about "
+        f"erasing every copy of a {copies} at once, and the number of units is the number of distinct {copies}s."
+    )
 
 
 def describe_neighbours(unit: Unit, neighbours: Neighbours) -> str:

@@ -48,9 +48,9 @@ class Start:
         facts: What goes into the ledger: ``name``, ``card_sha256``, ``public``, ``guarantee``,
             ``releases``, ``parents``, ``runs`` (the ledgers of the releases, by their identities), ``tuning`` (how its
             settings were chosen), and ``head`` (the last record of a step in its own ledger), ``unit``,
-            ``neighbours``, ``epsilon``, ``delta``, ``n_public`` (of the largest data set in its chain whose size is
-            public) and ``units`` (the releases of each run of its chain, with its ``max_units_per_user``) where there
-            are any.
+            ``neighbours``, ``duplicates``, ``epsilon``, ``delta``, ``n_public`` (of the largest data set in its chain
+            whose size is public) and ``units`` (the releases of each run of its chain, with its
+            ``max_units_per_user``) where there are any.
         knob: The setting that named it, for messages.
     """
 
@@ -119,12 +119,15 @@ class Start:
                 accounting.check_supported(release.law, mode.accountant, mode.neighbours)
 
     def check_plan(self, plan: PrivacyPlan) -> None:
-        """Refuse a plan whose claim would be about the people of the start at another delta than theirs.
+        """Refuse a plan whose claim would be about other units than those of the start, or at another delta.
 
         Raises:
-            ConfigurationError: Delta is above that of the start, as only a mode that makes its plans by itself brings
-                it about, or not below 1/n for its units.
+            ConfigurationError: Equal texts are one unit here and several there. Or delta is above that of the start,
+                as only a mode that makes its plans by itself brings it about, or not below 1/n for its units.
         """
+        if (theirs := self.facts.get("duplicates")) is not None:
+            budget, where = plan.budget, f"{self.knob}={self.folder} was trained under"
+            budget.refuse_other_units(budget.unit, budget.neighbours, theirs, where)
         delta = self.facts.get("delta")
         if delta is not None and plan.budget.delta > delta * (1 + 1e-9):
             raise ConfigurationError(
@@ -284,7 +287,7 @@ def read_start(run: str | Path, *, public: bool, knob: str = "init_from") -> Sta
     if contradicted(card):
         facts["guarantee"] = "not_proved"
     elif claim["guarantee"] == "dp":
-        facts |= {key: claim[key] for key in ("unit", "neighbours", "epsilon", "delta")}
+        facts |= {key: claim[key] for key in ("unit", "neighbours", "duplicates", "epsilon", "delta")}
         facts["floating_point"] = card["randomness"].get("floating_point", True)
         sizes = (card["mechanism"].get("n_public"), (start_of(records) or {}).get("n_public"))
         facts["n_public"] = max((size for size in sizes if size is not None), default=None)

@@ -168,7 +168,8 @@ class SiloLedger:
         with PrivacyLedger.open(path) as ledger:
             ledger.append(
                 "plan", run_id=run_id, attempt=0, nonce=nonce, mode=label, plan=None,
-                unit=self.budget.unit, neighbours=self.budget.neighbours, planned_steps=count,
+                unit=self.budget.unit, neighbours=self.budget.neighbours, duplicates=self.budget.duplicates,
+                planned_steps=count,
             )  # fmt: skip
 
             def heads() -> list[str]:

@@ -18,7 +18,7 @@ rounds and requests compose to one epsilon.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -292,7 +292,7 @@ def units_and_budget(
     budget = silo_budget(
         privacy.eps, privacy.delta, unit=privacy.unit, neighbours=privacy.neighbours, units=data.n_units
     )
-    return data, budget
+    return data, replace(budget, duplicates=data.duplicates)
 
 
 def _require_claim(card: Mapping[str, Any], budget: PrivacyBudget | None, folder: Path) -> None:
@@ -306,10 +306,12 @@ def _require_claim(card: Mapping[str, Any], budget: PrivacyBudget | None, folder
         )
     if budget is None:
         return
-    for name, wanted in (("unit", budget.unit), ("neighbours", budget.neighbours)):
-        if claim[name] != wanted:
+    where = "federated.privacy"
+    for knob in (f"{where}.unit", f"{where}.neighbours", "datamodule.duplicates"):
+        name = knob.rpartition(".")[2]
+        if claim[name] != (wanted := getattr(budget, name)):
             raise PrivateDataError(
-                f"{folder}: its claim has {name}={claim[name]}, and federated.privacy.{name}={wanted}. Epsilons of "
+                f"{folder}: its claim has {name}={claim[name]}, and {knob}={wanted}. Epsilons of "
                 "different guarantees do not add up; train the generator with the same."
             )
     if (card["accounting"] or {}).get("basis") == "no_amplification":

@@ -11,6 +11,7 @@ from lit_dpret.errors import ConfigurationError
 
 Unit = Literal["query", "pair", "user", "image", "passage"]
 Neighbours = Literal["zero_out", "add_or_remove", "replace_one"]
+Duplicates = Literal["keep", "merge"]
 AccountantName = Literal["pld", "rdp", "prv"]
 NoiseName = Literal["gaussian", "discrete"]
 
@@ -51,6 +52,8 @@ class PrivacyBudget:
         delta: The delta of the whole run, in (0, 1); below 1/n where n is public.
         unit: Whose data one neighbouring data set lacks or changes.
         neighbours: How it differs; an epsilon means nothing without this word beside it.
+        duplicates: Whether equal texts under different ids are units of their own, or one: ``datamodule.duplicates``,
+            as the plan finds it. A unit of the one kind is no unit of the other.
 
     Raises:
         ConfigurationError: A value is out of range; the message names the ``privacy.`` key.
@@ -60,6 +63,7 @@ class PrivacyBudget:
     delta: float
     unit: Unit = "query"
     neighbours: Neighbours = "zero_out"
+    duplicates: Duplicates = "keep"
 
     def __post_init__(self) -> None:
         if not (isinstance(self.eps, (int, float)) and math.isfinite(self.eps) and self.eps > 0):
@@ -74,6 +78,7 @@ class PrivacyBudget:
         object.__setattr__(self, "delta", float(self.delta))
         require_choice("privacy.unit", self.unit, get_args(Unit))
         require_choice("privacy.neighbours", self.neighbours, get_args(Neighbours))
+        require_choice("datamodule.duplicates", self.duplicates, get_args(Duplicates))
 
     def check_delta(self, units: int) -> None:
         """Refuse a delta that permits publishing one whole unit of ``units`` public many."""
@@ -84,6 +89,23 @@ class PrivacyBudget:
                 "Lower privacy.delta, or set it to null for 1/(2n).",
                 trap="T29",
             )
+
+    def refuse_other_units(self, unit: str, neighbours: str, duplicates: str, where: str) -> None:
+        """Refuse to add up with a guarantee about other units or neighbours, which ``where`` states.
+
+        Raises:
+            ConfigurationError: It is another one; the message names the setting that differs.
+        """
+        for knob, own, other in (
+            ("privacy.unit", self.unit, unit),
+            ("privacy.neighbours", self.neighbours, neighbours),
+            ("datamodule.duplicates", self.duplicates, duplicates),
+        ):
+            if own != other:
+                raise ConfigurationError(
+                    f"{knob}={own}, but {where} {knob}={other}, and epsilons of different guarantees do not add up. "
+                    "Use the same."
+                )
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Protocol, get_args
 
 from lit_dpret.errors import ConfigurationError
@@ -169,8 +169,9 @@ class PrivacyPlan:
 
         Args:
             budget: The guarantee.
-            request: How batches are to be drawn. Where its rate is None, the rate follows from the expected batch size
-                and ``n_public``; where its cap is None, a cap is chosen.
+            request: How batches are to be drawn, and its ``duplicates``, where it has such a policy. Where its rate is
+                None, the rate follows from the expected batch size and ``n_public``; where its cap is None, a cap is
+                chosen.
             steps: Logical steps planned.
             max_grad_norm: L2 bound on one unit's gradient.
             n_public: Units in the data set, where that is public. Under ``add_or_remove`` None, or a
@@ -185,6 +186,7 @@ class PrivacyPlan:
             UnsupportedAccountingError: No library judges the combination.
         """
         require_choice("datamodule.sampling", request.sampling, SAMPLINGS)
+        budget = replace(budget, duplicates=getattr(request, "duplicates", budget.duplicates))
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise ConfigurationError(f"A private run of {steps} steps releases nothing; set trainer.max_steps.")
         if n_public is not None:

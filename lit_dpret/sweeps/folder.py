@@ -90,9 +90,7 @@ class SweepFolder:
             "without_privacy": terms.without_privacy,
             "places": [place["releases"] for place in charged],
             "parts": [place.get("parts") for place in charged],
-            "budget": None if budget is None else {
-                "eps": budget.eps, "delta": budget.delta, "unit": budget.unit, "neighbours": budget.neighbours,
-            },
+            "budget": None if budget is None else budget.to_dict(),
         }  # fmt: skip
         write_whole(folder / SWEEP, json.dumps(facts, indent=2, default=str) + "\n")
         return cls(folder, facts)

@@ -80,8 +80,12 @@ class Histogram:
         public, delta = mode.public_units(len(units)), start.facts["delta"]
         if mode.delta is None and public is not None:
             delta = min(delta, 1 / (2 * public))  # the log may have grown since
+        budget = PrivacyBudget(
+            eps=mode.eps, delta=delta, unit=mode.unit, neighbours=mode.neighbours,
+            duplicates=getattr(data, "duplicates", "keep"),
+        )  # fmt: skip
         plan = histogram_plan(
-            PrivacyBudget(eps=mode.eps, delta=delta, unit=mode.unit, neighbours=mode.neighbours),
+            budget,
             noise_multiplier=self.noise_multiplier,
             max_count=self.max_count,
             accountant=mode.accountant,
@@ -113,7 +117,6 @@ class Histogram:
                 environment=environment_facts(),
                 output_released=("the noised histogram", "the generator that it was charged together with"),
                 assumptions=leaks(records),
-                duplicates_policy=data.describe_duplicates(),
             ),
         )
         write_card(card, folder)

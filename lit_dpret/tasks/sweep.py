@@ -172,12 +172,12 @@ class Sweep:
         return known[key]
 
     def _one_guarantee(self, plans: Sequence[PrivacyPlan]) -> PrivacyBudget | None:
-        """Return the budget whose unit, neighbours and delta are those of all; None where no trial is private."""
+        """Return the budget whose units, neighbours and delta are those of all; None where no trial is private."""
         budgets = [plan.budget for plan in plans]
-        for knob in ("unit", "neighbours"):
-            if len(found := {str(getattr(budget, knob)) for budget in budgets}) > 1:
+        for knob in ("privacy.unit", "privacy.neighbours", "datamodule.duplicates"):
+            if len(found := {str(getattr(budget, knob.partition(".")[2])) for budget in budgets}) > 1:
                 raise ConfigurationError(
-                    f"task.file={self.sweep.path}: its trials have privacy.{knob}={' and '.join(sorted(found))}, and "
+                    f"task.file={self.sweep.path}: its trials have {knob}={' and '.join(sorted(found))}, and "
                     "epsilons of different guarantees do not add up. Make a sweep of each."
                 )
         return min(budgets, key=lambda budget: budget.delta, default=None)

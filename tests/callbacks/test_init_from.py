@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from cards import forge
 from stand_ins import Numbers, Regression, StopAfter, dp, fit, records
 
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
@@ -25,6 +27,7 @@ from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.budget import PrivacyBudget
 from lit_dpret.privacy.ledger.run_ledger import charged_releases
 from lit_dpret.privacy.modes import DPSGD
+from lit_dpret.privacy.plan import PrivacyPlan
 
 
 class Saved(Regression):
@@ -115,6 +118,52 @@ def test_the_doctor_plans_at_the_delta_of_the_start(tmp_path: Path) -> None:
     planned = examine(trainer, module, few()).planned
     assert planned is not None and planned.plan is not None
     assert planned.plan.budget.delta == 1 / 400
+
+
+def merged() -> Numbers:
+    """The same data, of which equal texts are one unit."""
+    data = Numbers(sampling="poisson")
+    data.duplicates = "merge"
+    return data
+
+
+def test_a_run_whose_units_are_merged_texts_is_composed_with_none_whose_units_are_ids(tmp_path: Path) -> None:
+    ids, texts = tmp_path / "ids", tmp_path / "texts"
+    assert train(ids)["claim"]["duplicates"] == "keep"
+    assert train(texts, data=merged())["claim"]["duplicates"] == "merge"
+    for start, data in ((ids, merged()), (texts, None)):
+        with pytest.raises(ConfigurationError, match=r"datamodule\.duplicates=.*, but init_from"):
+            train(tmp_path / "mixed", start, data=data)
+    card = train(tmp_path / "both", texts, data=merged())
+    assert card["claim"]["duplicates"] == "merge" and "one unit" in card["claim"]["duplicates_policy"]
+    assert verify_chain(tmp_path / "both", parents=[texts]).failed == []
+    forged = forge(card, duplicates="keep")
+    assert any("claim.duplicates" in one for one in verify_card(forged, tmp_path / "both" / "privacy_ledger.jsonl"))
+
+
+@pytest.mark.parametrize("first", ["keep", "merge"])
+def test_the_ledger_of_a_data_set_adds_up_one_kind_of_unit(first: str, tmp_path: Path) -> None:
+    ledger = {"dataset_ledger": tmp_path / "data.jsonl", "total_eps": 50.0}
+    kinds = {"keep": Numbers(sampling="poisson"), "merge": merged()}
+    train(tmp_path / "first", data=kinds.pop(first), **ledger)
+    (other,) = kinds.values()
+    with pytest.raises(ConfigurationError, match=r"datamodule\.duplicates=.*privacy\.dataset_ledger"):
+        train(tmp_path / "second", data=other, **ledger)
+    assert not (tmp_path / "second" / "privacy_ledger.jsonl").exists()
+
+
+class OwnPlan(DPSGD):
+    """A mode that makes its plan by itself."""
+
+    def plan(self, request: Any, **given: Any) -> PrivacyPlan:
+        plan = super().plan(request, **given)
+        return replace(plan, budget=replace(plan.budget, duplicates="keep"))
+
+
+def test_a_mode_whose_plan_is_about_other_units_than_the_data_is_refused(tmp_path: Path) -> None:
+    mode = OwnPlan(eps=3.0, noise_multiplier=4.0, max_grad_norm=1.0, secret_file=tmp_path / "secret")
+    with pytest.raises(ConfigurationError, match=r"datamodule\.duplicates=keep"):
+        train(tmp_path / "run", data=merged(), mode=mode)
 
 
 class OwnDelta(DPSGD):

@@ -273,9 +273,3 @@ def test_the_rows_of_a_split_are_its_positive_pairs(harbour: Path) -> None:
 def test_what_data_overlaps_is_reported_and_dropped_on_request(harbour: Path) -> None:
     assert PairsDataModule(folder=harbour).report_overlap()["test"].queries == 1
     assert PairsDataModule(folder=harbour, drop_overlap=True).report_overlap()["test"].queries == 0
-
-
-def test_the_policy_on_duplicates_can_be_put_on_a_card(harbour: Path) -> None:
-    datamodule = PairsDataModule(folder=harbour)
-    datamodule.use_unit("query")
-    assert "separate units" in datamodule.describe_duplicates()

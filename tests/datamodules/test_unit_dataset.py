@@ -121,13 +121,6 @@ def test_erasing_one_of_two_merged_copies_changes_a_unit_instead_of_removing_it(
     assert len(before) == len(after) and before.rows(0) != after.rows(0)
 
 
-def test_the_duplicates_policy_is_described_without_counts(data: Collection) -> None:
-    for policy in ("keep", "merge"):
-        units = GroupedUnitDataset(data, unit="query", duplicates=policy)
-        sentence = units.describe_duplicates()
-        assert sentence.endswith(".") and not any(character.isdigit() for character in sentence)
-
-
 def test_the_most_units_of_a_user_are_counted_where_users_are_known(data: Collection) -> None:
     for unit in ("query", "pair"):
         units = GroupedUnitDataset(data, unit=unit)  # type: ignore[arg-type]

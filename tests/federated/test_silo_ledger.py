@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -109,11 +110,12 @@ def test_queries_and_passages_have_ledgers_of_their_own(tmp_path: Path) -> None:
     assert passages.epsilon() == 0.0 and queries.path != passages.path
 
 
-def test_queries_and_pairs_are_counted_in_one_file_which_takes_one_unit(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("knob", "other"), [("privacy.unit", "pair"), ("datamodule.duplicates", "merge")])
+def test_one_file_takes_one_kind_of_unit(knob: str, other: str, tmp_path: Path) -> None:
     centroids(ledger(tmp_path), torch.randn(20, 4), 4.0)
-    pairs = ledger(tmp_path, replace(BUDGET, unit="pair"))
-    with pytest.raises(ConfigurationError, match=r"privacy\.unit=pair"):
-        centroids(pairs, torch.randn(20, 4), 4.0)
+    terms: dict[str, Any] = {knob.partition(".")[2]: other}
+    with pytest.raises(ConfigurationError, match=f"{knob}={other}"):
+        centroids(ledger(tmp_path, replace(BUDGET, **terms)), torch.randn(20, 4), 4.0)
 
 
 def test_delta_is_derived_where_the_number_of_units_may_be_known_and_refused_where_not() -> None:

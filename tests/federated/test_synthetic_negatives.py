@@ -315,6 +315,10 @@ def test_a_set_under_another_guarantee_is_refused(world: Path) -> None:
         read(world, unit="pair")
     with pytest.raises(PrivateDataError, match=r"neighbours=zero_out, and .*neighbours=replace_one"):
         read(world, neighbours="replace_one")
+    ledger = ledger_of(world)
+    merged = replace(ledger.budget, duplicates="merge")
+    with pytest.raises(PrivateDataError, match=r"datamodule\.duplicates=merge"):
+        read_synthetic(silo(world), budget=merged, ledger=ledger, near=[world / "state" / "client0"])
 
 
 def test_without_a_budget_the_card_is_verified_all_the_same(world: Path) -> None:

@@ -446,6 +446,18 @@ def test_what_cannot_be_planned_is_refused_by_its_name_and_nothing_is_reserved(
     assert not (tmp_path / "data.jsonl").exists() and not (tmp_path / "sweep" / "sweep.json").exists()
 
 
+def test_trials_whose_units_are_not_the_same_thing_make_no_sweep_and_join_none(tmp_path: Path) -> None:
+    def vary(setting: str) -> dict[str, Any]:
+        return {"data": {"duplicates": "merge" if setting.endswith("1") else "keep"}}
+
+    with pytest.raises(ConfigurationError, match=r"datamodule\.duplicates=keep and merge"):
+        planned(tmp_path, vary=vary)
+    assert not (tmp_path / "data.jsonl").exists()
+    planned(tmp_path)
+    with pytest.raises(ConfigurationError, match=r"datamodule\.duplicates=merge, but"):
+        begun(tmp_path, data={"duplicates": "merge"})
+
+
 def test_a_trial_with_a_published_seed_is_refused_by_its_name_and_has_cost_nothing(tmp_path: Path) -> None:
     sweep = planned(tmp_path)
     with pytest.raises(ConfigurationError, match=r"privacy\.noise_seed=7"):

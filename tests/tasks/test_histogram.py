@@ -185,6 +185,14 @@ def test_a_bound_on_the_units_of_a_user_is_held_against_the_log_before_anything_
     assert not (tmp_path / "run" / "privacy_ledger.jsonl").exists()
 
 
+def test_a_histogram_of_merged_texts_is_not_charged_together_with_a_generator_of_ids(
+    chain: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigurationError, match=r"datamodule\.duplicates=merge, but task\.generator"):
+        counted(chain, tmp_path / "run", data={"duplicates": "merge"})
+    assert not (tmp_path / "run" / "privacy_ledger.jsonl").exists()
+
+
 def test_a_second_histogram_whose_card_does_not_compose_the_first_is_refused(
     chain: Path, histogram: Path, tmp_path: Path
 ) -> None:

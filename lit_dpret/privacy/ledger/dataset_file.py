@@ -273,8 +273,9 @@ class DatasetFile(ChainedFile):
 def _terms(record: Mapping[str, Any]) -> dict[str, Any]:
     try:
         terms = {name: record[name] for name in ("total_eps", "delta", "unit", "neighbours")}
+        terms["duplicates"] = record.get("duplicates", "keep")
         limit = terms["total_eps"]
-        PrivacyBudget(eps=limit, delta=terms["delta"], unit=terms["unit"], neighbours=terms["neighbours"])
+        PrivacyBudget(eps=limit, **{name: value for name, value in terms.items() if name != "total_eps"})
     except (KeyError, ConfigurationError) as error:
         raise LedgerError(f"its terms are malformed ({error}).") from error
     return terms

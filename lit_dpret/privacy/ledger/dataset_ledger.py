@@ -177,9 +177,9 @@ class DatasetLedger:
         - A reservation that would bring the total past the limit is refused, and changes nothing;
           also when several processes reserve at once, their reservations together stay within it.
         - A run is charged what it reserved until it settles, and then what its own ledger charges.
-        - Delta, unit, neighbours and limit are those that the file was begun with. Another unit or
-          relation, whose epsilons do not add up, and another limit, which would break an earlier
-          promise, are refused; another delta is not: the total is stated at the file's.
+        - Delta, unit, neighbours, policy on duplicates and limit are those that the file was begun with.
+          Another unit, policy or relation, whose epsilons do not add up, and another limit, which would
+          break an earlier promise, are refused; another delta is not: the total is stated at the file's.
         - A file that takes the place of the one that the run was begun under is refused.
         - A run whose own ledger lacks what it had when it last reserved or settled (a copied or
           restored run folder) is refused: its charges could shrink.
@@ -413,14 +413,11 @@ class DatasetLedger:
                 "delta": budget.delta,
                 "unit": budget.unit,
                 "neighbours": budget.neighbours,
+                "duplicates": budget.duplicates,
             }
         terms = book.terms
-        for knob, value in (("unit", budget.unit), ("neighbours", budget.neighbours)):
-            if terms[knob] != value:
-                raise ConfigurationError(
-                    f"privacy.{knob}={value}, but {self.path} counts under privacy.{knob}={terms[knob]}, and epsilons "
-                    "of different guarantees do not add up. Use the same, or another privacy.dataset_ledger."
-                )
+        where = f"privacy.dataset_ledger={self.path} counts under"
+        budget.refuse_other_units(terms["unit"], terms["neighbours"], terms["duplicates"], where)
         if self._total_eps is not None and self._total_eps != terms["total_eps"]:
             raise ConfigurationError(
                 f"privacy.total_eps={self._total_eps:g}, but {self.path} was begun with {terms['total_eps']:g}, and a "

@@ -152,6 +152,7 @@ def test_a_copied_or_restored_run_folder_cannot_shrink_its_charge(tmp_path: Path
     [
         ({"neighbours": "replace_one"}, "privacy.neighbours"),
         ({"unit": "user"}, "privacy.unit"),
+        ({"duplicates": "merge"}, "datamodule.duplicates"),
         ({"total_eps": 2.0}, "privacy.total_eps"),
         ({"total_eps": 0.5}, "privacy.total_eps"),
     ],
@@ -197,7 +198,7 @@ def test_the_file_says_nothing_about_the_data_and_names_its_schema(tmp_path: Pat
     reserve(ledger(tmp_path), "a", trained(count=1))
     first, second = [json.loads(line) for line in (tmp_path / "data.jsonl").read_text().splitlines()]
     chain = {"seq", "day", "kind", "prev", "hash"}
-    facts = {"schema", "id", "total_eps", "delta", "unit", "neighbours"}
+    facts = {"schema", "id", "total_eps", "delta", "unit", "neighbours", "duplicates"}
     assert set(first) - chain == facts and first["schema"] == SCHEMA
     assert set(second) - chain == {"run_id", "run", "run_head", "releases"}
 
