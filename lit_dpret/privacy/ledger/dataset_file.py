@@ -202,6 +202,7 @@ class Entry:
     settled: bool
     name: str
     sweep: str | None = None  # held for a trial of this sweep that has not begun
+    delta: float | None = None  # of its claim, where that is smaller than the file's
 
 
 @dataclass
@@ -296,4 +297,5 @@ def _entry(record: Mapping[str, Any]) -> Entry:
         record.get("kind") == "settle",
         str(record.get("run")),
         None if sweep is None else str(sweep),
+        record.get("delta"),
     )

@@ -314,12 +314,12 @@ class DatasetLedger:
                 total = self._checked({**others, run_id: _planned(planned)}, book, terms, run_id)
             except BudgetExceededError:
                 if run_id in book.entries:
-                    file.append("settle", **_facts(run_id, spent, heads, name))
+                    file.append("settle", **self._facts(run_id, spent, heads, name, terms))
                 raise
             if book.terms is None:
                 file.append("dataset", schema=SCHEMA, id=secrets.token_hex(16), **terms)
             over = {} if taken is None else {"takes": taken}
-            file.append("reserve", **_facts(run_id, planned, heads, name), **over)
+            file.append("reserve", **self._facts(run_id, planned, heads, name, terms), **over)
             return total
 
     def settle(self, run_id: str, *, spent: Charge | Sequence[Release], heads: Sequence[str], name: str) -> Total:
@@ -331,7 +331,7 @@ class DatasetLedger:
         with DatasetFile.open(self.path) as file:
             terms = self._agreed(file.book)
             _check_history(run_id, file.book, heads)
-            file.append("settle", **_facts(run_id, spent, heads, name))
+            file.append("settle", **self._facts(run_id, spent, heads, name, terms))
             return self._total(file.book.entries, terms)
 
     def hold(self, sweep: str, places: Sequence[Charge | Sequence[Release]], *, name: str) -> Total:
@@ -356,7 +356,7 @@ class DatasetLedger:
             if file.book.terms is None:
                 file.append("dataset", schema=SCHEMA, id=secrets.token_hex(16), **terms)
             for key, place in new.items():
-                file.append("reserve", **_facts(key, place, [], name), sweep=sweep)
+                file.append("reserve", **self._facts(key, place, [], name, terms), sweep=sweep)
             return total
 
     def _to_hold(
@@ -381,7 +381,7 @@ class DatasetLedger:
         with DatasetFile.open(self.path) as file:
             terms = self._agreed(file.book)
             for key, entry in [item for item in file.book.entries.items() if item[1].sweep == sweep]:
-                file.append("settle", **_facts(key, [], [], entry.name))
+                file.append("settle", **self._facts(key, [], [], entry.name, terms))
             return self._total(file.book.entries, terms)
 
     def _place(self, book: DatasetBook, run_id: str, planned: Charge) -> str | None:
@@ -425,9 +425,24 @@ class DatasetLedger:
             )
         return terms
 
+    def _facts(
+        self,
+        run_id: str,
+        given: Charge | Sequence[Release],
+        heads: Sequence[str],
+        name: str,
+        terms: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """What a record of a run holds; its delta, where that is below the file's, binds the totals to come."""
+        smaller = {"delta": self._budget.delta} if self._budget.delta < terms["delta"] else {}
+        facts = {"run_id": run_id, "run": name, "run_head": heads[-1] if heads else ""}
+        return {**facts, **Charge.of(given).to_dict(), **smaller}
+
     def _total(self, entries: Mapping[str, Entry], terms: Mapping[str, Any]) -> Total:
-        # A data set that has grown since the file was begun promises a smaller delta to each of its units.
-        delta = min(terms["delta"], self._budget.delta)
+        # A data set that has grown since the file was begun promises a smaller delta to each of its units, also where
+        # the run that adds up now is about few of them.
+        promised = [entry.delta for entry in entries.values() if entry.delta is not None]
+        delta = min([terms["delta"], self._budget.delta, *promised])
         value, how = compose_across_runs(
             composed(entry.charge for entry in entries.values()),
             delta=delta,
@@ -469,10 +484,6 @@ def _without(entries: Mapping[str, Entry], name: str | None) -> dict[str, Entry]
 
 def _planned(given: Charge | Sequence[Release]) -> Entry:
     return Entry(Charge.of(given), "", False, "")
-
-
-def _facts(run_id: str, given: Charge | Sequence[Release], heads: Sequence[str], name: str) -> dict[str, Any]:
-    return {"run_id": run_id, "run": name, "run_head": heads[-1] if heads else "", **Charge.of(given).to_dict()}
 
 
 def _check_history(run_id: str, book: DatasetBook, heads: Sequence[str]) -> None:

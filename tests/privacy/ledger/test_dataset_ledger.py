@@ -181,6 +181,10 @@ def test_the_total_holds_at_the_smaller_delta_of_the_file_and_of_the_run(
     reserve(ledger(tmp_path, 10.0), "a", trained())
     total = reserve(ledger(tmp_path, 10.0, delta=delta), "b", trained())
     assert (total.delta, total.epsilon) == (holds_at, cost(trained(), trained(), delta=holds_at))
+    settle(ledger(tmp_path, 10.0, delta=delta), "b", trained())
+    for book in (ledger(tmp_path, 10.0), ledger(tmp_path, 10.0, delta=1e-4)):
+        later = book.total()
+        assert (later.delta, later.epsilon) == (holds_at, total.epsilon), "what is promised to many stays promised"
 
 
 def test_the_limit_is_held_at_the_smaller_delta(tmp_path: Path) -> None:
