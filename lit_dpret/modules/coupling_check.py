@@ -30,6 +30,7 @@ from lit_dpret.modules.module_state import KeptState, Looks
 from lit_dpret.privacy.batches import ALONE, FixedShape, UnitBatch, copied_rows, take_rows
 from lit_dpret.privacy.coins import kept_generators, own_generators, python_and_numpy_now, seed_everywhere
 from lit_dpret.privacy.ledger.trained import held, reached
+from lit_dpret.privacy.state_watch import same_values
 
 #: What two passes may differ by, relative to the largest value: kernels that add in another order. They run without
 #: autocast, whose rounding would hide more.
@@ -535,7 +536,7 @@ def _leaves(rows: Any) -> list[Any]:
 def _equal(a: list[Any], b: list[Any]) -> bool:
     """Return whether two lists hold equal tensors; leaves of other kinds are not compared."""
     pairs = zip(a, b, strict=False)
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in pairs if isinstance(x, Tensor))
+    return len(a) == len(b) and all(same_values(x, y) for x, y in pairs if isinstance(x, Tensor))
 
 
 def _differ(a: Tensor, b: Tensor, floor: float = 0.0) -> bool:

@@ -27,7 +27,7 @@ from lit_dpret.distributed.xla import is_lazy
 from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError
 from lit_dpret.privacy.budget import NAMES
 from lit_dpret.privacy.coins import generators_now, kept_generators, seed_generators
-from lit_dpret.privacy.state_watch import checksums
+from lit_dpret.privacy.state_watch import checksums, same_values
 
 _ROW = ("query_id", "passage_id", "image_id")
 
@@ -421,6 +421,7 @@ class UnitCollator:
         - Where ``collate_rows`` draws from a global generator, or from one made of its seed, as other seeds show in
           the first batch and in steps 1, 2, 4 and so on, it is called for each unit by itself, under
           `Draw.seed`: another unit's rows change neither its coins nor its features, whatever is known of the seeds.
+          Which rows are ``answers`` to each other, booleans ``(rows, rows)``, no coin may decide.
         - A resumed run draws the same, and the global generators are afterwards as before.
         - Under a guarantee, features in a fixed shape have the sizes that they had in every batch before; in the first
           batch and in steps 1, 2, 4 and so on also those that they have where some of its units are collated alone.
@@ -473,7 +474,30 @@ class UnitCollator:
             for draw, rows in drawn:
                 seed_generators(draw.seed)
                 parts.append(self._collate_rows(rows))
-        return _units_joined(parts, [len(rows) for _, rows in drawn])
+            answers = self._answers_of_all(parts, drawn)
+        joined = _units_joined([_without(part, answers) for part in parts], [len(rows) for _, rows in drawn])
+        return {**joined, **answers} if answers else joined
+
+    def _answers_of_all(self, parts: Sequence[Any], drawn: Sequence[tuple[Draw, list[Any]]]) -> dict[str, Tensor]:
+        """Return ``answers`` of all rows, booleans ``(rows, rows)``: a unit by itself knows of its own columns alone.
+
+        Raises:
+            ConfigurationError: They are drawn at random, so that rows would take coins from each other.
+        """
+        if len(parts) < 2 or not all(_is_square(part, len(rows)) for part, (_, rows) in zip(parts, drawn, strict=True)):
+            return {}
+        together, seed = [row for _, rows in drawn for row in rows], drawn[0][0].seed
+        found = []
+        for each in (seed, seed ^ 0x5DEECE66D) if self._looks else (seed,):
+            seed_generators(each)
+            found.append(self._collate_rows(together)["answers"])
+        if not _equal(found[0], found[-1]):
+            raise ConfigurationError(
+                "collate_rows draws at random which passages are right answers (answers), where rows would take coins "
+                "from each other. Make answers from the ids of passages alone (lit_dpret.losses.false_negatives).",
+                trap="T11",
+            )
+        return {"answers": found[0]}
 
     def _is_looked_at(self, step: int) -> bool:
         first, self._looked = not self._looked, True  # each worker process has a collator of its own
@@ -579,6 +603,15 @@ def _units_joined(parts: Sequence[Any], counts: Sequence[int]) -> Any:
         ) from error
 
 
+def _is_square(part: Any, rows: int) -> bool:
+    answers = part.get("answers") if isinstance(part, dict) else None
+    return isinstance(answers, Tensor) and answers.dtype == torch.bool and answers.shape == (rows, rows)
+
+
+def _without(features: Any, names: Mapping[str, Tensor]) -> Any:
+    return {name: value for name, value in features.items() if name not in names} if names else features
+
+
 def _named_leaves(rows: Any, apart: Sequence[str] = (), path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the leaves of nested dicts with their paths, without those whose outermost name is in ``apart``."""
     for name, value in rows.items() if isinstance(rows, dict) else ():
@@ -600,4 +633,4 @@ def _leaves(rows: Any) -> list[Any]:
 def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
-    return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else True
+    return same_values(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else True

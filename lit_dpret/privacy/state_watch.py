@@ -170,6 +170,13 @@ def bits_of(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1).view(_INTEGERS[tensor.element_size()])
 
 
+def same_values(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors hold the same values, of which NaN is one: a broken row is no difference."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return bool(torch.isclose(one, other, rtol=0.0, atol=0.0, equal_nan=True).all())
+
+
 def checksum(tensor: Tensor) -> Tensor:
     """A number, modulo 2^64, that changes with any single value and with almost any order of the values."""
     bits = bits_of(tensor)

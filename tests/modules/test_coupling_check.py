@@ -344,7 +344,22 @@ class LastLoss(Plain):
         return found
 
 
-@pytest.mark.parametrize("module", [Plain, Augmented, LastLoss])
+class NoNumberInSomeRecords(Plain):
+    """A feature of every third record is NaN, that of the first one too: it adds nothing, and ends no run."""
+
+    def collate_rows(self, rows: list[Any]) -> dict[str, Tensor]:
+        found = super().collate_rows(rows)
+        broken = torch.tensor([int(row.query) % 3 == 0 for row in rows])
+        return found | {"inputs": found["inputs"].masked_fill(broken[:, None], torch.nan)}
+
+
+class NoNumberAndCoins(NoNumberInSomeRecords):
+    def collate_rows(self, rows: list[Any]) -> dict[str, Tensor]:
+        found = super().collate_rows(rows)
+        return found | {"target": found["target"] + 0.01 * torch.randn_like(found["target"])}
+
+
+@pytest.mark.parametrize("module", [Plain, Augmented, LastLoss, NoNumberInSomeRecords, NoNumberAndCoins])
 @pytest.mark.parametrize("rows", ["one", "all"])
 def test_an_honest_module_trains(module: type[Any], rows: str, tmp_path: Path) -> None:
     train(tmp_path, module, data=Numbers(rows_per_unit=rows))

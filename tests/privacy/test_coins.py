@@ -187,6 +187,38 @@ def test_units_that_cannot_be_collated_apart_are_refused(collate: Any) -> None:
     assert refused.value.trap == "T11"
 
 
+@pytest.mark.parametrize("seeded", [False, True], ids=["global coins", "a generator of the seed"])
+def test_right_answers_of_rows_that_are_collated_apart_are_those_of_the_whole_batch(seeded: bool) -> None:
+    """A unit alone knows of its own columns only."""
+
+    def collate(rows: list[Line]) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(torch.initial_seed()) if seeded else None
+        kept = torch.rand(len(rows), generator=generator)
+        return {"who": torch.tensor([int(row.query) for row in rows]), "kept": kept,
+                "answers": torch.tensor([[one.query == other.query for other in rows] for one in rows])}  # fmt: skip
+
+    found = batches(Cropping(), collate)
+    assert any(len(batch.mask) > 2 for batch in found)
+    for batch in (batch for batch in found if batch.rows is not None):
+        who = batch.rows["who"]
+        assert torch.equal(batch.rows["answers"], who[:, None] == who[None])
+
+
+def test_right_answers_that_coins_decide_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="answers") as refused:
+        batches(
+            Cropping(), lambda rows: {"kept": torch.rand(len(rows)), "answers": torch.rand(len(rows), len(rows)) < 0.5}
+        )
+    assert refused.value.trap == "T11"
+
+
+def test_rows_that_are_not_numbers_are_no_coins() -> None:
+    calls: list[int] = []
+    broken = lambda rows: {"kept": torch.full((len(rows), 2), torch.nan)}  # noqa: E731
+    batches(Cropping(), lambda rows: [calls.append(len(rows)), broken(rows)][1])
+    assert max(calls) == 10
+
+
 def test_coins_that_are_drawn_where_rows_are_placed_are_refused() -> None:
     def place(features: Any, places: Any, rows: int) -> Any:
         return copied_rows({**features, "kept": features["kept"] * torch.rand(len(places))}, places, rows)
