@@ -471,7 +471,7 @@ class PrivacyAccountant(Callback):
         if not batch.last:
             return
         if (found := next(filter(None, self._ranks.gather(self._strange, quick=True)), None)) is not None:
-            self._gate.forfeit()
+            self._gate.forfeit()  # on all ranks: all of them gathered it
             raise DataError(found, trap="T38")
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
@@ -488,13 +488,26 @@ class PrivacyAccountant(Callback):
         self._updates[by] += 1
         if self.plan is None or self._updates[by] <= self._gate.granted:
             return
-        self._gate.forfeit()
+        self._forfeit_alone()
         raise ConfigurationError(
             f"An optimizer makes update {self._updates[by]}, and {self._gate.granted} steps were granted: it carries "
             f"no noise and is in no ledger. Give {module} a per_row_loss, and leave training_step and "
             "automatic_optimization as PrivateModule has them.",
             trap="T7",
         )
+
+    @property
+    def _forfeited(self) -> str:
+        """The word that a rank without a ledger leaves where it found out that the claim of the attempt is false."""
+        position = self._gate.position
+        return f"forfeited/{position.run_id}/{position.attempt}"
+
+    def _forfeit_alone(self) -> None:
+        """Give up the claim of this attempt, on a rank that found out why; the others may not have found it."""
+        if self._ranks.is_first:
+            self._gate.own.forfeit()
+        else:
+            self._ranks.leave_word(self._forfeited)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -566,6 +579,8 @@ class PrivacyAccountant(Callback):
 
     def _finish(self, reason: str) -> None:
         """Settle with the ledger of the data set, and end the run's own."""
+        if self._ranks.word_was_left(self._forfeited):  # by a rank that may be gone by now
+            self._gate.own.forfeit()
         if self._account is not None:
             self._account.settle()
         self.ledger.append("end", reason=reason, steps=self._gate.steps_done)
@@ -580,15 +595,15 @@ class PrivacyAccountant(Callback):
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self._remember(pl_module)
+        begun = hasattr(self, "_gate") and not self._ended  # once ended, the card names the ledger's last record
+        # A coupling or an uncovered weight that is found late may have been there in the steps before.
+        late = begun and isinstance(exception, UnsupportedModelError) and self.plan is not None
+        if late and self._gate.steps_done:
+            self._forfeit_alone()
         if not hasattr(self, "_run"):  # nothing was opened yet, or this rank holds no ledger
             return
         try:
-            begun = hasattr(self, "_gate") and not self._ended  # once ended, the card names the ledger's last record
             if begun and not isinstance(exception, OSError):
-                # A coupling or an uncovered weight that is found late may have been there in the steps before.
-                found = isinstance(exception, UnsupportedModelError) and self.plan is not None
-                if found and self._gate.steps_done and self._ranks.world_size == 1:
-                    self._gate.forfeit()
                 self._finish(type(exception).__name__)
         finally:
             self._close()

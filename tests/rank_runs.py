@@ -182,6 +182,8 @@ def make_module(
     source: Any = stand_ins.Numbers(**{"sampling": "poisson"} | {k: v for k, v in data.items() if k != "card"})
     if "card" in data:
         source = carded(stand_ins.Numbers, Path(data["card"]), {k: v for k, v in data.items() if k != "card"})
+    if kind in ("coupled late", "one update more"):
+        return false_late(kind, privacy, **settings), source
     if kind == "pairs":
         from pair_stand_ins import Pairs
 
@@ -195,6 +197,26 @@ def make_module(
 
         return decoder_only(privacy=privacy, **settings), source
     return stand_ins.Regression(privacy=privacy, dropout=dropout, **settings), source
+
+
+def false_late(kind: str, privacy: Any, *, on: int) -> Any:
+    """A module that from step 3 on couples rows, or makes an update of its own, on one rank alone."""
+    import stand_ins
+
+    class FalseLate(stand_ins.Regression):
+        def _is_false(self) -> bool:
+            return bool(self.trainer.global_step >= 3 and self.trainer.global_rank == on)
+
+        def per_row_loss(self, rows: Any) -> Any:
+            found = super().per_row_loss(rows)
+            return found * found.detach().mean() if kind == "coupled late" and self._is_false() else found
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            super().training_step(batch, batch_idx)
+            if batch.last and kind == "one update more" and self._is_false():
+                self.optimizers().optimizer.step()
+
+    return FalseLate(privacy=privacy)
 
 
 def carded(base: type, folder: Path, data: dict[str, Any]) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -29,6 +29,7 @@ BUCKET = 25_000_000
 #: How long a rank waits for what another one decides or writes (an export, a card); a dead process is noticed at once.
 PATIENCE = timedelta(hours=2)
 
+_WORD = "lit_dpret/word/"
 # What gloo and NCCL say of a peer that is gone or too late; gloo raises it as a bare RuntimeError.
 _BROKEN = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Timed out waiting", "TCPStore",
            "Broken pipe")  # fmt: skip
@@ -230,9 +231,29 @@ class Ranks:
             dist.all_gather_object(gathered, value, group=groups.quick if quick else groups.patient)
         return gathered
 
+    def leave_word(self, word: str) -> None:
+        """Leave a word for rank 0 before this rank ends by an error: it finds it also when this one is gone.
+
+        It lies in the store by which the processes of the job found each other; no other rank has to be there.
+        """
+        if self.world_size > 1:
+            with suppress(RuntimeError):  # where the process that keeps the store is gone, nobody is left to read it
+                _store().set(_WORD + word, "1")
+
+    def word_was_left(self, word: str) -> bool:
+        """Return whether some rank left that word; does not wait for any."""
+        try:
+            return self.world_size > 1 and bool(_store().check([_WORD + word]))
+        except RuntimeError:  # the process that keeps the store is gone, and nobody knows what was left there
+            return True
+
     def barrier(self) -> None:
         """Wait until every rank is here."""
         self.gather(None)
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
 
 
 def sendable(error: BaseException) -> BaseException:

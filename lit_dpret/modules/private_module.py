@@ -28,7 +28,7 @@ from lit_dpret.distributed.handover import GradHandover, Handover, in_float32, k
 from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.distributed.xla import cut, read
 from lit_dpret.distributed.xla import seed as seed_xla
-from lit_dpret.errors import ConfigurationError, DeviceMemoryError, UnsupportedModelError
+from lit_dpret.errors import ConfigurationError, DeviceMemoryError, LitDpretError, UnsupportedModelError
 from lit_dpret.evaluation_mode import evaluation_mode
 from lit_dpret.matmul_precision import whole_convolutions
 from lit_dpret.memory import is_out_of_memory
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 # What `PrivateModule._leave_run` sets.
-_OF_A_RUN = ("_guard", "_ranks", "_shards", "_handover", "_physical", "_shortage", "_batches_seen", "_loss_sum",
+_OF_A_RUN = ("_guard", "_ranks", "_shards", "_handover", "_physical", "_held_error", "_batches_seen", "_loss_sum",
              "_losses")  # fmt: skip
 
 
@@ -113,7 +113,7 @@ class PrivateModule(Checkpointed):
         self._shards: Shards | None = None
         self._handover: Handover = GradHandover(self, self._ranks)
         self._physical = PhysicalBatches(self._add_piece, self._forget_step)
-        self._shortage: DeviceMemoryError | None = None
+        self._held_error: LitDpretError | None = None
         self._couplings = CouplingCheck()
         self._hooks = HookWatch()
         self._rehearses = False
@@ -209,7 +209,7 @@ class PrivateModule(Checkpointed):
         kept = self._shards  # of an earlier fit, whose parameters stay sharded
         self._handover = GradHandover(self, self._ranks) if kept is None else kept.handover(self._ranks)
         self._physical.begin()
-        self._shortage = None
+        self._held_error = None
         self.updating = False
         self._couplings.begin()
         self._hooks.begin()
@@ -276,11 +276,12 @@ class PrivateModule(Checkpointed):
         guard = self._counted_by
         watched = self.privacy.guarantee == "dp" and not self.log_private_loss
         if watched:
-            self._hooks.compare(self, batch, self._public() | ALWAYS)
+            self._or_hold_error(lambda: self._hooks.compare(self, batch, self._public() | ALWAYS))
         with self._handover.clipping():
-            self._add(batch)
+            advice = memory_advice(self.may_split)
+            self._or_hold_error(lambda: self._physical.add(batch, may_split=self.may_split, advice=advice))
         if batch.last:
-            self._ranks.together(self._refuse_shortage, quick=True)
+            self._ranks.together(self._raise_held_error, quick=True)
             try:
                 with _wide_defaults():
                     self._logical_step(guard, batch.attempt, batch.step)
@@ -297,20 +298,24 @@ class PrivateModule(Checkpointed):
             coin = guard.stream.model_seed(batch.attempt, batch.step, batch.part)
             self._hooks.note(self, coin, ends_epoch=self._trainer is not None and self._trainer.is_last_batch)
 
-    def _add(self, batch: UnitBatch) -> None:
-        """Contribute a physical batch; one rank's shortage of memory is raised later, on all ranks together."""
-        if self._shortage is not None:
+    def _or_hold_error(self, work: Callable[[], object]) -> None:
+        """Do the part of a step that a rank does alone; what it refuses is raised later, on all ranks together.
+
+        A rank that left at once would leave the others with a broken connection, and with it rank 0, which has to
+        write down what the refusal means for the claim. After an error nothing more is added.
+        """
+        if self._held_error is not None:
             return
         try:
-            self._physical.add(batch, may_split=self.may_split, advice=memory_advice(self.may_split))
-        except DeviceMemoryError as error:
+            work()
+        except LitDpretError as error:
             if self._ranks.world_size == 1:
                 raise
-            self._shortage = error
+            self._held_error = error
 
-    def _refuse_shortage(self) -> None:
-        if self._shortage is not None:
-            raise self._shortage
+    def _raise_held_error(self) -> None:
+        if self._held_error is not None:
+            raise self._held_error
 
     @property
     def may_split(self) -> bool:

@@ -10,6 +10,9 @@ import pytest
 from rank_runs import Server, told
 from stand_ins import granted, records
 
+from lit_dpret.privacy.accounting.releases import NonPrivateRelease
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases
+
 STEPS = 6
 
 
@@ -26,6 +29,26 @@ def lose(server: Server, folder: Path, **doom: Any) -> None:
 
 
 SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("kind", "on", "errors"),
+    [
+        ("coupled late", 0, ["UnsupportedModelError", "UnsupportedModelError"]),
+        ("coupled late", 1, ["UnsupportedModelError", "UnsupportedModelError"]),
+        ("one update more", 1, ["WorkerError", "ConfigurationError"]),
+    ],
+)
+def test_what_one_rank_finds_out_late_leaves_no_claim(
+    kind: str, on: int, errors: list[str], server: Server, tmp_path: Path
+) -> None:
+    """Rank 0 holds the ledger, and another rank may find out, or end, alone."""
+    folder = tmp_path / "run"
+    statuses = server.run("fit", folder, module=kind, module_settings={"on": on}, steps=30, timeout=90)
+    assert 0 not in statuses and [told(folder, rank)["error"] for rank in (0, 1)] == errors
+    assert len(granted(folder)) >= 3
+    found = charged_releases(PrivacyLedger.read(folder / "privacy_ledger.jsonl").records)
+    assert found and all(isinstance(release, NonPrivateRelease) for release in found)
 
 
 @pytest.mark.parametrize("whose", [0, pytest.param(1, marks=SLOW)])
