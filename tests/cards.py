@@ -46,7 +46,7 @@ def make_plan(
 class Run:
     """A run folder with a ledger, written as the training loop writes it."""
 
-    def __init__(self, folder: Path, plan: PrivacyPlan | None, mode: str = "dp_sgd") -> None:
+    def __init__(self, folder: Path, plan: PrivacyPlan | None, mode: str = "dp_sgd", *, planned: int = 10) -> None:
         self.folder, self.plan = folder, plan
         self.path = folder / "privacy_ledger.jsonl"
         self.ledger = PrivacyLedger.open(self.path)
@@ -57,7 +57,7 @@ class Run:
             attempt=0,
             mode=mode,
             plan=None if plan is None else plan.to_dict(),
-            planned_steps=20,
+            planned_steps=planned,
             rows_per_unit="one",
             secure_rng=False,
         )

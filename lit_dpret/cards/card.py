@@ -107,8 +107,9 @@ def build_card(
     """The card of an artefact that was computed from private data.
 
     Guarantees:
-        - ``claim.epsilon`` is the accountant's answer to `claimed_releases` of the records: what the run
-          released, and what the model had cost that it started from. No argument can lower it.
+        - ``claim.epsilon`` is the accountant's answer to `claimed_releases` of the records: what the run released and,
+          where it ended early, had planned beside that, and what the model had cost that it started from. No argument
+          can lower it.
         - It is null, and the card carries a red banner, where any release was made without noise
           (``guarantee`` is ``none``) or an assumption that the proof needs is false (``not_proved``).
         - An assumption with ``holds`` false always leaves a banner.

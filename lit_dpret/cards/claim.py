@@ -30,9 +30,10 @@ from lit_dpret.privacy.ledger.facts import (
     judge,
     more_before,
     plan_of,
+    promised_releases,
     units_before,
 )
-from lit_dpret.privacy.ledger.run_ledger import charged_releases, start_of
+from lit_dpret.privacy.ledger.run_ledger import start_of
 from lit_dpret.privacy.plan import PrivacyPlan
 
 GROUPS = (2, 5, 10)
@@ -384,7 +385,7 @@ def claimed_curve(records: Sequence[Mapping[str, Any]]) -> ClaimedCurve | None:
     plan, _ = plan_of(records)
     if plan is None:
         return None
-    own = charged_releases(records)
+    own = promised_releases(records)
     judged = Judged(records, plan, own, own, judge(own, plan, derived_assumptions(records, plan)))
     verdict = judged.verdict
     if judged.claimed is None or verdict.epsilon is None:

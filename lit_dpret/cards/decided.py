@@ -25,7 +25,7 @@ from lit_dpret.privacy.budget import AccountantName
 from lit_dpret.privacy.ledger.chain import GENESIS
 from lit_dpret.privacy.ledger.dataset_file import noted_total
 from lit_dpret.privacy.ledger.facts import Judged, epsilon_by, plan_of
-from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, noise_keys
+from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, charged_releases, noise_keys
 from lit_dpret.privacy.plan import PrivacyPlan
 
 Record = Mapping[str, Any]
@@ -71,6 +71,7 @@ def mechanism_facts(judged: Judged) -> dict[str, Any]:
     last = plan_of(records)[1]
     keys = noise_keys(records)
     gaussian = [release for release in judged.own if isinstance(release, GaussianRelease)]
+    not_made = _count(judged.own) - _count(charged_releases(records))
     laws = list(dict.fromkeys(release.law for release in gaussian))
     facts: dict[str, Any] = {
         "kind": "gaussian_sum" if plan is not None else "no_noise",
@@ -85,6 +86,7 @@ def mechanism_facts(judged: Judged) -> dict[str, Any]:
         "denominator": span(record.get("denominator") for record in stated),
         "steps_planned": last.get("planned_steps") or (plan.steps if plan is not None else None),
         "steps_done": len(keys),
+        **({"steps_counted": len(keys) + not_made} if not_made else {}),
         "steps_unconfirmed": len(set(keys) - {(record["attempt"], record["step"]) for record in stated}),
         "steps_replayed": sum(record.get("kind") == "replay" for record in records),
         "attempts": len({attempt for attempt, _ in keys}),
@@ -118,6 +120,10 @@ def mechanism_facts(judged: Judged) -> dict[str, Any]:
                 "sensitivity_per_bound": plan.sensitivity / plan.max_grad_norm,
             }
     return facts
+
+
+def _count(releases: Sequence[Release]) -> int:
+    return sum(release.count for release in releases)
 
 
 def accounting_facts(judged: Judged, plan: PrivacyPlan) -> dict[str, Any]:

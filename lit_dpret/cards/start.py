@@ -22,14 +22,17 @@ from lit_dpret.privacy.accounting import composition as accounting
 from lit_dpret.privacy.accounting.releases import GaussianRelease, Release, release_from_dict
 from lit_dpret.privacy.ledger.dataset_file import EarlierRun
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
-from lit_dpret.privacy.ledger.facts import every_unit_in_every_step, units_before
+from lit_dpret.privacy.ledger.facts import (
+    claimed_releases,
+    every_unit_in_every_step,
+    promised_releases,
+    units_before,
+)
 from lit_dpret.privacy.ledger.run_ledger import (
     LEDGER_NAME,
     NOISE_KINDS,
     START_EVENT,
     PrivacyLedger,
-    charged_releases,
-    claimed_releases,
     counted_in,
     ledger_identity,
     start_of,
@@ -291,7 +294,7 @@ def read_start(run: str | Path, *, public: bool, knob: str = "init_from") -> Sta
         facts["floating_point"] = card["randomness"].get("floating_point", True)
         sizes = (card["mechanism"].get("n_public"), (start_of(records) or {}).get("n_public"))
         facts["n_public"] = max((size for size in sizes if size is not None), default=None)
-        runs = [(charged_releases(records), claim.get("max_units_per_user")), *units_before(start_of(records))]
+        runs = [(promised_releases(records), claim.get("max_units_per_user")), *units_before(start_of(records))]
         if (card["accounting"] or {}).get("basis") == "no_amplification":
             runs = [(every_unit_in_every_step(own), most) for own, most in runs]
         facts["units"] = [

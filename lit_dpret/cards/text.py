@@ -250,11 +250,20 @@ def _mechanism_sentence(card: Card) -> str:
             "added to each bin once."
         )
     return (
-        f"Training made {done} noisy step{'' if done == 1 else 's'}{size}. Batches were drawn so: "
-        f"{mechanism['law_text']}. {_bounded(card)}, and "
+        f"Training made {done} noisy step{'' if done == 1 else 's'}{size}.{_ended_early(mechanism)} Batches were drawn "
+        f"so: {mechanism['law_text']}. {_bounded(card)}, and "
         f"Gaussian noise of standard deviation {_n(mechanism['noise_std'])} (noise multiplier "
         f"{_n(mechanism['noise_multiplier'])}){_on_grid(mechanism)} was added to the sum once.{_counted(mechanism)}"
         f"{_facts_of_the_mode(mechanism)}"
+    )
+
+
+def _ended_early(mechanism: Mapping[str, Any]) -> str:
+    if not (counted := mechanism.get("steps_counted")):
+        return ""
+    return (
+        f" It ended before the {mechanism['steps_planned']} steps that were planned, and when it ended may depend on "
+        f"what it had released by then, so the claim is that of {counted} steps."
     )
 
 

@@ -218,7 +218,7 @@ class SiloLedger:
             lock = RunLock(self.path, run_id)
             lock.take()
             try:
-                spent = Charge.of(owed_releases(own.records), entry.charge.earlier)
+                spent = Charge.of(owed_releases(own.records, as_made=True), entry.charge.earlier)
                 heads = [str(record["hash"]) for record in own.records]
                 self._ledger.settle(run_id, spent=spent, heads=heads, name=entry.name)
             finally:

@@ -17,6 +17,7 @@ from stand_ins import KillAt, Killed, Numbers, Regression, dp, fit, records, wei
 from torch import Tensor
 
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
+from lit_dpret.cards.card import read_card, verify_card
 from lit_dpret.cards.file import check_dataset_card
 from lit_dpret.errors import (
     BudgetExceededError,
@@ -261,6 +262,29 @@ def test_a_sampler_that_draws_more_than_it_says_is_noticed_and_charged(tmp_path:
 def test_a_run_is_not_ended_by_the_noised_share_of_clipped_units(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="EarlyStopping"):
         fit(tmp_path / "run", seeded(tmp_path), extra=[EarlyStopping(monitor="privacy/clip_fraction")])
+
+
+class SeesItsWeights(Callback):
+    """Lets a number out that is computed from the released weights alone, as a metric of public queries is."""
+
+    public_metrics = ("val/spread",)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, index: int) -> None:
+        pl_module.log("val/spread", torch.tensor(0.0))
+
+
+def test_a_run_that_a_released_number_stopped_claims_the_epsilon_of_its_plan(tmp_path: Path) -> None:
+    """How many steps it made is then an outcome of the mechanism, and no number that was fixed before."""
+    stop = EarlyStopping(monitor="val/spread", patience=1, check_on_train_epoch_end=True)
+    for name, extra in (("whole", []), ("stopped", [SeesItsWeights(), stop])):
+        card = PrivacyCard(run_dir=tmp_path / name)
+        fit(tmp_path / name, seeded(tmp_path, noise_multiplier=2.0, eps=50.0), Numbers(sampling="full_batch"), steps=12,
+            extra=[*extra, card])  # fmt: skip
+    whole, stopped = (read_card(tmp_path / name) for name in ("whole", "stopped"))
+    assert stopped["mechanism"]["steps_done"] == 2 and stopped["mechanism"]["steps_counted"] == 12
+    assert stopped["claim"]["epsilon"] == whole["claim"]["epsilon"] > 1.5 * spent(tmp_path / "stopped")
+    assert stopped["claim"]["curve"] == whole["claim"]["curve"]
+    assert verify_card(stopped, tmp_path / "stopped" / "privacy_ledger.jsonl") == []
 
 
 @pytest.mark.parametrize("monitor", ["privacy/eps_spent", "privacy/delta", "step", "epoch"])

@@ -47,8 +47,42 @@ def test_the_claim_is_the_accountants_answer_to_what_the_ledger_charges(run: Run
     card = run.card()
     assert card["claim"]["epsilon"] == epsilon([GaussianRelease(noise_multiplier=NOISE, law=LAW, count=10)])
     assert card["claim"]["epsilon"] == epsilon(charged_releases(run.ledger.records))
-    assert card["mechanism"]["steps_done"] == 10 and card["mechanism"]["steps_planned"] == 20
+    assert card["mechanism"]["steps_done"] == 10 and "steps_counted" not in card["mechanism"]
     assert card["banners"] == []
+
+
+@pytest.mark.parametrize("made", [1, 3, 9])
+def test_a_run_that_ended_early_claims_the_steps_that_were_planned(tmp_path: Path, run: Run, made: int) -> None:
+    early = Run(tmp_path / "early", make_plan()).train(made)
+    card, whole = early.card(), run.card()
+    assert card["claim"]["epsilon"] == whole["claim"]["epsilon"] > epsilon(charged_releases(early.ledger.records))
+    assert [card["accounting"][name] == whole["accounting"][name] for name in ("groups", "composition")] == [True] * 2
+    assert (card["mechanism"]["steps_done"], card["mechanism"]["steps_counted"]) == (made, 10)
+    assert card["claim"]["statement"] != whole["claim"]["statement"]
+    assert verify_card(card, early.path) == []
+    cheaper = forge(card, epsilon=epsilon(charged_releases(early.ledger.records)))
+    assert verify_card(cheaper, early.path) != []
+
+
+def test_a_run_that_went_on_from_before_its_stop_claims_what_it_made(tmp_path: Path) -> None:
+    again = Run(tmp_path / "again", make_plan())
+    for step in range(6):
+        again.step(step)
+    for step in range(4, 10):
+        again.step(step, attempt=1)
+    card = again.card()
+    assert card["claim"]["epsilon"] == epsilon([GaussianRelease(noise_multiplier=NOISE, law=LAW, count=12)])
+
+
+@pytest.mark.parametrize(("law", "made", "affordable"), [(LAW, 4, 7), (Shuffle(batch_size=200, n=N), 3, 5)])
+def test_steps_that_the_budget_does_not_cover_are_not_counted(
+    tmp_path: Path, law: Any, made: int, affordable: int
+) -> None:
+    """The gate would have refused them, whatever anybody saw."""
+    step = GaussianRelease(noise_multiplier=NOISE, law=law)
+    budget = PrivacyBudget(eps=epsilon([replace(step, count=affordable)]), delta=DELTA)
+    early = Run(tmp_path / "early", replace(make_plan(law), budget=budget)).train(made)
+    assert early.card()["claim"]["epsilon"] == budget.eps
 
 
 def test_the_total_of_all_runs_stands_on_the_card_where_the_ledger_notes_one(run: Run) -> None:

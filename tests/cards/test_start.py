@@ -48,7 +48,7 @@ def cost(steps: int) -> float:
 def begun(folder: Path, start: Path | None = None, *, mode: str = "dp_sgd", public: bool = False, **plan: Any) -> Run:
     """A run whose ledger is begun as the accountant begins it."""
     folder.mkdir()
-    run = Run(folder, make_plan(**plan) if mode == "dp_sgd" else None, mode=mode)
+    run = Run(folder, make_plan(**plan) if mode == "dp_sgd" else None, mode=mode, planned=1)  # none ends early
     if start is not None:
         found = read_start(start, public=public)
         found.check(DPSGD(eps=8.0) if mode == "dp_sgd" else NoPrivacy())

@@ -26,10 +26,11 @@ from lit_dpret.privacy.budget import NAMES, ROUNDING_SHARE, AccountantName
 from lit_dpret.privacy.ledger.run_ledger import (
     ROUNDING,
     charged_releases,
-    claimed_releases,
     departed_attempts,
+    forthcoming_releases,
     noise_keys,
     start_of,
+    with_earlier_releases,
 )
 from lit_dpret.privacy.plan import HISTOGRAM, PrivacyPlan
 
@@ -211,7 +212,7 @@ class Judged:
     Attributes:
         records: From the first on.
         plan: The last one; None for a run without privacy.
-        own: What the run released.
+        own: What the run promised (`promised_releases`): what it released, and what it had planned beside that.
         releases: What the claim is about: those, and what the model had cost that the run started from.
         verdict: The claim.
     """
@@ -230,7 +231,8 @@ class Judged:
             LedgerError: The records contradict each other, or hold no plan.
         """
         plan, _ = plan_of(records)
-        own, releases = charged_releases(records), claimed_releases(records)
+        own = promised_releases(records)
+        releases = with_earlier_releases(records, own)
         return cls(records, plan, own, releases, judge(releases, plan, assumptions))
 
     @property
@@ -282,6 +284,58 @@ def units_before(start: Mapping[str, Any] | None) -> list[tuple[list[Release], i
         return []
     runs = start.get("units") or [{"max_units_per_user": None, "releases": start["releases"]}]
     return [([release_from_dict(r) for r in run["releases"]], run["max_units_per_user"]) for run in runs]
+
+
+def promised_releases(records: Sequence[Record]) -> list[Release]:
+    """Return the releases that a claim is about: `charged_releases`, and the planned steps that the run did not make.
+
+    Whoever ended a run early may have looked at what it had let out: a metric of its checkpoints, a person who saw
+    them, an error that only some weights cause. Then the number of steps is an outcome of the mechanism, and the
+    epsilon of so many steps bounds nothing. All that could have been made without a look is a number that was fixed
+    before: the steps of the plan, as far as the budget covers them, since the gate refuses every further one.
+
+    Guarantees:
+        - A run that came to its planned end, or that announced no step, is charged with what it released.
+        - Epsilon of the answer is at most the budget, or that of what was released.
+
+    Raises:
+        LedgerError: The records contradict each other.
+    """
+    charged, keys = charged_releases(records), noise_keys(records)
+    plan, last = plan_of(records) if keys and any(r.get("kind") == "plan" for r in records) else (None, {})
+    if plan is None or any(isinstance(release, NonPrivateRelease) for release in charged):
+        return charged
+    attempt = max(attempt for attempt, _ in keys)
+    first = 1 + max(step for each, step in keys if each == attempt)
+    planned = int(last.get("planned_steps") or plan.steps)
+    intents = [record["release"] for record in records if record.get("kind") == "intent"]
+    step = release_from_dict(intents[-1])
+
+    def until(end: int) -> list[Release]:
+        return forthcoming_releases(records, step, first=first, until=end, attempt=attempt)
+
+    def covered(end: int) -> bool:
+        return epsilon_by(plan.accountant, until(end), plan) <= plan.budget.eps
+
+    try:
+        if planned <= first or covered(planned):
+            return until(planned)
+    except UnsupportedAccountingError:  # which the verdict will tell
+        return until(planned)
+    fits, fails = first, planned
+    while fails - fits > 1:  # the gate stops at the first step that the budget does not cover
+        middle = (fits + fails) // 2
+        fits, fails = (middle, fails) if covered(middle) else (fits, middle)
+    return until(fits)
+
+
+def claimed_releases(records: Sequence[Record]) -> list[Release]:
+    """Return the releases behind the run's model: its own (`promised_releases`), and those of what it started from.
+
+    Raises:
+        LedgerError: The records contradict each other, or tell of a start without saying what it cost.
+    """
+    return with_earlier_releases(records, promised_releases(records))
 
 
 def every_unit_in_every_step(releases: Sequence[Release]) -> list[Release]:
@@ -361,8 +415,10 @@ def leaks(records: Sequence[Mapping[str, Any]]) -> list[Assumption]:
     ]
 
 
-def owed_releases(records: Sequence[Mapping[str, Any]]) -> list[Release]:
+def owed_releases(records: Sequence[Mapping[str, Any]], *, as_made: bool = False) -> list[Release]:
     """The releases that a run is charged with, as far as its ledger lets anything be claimed for them.
+
+    They are its `promised_releases`; with ``as_made`` those that it made, for who answers for the rest of the plan.
 
     Guarantees:
         - Where the ledger itself refutes the claim (a private loss or metric was shown, the noise is keyed with a
@@ -373,7 +429,7 @@ def owed_releases(records: Sequence[Mapping[str, Any]]) -> list[Release]:
     Raises:
         LedgerError: The records contradict each other.
     """
-    charged = charged_releases(records)
+    charged = charged_releases(records) if as_made else promised_releases(records)
     if not any(record.get("kind") == "plan" for record in records):
         return charged
     plan, _ = plan_of(records)

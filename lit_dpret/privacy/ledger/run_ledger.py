@@ -247,21 +247,20 @@ def counted_in(records: Sequence[Mapping[str, Any]]) -> set[str]:
     return known
 
 
-def claimed_releases(records: Iterable[Mapping[str, Any]]) -> list[Release]:
-    """Return the releases behind the run's model: its own, and those of the model it started from.
+def with_earlier_releases(records: Iterable[Mapping[str, Any]], own: Sequence[Release]) -> list[Release]:
+    """Return the ``own`` releases of a run, and those of the model that it started from.
 
     Raises:
-        LedgerError: The records contradict each other, or tell of a start without saying what it cost.
+        LedgerError: The records tell of a start without saying what it cost.
     """
-    records = list(records)
     start = start_of(records)
     if start is None:
-        return charged_releases(records)
+        return list(own)
     try:
         earlier = [release_from_dict(release) for release in start["releases"]]
     except (KeyError, TypeError, AttributeError, ConfigurationError) as error:
         raise LedgerError(f"{START_EVENT} event: the earlier run's releases are malformed ({error}).") from error
-    return merge([*charged_releases(records), *earlier])
+    return merge([*own, *earlier])
 
 
 def departed_attempts(records: Iterable[Mapping[str, Any]], event: str = "sampling_departure") -> set[int]:
