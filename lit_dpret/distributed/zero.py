@@ -35,7 +35,6 @@ from lit_dpret.distributed.handover import is_zero_state
 from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.distributed.shards import Shard, Shards
 from lit_dpret.errors import ConfigurationError, ResumeError, UnsupportedModelError
-from lit_dpret.privacy.state_watch import same_values
 
 
 def zero_handover(engine: Any, module: nn.Module, ranks: Ranks) -> ZeroHandover:
@@ -344,7 +343,7 @@ def _name_of(parameter: nn.Parameter, names: Mapping[int, str]) -> str:
 
 def _refuse_other_values(name: str, master: Tensor, here: Tensor) -> None:
     """Make sure that what is taken for a parameter's master weights are those."""
-    if not same_values(master.to(here.device, here.dtype), here[: master.numel()]):
+    if not torch.equal(master.to(here.device, here.dtype), here[: master.numel()]):
         raise UnsupportedModelError(
             f"DeepSpeed's master weights of {name} are not where they were looked for, so its gradient would be given "
             "to another parameter. Use a tested version (pip install lit-dpret[deepspeed]), and leave "
