@@ -307,6 +307,8 @@ def _json(path: Path) -> Any:
         ) from error
 
 
+#: The file that makes a model folder that of a generator; `QueryGenerator` writes it.
+GENERATOR_CONTRACT = "lit_dpret_generator.json"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
@@ -328,7 +330,13 @@ def load_towers(encoder: str | Path, *, dtype: str = "float32", revision: str | 
     """
     if dtype not in _DTYPES:
         raise ConfigurationError(f"dtype={dtype!r} is not one of {', '.join(_DTYPES)}.")
-    found = read_folder(resolve_folder(encoder, revision))
+    folder = resolve_folder(encoder, revision)
+    if (folder / GENERATOR_CONTRACT).is_file():
+        raise UnsupportedModelError(
+            f"encoder={encoder} is the model of a query generator (it holds {GENERATOR_CONTRACT}), whose embeddings "
+            "mean nothing. Name the model of a dual encoder."
+        )
+    found = read_folder(folder)
     backbone, tokenizer = load_transformer(found.query.transformer, _DTYPES[dtype])
     pooler = take_pooler(backbone)
 

@@ -44,7 +44,7 @@ _DEPENDS = "the loss of a row is different when other rows are in the batch, or 
 
 
 class CouplingCheck:
-    """Examines some batches of a run, always the first one and the first after a resume (`Looks`).
+    """Examines some batches of a run, always the first one, after a resume and after a change of mode too (`Looks`).
 
     Guarantees:
         - Refused by name is a module in which, in the mode in which it trains and with equal random numbers, the loss
@@ -63,6 +63,7 @@ class CouplingCheck:
         self._before: KeptState | None = None
         self._collated: tuple[list[Any], list[Any]] | None = None
         self._differentiates = False
+        self._training: bool | None = None
         self.begin()
 
     def begin(self) -> None:
@@ -78,6 +79,9 @@ class CouplingCheck:
             batch: With rows.
             seed: Of the random numbers of the batch.
         """
+        if module.training != self._training:  # a loss may couple rows in one mode alone
+            self.begin()
+            self._training = module.training
         due = self._looks[_of_one_unit(batch)].due(seed)
         self._before = KeptState(module) if due else None
 

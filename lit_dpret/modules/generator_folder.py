@@ -19,11 +19,11 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lit_dpret.encoders.st_folder import GENERATOR_CONTRACT as CONTRACT_NAME
 from lit_dpret.errors import ConfigurationError, StorageError, UnsupportedModelError
 from lit_dpret.modules.fine_tuning import speak_words_only
 from lit_dpret.modules.language_models import load_language_model, load_tokenizer
 
-CONTRACT_NAME = "lit_dpret_generator.json"
 CONTRACT_FORMAT = 1
 PASSAGE = "{passage}"
 

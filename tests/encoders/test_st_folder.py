@@ -12,7 +12,7 @@ from tiny_models import TEXTS, tiny_bert, tiny_t5, tiny_tokenizer
 from torch import Tensor, nn
 
 from lit_dpret.encoders import Contract, TextEncoder, load_towers
-from lit_dpret.encoders.st_folder import read_folder, save_sentence_transformer
+from lit_dpret.encoders.st_folder import GENERATOR_CONTRACT, read_folder, save_sentence_transformer
 from lit_dpret.errors import ConfigurationError, StorageError, UnsupportedModelError
 
 Model = tuple[TextEncoder, TextEncoder | None, nn.Linear | None]
@@ -257,4 +257,14 @@ def test_other_modules_and_broken_files_are_refused_by_name(tmp_path: Path) -> N
         load_towers(tmp_path)
     (tmp_path / "modules.json").write_text("[")
     with pytest.raises(UnsupportedModelError, match=r"modules.json is missing or not JSON"):
+        load_towers(tmp_path)
+
+
+def test_a_generator_is_no_encoder(tmp_path: Path) -> None:
+    """Its T5 would load, and rank at random."""
+    tiny_t5().save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    assert load_towers(tmp_path).query_encoder.dim
+    (tmp_path / GENERATOR_CONTRACT).write_text("{}")
+    with pytest.raises(UnsupportedModelError, match=r"encoder="):
         load_towers(tmp_path)
