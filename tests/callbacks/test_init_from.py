@@ -312,7 +312,7 @@ def test_copies_of_a_start_that_went_on_by_themselves_are_counted_both(tmp_path:
     assert total == pytest.approx(epsilon(made, delta=1 / 400, neighbours="zero_out"), rel=1e-9)
 
 
-def test_the_knob_takes_the_place_of_the_models_own_start() -> None:
+def test_the_knob_takes_the_place_of_the_models_own_start(tmp_path: Path) -> None:
     from hydra import compose, initialize_config_module
 
     def parts(*overrides: str) -> Any:
@@ -320,11 +320,10 @@ def test_the_knob_takes_the_place_of_the_models_own_start() -> None:
             return compose("train", overrides=["run_dir=run", *overrides])
 
     for model, key in (("generator", "pretrained"), ("dual_encoder", "encoder"), ("frozen_dual_encoder", "encoder")):
-        made = build_parts(parts(f"model={model}", "init_from=runs/earlier")).make_module
-        assert made.keywords == {key: "runs/earlier"}  # type: ignore[attr-defined]
-    cfg = parts("init_from=runs/earlier")
-    assert cfg.callbacks.accountant.init_from == "runs/earlier"
+        made = build_parts(parts(f"model={model}", f"init_from={tmp_path}")).make_module
+        assert made.keywords == {key: str(tmp_path)}  # type: ignore[attr-defined]
+    assert parts(f"init_from={tmp_path}").callbacks.accountant.init_from == str(tmp_path)
     with pytest.raises(ConfigurationError, match="init_from_is_public=true says something about init_from"):
         build_parts(parts("init_from_is_public=true"))
     with pytest.raises(ConfigurationError, match="is for task=fit"):
-        run(parts("task=evaluate", "init_from=runs/earlier"))
+        run(parts("task=evaluate", f"init_from={tmp_path}"))

@@ -204,6 +204,7 @@ def test_a_second_histogram_whose_card_does_not_compose_the_first_is_refused(
     for both in ([first, second], [second, first]):
         with pytest.raises(PrivateDataError, match=r"a second histogram.*one of them alone"):
             apply_filters(released, both)
+        assert [one.distances for one in both] == [None, None], "before the first one scores"
     again, _ = apply_filters(released, [first, HistogramMatch(histogram, keep_share=0.9, seed=1)])
     assert again.claim == histogram, "looking at one release twice costs nothing"
 
