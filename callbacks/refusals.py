@@ -174,7 +174,7 @@ def _is_counted(run: Candidate) -> None:
         raise uncounted(type(run.module).__name__)
 
 
-def _shown_strategy(run: Candidate) -> None:
+def _supported_strategy(run: Candidate) -> None:
     refuse_unsupported(run.trainer, run.module.privacy)
     refuse_uncut_optimizer(run.trainer, run.module)
     refuse_second_masters(run.trainer)
@@ -376,7 +376,7 @@ _TIMED = (Timer, DeviceStatsMonitor, ThroughputMonitor, SpikeDetection)
 
 
 def _ends_for_no_private_row(run: Candidate) -> None:
-    """Refuse torch's search for NaN gradients, which ends the run at a row that would be zeroed and counted."""
+    """Refuse torch's search for NaN gradients, which ends the run at a row that would contribute zero."""
     if getattr(run.trainer, "_detect_anomaly", False):
         raise ConfigurationError(
             "trainer.detect_anomaly=true ends the run with an error at the first private row whose gradient is not a "
@@ -400,7 +400,7 @@ def _keeps_its_parameters(run: Candidate) -> None:
 _SHAPE: tuple[Check, ...] = (_is_private_module, _is_built, _is_not_compiled, _states_a_law)
 _EVERY: tuple[Check, ...] = (
     _is_counted,
-    _shown_strategy,
+    _supported_strategy,
     _takes_its_steps,
     lambda run: refuse_averages(run.trainer, run.module, run.callbacks),
     lambda run: refuse_changing_shapes(run.trainer, run.module),

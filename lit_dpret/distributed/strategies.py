@@ -18,7 +18,7 @@ ONE_DEVICE: Supported = {"one_device": None}
 SUMS_ADD_UP: Supported = {**ONE_DEVICE, "ddp": None, "fsdp": None, "deepspeed": None}
 
 
-def on_xla(engines: frozenset[str] | None = None) -> Supported:
+def every_strategy(engines: frozenset[str] | None = None) -> Supported:
     """Declare, beside `SUMS_ADD_UP`, XLA devices: no shape and no branch follows from a value with these engines."""
     return {**SUMS_ADD_UP, "xla": engines, "xla_processes": engines}
 

@@ -1,7 +1,7 @@
 r"""Noise and coins that nobody can replay without the secret, and that the run itself never reuses.
 
 Every random number that a privacy claim rests on comes from a *keyed stream*: a generator whose
-seed is a hash of (secret, purpose, run, attempt, step, parameter). Two different keys give
+seed is a hash of (secret, purpose, run, attempt, step, parameter, block). Two different keys give
 independent streams, the same key gives the same numbers, and without the secret the numbers
 cannot be computed. The experiment seed, which is logged and published, plays no part.
 
@@ -357,7 +357,7 @@ class GridNoise:
     def noised(
         self, total: Tensor, *, std: float, attempt: int, step: int, parameter: str, salt: str = "", start: int = 0
     ) -> Tensor:
-        """Return ``total`` on the grid with noise, as `NoiseSource` says; what is no number counts as 0."""
+        """Return ``total`` on the grid with noise, as `NoiseSource` says; NaN counts as 0."""
         grid, flat = std * 2.0**-self.bits, total.reshape(-1)
         found = torch.empty_like(flat)
         for first in range(0, len(flat), _AT_ONCE):

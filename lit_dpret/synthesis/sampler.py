@@ -10,7 +10,7 @@ The nucleus (Holtzman et al., "The Curious Case of Neural Text Degeneration", 20
 the smallest set of most probable tokens whose mass is at least p; equal probabilities are ordered
 by token id. Probabilities are computed in float64 from the model's logits. What cannot be promised:
 the logits themselves depend, in their last bits, on the shape of the batch and the library; two runs
-agree to the byte where they compute the same shapes on the same machine, and ``lit_dpret.synthesis``
+agree to the byte where they compute the same shapes on the same machine, and ``lit_dpret.synthesis.groups``
 fixes those shapes.
 
 `target_scores` does the reverse: it says how likely existing queries are, under the model and under the distribution

@@ -178,7 +178,7 @@ class ClippedSum(ABC):
           which is the same bound for all together.
         - How a logical batch is split into physical batches does not change the sum.
         - A masked slot contributes exactly zero; so does a unit whose loss or gradient is not
-          finite, and it is counted.
+          finite. The number of such units is private: no file and no log holds it.
         - ``add`` leaves no trace in the module: no hook, no attribute, no ``grad``.
 
     Args:
