@@ -104,6 +104,7 @@ class HuggingFaceDataModule(PairsDataModule):
     ) -> None:
         self.path, self.name, self.revision = str(path), name, revision
         self.splits, self.streaming, self.max_rows = splits, streaming, max_rows
+        super().__init__(pairs=path, corpus=corpus, passages_are_public=passages_are_public, **settings)
         self.pair_columns = PairColumns(
             query=query_column,
             passage=passage_column,
@@ -116,7 +117,6 @@ class HuggingFaceDataModule(PairsDataModule):
                 column for column in (query_id_column, passage_id_column, user_column, split_column) if column
             ),
         )
-        super().__init__(pairs=path, corpus=corpus, passages_are_public=passages_are_public, **settings)
         self._check_whole_numbers(max_rows=1, optional=True)
         if streaming and max_rows is None:
             raise ConfigurationError(

@@ -55,11 +55,29 @@ class PairColumns:
     split: str = "split"
     required: tuple[str, ...] = ()
 
+    @classmethod
+    def renamed(cls, names: Mapping[str, str]) -> PairColumns:
+        """Return the columns that are called otherwise: ``{"query": "question", "user_id": "author"}``.
+
+        Raises:
+            ConfigurationError: A key is no column, or a name is no text.
+        """
+        known = {**{name: name for name in ("query", "passage", "query_id", "passage_id", "domain", "split")},
+                 "user_id": "user"}  # fmt: skip
+        for column, name in names.items():
+            if column not in known or not isinstance(name, str) or not name:
+                raise ConfigurationError(
+                    f"datamodule.columns={dict(names)}: {column}: {name!r} gives no column its name; the columns are "
+                    f"{', '.join(known)}."
+                )
+        return cls(**{known[column]: name for column, name in names.items()}, required=tuple(names.values()))
+
 
 def read_pairs(
     path: str | Path,
     *,
     corpus: str | Path | None = None,
+    columns: PairColumns | None = None,
     how: CorpusSettings | None = None,
     complain: Complain = refuse,
 ) -> Collection:
@@ -72,7 +90,7 @@ def read_pairs(
         DataError: A record is malformed, contradicts another (same id, other text or user or
             split), repeats a pair, or names a passage the corpus lacks.
     """
-    reader = PairReader(corpus=open_corpus(corpus, how, complain=complain) if corpus else None)
+    reader = PairReader(corpus=open_corpus(corpus, how, complain=complain) if corpus else None, columns=columns)
     reader.add(RecordFile(path, knob="datamodule.pairs", complain=complain))
     return reader.collection(str(path))
 

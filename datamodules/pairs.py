@@ -15,7 +15,7 @@ from typing import Any, Unpack, get_args
 from lit_dpret.datamodules import preparation
 from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.layouts import CorpusSettings, InMemory, folder_parts, open_corpus, qrels_files, read_parts
-from lit_dpret.datamodules.pair_file import read_pairs
+from lit_dpret.datamodules.pair_file import PairColumns, read_pairs
 from lit_dpret.datamodules.passage_store import PassageStore
 from lit_dpret.datamodules.readers import Complain, RecordFile, refuse
 from lit_dpret.datamodules.records import Duplicates, Row, Unit
@@ -54,6 +54,7 @@ class PairsDataModule(SampledDataModule):
         queries: A file of queries.
         qrels: One file per split, ``{train: ..., test: ...}``, or a folder holding them.
         pairs: One file with columns ``query`` and ``passage``.
+        columns: What these columns are called in ``pairs``: ``{query: question, passage: answer}``.
         passages_are_public: Declares that the list of passages in ``pairs`` is public. Without it
             `public_passages` refuses to derive a public list from private records. Elsewhere the
             corpus is public by definition.
@@ -86,6 +87,7 @@ class PairsDataModule(SampledDataModule):
         queries: str | Path | None = None,
         qrels: str | Path | Mapping[str, str | Path] | None = None,
         pairs: str | Path | None = None,
+        columns: Mapping[str, str] | None = None,
         passages_are_public: bool = False,
         lower_case_queries: bool = False,
         duplicates: Duplicates = "keep",
@@ -102,6 +104,9 @@ class PairsDataModule(SampledDataModule):
     ) -> None:
         super().__init__(**sampled)
         self.folder, self.corpus, self.queries, self.qrels, self.pairs = folder, corpus, queries, qrels, pairs
+        self.pair_columns = PairColumns() if columns is None else PairColumns.renamed(columns)
+        if columns is not None and pairs is None:
+            raise ConfigurationError(f"datamodule.columns={dict(columns)} names columns of datamodule.pairs: set that.")
         self.passages_are_public = passages_are_public
         self.lower_case_queries = lower_case_queries
         self.duplicates = duplicates
@@ -200,7 +205,9 @@ class PairsDataModule(SampledDataModule):
         """
         found, how = self._sources(), self._corpus_settings()
         if self.pairs:
-            return read_pairs(found["pairs"], corpus=found.get("corpus"), how=how, complain=complain)
+            return read_pairs(
+                found["pairs"], corpus=found.get("corpus"), columns=self.pair_columns, how=how, complain=complain
+            )
         return read_parts(**found, how=how, complain=complain)
 
     def columns(self) -> dict[str, tuple[str, ...]]:

@@ -60,6 +60,8 @@ def table_log(folder: Path) -> None:
     """The same as a table, without a list of passages."""
     rows = ["query\tpassage\tuser_id", *("\t".join(record.values()) for record in RECORDS)]
     (folder / "log.tsv").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    answers = ["question,answer", *(f'"{record["query"]}","{record["passage"]}"' for record in RECORDS)]
+    (folder / "faq.csv").write_text("\n".join(answers) + "\n", encoding="utf-8")
 
 
 def beir_folder(folder: Path) -> None:

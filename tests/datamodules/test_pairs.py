@@ -68,6 +68,21 @@ def test_a_log_of_pairs_is_read(pair_log: Path) -> None:
     assert datamodule.evaluation_set("dev")[0] == {"row-4": "who paints the buoys"}
 
 
+def test_columns_of_a_log_may_have_other_names(write: Write) -> None:
+    log = write("log.csv", "question,answer,author\nwhy?,because,ann\nhow?,so,bob\n")
+    data = PairsDataModule(pairs=log, columns={"query": "question", "passage": "answer", "user_id": "author"})
+    assert list(data.collection.queries.values()) == ["why?", "how?"]
+    assert list(data.collection.passages.values()) == ["because", "so"]
+    assert list(data.collection.users.values()) == ["ann", "bob"]
+    with pytest.raises(DataError, match="writer"):
+        PairsDataModule(pairs=log, columns={"query": "question", "passage": "answer", "user_id": "writer"}).setup()
+    for wrong in ({"text": "question"}, {"query": ""}, {"query": 3}):
+        with pytest.raises(ConfigurationError, match=r"datamodule\.columns="):
+            PairsDataModule(pairs=log, columns=wrong)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"datamodule\.columns="):
+        PairsDataModule(folder=log.parent, columns={"query": "question"})
+
+
 @pytest.mark.parametrize("given", [{}, {"folder": "a", "pairs": "b"}, {"folder": "a", "queries": "b"}, {"corpus": "c"}])
 def test_the_data_is_somewhere_exactly_once(given: dict[str, str]) -> None:
     with pytest.raises(ConfigurationError, match=r"one of datamodule\.folder, datamodule\.pairs"):
