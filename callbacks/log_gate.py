@@ -21,7 +21,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
 
 from lit_dpret.callbacks.planning import accountant_of
-from lit_dpret.privacy.ledger.gate import public_names, tells_progress, unaccounted
+from lit_dpret.privacy.ledger.gate import public_names, tells_progress, undeclared_metric
 
 _SHOWN = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 
@@ -102,7 +102,7 @@ class LogGate:
     def private(self, what: str) -> None:
         """Refuse a private number, or note it."""
         if self._declare is None:
-            raise unaccounted(what, self._module.privacy)
+            raise undeclared_metric(what, self._module.privacy)
         self._declare(what)
 
     def new(self, logger: Any, metrics: Mapping[str, Any], step: int | None) -> tuple[dict[str, Any], int | None]:

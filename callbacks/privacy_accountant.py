@@ -55,7 +55,7 @@ from lit_dpret.privacy.ledger.dataset_account import DatasetAccount, require_roo
 from lit_dpret.privacy.ledger.dataset_file import EarlierRun
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger, note_sweep
 from lit_dpret.privacy.ledger.facts import PRIVATE_LOG_EVENT, UNITS_UNNAMED
-from lit_dpret.privacy.ledger.gate import ReleaseGate, SharedGate, unaccounted
+from lit_dpret.privacy.ledger.gate import ReleaseGate, SharedGate, undeclared_metric
 from lit_dpret.privacy.ledger.run import Fingerprints, Position, PrivateRun, state_hash
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, ledger_identity
 from lit_dpret.privacy.ledger.trained import TrainedIn, mark, weights
@@ -539,7 +539,7 @@ class PrivacyAccountant(Callback):
         if name in self._noted:
             return
         if self._ended:
-            raise unaccounted(repr(name), self._module.privacy)
+            raise undeclared_metric(repr(name), self._module.privacy)
         self._noted.add(name)
         if self._ranks.is_first:
             self.ledger.append("event", name=PRIVATE_LOG_EVENT, logged=name)

@@ -44,7 +44,7 @@ from lit_dpret.callbacks.strategies import (
 from lit_dpret.cards.file import check_dataset_card
 from lit_dpret.cards.start import Start
 from lit_dpret.errors import ConfigurationError, LitDpretError
-from lit_dpret.privacy.ledger.gate import uncounted
+from lit_dpret.privacy.ledger.gate import no_accountant
 from lit_dpret.privacy.sampling import not_offered
 
 Check: TypeAlias = Callable[["Candidate"], None]
@@ -171,7 +171,7 @@ def _states_a_law(run: Candidate) -> None:
 
 def _is_counted(run: Candidate) -> None:
     if not any(getattr(callback, "counts_releases", False) for callback in run.callbacks):
-        raise uncounted(type(run.module).__name__)
+        raise no_accountant(type(run.module).__name__)
 
 
 def _supported_strategy(run: Candidate) -> None:

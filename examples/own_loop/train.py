@@ -90,7 +90,7 @@ class Regression(L.LightningModule):
         if not batch.last:
             return
         units, sums = self.privacy.counts.units, self.privacy.take()
-        sums |= self.privacy.beside()
+        sums |= self.privacy.extra_sums()
         permit = self.guard.authorise(batch.attempt, batch.step, units, sums)
         update = self.privacy.privatize(sums, attempt=permit.attempt, step=permit.step, salt=permit.salt)
         for name, parameter in self.named_parameters():

@@ -114,7 +114,7 @@ def user_level_epsilon(judged: Judged, plan: PrivacyPlan) -> float | None:
         return None
     runs = [(judged.own, plan.max_units_per_user), *units_before(start_of(judged.records))]
     bounds = [(releases, most) for releases, most in runs if most is not None]
-    if judged.claimed is None or len(bounds) < len(runs):
+    if judged.claimed_plan is None or len(bounds) < len(runs):
         return None
     if all(most == 1 for _, most in bounds):
         return judged.verdict.epsilon
@@ -134,7 +134,7 @@ def group_facts(judged: Judged, plan: PrivacyPlan) -> list[dict[str, Any]]:
 
 def _of_units(units: int, judged: Judged, plan: PrivacyPlan) -> dict[str, Any]:
     fact: dict[str, Any] = {"units": units, "epsilon": None, "why": _NO_GUARANTEE}
-    if judged.claimed is None:
+    if judged.claimed_plan is None:
         return fact
     if units == 1:
         return {**fact, "epsilon": judged.verdict.epsilon, "why": None}
@@ -388,7 +388,7 @@ def claimed_curve(records: Sequence[Mapping[str, Any]]) -> ClaimedCurve | None:
     own = promised_releases(records)
     judged = Judged(records, plan, own, own, judge(own, plan, derived_assumptions(records, plan)))
     verdict = judged.verdict
-    if judged.claimed is None or verdict.epsilon is None:
+    if judged.claimed_plan is None or verdict.epsilon is None:
         return None
     accountant: AccountantName = plan.accountant if verdict.basis == "as_charged" else "pld"
     stated = (verdict.epsilon, plan.budget.delta)

@@ -202,7 +202,7 @@ def ceilings_of(judged: Judged, **settings: Any) -> dict[str, Any] | None:
 
     ``settings`` go to `attack_ceilings`.
     """
-    if (plan := judged.claimed) is None:
+    if (plan := judged.claimed_plan) is None:
         return None
     rdp = judged.verdict.basis == "as_charged" and plan.accountant == "rdp"
     accountant: AccountantName = "rdp" if rdp else "pld"

@@ -260,7 +260,7 @@ def start_text(judged: Judged, accounted: Mapping[str, Any], model: str | None =
     counted = _is_histogram(records)
     text = "This histogram is charged together with" if counted else "Training started from"
     text += f" {start['name']}, which was trained on private data (card sha256 {start['card_sha256']})."
-    if (plan := judged.claimed) is None:
+    if (plan := judged.claimed_plan) is None:
         return {"start": text}
     parts = accounted["init_from"]
     both = "training and histogram" if counted else "both trainings"

@@ -135,7 +135,7 @@ def tuning_of_run(tuning: Mapping[str, Any] | None, judged: Judged, cost: Search
     ``cost`` is the result of `search_cost`, for a caller that needs several blocks.
     """
     start = start_of(judged.records) or {}
-    delta = None if judged.claimed is None else judged.claimed.budget.delta
+    delta = None if judged.claimed_plan is None else judged.claimed_plan.budget.delta
     own = tuning_facts(tuning, cost or search_cost(judged), sweep_of(judged.records), delta)
     return with_earlier_tuning(own, start.get("tuning"), str(start.get("name")), composed=True)
 
@@ -187,7 +187,7 @@ def search_cost(judged: Judged) -> SearchCost:
 
     @cache
     def cost(stopping: RandomStopping) -> tuple[float | None, str | None]:
-        if (plan := judged.claimed) is None:
+        if (plan := judged.claimed_plan) is None:
             return None, "not computed, for there is no guarantee"
         budget = plan.budget
         try:

@@ -39,7 +39,7 @@ from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.physical_batches import PhysicalBatches, memory_advice
 from lit_dpret.privacy.batches import UnitBatch, map_rows, rows_in_turn
 from lit_dpret.privacy.coins import kept_generators, seed_everywhere
-from lit_dpret.privacy.ledger.gate import ALWAYS, Guard, public_names, tells_progress, unaccounted, uncounted
+from lit_dpret.privacy.ledger.gate import ALWAYS, Guard, no_accountant, public_names, tells_progress, undeclared_metric
 from lit_dpret.privacy.modes import PrivacyMode, StepCounts
 from lit_dpret.privacy.sampling import Row
 
@@ -254,7 +254,7 @@ class PrivateModule(Checkpointed):
         """
         watched = self.privacy.guarantee == "dp" and not self.log_private_loss
         if watched and name not in self._public() and not tells_progress(name, value, self._trainer):
-            raise unaccounted(repr(name), self.privacy)
+            raise undeclared_metric(repr(name), self.privacy)
         if not self._rehearses:
             super().log(name, value, *args, **kwargs)
 
@@ -266,7 +266,7 @@ class PrivateModule(Checkpointed):
     def _counted_by(self) -> Guard:
         """Who is asked for permits; a fit without an accountant is refused."""
         if self._guard is None:
-            raise uncounted(type(self).__name__)
+            raise no_accountant(type(self).__name__)
         return self._guard
 
     def on_train_start(self) -> None:
@@ -375,7 +375,7 @@ class PrivateModule(Checkpointed):
         self._loss_sum += sum(read(self._losses))
         self._losses.clear()
         self._add_up_counts()
-        sums |= self.privacy.beside()
+        sums |= self.privacy.extra_sums()
         units, starts = self.privacy.counts.units, self._handover.starts
         permit = guard.authorise(attempt, step, units, sums)
         parts = {} if starts is None else {"starts": starts}

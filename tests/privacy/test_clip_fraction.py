@@ -50,7 +50,7 @@ def attached() -> DPSGD:
 def privatized(mode: DPSGD, *, clipped: int, within: int, step: int = 0, **key: Any) -> Update:
     """The update of a step with those counts and no gradient."""
     mode.counts = StepCounts(units=clipped + within, clipped=clipped, within=within)
-    sums = {"weight": torch.zeros(1, 3), "bias": torch.zeros(1)} | mode.beside()
+    sums = {"weight": torch.zeros(1, 3), "bias": torch.zeros(1)} | mode.extra_sums()
     return mode.privatize(sums, **{"attempt": 0, "step": step, "salt": "s"} | key)
 
 
@@ -114,7 +114,7 @@ def test_the_noise_in_the_share_is_what_the_sensitivity_asks_for_and_new_every_t
 def test_a_count_that_the_guard_was_not_shown_is_not_released() -> None:
     mode = attached()
     mode.counts = StepCounts(units=10, clipped=3, within=7)
-    with pytest.raises(ConfigurationError, match=r"add privacy\.beside\(\) to the sums"):
+    with pytest.raises(ConfigurationError, match=r"add privacy\.extra_sums\(\) to the sums"):
         mode.privatize({"weight": torch.zeros(1, 3), "bias": torch.zeros(1)}, attempt=0, step=0)
 
 
@@ -134,7 +134,7 @@ def summed(mode: DPSGD, units: list[bool], neighbours: Neighbours) -> tuple[dict
         for unit, rows in enumerate(units)
     ]
     module._contribute(UnitCollator(module.collate_rows)(items), 0)
-    return mode.take() | mode.beside(), agreed
+    return mode.take() | mode.extra_sums(), agreed
 
 
 def apart(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:

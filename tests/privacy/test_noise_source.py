@@ -210,7 +210,7 @@ def test_the_count_of_clipped_units_gets_noise_on_the_grid_as_well() -> None:
     assert update.clip_fraction is None
     mode = attached("discrete")
     mode._plan = replace(mode._plan, clip_fraction_budget=0.1, sensitivity=charged(1 / math.sqrt(0.9), "discrete"))
-    counted = {"weight": torch.zeros(64, 64), **mode.beside()}
+    counted = {"weight": torch.zeros(64, 64), **mode.extra_sums()}
     fractions = [mode.privatize(dict(counted), attempt=0, step=step).clip_fraction for step in range(3)]
     assert len(set(fractions)) == 3 and all(f is not None and math.isfinite(f) for f in fractions)
 

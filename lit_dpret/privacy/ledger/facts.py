@@ -236,7 +236,7 @@ class Judged:
         return cls(records, plan, own, releases, judge(releases, plan, assumptions))
 
     @property
-    def claimed(self) -> PrivacyPlan | None:
+    def claimed_plan(self) -> PrivacyPlan | None:
         """The plan, where an epsilon is claimed for it."""
         return self.plan if self.verdict.guarantee == "dp" else None
 

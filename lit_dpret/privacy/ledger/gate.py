@@ -63,7 +63,7 @@ class Guard(Protocol):
     def record(self, permit: Permit, update: Update) -> None: ...
 
 
-def uncounted(module: str) -> ConfigurationError:
+def no_accountant(module: str) -> ConfigurationError:
     """The refusal of a training without an accountant."""
     return ConfigurationError(
         f"{module} has no privacy accountant: nothing would be counted. "
@@ -93,7 +93,7 @@ def tells_progress(name: str, value: Any, trainer: Any) -> bool:
     return found.numel() == 1 and found.item() in torch.tensor(counts).to(found.dtype).tolist()
 
 
-def unaccounted(what: str, mode: Any) -> ConfigurationError:
+def undeclared_metric(what: str, mode: Any) -> ConfigurationError:
     """The refusal of ``what``, a number that would be shown although nobody counts it."""
     return ConfigurationError(
         f"{what} is logged inside a run with privacy={getattr(mode, 'name', mode)}: a number computed on private rows "

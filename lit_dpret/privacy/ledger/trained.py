@@ -68,7 +68,7 @@ def reached(root: object) -> Iterator[Any]:
     """Every object that ``root`` can read, itself first.
 
     Attributes are followed through lists, tuples, sets, dicts, bound methods, `functools.partial` and the attributes of
-    objects. Not followed are closures, slots, what Lightning's own objects hold, and what says ``leads_back``.
+    objects. Not followed are closures, slots, what Lightning's own objects hold, and what says ``holds_module``.
     """
     seen: set[int] = set()
     waiting: list[Any] = [root]
@@ -100,7 +100,7 @@ def _leads_away(kind: type) -> bool:
     if issubclass(kind, nn.Module):
         return False
     outside = any(base.__module__.partition(".")[0] == "lightning" for base in kind.__mro__)
-    return outside or issubclass(kind, (type, FunctionType, ModuleType)) or getattr(kind, "leads_back", False)
+    return outside or issubclass(kind, (type, FunctionType, ModuleType)) or getattr(kind, "holds_module", False)
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:

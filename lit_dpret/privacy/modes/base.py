@@ -85,7 +85,7 @@ class PrivacyMode(ABC):
 
     name: ClassVar[str]
     guarantee: ClassVar[Guarantee]
-    leads_back: ClassVar[bool] = True  # to the module of the last run that it was attached in (`trained.held`)
+    holds_module: ClassVar[bool] = True  # that of its last run, which `trained.reached` does not follow
     candidates: ClassVar[Candidates] = "rows"
     strategies: ClassVar[Supported] = ONE_DEVICE
     bounds_any_rows: ClassVar[bool] = False
@@ -177,7 +177,7 @@ class PrivacyMode(ABC):
     def take(self) -> dict[str, Tensor]:
         """The sums of the logical step by parameter name, before noise; starts the next step."""
 
-    def beside(self) -> dict[str, Tensor]:
+    def extra_sums(self) -> dict[str, Tensor]:
         """Further coordinates of the sum of the logical step, after `take`, from the counts over all ranks.
 
         Whoever drives a mode puts them among the sums, for the guard and for `privatize`, which noises them.

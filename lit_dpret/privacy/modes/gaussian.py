@@ -230,7 +230,7 @@ class GaussianMode(PrivacyMode):
             )
         return self._plan.noise_std / self._plan.denominator
 
-    def beside(self) -> dict[str, Tensor]:
+    def extra_sums(self) -> dict[str, Tensor]:
         plan = self._plan
         if not plan.clip_fraction_budget:
             return {}
@@ -282,7 +282,7 @@ class GaussianMode(PrivacyMode):
         if clip_fraction.NAME not in sums:
             raise ConfigurationError(
                 f"privacy.clip_fraction_budget={self._plan.clip_fraction_budget:g} releases a count with each "
-                "step, and the training loop did not show it to the guard: add privacy.beside() to the sums after "
+                "step, and the training loop did not show it to the guard: add privacy.extra_sums() to the sums after "
                 "privacy.take(), or set it to null."
             )
         return sums[clip_fraction.NAME]
