@@ -134,7 +134,7 @@ def config_of_stored(source: str | Path, *, known: Mapping[str, Mapping[str, Any
         UnsupportedModelError: There is no such model.
     """
     shapes = known or {}
-    if str(source) in shapes and (str(source) == SMOLLM2 or not _is_local(_place(source))):
+    if str(source) in shapes and (str(source) == SMOLLM2 or not _is_cached(_place(source))):
         facts = dict(shapes[str(source)])
         return AutoConfig.for_model(facts.pop("model_type"), **facts)
     place = _place(source)
@@ -200,13 +200,18 @@ def _place(source: str | Path) -> str:
 
 
 def _is_local(place: str) -> bool:
-    """Return whether the hub need not be asked, or does not answer: its client would try for a minute."""
+    """Return whether the hub is not asked: it need not be, or does not answer, when its client tries for a minute."""
+    return _is_cached(place) or not hub_answers()
+
+
+def _is_cached(place: str) -> bool:
+    """Return whether a model is on this machine."""
     if Path(place).is_dir():
         return True
     try:
         AutoConfig.from_pretrained(place, local_files_only=True)
     except _LOADING_ERRORS:
-        return not hub_answers()
+        return False
     return True
 
 
