@@ -81,13 +81,13 @@ def test_every_source_is_trained_several_times_and_stands_in_one_table(tmp_path:
 
 def test_the_passages_are_embedded_once_for_all_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     encoded: list[str] = []
-    begin = OneSide.__init__
+    begin = OneSide.__enter__
 
-    def counted(self: OneSide, encoder: Any, side: Any, *rest: Any, **settings: Any) -> None:
-        encoded.append(side)
-        begin(self, encoder, side, *rest, **settings)
+    def counted(self: OneSide) -> None:
+        encoded.append(self._side)
+        begin(self)
 
-    monkeypatch.setattr(OneSide, "__init__", counted)
+    monkeypatch.setattr(OneSide, "__enter__", counted)
     compare(tmp_path, only=["in_batch", "bm25", "dynamic"], seeds=1).run(tiny_parts(tmp_path))
     assert encoded.count("passage") == 1
 
