@@ -46,7 +46,7 @@ from lit_dpret.tasks.stages import holds_a_run
 USER_ERROR = 2
 _POSITIONAL = {"compare": ("run_a", "run_b"), "verify": ("card",), "audit": ("run",), "sweep": ("file",)}
 _UNKNOWN_KEY = re.compile(r"Could not override '([^']+)'")
-_SETTING = re.compile(r"([+~]*[\w./@:-]+)=(.*)", re.DOTALL)
+_SETTING = re.compile(r"((?:\+\+?|~)?[A-Za-z_][\w./@:-]*)=(.*)", re.DOTALL)
 _LARGEST_SEED = 2**32 - 1
 _places: list[tuple[str, Path]] = []  # the setting and the folder of the command that runs
 _failed: list[Exception] = []  # what ended it
@@ -429,12 +429,12 @@ def quoted(argument: str) -> str:
         ("datamodule.pairs='my log.jsonl'", "task.card='a=b'", 'privacy.eps=3')
     """
     found = _SETTING.fullmatch(argument)
-    if found is None or set(found[2]) & set("'\"{}[]()$"):  # lists, mappings, functions and references are Hydra's
+    if found is None or set(found[2]) & set("'\"{}[](),$"):  # lists, mappings, sweeps and references are Hydra's
         return argument
     try:
         OverridesParser.create().parse_override(argument)
     except HydraException:
-        value = found[2].replace("\\", "\\\\")
+        value = re.sub(r"\\+\Z", lambda run: run[0] * 2, found[2])  # only there they are escapes
         return f"{found[1]}='{value}'"
     return argument
 
