@@ -579,11 +579,15 @@ class PrivacyAccountant(Callback):
 
     def _finish(self, reason: str) -> None:
         """Settle with the ledger of the data set, and end the run's own."""
-        if self._ranks.word_was_left(self._forfeited):  # by a rank that may be gone by now
-            self._gate.own.forfeit()
+        self._take_word()
         if self._account is not None:
             self._account.settle()
         self.ledger.append("end", reason=reason, steps=self._gate.steps_done)
+
+    def _take_word(self) -> None:
+        """Forfeit the claim where another rank, which may be gone by now, left word that it has to be."""
+        if self._ranks.word_was_left(self._forfeited):
+            self._gate.own.forfeit()
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """End a run that went on from its very last step: Lightning then skips training, and ``on_train_end``."""
@@ -598,15 +602,17 @@ class PrivacyAccountant(Callback):
         begun = hasattr(self, "_gate") and not self._ended  # once ended, the card names the ledger's last record
         # A coupling or an uncovered weight that is found late may have been there in the steps before.
         late = begun and isinstance(exception, UnsupportedModelError) and self.plan is not None
-        if late and self._gate.steps_done:
-            self._forfeit_alone()
-        if not hasattr(self, "_run"):  # nothing was opened yet, or this rank holds no ledger
-            return
         try:
-            if begun and not isinstance(exception, OSError):
-                self._finish(type(exception).__name__)
+            if late and self._gate.steps_done:
+                self._forfeit_alone()
+            if begun and hasattr(self, "_run"):  # this rank holds the ledger
+                if isinstance(exception, OSError):  # nothing more may fit on the disk; an end can be written on resume
+                    self._take_word()
+                else:
+                    self._finish(type(exception).__name__)
         finally:
-            self._close()
+            if hasattr(self, "_run"):
+                self._close()
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage != "fit":

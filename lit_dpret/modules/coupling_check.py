@@ -63,7 +63,7 @@ class CouplingCheck:
         self._before: KeptState | None = None
         self._collated: tuple[list[Any], list[Any]] | None = None
         self._differentiates = False
-        self._training: bool | None = None
+        self._modes: tuple[bool, ...] | None = None
         self.begin()
 
     def begin(self) -> None:
@@ -79,9 +79,11 @@ class CouplingCheck:
             batch: With rows.
             seed: Of the random numbers of the batch.
         """
-        if module.training != self._training:  # a loss may couple rows in one mode alone
+        modes = tuple(part.training for part in module.modules())
+        if modes != self._modes:  # a loss may couple rows in one mode alone
+            single = self._single
             self.begin()
-            self._training = module.training
+            self._single, self._modes = single, modes
         due = self._looks[_of_one_unit(batch)].due(seed)
         self._before = KeptState(module) if due else None
 

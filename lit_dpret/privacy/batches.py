@@ -482,7 +482,7 @@ class UnitCollator:
         """Return ``answers`` of all rows, booleans ``(rows, rows)``: a unit by itself knows of its own columns alone.
 
         Raises:
-            ConfigurationError: They are drawn at random, so that rows would take coins from each other.
+            UnsupportedModelError: They are drawn at random, so that rows would take coins from each other.
         """
         if len(parts) < 2 or not all(_is_square(part, len(rows)) for part, (_, rows) in zip(parts, drawn, strict=True)):
             return {}
@@ -492,7 +492,7 @@ class UnitCollator:
             seed_generators(each)
             found.append(self._collate_rows(together)["answers"])
         if not _equal(found[0], found[-1]):
-            raise ConfigurationError(
+            raise UnsupportedModelError(
                 "collate_rows draws at random which passages are right answers (answers), where rows would take coins "
                 "from each other. Make answers from the ids of passages alone (lit_dpret.losses.false_negatives).",
                 trap="T11",

@@ -205,7 +205,7 @@ def test_right_answers_of_rows_that_are_collated_apart_are_those_of_the_whole_ba
 
 
 def test_right_answers_that_coins_decide_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="answers") as refused:
+    with pytest.raises(UnsupportedModelError, match="answers") as refused:
         batches(
             Cropping(), lambda rows: {"kept": torch.rand(len(rows)), "answers": torch.rand(len(rows), len(rows)) < 0.5}
         )

@@ -80,9 +80,10 @@ def plan_of(records: Sequence[Record]) -> tuple[PrivacyPlan | None, dict[str, An
     if not found:
         raise LedgerError("The ledger holds no plan record: nobody can say which claim its releases were made for.")
     plans = [PrivacyPlan.from_dict(record["plan"]) if record.get("plan") else None for record in found]
-    claims = {None if p is None else (p.budget.delta, p.budget.unit, p.budget.neighbours, p.accountant) for p in plans}
+    claims = {None if p is None else (p.budget.delta, p.budget.unit, p.budget.neighbours, p.budget.duplicates,
+                                      p.accountant) for p in plans}  # fmt: skip
     if len(claims) > 1:
-        raise LedgerError("The ledger's plans differ in delta, unit, neighbours or accountant: they make no one claim.")
+        raise LedgerError("The ledger's plans differ in delta, unit, neighbours, duplicates or accountant.")
     return plans[-1], found[-1]
 
 
