@@ -87,6 +87,7 @@ class PrivacyCard(Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Register the protocols in the ledger, which the accountant has just opened."""
         self._written = False
+        self._check_order(trainer)
         if (sweep := getattr(accountant_of(trainer), "sweep", None)) is not None:
             refuse_other_tuning(self.tuning, sweep.facts["metric_data"])
         if getattr(pl_module.privacy, "dataset_ledger", None):
@@ -94,6 +95,16 @@ class PrivacyCard(Callback):
         if stage != "fit" or not self.audit_protocols:
             return
         Ranks.here().share(lambda: self._register(trainer, pl_module))
+
+    def _check_order(self, trainer: L.Trainer) -> None:
+        """Refuse to stand before the accountant: the ledger would go on after the card that ends it."""
+        counting = (self, accountant_of(trainer))
+        callbacks: list[Any] = [each for each in trainer.callbacks if each in counting]  # type: ignore[attr-defined]
+        if len(callbacks) == 2 and callbacks[0] is self:
+            raise ConfigurationError(
+                "callbacks: PrivacyCard stands before PrivacyAccountant, whose last record would come after the card. "
+                "Put PrivacyAccountant first."
+            )
 
     def _register(self, trainer: L.Trainer, module: Any) -> None:
         if module.privacy.guarantee == "inherited":

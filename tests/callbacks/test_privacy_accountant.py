@@ -436,6 +436,14 @@ def test_a_checkpoint_that_is_newer_than_the_ledger_is_refused(tmp_path: Path) -
         fit(folder, seeded(tmp_path), resume=True)
 
 
+def test_a_card_before_the_accountant_is_refused_before_a_step(tmp_path: Path) -> None:
+    """The ledger would go on after the card that names its last record."""
+    callbacks = [PrivacyCard(run_dir=tmp_path), PrivacyAccountant(run_dir=tmp_path)]
+    with pytest.raises(ConfigurationError, match="PrivacyAccountant"):
+        fit(tmp_path, seeded(tmp_path), callbacks=callbacks)
+    assert not list(tmp_path.glob("privacy_card.*"))
+
+
 def test_the_card_of_other_data_is_not_inherited(tmp_path: Path) -> None:
     fit(tmp_path / "run", seeded(tmp_path), extra=[PrivacyCard(run_dir=tmp_path / "run")])
     (tmp_path / "run" / "queries.jsonl").write_text("{}", encoding="utf-8")
