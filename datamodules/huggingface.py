@@ -68,7 +68,8 @@ class HuggingFaceDataModule(PairsDataModule):
         splits: What the data set calls the splits, ``{train: train_sft, dev: holdout}``; only these are read.
             None takes ``train``, ``validation`` (or ``dev``) and ``test``.
         streaming: Fetch rows from the hub as they are read, and not the whole data set first; needs ``max_rows``.
-        max_rows: So many rows of each split, the first ones; refused under ``add_or_remove``.
+        max_rows: So many rows of each split, the first ones. Which row is whose is then public: how many rows each
+            query and each user has. Refused under ``add_or_remove`` and ``replace_one``.
         query_column: Texts of queries.
         passage_column: Texts of passages; a row may lack one where ``passage_id_column`` names a passage of ``corpus``.
         query_id_column: Ids of queries; None makes every row a query of its own.
@@ -136,7 +137,7 @@ class HuggingFaceDataModule(PairsDataModule):
         return Path(self.path).exists()
 
     def use_unit(self, unit: Unit, neighbours: str | None = None) -> None:
-        self._refuse_sample(neighbours, "max_rows")
+        self._refuse_sample(neighbours, "max_rows", several="a query or a user may have several rows")
         super().use_unit(unit, neighbours)
 
     def prepare_data(self) -> None:

@@ -213,7 +213,7 @@ class ImagesDataModule(SampledDataModule):
                 f"privacy.unit=user needs user ids, and datamodule.source={self.source} names no users. Set "
                 "privacy.unit=image."
             )
-        self._refuse_sample(neighbours, "max_images")
+        self._refuse_sample(neighbours, "max_images", several=None)
         self._unit = unit
 
     def train_units(self) -> ImageUnits:

@@ -62,8 +62,9 @@ class PairsDataModule(SampledDataModule):
         duplicates: ``keep`` or ``merge`` equal query texts under different ids; read
             `lit_dpret.datamodules.unit_dataset` before changing it.
         max_rows_per_unit: Keep at most so many rows of a unit, by hash of query text and passage id.
-        drop_overlap: Leave out train queries that repeat an evaluation query or share a positive
-            passage with one.
+        drop_overlap: Leave out train queries that repeat an evaluation query or share a positive passage with one.
+            The evaluation queries decide which train queries stay, and are not protected: refused under units of
+            ``pair`` and ``user`` and under ``add_or_remove``.
         drop_queries_without_passage: Leave out queries without a passage instead of refusing them.
         allow_empty_passages: Accept passages without any text (some public collections have them).
         in_memory: Whether to hold the texts of the corpus; ``auto`` holds up to half a gigabyte, and reads a larger
@@ -71,7 +72,9 @@ class PairsDataModule(SampledDataModule):
         cache_dir: Where such stores are kept; None for ``~/.cache/lit-dpret/passages``.
         max_passages: Train and evaluate on a public sample of so many passages; scores are then not
             comparable with the full corpus. `lit_dpret.datamodules.preparation.sample` says how.
-        max_train_queries: At most so many train queries, chosen by id; refused under ``add_or_remove``.
+        max_train_queries: At most so many train queries, chosen by id. The ids are then public: how many queries each
+            user has, how many copies each text. Refused under ``add_or_remove``, and under ``replace_one`` unless the
+            unit is a query and duplicates are kept.
         max_eval_queries: At most so many queries of each evaluation split.
         sampled: As for `SampledDataModule`.
 
@@ -288,7 +291,17 @@ class PairsDataModule(SampledDataModule):
                 "privacy.unit=pair cannot go with datamodule.max_passages or datamodule.drop_overlap: they take rows "
                 "out by what the rows say, and the number of pairs would tell. Set privacy.unit=query, or unset them."
             )
-        self._refuse_sample(neighbours, "max_train_queries")
+        if self.drop_overlap and (unit == "user" or neighbours == "add_or_remove"):
+            setting = "privacy.unit=user" if unit == "user" else "privacy.neighbours=add_or_remove"
+            raise ConfigurationError(
+                f"datamodule.drop_overlap=true cannot go with {setting}: evaluation queries decide which train queries "
+                "stay, so that one more or less moves the rows of other units. Set datamodule.drop_overlap=false, or "
+                "set privacy.unit=query with privacy.neighbours=zero_out, where evaluation queries are not protected."
+            )
+        several = f"privacy.unit={unit}" if unit != "query" else None
+        if self.duplicates == "merge":
+            several = several or "datamodule.duplicates=merge"
+        self._refuse_sample(neighbours, "max_train_queries", several=several)
         if unit != self._unit:
             if self._batch_sampler is not None:
                 raise ConfigurationError(f"privacy.unit={unit}: a sampler over units of {self._unit} is attached.")

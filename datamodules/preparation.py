@@ -70,8 +70,9 @@ def drop_overlap(collection: Collection) -> Collection:
 
     Such a query stays as a unit without rows, so that the published number of units does not tell.
     It is the train side that gives way. Whether a train query stays then depends on its own record
-    and the evaluation splits alone (record-wise), the evaluation splits stay those of the
-    literature, and no set of evaluation queries is chosen by looking at private ones.
+    and the evaluation splits alone, the evaluation splits stay those of the literature, and no set of
+    evaluation queries is chosen by looking at private ones. This is record-wise for train records only: one
+    evaluation query can take many train queries out. So evaluation queries are not protected.
     """
     evaluation = [qrels for split, qrels in collection.qrels.items() if split != "train"]
     texts = {normalise(collection.queries[query]) for qrels in evaluation for query in qrels}
@@ -108,8 +109,9 @@ def sample(
         - The retained passages depend on passage ids and the seed alone.
         - Changing the text or the positives of one train query changes no other train query.
         - With ``max_train_queries`` unset, neither does adding or removing one. With it set, a removed
-          query lets the next id move up: sound under ``zero_out``, where ids are public, and refused
-          under ``add_or_remove``.
+          query lets the next id move up: sound under ``zero_out``, where ids are public (and with them how
+          many queries a user has, and how many copies a text), and refused under ``add_or_remove``. Under
+          ``replace_one`` it is sound where a unit is exactly one id, and refused elsewhere.
 
     The choice is public and fixed, so it amplifies no privacy and no accountant hears of it. The
     claim is about the data set that remains. Scores on it are not comparable with the full corpus.

@@ -154,14 +154,24 @@ class SampledDataModule(LightningDataModule):
             if not isinstance(number, int) or isinstance(number, bool) or number < lowest:
                 raise ConfigurationError(f"datamodule.{knob}={number} is not a whole number of at least {lowest}.")
 
-    def _refuse_sample(self, neighbours: str | None, *knobs: str) -> None:
-        """Refuse settings that keep a fixed number of records where the number of units is private."""
-        for knob in knobs:
-            if neighbours == "add_or_remove" and getattr(self, knob) is not None:
-                raise ConfigurationError(
-                    f"datamodule.{knob}={getattr(self, knob)} cannot go with privacy.neighbours=add_or_remove: "
-                    "removing one record would let another one in. Set it to null, or set privacy.neighbours=zero_out."
-                )
+    def _refuse_sample(self, neighbours: str | None, knob: str, *, several: str | None) -> None:
+        """Refuse a setting that keeps a fixed number of records, unless one unit moves no other one into or out of it.
+
+        Under ``zero_out`` ids are public and stay. Under ``replace_one`` one record may take the place of another one,
+        but not several of one; ``several`` names the setting by which a unit is not exactly one record, if it is not.
+        """
+        if getattr(self, knob) is None or neighbours not in ("add_or_remove", "replace_one"):
+            return
+        if neighbours == "add_or_remove":
+            why = "removing one record would let another one in"
+        elif several is not None:
+            why = f"a unit is not one record of this sample ({several}), so replacing it may move others in or out"
+        else:
+            return
+        raise ConfigurationError(
+            f"datamodule.{knob}={getattr(self, knob)} cannot go with privacy.neighbours={neighbours}: {why}. Set it to "
+            "null, or set privacy.neighbours=zero_out, under which ids are public."
+        )
 
     def plant(self, planted: Planted) -> None:
         """Train on these units too: canaries, whose fate an audit looks at afterwards.

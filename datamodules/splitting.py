@@ -3,8 +3,10 @@
 Which side a query falls on is a hash of its user or of its text with a public seed. It is therefore the same in
 any order of the file and on any machine, and one query's side does not depend on any other query: adding or
 removing a record moves no other one. All queries of a user, or all copies of a text (casefolded, whitespace
-collapsed), stay on one side. Splitting by user does not keep a text that two users asked on one side;
-``datamodule.drop_overlap=true`` leaves such train queries out.
+collapsed), stay on one side. Splitting by user does not keep a text that two users asked on one side.
+``datamodule.drop_overlap=true`` leaves such train queries out, but then the users on the evaluation side decide about
+train queries of others: it is refused under ``privacy.unit=user``, and under ``unit=query`` evaluation queries are
+not protected.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.layouts import Passages, folder_parts, open_corpus, read_parts
 from lit_dpret.datamodules.pairs import PairsDataModule, PairSettings
 from lit_dpret.datamodules.readers import Complain, read_json, refuse
-from lit_dpret.errors import DataError, schema_problem
+from lit_dpret.errors import ConfigurationError, DataError, schema_problem
 
 CARD = "privacy_card.json"
 SUMMARY = "generation.json"
@@ -34,6 +34,7 @@ class SyntheticDataModule(PairsDataModule):
             those of the folder together (the same id must mean the same text). The folder then
             needs no corpus. Its train split is not used, nor is a split that the folder has
             itself: choosing a checkpoint on its own dev queries costs no privacy, on real ones it may.
+            ``drop_overlap`` is refused with it: real queries, which no card covers, would choose what is trained on.
         keep: A file with one query id in each line: only these queries are trained on. They must have
             been chosen by public means (their round trip, say); null for all.
         require_privacy_card: False accepts a folder without a card. What is trained on it then has
@@ -41,6 +42,7 @@ class SyntheticDataModule(PairsDataModule):
         settings: As for `PairsDataModule`; ``sampling`` is ``shuffle`` unless set.
 
     Raises:
+        ConfigurationError: ``drop_overlap`` with ``evaluation``.
         DataError: The folder is missing, or holds no readable privacy card.
     """
 
@@ -56,6 +58,13 @@ class SyntheticDataModule(PairsDataModule):
     ) -> None:
         settings.setdefault("sampling", "shuffle")
         super().__init__(folder=folder, corpus=corpus, **settings)
+        if evaluation is not None and self.drop_overlap:
+            raise ConfigurationError(
+                "datamodule.drop_overlap=true cannot go with datamodule.evaluation: its queries would decide which "
+                "synthetic queries are trained on, and the claim of the folder does not cover them. Set "
+                "datamodule.drop_overlap=false; where the evaluation queries are public, datamodule.keep can list the "
+                "queries to train on."
+            )
         self.evaluation = evaluation
         self.keep = keep
         self.require_privacy_card = require_privacy_card

@@ -8,12 +8,13 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from lit_dpret.datamodules import HuggingFaceDataModule
 from lit_dpret.datamodules.readers import Problems
+from lit_dpret.datamodules.records import Unit
 from lit_dpret.errors import ConfigurationError, DataError
 
 Write = Callable[..., Path]
@@ -116,8 +117,12 @@ def test_the_first_rows_of_each_split_can_be_asked_for(folder: Path) -> None:
     data = HuggingFaceDataModule(path=folder, max_rows=1, **COLUMNS)
     assert texts(data) == {"train": [("How deep?", "Four metres.")], "dev": [("Who paints?", "The crew.")]}
     assert len(HuggingFaceDataModule(path=folder, max_rows=2, **COLUMNS).collection.qrels["train"]) == 2
-    with pytest.raises(ConfigurationError, match=r"max_rows=1 cannot go with privacy\.neighbours=add_or_remove"):
-        data.use_unit("query", "add_or_remove")
+    for neighbours in ("add_or_remove", "replace_one"):
+        for unit in get_args(Unit)[:3]:
+            with pytest.raises(
+                ConfigurationError, match=rf"max_rows=1 cannot go with privacy\.neighbours={neighbours}"
+            ):
+                data.use_unit(unit, neighbours)
     data.use_unit("query", "zero_out")
     assert data.n_units == 1
 

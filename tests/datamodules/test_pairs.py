@@ -184,6 +184,38 @@ def test_a_query_limit_is_refused_where_n_is_not_public(harbour: Path) -> None:
         datamodule.use_unit("query", neighbours="add_or_remove")
 
 
+@pytest.mark.parametrize(
+    ("unit", "duplicates", "named"),
+    [
+        ("user", "keep", r"privacy\.unit=user"),
+        ("pair", "keep", r"privacy\.unit=pair"),
+        ("query", "merge", r"datamodule\.duplicates=merge"),
+    ],
+)
+def test_a_query_limit_is_refused_where_a_replaced_unit_moves_other_queries(
+    harbour: Path, unit: Any, duplicates: Any, named: str
+) -> None:
+    datamodule = PairsDataModule(folder=harbour, max_train_queries=3, duplicates=duplicates)
+    datamodule.use_unit(unit, neighbours="zero_out")
+    with pytest.raises(ConfigurationError, match=rf"datamodule\.max_train_queries=3.*replace_one: .*{named}.*zero_out"):
+        datamodule.use_unit(unit, neighbours="replace_one")
+    PairsDataModule(folder=harbour, duplicates=duplicates).use_unit(unit, neighbours="replace_one")
+    PairsDataModule(folder=harbour, max_train_queries=3).use_unit("query", neighbours="replace_one")
+
+
+@pytest.mark.parametrize("neighbours", [None, "zero_out", "add_or_remove", "replace_one"])
+@pytest.mark.parametrize("unit", ["user", "query"])
+def test_evaluation_queries_may_not_choose_the_rows_of_other_units(harbour: Path, unit: Any, neighbours: Any) -> None:
+    """One user's test query can take many other users' train queries out."""
+    datamodule = PairsDataModule(folder=harbour, drop_overlap=True)
+    if unit == "query" and neighbours != "add_or_remove":
+        datamodule.use_unit(unit, neighbours)
+        return
+    setting = r"privacy\.unit=user" if unit == "user" else r"privacy\.neighbours=add_or_remove"
+    with pytest.raises(ConfigurationError, match=rf"datamodule\.drop_overlap=true cannot go with {setting}.*=false"):
+        datamodule.use_unit(unit, neighbours)
+
+
 @pytest.mark.parametrize("setting", [{"max_passages": 3}, {"drop_overlap": True}])
 def test_pairs_are_no_unit_where_settings_take_rows_out_by_what_they_say(harbour: Path, setting: Any) -> None:
     datamodule = PairsDataModule(folder=harbour, **setting)

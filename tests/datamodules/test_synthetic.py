@@ -8,7 +8,7 @@ import pytest
 
 from lit_dpret.datamodules.pairs import PairsDataModule
 from lit_dpret.datamodules.synthetic import SyntheticDataModule
-from lit_dpret.errors import DataError
+from lit_dpret.errors import ConfigurationError, DataError
 
 
 @pytest.fixture
@@ -73,6 +73,15 @@ def test_evaluation_queries_come_from_the_other_datamodule_and_its_train_split_d
         assert datamodule.evaluation_set(split) == real.evaluation_set(split)
     assert set(datamodule.collection.qrels["train"]) == {"genQ0", "genQ1", "genQ2"}
     assert not set(datamodule.collection.queries) & set(real.collection.qrels["train"])
+
+
+def test_real_evaluation_queries_may_not_choose_the_synthetic_ones(written: Path, harbour: Path) -> None:
+    real = PairsDataModule(folder=harbour)
+    with pytest.raises(
+        ConfigurationError, match=r"datamodule\.drop_overlap=true cannot go with datamodule\.evaluation"
+    ):
+        SyntheticDataModule(folder=written, evaluation=real, drop_overlap=True)
+    assert SyntheticDataModule(folder=written, drop_overlap=True).pair_rows()
 
 
 def test_the_folder_may_lack_a_corpus_that_is_found_elsewhere(written: Path, harbour: Path) -> None:
