@@ -180,6 +180,29 @@ def check_dataset_card(path: Path | None) -> None:
             )
 
 
+def card_of_data(data: Any) -> Path | None:
+    """The privacy card that a DataModule's queries carry: its own, or one beside the files that they are read from.
+
+    A card beside a corpus that was given on its own is not theirs.
+    """
+    if (own := getattr(data, "privacy_card_path", None)) is not None:
+        return Path(own)
+    qrels = getattr(data, "qrels", None)
+    files = list(qrels.values()) if isinstance(qrels, Mapping) else [qrels]
+    files += [getattr(data, name, None) for name in ("folder", "pairs", "queries")]
+    for given in files:
+        if not isinstance(given, (str, Path)):
+            continue
+        place = Path(given).expanduser()
+        near = place if place.is_dir() else place.parent
+        for folder in (near, near.parent) if near.name in ("qrels", "pairs") else (near,):
+            card = folder / CARD_NAME
+            # A run's own card, of weights, may lie beside a log; it says nothing of the log.
+            if card.is_file() and read_card(card)["subject"]["artifact_type"] == "dataset":
+                return card
+    return None
+
+
 def check_artefact(folder: Path, card: Mapping[str, Any]) -> None:
     """Refuse a folder of a model or a data set that is not what the card in it describes.
 

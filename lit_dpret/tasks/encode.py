@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from lit_dpret.callbacks import ProgressLine
+from lit_dpret.cards.file import card_of_data
 from lit_dpret.distributed.job import Job, job_here
 from lit_dpret.tasks.index_folder import Encoding, IndexFolder, encode_folder
 from lit_dpret.tasks.parts import Parts, check_run_dir
@@ -44,6 +45,7 @@ class Encode(Encoding):
             made = encode_folder(
                 self.encoder, texts, parts.run_dir / EMBEDDINGS, self,
                 progress=progress if job.is_first else None, job=job,
+                claim=card_of_data(data) if self.side == "query" and self.queries == "public" else None,
             )  # fmt: skip
         if job.is_first:
             sys.stdout.write(f"embeddings: {made.folder} ({made.manifest.count} x {made.manifest.dim})\n{told(made)}\n")
@@ -59,7 +61,8 @@ def told(index: IndexFolder) -> str:
         )
     if index.manifest.card:
         path = Path(index.folder) / "privacy_card.json"
-        return f"privacy card: {path} (embeddings of public texts are post-processing: the claim is the encoder's)"
+        whose = "the encoder's" if index.manifest.side == "passage" else "that of the encoder or of the queries"
+        return f"privacy card: {path} (embedding is post-processing: the claim is {whose})"
     return (
         "The encoder has no privacy card: nothing is claimed. If it saw no private data, neither did these embeddings."
     )

@@ -23,18 +23,26 @@ from torch import Tensor
 
 from lit_dpret.cards.card import CARD_NAME, CardFacts, card_sha256, inherit_card, subject_of, write_card
 from lit_dpret.cards.facts import environment_facts
-from lit_dpret.cards.file import file_sha256
+from lit_dpret.cards.file import card_names, check_dataset_card, file_sha256, read_card
 from lit_dpret.distributed.job import Job
 from lit_dpret.encoders import Progress, Side, TextEncoder, cut, load_towers
 from lit_dpret.encoders.backbones import resolve_folder
 from lit_dpret.encoders.bulk import in_order
 from lit_dpret.encoders.embedding_cache import content_hash, encode_to_file
-from lit_dpret.errors import ConfigurationError, DataError, ResumeError, StorageError, schema_problem
+from lit_dpret.errors import (
+    ConfigurationError,
+    DataError,
+    PrivateDataError,
+    ResumeError,
+    StorageError,
+    schema_problem,
+)
 from lit_dpret.retrieval.backends import Faiss, search_with
 from lit_dpret.retrieval.rows import STORAGES, FileRows, Storage
 from lit_dpret.retrieval.search import lexicographic_rank, search
 from lit_dpret.retrieval.topk import TopK
 from lit_dpret.settings import require_whole
+from lit_dpret.synthesis.filters.released import ReleasedQueries, require_covered, shown
 
 SCHEMA = "lit-dpret/index/1"
 MANIFEST = "index.json"
@@ -216,8 +224,8 @@ class Encoding:
 
     Args:
         side: ``passage``, which is public, or ``query``.
-        queries: Where they are queries, whether those are ``public`` (synthetic ones under their claim,
-            published ones) or ``private``; has to be said.
+        queries: Where they are queries, whether those are ``public`` (published ones, or synthetic
+            ones, whose claim the embeddings then inherit) or ``private``; has to be said.
         dtype: In which the encoder computes: ``float32``, ``bfloat16``, ``float64``, or ``float16`` except for T5.
         storage: ``float32``, or ``bfloat16`` for half the disk; scores are compared in float32 either way.
         batch_size: Texts per forward pass.
@@ -268,13 +276,15 @@ def encode_folder(
     *,
     progress: Progress | None = None,
     job: Job | None = None,
+    claim: Path | None = None,
 ) -> IndexFolder:
     """Embed texts into a folder that can be searched; go on where an earlier call was stopped.
 
     Guarantees:
         - Run again after any interruption it goes on, and its files have the bytes of a call that was
           never interrupted (same machine and library versions), by however many ranks.
-        - An encoder with a privacy card gives the folder a card that carries its claim, never a better one.
+        - An encoder with a privacy card gives the folder a card that carries its claim, never a better one; so do
+          queries with a card. Where both have one, one claim has to cover both.
         - Private queries leave files that their owner alone can read, and no card.
 
     Args:
@@ -285,9 +295,10 @@ def encode_folder(
         progress: Called with (texts done, texts in all).
         job: The ranks that share the work, each calling this with the same arguments and a folder that all of them
             see; the first one writes the folder, and the others wait for it.
+        claim: The privacy card of the queries, where they have one and ``how`` calls them public.
 
     Raises:
-        ConfigurationError: The encoder cannot compute so.
+        ConfigurationError: The encoder cannot compute so, or was trained under another claim than that of the queries.
         DataError: There are no texts, an embedding is not finite, or the encoder's card is not about these weights.
         ResumeError: ``out`` was begun with another encoder, texts or settings.
         StorageError: ``out`` cannot be written.
@@ -299,6 +310,8 @@ def encode_folder(
     if not texts:
         raise DataError(f"There are no {'passages' if side == 'passage' else 'queries'} to encode.")
     parent = _card_of(encoder)
+    if claim is not None and side == "query" and not private:
+        parent = _claim_of_both(encoder, parent, claim)
     towers = load_towers(encoder, dtype=how.dtype)
     asked_by = towers.query_encoder.fingerprint()
     towers = cut(towers, **{f"{side}_max_length": how.max_length})
@@ -335,6 +348,8 @@ def encode_folder(
         for name in (EMBEDDINGS, TEXTS, OFFSETS):
             (folder / name).chmod(0o600 if private else 0o644)
         what = "embedding public passages with it" if side == "passage" else "embedding public queries with it"
+        if parent is not None and parent == claim:
+            what = f"embedding these queries with {shown(encoder)}"
         made_on = environment_facts(device=where or next(tower.parameters()).device, precision=how.dtype)
         names = (EMBEDDINGS, TEXTS, OFFSETS)
         _seal(folder, manifest, names, None if private else parent, what, begun, environment=made_on)
@@ -422,6 +437,27 @@ def index_folder(
 def _card_of(encoder: str | Path) -> Path | None:
     folder = resolve_folder(encoder)
     return folder / CARD_NAME if (folder / CARD_NAME).is_file() else None
+
+
+def _claim_of_both(encoder: str | Path, own: Path | None, claim: Path) -> Path:
+    """Return the card of the encoder or of the queries whose claim covers both; refuse two claims."""
+    check_dataset_card(claim)
+    card = read_card(claim)
+    names = card_names(claim, card)
+    ancestors = names | {str(parent["sha256"]) for parent in card["parents"]}
+    released = ReleasedQueries(queries=(), passages={}, provenance="card", ancestors=frozenset(ancestors))
+    try:
+        require_covered(resolve_folder(encoder), released, declared_public=True, knob="task.encoder")
+    except PrivateDataError as error:
+        if own is None:  # it lost its card, which is a reason of its own
+            raise
+        raise ConfigurationError(
+            f"task.encoder={encoder} cannot embed these queries: they have a privacy card of their own ({claim}), "
+            "whose claim does not cover the encoder: the embeddings would spend both, and their card would state one. "
+            "Encode passages (task.side=passage), or use an encoder that was trained on these queries, or a public one."
+        ) from error
+    derived = own is not None and any(str(parent["sha256"]) in names for parent in read_card(own)["parents"][:1])
+    return own if own is not None and derived else claim
 
 
 def _is_finished(folder: Path, begun: Mapping[str, Any]) -> bool:

@@ -1,0 +1,108 @@
+"""Embeddings of synthetic queries: two claims go in, and one card has to cover both."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from card_chain import Chain, make_chain, run
+from tiny_tasks import retriever
+
+from lit_dpret.cards.card import card_sha256, read_card
+from lit_dpret.cards.file import card_of_data
+from lit_dpret.datamodules import PairsDataModule, SyntheticDataModule
+from lit_dpret.errors import ConfigurationError, PrivateDataError
+from lit_dpret.privacy.modes import DPSGD
+from lit_dpret.tasks.encode import Encode
+from lit_dpret.tasks.index_folder import index_folder
+
+
+@pytest.fixture(scope="module")
+def chain(tmp_path_factory: pytest.TempPathFactory) -> Chain:
+    return make_chain(tmp_path_factory.mktemp("chain"))
+
+
+def encode(chain: Chain, encoder: Path, out: Path, data: Any = None) -> Path:
+    data = data or SyntheticDataModule(folder=chain.synthetic, expected_batch_size=8)
+    task = Encode(side="query", queries="public", split="train", encoder=str(encoder))
+    task.run(SimpleNamespace(run_dir=out, make_datamodule=lambda: data))  # type: ignore[arg-type]
+    return out / "embeddings"
+
+
+def claim(folder: Path) -> list[Any]:
+    found = read_card(folder)["claim"]
+    return [found[name] for name in ("epsilon", "delta", "unit", "neighbours")]
+
+
+def without_card(chain: Chain, root: Path) -> Path:
+    """The towers of an encoder that nothing private went into, as far as anybody can tell."""
+    made = shutil.copytree(chain.encoder / "model", root / "public")
+    for path in [*made.glob("privacy_*"), *made.glob("lit_dpret_trained_in.json")]:
+        path.unlink()
+    return made
+
+
+@pytest.mark.parametrize("reader", ["synthetic", "pairs"])
+def test_a_public_encoder_hands_on_the_claim_of_the_queries(chain: Chain, tmp_path: Path, reader: str) -> None:
+    data = PairsDataModule(folder=chain.synthetic, expected_batch_size=8) if reader == "pairs" else None
+    made = encode(chain, without_card(chain, tmp_path), tmp_path / "run", data)
+    assert claim(made) == claim(chain.synthetic)
+    assert read_card(made)["parents"][0]["sha256"] == card_sha256(chain.synthetic)
+    assert json.loads((made / "index.json").read_text())["card"] == card_sha256(made)
+    assert claim(index_folder(made, tmp_path / "index").folder) == claim(chain.synthetic)
+
+
+def test_an_encoder_trained_on_the_queries_has_their_claim_already(chain: Chain, tmp_path: Path) -> None:
+    made = encode(chain, chain.encoder / "model", tmp_path / "run")
+    assert claim(made) == claim(chain.synthetic)
+    assert card_sha256(chain.synthetic) in {parent["sha256"] for parent in read_card(made)["parents"]}
+
+
+def test_an_encoder_that_lost_its_card_is_no_public_one(chain: Chain, tmp_path: Path) -> None:
+    made = shutil.copytree(chain.encoder / "model", tmp_path / "model")
+    for path in made.glob("privacy_*"):
+        path.unlink()
+    with pytest.raises(PrivateDataError, match="lost its privacy card"):
+        encode(chain, made, tmp_path / "run")
+
+
+def test_an_encoder_with_another_claim_is_refused(chain: Chain, tmp_path: Path) -> None:
+    log = PairsDataModule(folder=chain.root / "log", sampling="poisson", expected_batch_size=8)
+    mode = DPSGD(eps=50.0, noise_multiplier=40.0, max_grad_norm=0.5, secret_file=chain.root / "secret")
+    run(tmp_path / "direct", retriever(privacy=mode), log, steps=1)
+    with pytest.raises(ConfigurationError, match=r"would spend both.*Encode passages .*trained on these queries"):
+        encode(chain, tmp_path / "direct" / "model", tmp_path / "run")
+    assert not (tmp_path / "run" / "embeddings" / "index.json").exists()
+
+
+@pytest.mark.parametrize("reader", [SyntheticDataModule, PairsDataModule])
+def test_a_dp_mode_is_not_given_data_with_a_claim_of_their_own(chain: Chain, tmp_path: Path, reader: Any) -> None:
+    data = reader(folder=chain.synthetic, sampling="poisson", expected_batch_size=8)
+    mode = DPSGD(eps=0.5, noise_multiplier=4.0, max_grad_norm=0.5, secret_file=chain.root / "secret")
+    with pytest.raises(ConfigurationError, match=r"carry a privacy card .*Use privacy=synthetic") as refused:
+        run(tmp_path / "run", retriever(privacy=mode), data, steps=1)
+    assert refused.value.trap == "T27"
+
+
+def test_a_card_is_found_beside_the_files_of_the_queries_alone(chain: Chain, tmp_path: Path) -> None:
+    """And only one of a data set: a run's own card may lie beside a log."""
+    (tmp_path / "released" / "qrels").mkdir(parents=True)
+    card, other = tmp_path / "released" / "privacy_card.json", tmp_path / "own"
+    shutil.copy(chain.synthetic / "privacy_card.json", card)
+    other.mkdir()
+    shutil.copy(chain.encoder / "model" / "privacy_card.json", other)
+    found = SimpleNamespace
+    assert card_of_data(found(folder=str(card.parent))) == card
+    assert card_of_data(found(pairs=card.parent / "pairs.jsonl")) == card
+    (card.parent / "pairs").mkdir()
+    assert card_of_data(found(folder=card.parent / "pairs")) == card
+    assert card_of_data(found(pairs=other / "log.jsonl")) is None
+    assert card_of_data(found(queries=card.parent / "queries.jsonl", qrels={"train": other / "t.tsv"})) == card
+    assert card_of_data(found(queries=other / "q.jsonl", qrels=card.parent / "qrels")) == card
+    assert card_of_data(found(queries=other / "q.jsonl", qrels={"train": card.parent / "qrels/train.tsv"})) == card
+    assert card_of_data(found(folder=other, corpus=card.parent / "corpus.jsonl")) is None
+    assert card_of_data(None) is None
