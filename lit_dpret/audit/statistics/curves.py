@@ -1,69 +1,15 @@
-"""Between probabilities, mu, epsilon and delta: the curve of one Gaussian release, and groups of units.
+"""Between probabilities, epsilon and delta, for one unit and for groups of units.
 
-Dong, Roth and Su 2019, "Gaussian Differential Privacy", arXiv 1905.02383: mu-GDP, where mu is sensitivity / noise, is
-(eps, delta(eps))-DP for every eps >= 0 with delta(eps) = Phi(-eps/mu + mu/2) - e^eps Phi(-eps/mu - mu/2)
-(Corollary 2.13). A canary that stands k times in the training data is k units, and may leak k times as much.
+A canary that stands k times in the training data is k units, and may leak k times as much.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import lru_cache
 
-from scipy.optimize import brentq
-from scipy.special import log_ndtr
-
-_LARGEST_GAUSSIAN = 1e4
 #: No audit tells epsilons beyond this one apart.
 LARGEST = 1e6
-
-
-def gaussian_delta(mu: float, eps: float) -> float:
-    """Return delta(eps) of mu-GDP, which falls with ``eps`` and rises with ``mu``.
-
-    >>> round(gaussian_delta(1.0, 1.0), 6)
-    0.126937
-    """
-    return math.exp(_log_delta(mu, eps)) if mu > 0 else 0.0
-
-
-def gaussian_epsilon(mu: float, delta: float) -> float:
-    """Return the smallest eps >= 0 at which mu-GDP has a delta of at most ``delta``; infinite beyond 10,000.
-
-    >>> round(gaussian_epsilon(1.0, 1e-6), 3)
-    4.887
-    """
-    if mu <= 0 or gaussian_delta(mu, 0.0) <= delta:
-        return 0.0
-    high = 1.0
-    while _log_delta(mu, high) > math.log(delta):
-        high *= 2
-        if high > _LARGEST_GAUSSIAN:
-            return math.inf
-    return float(brentq(lambda eps: _log_delta(mu, eps) - math.log(delta), 0.0, high, xtol=1e-9))
-
-
-@lru_cache(maxsize=10_000)
-def gaussian_mu(eps: float, delta: float) -> float:
-    """Return the largest mu for which mu-GDP is (eps, delta)-DP. It rises with both.
-
-    >>> round(gaussian_mu(gaussian_epsilon(1.0, 1e-6), 1e-6), 6)
-    1.0
-    """
-    high = 1.0
-    while _log_delta(high, eps) < math.log(delta):
-        high *= 2
-    low = high
-    while _log_delta(low, eps) > math.log(delta):
-        low /= 2
-    return float(brentq(lambda mu: _log_delta(mu, eps) - math.log(delta), low, high, xtol=1e-12))
-
-
-def _log_delta(mu: float, eps: float) -> float:
-    # In logarithms, since both terms can be far below the smallest float, and their difference further.
-    more, less = float(log_ndtr(mu / 2 - eps / mu)), eps + float(log_ndtr(-mu / 2 - eps / mu))
-    return more + math.log(-math.expm1(less - more)) if less < more else -math.inf
 
 
 def group_delta(eps: float, delta: float, copies: int) -> float:

@@ -1,33 +1,23 @@
-"""Bounds on an attack's error rates, read as a bound on epsilon: many trainings, or one and more assumptions.
+"""Bounds on an attack's error rates, read as a bound on epsilon: many trainings, or canaries that do not touch.
 
-Under (eps, delta)-DP every test has TPR <= e^eps FPR + delta and TNR <= e^eps FNR + delta. Three readings:
-
-* `clopper_pearson_audit`: exact confidence bounds on both rates, for any mechanism. Jagielski, Ullman and Oprea 2020,
-  "Auditing Differentially Private Machine Learning", arXiv 2006.07709; Nasr et al. 2021, arXiv 2101.04535.
-* `gdp_audit`: the same bounds under a Gaussian curve, where FNR >= Phi(Phi^-1(1 - FPR) - mu). Nearly tight where the
-  mechanism has that curve, worth nothing elsewhere. Nasr et al. 2023, "Tight Auditing of Differentially Private
-  Machine Learning", arXiv 2302.07956.
-* `bayesian_audit`: a credible bound. With Jeffreys' prior both rates have independent Beta posteriors, and the
-  probability of (eps, delta)-DP is their mass in its privacy region. Narrower, because it promises less.
-  Zanella-Béguelin et al. 2022, "Bayesian Estimation of Differential Privacy", arXiv 2206.05199.
+Under (eps, delta)-DP every test has TPR <= e^eps FPR + delta and TNR <= e^eps FNR + delta. `clopper_pearson_audit`
+holds exact confidence bounds on both rates against that, for any mechanism. Jagielski, Ullman and Oprea 2020, "Auditing
+Differentially Private Machine Learning", arXiv 2006.07709; Nasr et al. 2021, arXiv 2101.04535.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.special import betainc, betaincinv, ndtri
+from scipy.special import betaincinv
 
-from lit_dpret.audit.statistics.curves import gaussian_epsilon, largest_contradicted, least_epsilon
+from lit_dpret.audit.statistics.curves import least_epsilon
 from lit_dpret.audit.statistics.evidence import Evidence, Terms, check_confidence, check_hits
 from lit_dpret.audit.statistics.scores import CanaryScores, Counts
-from lit_dpret.audit.statistics.thresholds import Bonferroni, Explicit, Split, Strategy, audit
-from lit_dpret.errors import ConfigurationError
+from lit_dpret.audit.statistics.thresholds import Bonferroni, Strategy, audit
 
 METHOD = "error rates (Clopper-Pearson)"
 ASSUMPTION = (
@@ -35,9 +25,6 @@ ASSUMPTION = (
     "canaries that do not touch each other."
 )
 HULL = " The number of thresholds was that of the ROC hull, which no theorem covers."
-CURVE = "the mechanism's trade-off curve is that of a Gaussian (an assumption, not a theorem, for DP-SGD); and "
-CREDIBLE = "a Beta(1/2, 1/2) prior of each error rate: the level is credibility, not coverage of the worst case; and "
-NODES = 500
 
 
 def rate_at_least(hits: ArrayLike, trials: ArrayLike, error: float) -> NDArray[np.float64]:
@@ -164,85 +151,8 @@ def clopper_pearson_counts(
     return terms.evidence(METHOD, _any_mechanism(counts, terms.error, 0.0, terms), ASSUMPTION)
 
 
-def gdp_audit(
-    scores: CanaryScores,
-    *,
-    delta: float,
-    confidence: float = 0.95,
-    copies: int = 1,
-    strategy: Strategy | None = None,
-) -> Evidence:
-    """Return the epsilon at ``delta`` of the smallest mu that the error rates do not contradict.
-
-    As `clopper_pearson_audit`, with a ``delta`` above 0, at which the curve's epsilon is read. k copies, units of a
-    mu-GDP mechanism, are k mu-GDP.
-
-    Guarantees:
-        - For a mu-GDP mechanism and independent scores, ``eps_lower`` above its epsilon has probability at most
-          ``1 - confidence``, under the strategies of `clopper_pearson_audit`.
-        - An attack that is worse than chance proves nothing: a negative mu is 0, not its absolute value.
-
-    Raises:
-        ConfigurationError: A number is out of its range.
-    """
-    strategy = strategy or Bonferroni()
-    terms = Terms(delta=delta, confidence=confidence, copies=copies, gaussian=True)
-    return audit(
-        scores, _gaussian, strategy, terms, method="error rates under a Gaussian curve",
-        assumption=CURVE + _independent(strategy), guessing=False,
-    )  # fmt: skip
-
-
-def bayesian_audit(
-    scores: CanaryScores,
-    *,
-    delta: float = 0.0,
-    confidence: float = 0.95,
-    copies: int = 1,
-    strategy: Explicit | Split | None = None,
-) -> Evidence:
-    """Return the epsilon below which a posterior of ``1 - confidence`` is left.
-
-    A test that is worse than chance counts as epsilon 0, and is not turned round. A posterior cannot be divided among
-    thresholds, so that ``strategy`` has one that was chosen beforehand, or by other canaries (``Split()``).
-
-    Raises:
-        ConfigurationError: Another strategy, or a number is out of its range.
-    """
-    strategy = strategy or Split()
-    if not isinstance(strategy, Explicit | Split):
-        raise ConfigurationError(f"strategy={strategy!r}: a posterior is of one threshold; use Explicit or Split.")
-    terms = Terms(delta=delta, confidence=confidence, copies=copies)
-    return audit(
-        scores, _posterior, strategy, terms, method="Bayesian error rates (Jeffreys' prior)",
-        assumption=CREDIBLE + ASSUMPTION, guessing=False,
-    )  # fmt: skip
-
-
-def posterior_of_dp(counts: Counts, eps: float, delta: float) -> float:
-    """Return the posterior probability that both rates lie where (eps, delta)-DP wants them. It rises with both."""
-    rate, chances = _false_positive_rates(counts.fp, counts.tn)
-    odds = math.exp(min(eps, 700.0))
-    least = np.maximum(1 - delta - odds * rate, (1 - delta - rate) / odds)
-    inside = 1 - betainc(0.5 + counts.fn, 0.5 + counts.tp, np.clip(least, 0, 1))
-    return float(chances @ np.maximum(0, inside))
-
-
-@lru_cache(maxsize=256)
-def _false_positive_rates(fp: int, tn: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return posterior quantiles of the rate and their weights: midpoints in sin^2, which is dense at both ends."""
-    angles = (np.arange(NODES) + 0.5) / NODES * np.pi / 2
-    weights = np.sin(2 * angles)
-    return betaincinv(0.5 + fp, 0.5 + tn, np.sin(angles) ** 2), weights / weights.sum()
-
-
 def _independent(strategy: Strategy) -> str:
     return ASSUMPTION + (HULL if strategy == Bonferroni(over="hull") else "")
-
-
-def _mu(counts: Counts, error: float) -> float:
-    false_positive, false_negative = error_rates_at_most(counts, error)
-    return max(0.0, float(-ndtri(false_positive) - ndtri(false_negative)))
 
 
 # What the counts at one threshold prove, each as `lit_dpret.audit.statistics.thresholds.Bound`.
@@ -254,14 +164,4 @@ def _any_mechanism(counts: Counts, error: float, floor: float, terms: Terms) -> 
         floor,
         least_epsilon(1 - false_negative, false_positive, delta=terms.delta, copies=terms.copies),
         least_epsilon(1 - false_positive, false_negative, delta=terms.delta, copies=terms.copies),
-    )
-
-
-def _gaussian(counts: Counts, error: float, floor: float, terms: Terms) -> float:
-    return max(floor, gaussian_epsilon(_mu(counts, error) / terms.copies, terms.delta))
-
-
-def _posterior(counts: Counts, error: float, floor: float, terms: Terms) -> float:
-    return largest_contradicted(
-        lambda eps: posterior_of_dp(counts, terms.copies * eps, terms.group_delta(eps)) < error, floor
     )

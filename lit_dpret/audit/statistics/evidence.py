@@ -54,7 +54,6 @@ class Terms:
         delta: Of the claim, for one unit.
         confidence: Probability that the bound is true.
         copies: How often each included canary stood in the training data; so many copies are so many units.
-        gaussian: Whether the estimator reads a Gaussian curve, which has no epsilon at delta 0.
 
     Raises:
         ConfigurationError: A number is out of its range.
@@ -63,14 +62,9 @@ class Terms:
     delta: float
     confidence: float
     copies: int
-    gaussian: bool = False
 
     def __post_init__(self) -> None:
         check_delta(self.delta)
-        if self.gaussian and self.delta == 0:
-            raise ConfigurationError(
-                "delta=0: no Gaussian mechanism is (eps, 0)-DP, so this method needs a delta above 0."
-            )
         check_confidence(self.confidence)
         check_count("copies", self.copies, least=1)
 

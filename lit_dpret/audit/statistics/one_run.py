@@ -2,14 +2,9 @@
 
 Steinke, Nasr and Jagielski 2023, "Privacy Auditing with One (1) Training Run", arXiv 2305.08846. Under
 (eps, delta)-DP the number of right guesses is hardly ever above a Binomial with q = e^eps / (1 + e^eps), whatever the
-canaries do to each other in that one training. Three readings of the same guesses:
+canaries do to each other in that one training. Two readings of the same guesses:
 
 * `one_run_audit`, `one_run_counts`: the largest epsilon that they contradict at one delta, for any mechanism.
-* `one_run_fdp_audit`, `one_run_fdp_counts`: a whole trade-off curve. Mahloujifar, Melis and Chaudhuri 2024, "Auditing
-  f-Differential Privacy in One Run", arXiv 2410.22235, bound the right guesses by a recursion over their tail
-  (Algorithm 3) instead of by one Binomial. The recursion refutes a *curve*. Taken for refuting an (eps, delta), as here
-  and in jax_privacy, it presumes that the mechanism's curve is that of a Gaussian with this (eps, delta), which
-  composed DP-SGD approaches and no theorem grants.
 * `refute`, `both_ends_audit`: all pairs (eps, delta) of a claimed curve at once, from guesses at both ends. Some pair
   is easier to contradict than the one that is printed: a larger epsilon comes with a much smaller delta, and delta
   counts m times. Trying all pairs costs nothing. With W the number of right guesses, the theorem bounds the same tail,
@@ -26,11 +21,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy.special import ndtr, ndtri
 from scipy.stats import binom
 
-from lit_dpret.audit.statistics.curves import gaussian_mu, largest_contradicted
-from lit_dpret.audit.statistics.error_rates import CURVE, HULL
+from lit_dpret.audit.statistics.curves import largest_contradicted
+from lit_dpret.audit.statistics.error_rates import HULL
 from lit_dpret.audit.statistics.evidence import (
     Evidence,
     Terms,
@@ -44,7 +38,6 @@ from lit_dpret.audit.statistics.thresholds import Bonferroni, Explicit, Split, S
 from lit_dpret.errors import ConfigurationError
 
 METHOD = "one-run audit"
-METHOD_FDP = "one-run audit of a Gaussian curve"
 ASSUMPTION = (
     "a fair coin of its own decided for each canary whether it was trained on, and the guesses were made from what "
     "was released, without the coins."
@@ -156,73 +149,6 @@ def unplanned_p_value(eps: float, *, canaries: int, guesses: int, correct: int, 
     short = np.arange(1, min(correct, math.ceil(1 / slope)) + 1)
     within = np.maximum(0.0, 1 - slope * short) @ binom.pmf(correct - short, guesses, rate)
     return min(1.0, float(binom.sf(correct - 1, guesses, rate)) + float(within) + slope * extra / 2)
-
-
-# -- a Gaussian's trade-off curve ---------------------------------------------------------------
-
-
-def one_run_fdp_audit(
-    scores: CanaryScores,
-    *,
-    delta: float,
-    confidence: float = 0.95,
-    copies: int = 1,
-    strategy: Strategy | None = None,
-) -> Evidence:
-    """Return what the scores of coin-flipped canaries prove about a mechanism with a Gaussian curve.
-
-    As `one_run_audit`, with a ``delta`` above 0, at which the curve's epsilon is read. k copies, units of a mu-GDP
-    mechanism, are k mu-GDP (Theorem 2.14 of Dong et al.).
-
-    Guarantees:
-        - For a mu-GDP mechanism, ``eps_lower`` above its epsilon has probability at most ``1 - confidence``, under the
-          strategies and coins of `one_run_audit`.
-
-    Raises:
-        ConfigurationError: A number is out of its range.
-    """
-    strategy = strategy or Bonferroni(over="doubling")
-    terms = Terms(delta=delta, confidence=confidence, copies=copies, gaussian=True)
-    assumption = CURVE + _assumed(strategy)
-    if isinstance(strategy, Explicit | Split):
-        assumption += " NOT PROVED: how many were guessed depended on the scores, and the recursion takes it as fixed."
-
-    def bound(counts: Counts, error: float, floor: float, terms: Terms) -> float:
-        return _epsilon_fdp(_of(counts), error, floor, terms)
-
-    return audit(scores, bound, strategy, terms, method=METHOD_FDP, assumption=assumption, guessing=True)
-
-
-def one_run_fdp_counts(
-    *, canaries: int, guesses: int, correct: int, delta: float, confidence: float = 0.95, copies: int = 1
-) -> Evidence:
-    """Return the same bound from counts, as `one_run_counts`.
-
-    Raises:
-        ConfigurationError: Not ``0 <= correct <= guesses <= canaries``, or a number is out of its range.
-    """
-    terms = Terms(delta=delta, confidence=confidence, copies=copies, gaussian=True)
-    _check_counts(canaries, guesses, correct)
-    counts = {"canaries": canaries, "guesses": guesses, "correct": correct}
-    eps = _epsilon_fdp(counts, terms.error, 0.0, terms)
-    return terms.evidence(METHOD_FDP, eps, CURVE + ASSUMPTION)
-
-
-def refutes_mu(mu: float, *, canaries: int, guesses: int, correct: int, error: float) -> bool:
-    """Return whether so many right guesses have probability below ``error`` under every mu-GDP mechanism.
-
-    True for all smaller mu where it is for one: the curve falls pointwise with mu, the steps h_k with it, and
-    r_k is a sum of them with weights i / (guesses - i) that fall from step to step, so that by Abel's
-    summation it falls too. The same argument in ``error`` makes the smallest refuting error a p-value.
-    """
-    right, wrong = error * correct / canaries, error * (guesses - correct) / canaries
-    for i in range(correct - 1, -1, -1):
-        reached = max(wrong, float(ndtr(ndtri(right) - mu)))
-        if reached == wrong:
-            break
-        right = min(1.0, right + i / (guesses - i) * (reached - wrong))
-        wrong = reached
-    return right + wrong > guesses / canaries
 
 
 # -- guesses at both ends, and a whole claimed curve --------------------------------------------
@@ -340,7 +266,6 @@ def refute(scores: CanaryScores, curve: Curve) -> Refutation:
 # -- how much an audit of a given size could ever prove -----------------------------------------
 
 CANARIES = (100, 1000, 10_000)
-MOST_CANARIES = 1_000_000
 
 
 def most_certifiable(canaries: int, *, delta: float, copies: int = 1, confidence: float = 0.95) -> float:
@@ -355,38 +280,6 @@ def most_certifiable(canaries: int, *, delta: float, copies: int = 1, confidence
     return one_run_counts(
         canaries=canaries, guesses=canaries, correct=canaries, delta=delta, confidence=confidence, copies=copies
     ).eps_lower
-
-
-def canaries_needed(eps: float, *, delta: float, copies: int = 1, confidence: float = 0.95) -> int:
-    """Return the fewest canaries with which a one-run audit without a wrong guess contradicts ``eps``.
-
-    >>> canaries_needed(3.0, delta=0.0)
-    62
-
-    Raises:
-        ConfigurationError: More than a million would be needed, or a number is out of its range.
-    """
-    if not eps >= 0:
-        raise ConfigurationError(f"eps={eps} must be at least 0.")
-    terms = Terms(delta=delta, confidence=confidence, copies=copies)
-    group = terms.group_delta(eps)
-
-    def enough(canaries: int) -> bool:
-        all_right = {"canaries": canaries, "guesses": canaries, "correct": canaries}
-        return one_run_p_value(copies * eps, **all_right, delta=group) < terms.error
-
-    high = 1
-    while not enough(high):
-        high *= 2
-        if high > MOST_CANARIES:
-            raise ConfigurationError(
-                f"No one-run audit of up to {MOST_CANARIES:,} canaries contradicts eps={eps:g} at delta={delta:g}."
-            )
-    low = high // 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if enough(middle) else (middle, high)
-    return high
 
 
 def audit_power(
@@ -447,11 +340,3 @@ def _epsilon(counts: Mapping[str, int], error: float, floor: float, terms: Terms
 
 def _of(counts: Counts) -> dict[str, int]:
     return {"canaries": counts.canaries, "guesses": counts.guesses, "correct": counts.tp}
-
-
-def _epsilon_fdp(counts: Mapping[str, int], error: float, floor: float, terms: Terms) -> float:
-    if counts["correct"] == 0:
-        return floor
-    return largest_contradicted(
-        lambda eps: refutes_mu(terms.copies * gaussian_mu(eps, terms.delta), **counts, error=error), floor
-    )

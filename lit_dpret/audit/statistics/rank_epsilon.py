@@ -1,13 +1,8 @@
-"""From the ranks of planted secrets to a bound on epsilon, five ways that differ in what they assume.
+"""From the ranks of planted secrets to a bound on epsilon, four ways that differ in what they assume.
 
 A secret is drawn at random from R candidates, planted k times, and ranked among them by the trained model. Had it
 not been planted, its rank would be uniform on 1..R. Under (eps, delta)-DP for one unit, planting makes no event
 likelier than e^(k eps) times that and delta_k (`lit_dpret.audit.statistics.curves.group_delta`).
-
-`renyi_bound` is the way that the synthetic-query paper cites: Stock et al. 2022, "Defending against Reconstruction
-Attacks with Renyi Differential Privacy", arXiv 2202.07623, by probability preservation,
-P(E) <= (e^(eps_alpha) Q(E))^((alpha - 1) / alpha) for every event E. The ceilings of
-`lit_dpret.privacy.accounting.ceilings`, from the whole curve, are tighter; this is here to be compared with the paper.
 """
 
 from __future__ import annotations
@@ -25,10 +20,8 @@ from lit_dpret.audit.statistics.error_rates import rate_at_least
 from lit_dpret.audit.statistics.evidence import (
     Evidence,
     Terms,
-    check_confidence,
     check_count,
     check_hits,
-    check_probability,
 )
 from lit_dpret.audit.statistics.exposure import mean_rank
 from lit_dpret.errors import ConfigurationError
@@ -217,28 +210,3 @@ def _chance_of_sum(eps: float, total: int, trainings: int, candidates: int, term
     spectrum = np.fft.rfft(chances, length)
     sums = np.fft.irfft(spectrum**trainings, length)
     return float(np.clip(sums[: total - trainings + 1].sum(), 0.0, 1.0))
-
-
-def renyi_bound(hits: int, trials: int, *, prior: float, order: float, confidence: float = 0.95) -> Evidence:
-    """Return a lower bound on the Renyi epsilon at ``order`` from guesses of secrets, each by a training of its own.
-
-    alpha / (alpha - 1) ln L + ln(1 / prior), with L as in `top_rank_bound`; for one copy of each secret.
-    ``order=inf`` is pure DP.
-
-    ``prior`` is the probability of guessing a secret without the model, ``order`` is alpha.
-
-    Raises:
-        ConfigurationError: More hits than trials, ``order`` at most 1, or a number out of its range.
-    """
-    error = check_confidence(confidence)
-    check_hits(hits, trials)
-    check_probability("prior", prior)
-    if not order > 1:
-        raise ConfigurationError(f"order={order} must be above 1.")
-    rate = float(rate_at_least(hits, trials, error))
-    share = 1.0 if math.isinf(order) else order / (order - 1)
-    eps = max(0.0, share * math.log(rate) - math.log(prior)) if rate > 0 else 0.0
-    return Evidence(
-        method=f"Renyi epsilon of order {order:g}", eps_lower=eps, delta=None, confidence=confidence,
-        assumption="each secret was drawn at random with that prior and had a training of its own, in one copy.",
-    )  # fmt: skip

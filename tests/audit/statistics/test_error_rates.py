@@ -1,4 +1,4 @@
-"""Bounds from error rates: Clopper and Pearson's, under a Gaussian curve, and Bayesian; and the plain measures."""
+"""Bounds from error rates by Clopper and Pearson's intervals, and the plain measures."""
 
 from __future__ import annotations
 
@@ -7,18 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from canary_samples import PUBLISHED, quantiles
+from canary_samples import PUBLISHED, TRUTH, quantiles
 from scipy.spatial import ConvexHull
 from scipy.stats import beta, norm
 
-from lit_dpret.audit.statistics.curves import gaussian_delta, gaussian_epsilon, gaussian_mu, group_delta, least_epsilon
+from lit_dpret.audit.statistics.curves import group_delta, least_epsilon
 from lit_dpret.audit.statistics.error_rates import (
-    bayesian_audit,
     clopper_pearson_audit,
     clopper_pearson_counts,
     error_rates_at_most,
-    gdp_audit,
-    posterior_of_dp,
     rate_at_least,
     rate_at_most,
 )
@@ -64,7 +61,6 @@ def test_scores_over_the_hull_give_the_values_of_jax_privacy(shift: float) -> No
     scores, published = quantiles(10_000, shift), PUBLISHED[shift]
     found = {
         "error rates": clopper_pearson_audit(scores, delta=1e-6, strategy=HULL).eps_lower,
-        "Gaussian": gdp_audit(scores, delta=1e-6, strategy=HULL).eps_lower,
         "TPR at 0.1 %": tpr_at_fpr(scores, 0.001),
     }
     assert found == pytest.approx({name: published[name] for name in found}, abs=2e-6)
@@ -137,29 +133,6 @@ def test_rates_beyond_every_threshold_at_once_are_bounded_when_the_error_is_divi
     assert one_by_one == pytest.approx(error, abs=0.03)
 
 
-def test_mu_epsilon_and_delta_are_one_curve() -> None:
-    for mu in (0.05, 1.0, 6.0):
-        for eps in (0.0, 0.3, 5.0):
-            direct = norm.cdf(-eps / mu + mu / 2) - math.exp(eps) * norm.cdf(-eps / mu - mu / 2)
-            assert gaussian_delta(mu, eps) == pytest.approx(direct, abs=1e-15, rel=1e-9)
-            if direct > 1e-14:
-                assert gaussian_mu(eps, gaussian_delta(mu, eps)) == pytest.approx(mu, rel=1e-6)
-                assert gaussian_epsilon(mu, gaussian_delta(mu, eps)) == pytest.approx(eps, abs=1e-6)
-    assert gaussian_epsilon(1.0, 1e-6) == pytest.approx(4.887, abs=5e-4)
-    assert gaussian_epsilon(0.0, 1e-6) == 0.0
-
-
-def test_a_bound_under_a_gaussian_curve_is_below_the_truth_and_above_the_bound_without() -> None:
-    for shift in (1.0, 2.0, 4.0):
-        scores = quantiles(10_000, shift)
-        free, curve = (audit(scores, delta=1e-6).eps_lower for audit in (clopper_pearson_audit, gdp_audit))
-        assert free < curve < gaussian_epsilon(shift, 1e-6)
-
-
-def test_an_attack_that_is_worse_than_chance_proves_nothing_under_a_gaussian_curve() -> None:
-    assert gdp_audit(quantiles(500, -2), delta=1e-6).eps_lower == 0.0
-
-
 @pytest.mark.parametrize("copies", [2, 10])
 def test_copies_of_a_canary_are_a_group_of_units(copies: int) -> None:
     counts = Counts(tp=95, fn=5, fp=5, tn=95)
@@ -169,9 +142,6 @@ def test_copies_of_a_canary_are_a_group_of_units(copies: int) -> None:
     eps = clopper_pearson_counts(counts, delta=1e-3, copies=copies).eps_lower
     assert math.exp(copies * eps) * wrong + group_delta(eps, 1e-3, copies) == pytest.approx(1 - missed, rel=1e-6)
     assert eps < pure
-    scores = quantiles(500, 2)
-    single, several = (gdp_audit(scores, delta=1e-6, copies=k).eps_lower for k in (1, copies))
-    assert copies * gaussian_mu(several, 1e-6) == pytest.approx(gaussian_mu(single, 1e-6), rel=1e-6)
 
 
 def test_a_group_of_units_does_not_overflow() -> None:
@@ -180,40 +150,12 @@ def test_a_group_of_units_does_not_overflow() -> None:
     assert least_epsilon(1.0, 1e-300, delta=1e-9, copies=100) > 0
 
 
-def drawn(counts: Counts, delta: float, draws: int) -> np.ndarray:
-    """Posterior draws of epsilon."""
-    rng = np.random.default_rng(2)
-    x = rng.beta(0.5 + counts.fp, 0.5 + counts.tn, draws)
-    y = rng.beta(0.5 + counts.fn, 0.5 + counts.tp, draws)
-    low, high = np.minimum(x, y), np.maximum(x, y)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(high >= 1 - delta - low, 0.0, np.log((1 - delta - high) / low))
-
-
-@pytest.mark.parametrize(
-    ("counts", "delta"),
-    [((487, 0, 512, 1), 1e-5), ((60, 40, 45, 55), 0.0), ((95, 5, 5, 95), 0.01), ((20, 0, 0, 20), 1e-5)],
-)
-def test_the_posterior_is_that_of_draws(counts: tuple[int, int, int, int], delta: float) -> None:
-    outcome = Counts(**dict(zip(("tp", "fn", "fp", "tn"), counts, strict=True)))
-    plain = drawn(outcome, delta, 400_000)
-    for eps in (0.0, 0.1, 1.0, 3.0):
-        assert posterior_of_dp(outcome, eps, delta) == pytest.approx((plain <= eps).mean(), abs=4e-3)
-
-
-def test_a_posterior_is_of_one_threshold() -> None:
-    scores = quantiles(100, 2)
-    assert bayesian_audit(scores, strategy=Explicit(threshold=1.0)).eps_lower > 1
-    with pytest.raises(ConfigurationError, match="one threshold"):
-        bayesian_audit(scores, strategy=Bonferroni())  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("strategy", [Split(), Split(share=0.3, seed=1), Bonferroni(), HULL])
 def test_every_strategy_finds_a_difference_and_repeats_itself(strategy: Strategy) -> None:
     scores = quantiles(500, 2)
     first, second = (clopper_pearson_audit(scores, delta=1e-6, strategy=strategy) for _ in range(2))
     assert first == second
-    assert 1.5 < first.eps_lower < gaussian_epsilon(2.0, 1e-6)
+    assert 1.5 < first.eps_lower < TRUTH[2.0]
 
 
 @pytest.mark.parametrize(
@@ -235,9 +177,8 @@ def test_scores_that_are_none_are_refused_by_name(members: Any, others: Any, nam
 def test_numbers_that_are_none_are_refused(change: dict[str, Any]) -> None:
     [name] = change
     settings: dict[str, Any] = {"delta": 1e-6} | change
-    for audit in (clopper_pearson_audit, gdp_audit, bayesian_audit):
-        with pytest.raises(ConfigurationError, match=name):
-            audit(quantiles(20, 1), **settings)
+    with pytest.raises(ConfigurationError, match=name):
+        clopper_pearson_audit(quantiles(20, 1), **settings)
 
 
 def test_other_misuse_is_refused() -> None:

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import itertools
 import math
+import pkgutil
 from typing import Any
 
 import numpy as np
 import pytest
-from canary_samples import PUBLISHED, quantiles
-from scipy.stats import binom, norm
+from canary_samples import PUBLISHED, TRUTH, quantiles
+from scipy.stats import binom
 
-from lit_dpret.audit.statistics.curves import gaussian_epsilon, gaussian_mu, group_delta
+import lit_dpret.audit.statistics
+from lit_dpret.audit.statistics.curves import group_delta
 from lit_dpret.audit.statistics.error_rates import clopper_pearson_audit, clopper_pearson_counts
 from lit_dpret.audit.statistics.one_run import (
+    audit_power,
     guess_extremes,
+    most_certifiable,
     one_run_audit,
     one_run_counts,
-    one_run_fdp_audit,
-    one_run_fdp_counts,
     one_run_p_value,
-    refutes_mu,
     unplanned_p_value,
 )
+from lit_dpret.audit.statistics.rank_epsilon import top_rank_bound, top_rank_one_training
 from lit_dpret.audit.statistics.scores import CanaryScores
 from lit_dpret.audit.statistics.thresholds import Bonferroni, Explicit, Strategy
 from lit_dpret.errors import ConfigurationError
@@ -98,8 +102,6 @@ def test_scores_over_the_hull_give_the_values_of_jax_privacy(shift: float) -> No
     scores, published = quantiles(10_000, shift), PUBLISHED[shift]
     found = one_run_audit(scores, delta=1e-6, strategy=HULL).eps_lower
     assert found == pytest.approx(published["one run"], abs=2e-6)
-    found = one_run_fdp_audit(scores, delta=1e-6, strategy=HULL).eps_lower
-    assert found == pytest.approx(published["f-DP"], abs=2e-6)
 
 
 def test_smaller_audits_and_explicit_thresholds_give_the_values_of_jax_privacy() -> None:
@@ -155,44 +157,9 @@ def test_of_so_many_highest_scores_exactly_so_many_are_guessed_with_ties_against
 
 def test_doubling_the_guesses_proves_about_what_the_hull_does_and_less_than_the_truth() -> None:
     for shift in (1.0, 2.0, 4.0):
-        scores, truth = quantiles(2000, shift), gaussian_epsilon(shift, 1e-6)
-        for audit in (one_run_audit, one_run_fdp_audit):
-            hull, doubling = (audit(scores, delta=1e-6, strategy=s).eps_lower for s in (HULL, None))
-            assert 0.9 * hull < doubling < truth
-
-
-def test_the_curves_bound_holds_for_gaussians_guessed_at_best() -> None:
-    """Each coin moves a normal score by mu, and is guessed by its sign: right with probability Phi(mu / 2)."""
-    for mu in (0.0, 0.5, 1.5):
-        for canaries in (1, 2, 5, 12):
-            for correct in range(1, canaries + 1):
-                chance = float(binom.sf(correct - 1, canaries, norm.cdf(mu / 2)))
-                counts = {"canaries": canaries, "guesses": canaries, "correct": correct}
-                assert not refutes_mu(mu, **counts, error=chance * (1 - 1e-9))
-
-
-@pytest.mark.parametrize("canaries", [1, 3, 8])
-def test_without_any_privacy_loss_the_curves_bound_is_the_chance_of_guessing_all(canaries: int) -> None:
-    counts = {"canaries": canaries, "guesses": canaries, "correct": canaries}
-    assert not refutes_mu(0.0, **counts, error=0.999 * 2.0**-canaries)
-    assert refutes_mu(0.0, **counts, error=1.001 * 2.0**-canaries)
-
-
-def test_the_curves_refutation_is_monotone_in_mu_and_in_the_error() -> None:
-    for correct in range(1, 31):
-        counts = {"canaries": 40, "guesses": 30, "correct": correct}
-        for error in (0.001, 0.05, 0.3):
-            refuted = [refutes_mu(mu, **counts, error=error) for mu in np.linspace(0, 5, 26)]
-            assert refuted == sorted(refuted, reverse=True)
-        refuted = [refutes_mu(0.5, **counts, error=error) for error in np.linspace(0.001, 0.999, 26)]
-        assert refuted == sorted(refuted)
-
-
-def test_a_curve_of_k_copies_has_k_times_the_mu() -> None:
-    counts = {"canaries": 200, "guesses": 200, "correct": 180, "delta": 1e-6}
-    single = one_run_fdp_counts(**counts).eps_lower  # type: ignore[arg-type]
-    three = one_run_fdp_counts(**counts, copies=3).eps_lower  # type: ignore[arg-type]
-    assert 3 * gaussian_mu(three, 1e-6) == pytest.approx(gaussian_mu(single, 1e-6), rel=1e-5)
+        scores = quantiles(2000, shift)
+        hull, doubling = (one_run_audit(scores, delta=1e-6, strategy=s).eps_lower for s in (HULL, None))
+        assert 0.9 * hull < doubling < TRUTH[shift]
 
 
 def test_ties_never_help() -> None:
@@ -233,14 +200,11 @@ def test_guessing_both_ways_counts_both_ways() -> None:
 )
 def test_numbers_that_are_none_are_refused_by_name(change: dict[str, Any], named: str) -> None:
     settings: dict[str, Any] = {"canaries": 10, "guesses": 5, "correct": 3, "delta": 1e-5} | change
-    for bound in (one_run_counts, one_run_fdp_counts):
-        with pytest.raises(ConfigurationError, match=named):
-            bound(**settings)
+    with pytest.raises(ConfigurationError, match=named):
+        one_run_counts(**settings)
 
 
-def test_a_gaussian_curve_needs_a_delta_and_guesses_need_canaries() -> None:
-    with pytest.raises(ConfigurationError, match="delta=0"):
-        one_run_fdp_counts(canaries=10, guesses=5, correct=3, delta=0.0)
+def test_more_guesses_than_canaries_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="more than 4 canaries"):
         guess_extremes(CanaryScores([1, 2], [3, 4]), highest=3, lowest=2)
 
@@ -251,12 +215,101 @@ def test_the_best_of_several_thresholds_is_the_best_of_their_bounds_at_a_divided
         every = [clopper_pearson_counts(scores.counts(t), **settings).eps_lower for t in scores.pooled]
         assert clopper_pearson_audit(scores, delta=1e-6).eps_lower == pytest.approx(max(every))
         sizes = [2**power for power in range(len(scores).bit_length())]
-        for audit, counted in ((one_run_audit, one_run_counts), (one_run_fdp_audit, one_run_fdp_counts)):
-            bounds = [
-                counted(
-                    canaries=len(scores), guesses=size, correct=scores.highest(size).tp, delta=1e-6,
-                    confidence=1 - 0.05 / len(sizes),
-                ).eps_lower
-                for size in sizes
-            ]  # fmt: skip
-            assert audit(scores, delta=1e-6).eps_lower == pytest.approx(max(bounds), rel=3e-7)
+        bounds = [
+            one_run_counts(
+                canaries=len(scores), guesses=size, correct=scores.highest(size).tp, delta=1e-6,
+                confidence=1 - 0.05 / len(sizes),
+            ).eps_lower
+            for size in sizes
+        ]  # fmt: skip
+        assert one_run_audit(scores, delta=1e-6).eps_lower == pytest.approx(max(bounds), rel=3e-7)
+
+
+# -- published values and what an audit of a given size can prove --------------------------------
+
+
+@pytest.mark.parametrize(
+    ("canaries", "guesses", "correct", "delta", "expected"),
+    [
+        (10, 10, 10, 0.0, 1.051873),
+        (100, 100, 100, 0.0, 3.492965),
+        (1000, 1000, 1000, 0.0, 5.809068),
+        (1000, 100, 90, 0.0, 1.630823),
+        (1000, 100, 90, 1e-5, 1.626143),
+        (1000, 100, 60, 0.0, 0.051915),
+        (1000, 100, 50, 0.0, 0.0),
+        (1000, 1000, 600, 0.0, 0.297468),
+        (1000, 1000, 600, 1e-5, 0.297227),
+        (5000, 1000, 800, 1e-5, 1.252583),
+        (10_000, 10_000, 6000, 1e-6, 0.371682),
+        (500, 500, 300, 9.4e-7, 0.251662),
+        (1000, 0, 0, 1e-5, 0.0),
+        (20_000, 763, 492, 1e-6, 0.46894),  # a disclosure audit: repeated rare queries, half of which were held out
+        (100_000, 100_000, 88_080, 0.0, 1.98395),  # randomised response of epsilon 2
+    ],
+)
+def test_a_certified_epsilon_is_that_of_the_public_implementations(
+    canaries: int, guesses: int, correct: int, delta: float, expected: float
+) -> None:
+    found = one_run_counts(canaries=canaries, guesses=guesses, correct=correct, delta=delta).eps_lower
+    assert found == pytest.approx(expected, abs=2e-6 if expected != round(expected, 5) else 6e-6)
+
+
+@pytest.mark.parametrize(("eps", "delta"), [(0.5, 0.0), (2.0, 1e-5), (4.0, 1e-3)])
+def test_half_of_the_audits_of_a_mechanism_that_spends_its_claim_reach_the_number(eps: float, delta: float) -> None:
+    """Randomised response with a leak of probability delta: each coin is an (eps, delta)-DP release."""
+    [row] = audit_power(eps, delta, canaries=(400,))
+    assert row["accuracy"] == pytest.approx(delta + (1 - delta) * math.exp(eps) / (1 + math.exp(eps)))
+    right = np.random.default_rng(0).binomial(400, row["accuracy"], size=400)
+    bounds = {
+        k: one_run_counts(canaries=400, guesses=400, correct=k, delta=delta).eps_lower
+        for k in map(int, np.unique(right))
+    }
+    reached = np.mean([bounds[int(k)] >= row["as_claimed"] for k in right])
+    assert reached > 0.43
+    assert np.mean([bounds[int(k)] > eps for k in right]) < 0.05 + 3 * math.sqrt(0.05 * 0.95 / 400)
+    assert 0 < row["as_claimed"] < eps
+
+
+def test_delta_weakens_what_is_certified_and_a_right_guess_strengthens_it() -> None:
+    def of(correct: int, delta: float) -> float:
+        return one_run_counts(canaries=200, guesses=200, correct=correct, delta=delta).eps_lower
+
+    assert of(150, 0.0) > of(150, 1e-4) > of(150, 1e-2)
+    assert of(160, 1e-5) > of(150, 1e-5)
+    tail = binom.sf(149, 200, 1 / (1 + math.exp(-of(150, 0.0))))
+    assert tail == pytest.approx(0.05, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("canaries", "expected"),
+    [(10, 1.05), (32, 2.32), (64, 3.04), (100, 3.49), (256, 4.44), (500, 5.11), (1000, 5.81), (2000, 6.50),
+     (5000, 7.42), (10_000, 8.11)],
+)  # fmt: skip
+def test_an_audit_without_a_mistake_certifies_the_published_epsilon(canaries: int, expected: float) -> None:
+    found = most_certifiable(canaries, delta=0.0)
+    assert found == pytest.approx(expected, abs=6e-3)
+    rate = 0.05 ** (1 / canaries)
+    assert found == pytest.approx(math.log(rate / (1 - rate)), abs=1e-6)
+    assert top_rank_bound(canaries, canaries, candidates=100).eps_lower == pytest.approx(math.log(100 * rate), abs=1e-6)
+    together = top_rank_one_training(canaries, canaries, candidates=100).eps_lower
+    assert together == pytest.approx(math.log(99 * rate / (1 - rate)) / 2, abs=1e-6)
+
+
+def test_the_plan_of_a_run_says_the_same() -> None:
+    [row] = audit_power(8.0, 1e-6, canaries=(1000,))
+    assert row["at_best"] == pytest.approx(most_certifiable(1000, delta=1e-6), rel=1e-6)
+
+
+def test_copies_let_fewer_canaries_prove_less_of_one_copy() -> None:
+    assert most_certifiable(100, delta=0.0, copies=10) == pytest.approx(3.492965 / 10, abs=1e-6)
+
+
+def test_an_audit_that_cannot_fail_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="canaries=0"):
+        most_certifiable(0, delta=0.0)
+
+
+@pytest.mark.parametrize("name", [module.name for module in pkgutil.iter_modules(lit_dpret.audit.statistics.__path__)])
+def test_the_examples_in_the_code_are_what_it_prints(name: str) -> None:
+    assert doctest.testmod(importlib.import_module(f"lit_dpret.audit.statistics.{name}")).failed == 0

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scipy.stats import beta, binom, norm
+from scipy.stats import binom, norm
 
 from lit_dpret.audit.statistics.exposure import (
     exposure_of_rank,
@@ -19,7 +19,6 @@ from lit_dpret.audit.statistics.exposure import (
 from lit_dpret.audit.statistics.rank_epsilon import (
     mean_rank_bound,
     mean_rank_point,
-    renyi_bound,
     top_rank_bound,
     top_rank_one_training,
 )
@@ -211,17 +210,6 @@ def test_hits_in_one_training_are_no_likelier_than_the_bound_says() -> None:
                 assert float(binom.sf(hits - 1, 30, hit)) <= 0.05
 
 
-def test_a_renyi_bound_undoes_the_ceiling() -> None:
-    for order in (1.5, 3.0, 20.0, math.inf):
-        found = renyi_bound(80, 100, prior=0.01, order=order)
-        rate = math.exp((found.eps_lower + math.log(0.01)) * (1.0 if math.isinf(order) else (order - 1) / order))
-        assert rate == pytest.approx(beta.ppf(0.05, 80, 21))
-    assert renyi_bound(80, 100, prior=0.01, order=math.inf).eps_lower == pytest.approx(
-        top_rank_bound(80, 100, candidates=100).eps_lower
-    )
-    assert renyi_bound(0, 100, prior=0.01, order=2.0).eps_lower == 0.0
-
-
 BAD: list[tuple[Any, dict[str, Any], str]] = [
     (mean_rank_point, {"mean": 0.5, "candidates": 100}, "mean=0.5"),
     (mean_rank_point, {"mean": 2, "candidates": 1}, "candidates=1"),
@@ -233,8 +221,6 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     (top_rank_bound, {"hits": 1, "trials": 2, "candidates": 10, "top": 10}, "top=10"),
     (top_rank_one_training, {"hits": 3, "canaries": 2, "candidates": 10}, "hits=3"),
     (top_rank_one_training, {"hits": 1, "canaries": 2, "candidates": 10, "neighbours": "user"}, "neighbours='user'"),
-    (renyi_bound, {"hits": 1, "trials": 2, "prior": 0.0, "order": 2.0}, "prior=0.0"),
-    (renyi_bound, {"hits": 1, "trials": 2, "prior": 0.1, "order": 1.0}, "order=1.0"),
     (exposure_of_rank, {"rank": 0, "candidates": 10}, "rank=0"),
     (leak_probability, {"log_probability": 0.1, "draws": 1}, "log_probability=0.1"),
     (leak_probability, {"log_probability": -0.1, "draws": -1}, "draws=-1"),
