@@ -1,8 +1,8 @@
 """`task=second_task`: the encoders of a finished `task=variants`, frozen, under a classifier for other labels.
 
-Paper 002, section 5.2: what a privately trained encoder is worth to somebody who does not train
-privately. The classifier's losses and scores are computed from the second data set without privacy, and
-nothing is claimed about it.
+Paper 002, section 5.2: what a privately trained encoder is worth to somebody who does not train privately. The
+classifier's losses and scores are computed from the second data set without privacy, and nothing is claimed about it;
+the paper's appendix B.2 names a sensitivity and an epsilon for this task, which contradicts its section 5.2.
 """
 
 from __future__ import annotations
@@ -14,16 +14,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from lit_dpret.datamodules import ImagesDataModule
 from lit_dpret.datamodules.images import Labels
+from lit_dpret.encoders.vision.knn import ClassificationScores, confusion_matrix
+from lit_dpret.encoders.vision.nets import embed
 from lit_dpret.errors import DataError
 from lit_dpret.modules import EmbeddingTrainer, OptimizerSpec
 from lit_dpret.privacy.modes import NoPrivacy
+from lit_dpret.settings import picked, require_number, require_whole
 from lit_dpret.tasks.parts import Parts
-from reproduction.frozen_classifier import train_second_task
 from reproduction.published import PAPER_002
 from reproduction.report.metrics_table import MetricsTable
 from reproduction.report.variant_report import SETTINGS, VariantReport, beside_the_paper, made_by
@@ -32,6 +36,99 @@ from reproduction.study import Study
 from reproduction.variant_study import START
 
 Labelled = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Classifier:
+    """A small classifier of frozen embeddings; the defaults are the paper's (appendix B.2).
+
+    Attributes:
+        learning_rate: Of Adam.
+        batch_size: Images of a step.
+        epochs: Passes over the train images.
+        hidden: Widths of the hidden layers, with ReLU between them.
+    """
+
+    learning_rate: float = 1e-2
+    batch_size: int = 400
+    epochs: int = 10
+    hidden: Sequence[int] = (64, 32)
+
+    def __post_init__(self) -> None:
+        require_number("task", self, "learning_rate")
+        require_whole("task", self, 1, "batch_size", "epochs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SecondTaskResult:
+    """What the classifier reached.
+
+    Attributes:
+        losses: Cross entropy of each step's batch, in order.
+        examples: Images seen up to and with each step.
+        scores: On the test images, after the last step.
+        confusion: Counts, shape (classes, classes); row: true, column: predicted.
+    """
+
+    losses: list[float]
+    examples: list[int]
+    scores: ClassificationScores
+    confusion: Tensor
+
+
+def train_second_task(
+    net: nn.Module, *, train: Labelled, test: Labelled, classes: int, seed: int = 0, how: Classifier | None = None
+) -> SecondTaskResult:
+    """Train a classifier on the frozen ``net``, whose embeddings are computed once, and score it.
+
+    Guarantees:
+        - ``net`` ends with the weights that it began with, and gathers no gradient.
+        - The same seed, on the same machine, gives the same result. torch's global random state ends as it began.
+
+    Args:
+        net: The encoder.
+        train: Images and labels, as ``datamodule.labelled("train", labels="coarse")`` gives them.
+        test: The same of the test split.
+        classes: How many classes there are; the width of the last layer.
+        seed: Of the classifier's first weights and the order of the images.
+        how: Its settings.
+
+    Raises:
+        DataError: Labels do not fit the images or the classes, or an embedding is not finite.
+    """
+    how = how or Classifier()
+    known, unseen = (embed(net, images) for images, _ in (train, test))
+    for embeddings, labels in ((known, train[1]), (unseen, test[1])):
+        if labels.shape != embeddings.shape[:1] or not 0 <= int(labels.min()) <= int(labels.max()) < classes:
+            raise DataError(f"{len(embeddings)} images need a label each, between 0 and {classes - 1}.")
+        if not torch.isfinite(embeddings).all():
+            raise DataError("An embedding is not finite: the encoder has diverged.")
+    batches: DataLoader[tuple[Tensor, ...]] = DataLoader(
+        TensorDataset(known, train[1]), batch_size=how.batch_size, shuffle=True,
+        generator=torch.Generator().manual_seed(seed),
+    )  # fmt: skip
+    losses: list[float] = []
+    examples: list[int] = []
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        layers: list[nn.Module] = []
+        for wide_in, wide_out in zip((known.shape[1], *how.hidden), how.hidden, strict=False):
+            layers += [nn.Linear(wide_in, wide_out), nn.ReLU()]
+        classifier = nn.Sequential(*layers, nn.Linear(how.hidden[-1], classes))
+        optimizer = torch.optim.Adam(classifier.parameters(), lr=how.learning_rate)
+        for _ in range(how.epochs):
+            for embeddings, labels in batches:
+                loss = F.cross_entropy(classifier(embeddings), labels)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                losses.append(float(loss.detach()))
+                examples.append((examples[-1] if examples else 0) + len(labels))
+    with torch.no_grad():
+        confusion = confusion_matrix(test[1], classifier(unseen).argmax(dim=1), classes=classes)
+    return SecondTaskResult(
+        losses=losses, examples=examples, scores=ClassificationScores.of(confusion), confusion=confusion
+    )
 
 
 @dataclass(frozen=True)
@@ -65,6 +162,7 @@ class SecondTask(Study):
 
     def __post_init__(self) -> None:
         self.study = Path(self.study)
+        self._how = Classifier(**picked(self, "learning_rate", "batch_size", "epochs"))
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Train what is not trained yet; returns test accuracy by run."""
@@ -121,16 +219,14 @@ class SecondTask(Study):
             test=(fitted(splits["test"][0], shape), splits["test"][1]),
             classes=classes,
             seed=encoder.seed,
-            learning_rate=self.learning_rate,
-            batch_size=self.batch_size,
-            epochs=self.epochs,
+            how=self._how,
         )
         run = VariantRun(
             variant=encoder.variant,
             seed=encoder.seed,
             steps=list(range(1, len(found.losses) + 1)),
-            losses=list(found.losses),
-            examples=list(found.examples),
+            losses=found.losses,
+            examples=found.examples,
             metrics=found.scores.to_dict(),
             confusion=found.confusion.tolist(),
             batch_size=self.batch_size,
