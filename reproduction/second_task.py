@@ -120,7 +120,7 @@ def train_second_task(
             for embeddings, labels in batches:
                 loss = F.cross_entropy(classifier(embeddings), labels)
                 optimizer.zero_grad()
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
                 losses.append(float(loss.detach()))
                 examples.append((examples[-1] if examples else 0) + len(labels))

@@ -4,10 +4,10 @@ Noise on every query's own embedding drowns it: at epsilon 8 and 768 dimensions 
 the signal. A centroid of fifty is worth more, because all fifty add to it and noise is added once. The centroids are
 found by Lloyd's iterations whose sums and counts are noised (Blum et al., "Practical Privacy: the SuLQ
 Framework", PODS 2005, section 3.1; Su et al., "Differentially Private K-Means Clustering", CODASPY 2016). One row x,
-assigned to centroid j, adds (x, w) to place j of a table, x scaled down to length ``radius``; a unit of at most r
-rows therefore moves the table by at most
+assigned to centroid j, adds (x, radius) to place j of a table, x scaled down to length ``radius``; one row of a unit of
+privacy counts. So a unit moves the table by at most
 
-    C = r * sqrt(radius^2 + w^2)
+    C = sqrt(2) * radius
 
 when it is emptied, added or removed, and by 2 C when it is replaced. Each iteration releases the table once with
 Gaussian noise of standard deviation ``noise_multiplier * C``; everything else is computed from released tables.
@@ -38,8 +38,6 @@ class CentroidPlan:
         count: Of centroids. About one for fifty rows; a constant where the number of rows is private.
         iterations: Releases.
         radius: The longest that a row counts as; 1 for requests, whose length plays no part in a ranking.
-        rows_per_unit: How many rows of a unit of privacy count, the first ones.
-        count_weight: What a row adds to the count, in units of ``radius``.
         normalise: Scale every row to length ``radius`` instead of clipping longer ones.
         seed: Of the initial directions; public.
     """
@@ -47,15 +45,13 @@ class CentroidPlan:
     count: int
     iterations: int = 3
     radius: float = 1.0
-    rows_per_unit: int = 1
-    count_weight: float = 1.0
     normalise: bool = True
     seed: int = 0
 
     @property
     def sensitivity(self) -> float:
         """C: how far emptying one unit moves the table (L2)."""
-        return self.rows_per_unit * self.radius * math.sqrt(1 + self.count_weight**2)
+        return self.radius * math.sqrt(2.0)
 
     def start(self, dim: int) -> Tensor:
         """Draw directions of length ``radius`` that do not depend on the data, ``(count, dim)``."""
@@ -85,13 +81,13 @@ def table_of(
     rows = embeddings.detach().double().cpu()
     if units is not None and len(units) != len(rows):
         raise DataError(f"{len(rows)} rows have {len(units)} units.")
-    kept = torch.isfinite(rows).all(dim=1) & _first_of_unit(units, len(rows), plan.rows_per_unit)
+    kept = torch.isfinite(rows).all(dim=1) & _first_of_unit(units, len(rows))
     bounded = _bounded(rows[kept], plan)
     # By differences: the rounding of matrix products depends on the number of rows, and would move other units' rows.
     exact = "donot_use_mm_for_euclid_dist"
     nearest = torch.cdist(bounded, centroids.double(), compute_mode=exact).argmin(dim=1)
     table = torch.zeros(len(centroids), rows.shape[1] + 1, dtype=torch.float64)
-    weight = torch.full((len(bounded), 1), plan.count_weight * plan.radius, dtype=torch.float64)
+    weight = torch.full((len(bounded), 1), plan.radius, dtype=torch.float64)
     return table.index_add_(0, nearest, torch.cat([bounded, weight], dim=1))
 
 
@@ -102,7 +98,7 @@ def dp_centroids(
     centroids = plan.start(embeddings.shape[1])
     for _ in range(plan.iterations):
         table = noised(table_of(embeddings, centroids, plan, units), plan.sensitivity)
-        counts = table[:, -1:] / (plan.count_weight * plan.radius)
+        counts = table[:, -1:] / plan.radius
         moved = table[:, :-1] / counts.clamp(min=1.0)
         # A centroid with fewer than one row holds noise: it keeps its direction.
         centroids = torch.where(counts >= 1.0, _shortened(moved, plan.radius), centroids)
@@ -119,13 +115,12 @@ def _shortened(rows: Tensor, radius: float) -> Tensor:
     return shortened
 
 
-def _first_of_unit(units: Sequence[Hashable] | None, count: int, most: int) -> Tensor:
-    """Mark the first ``most`` rows of every unit."""
-    if units is None:
-        return torch.ones(count, dtype=torch.bool)
-    seen: dict[Hashable, int] = {}
-    kept = []
-    for unit in units:
-        seen[unit] = seen.get(unit, 0) + 1
-        kept.append(seen[unit] <= most)
-    return torch.tensor(kept, dtype=torch.bool)
+def _first_of_unit(units: Sequence[Hashable] | None, count: int) -> Tensor:
+    """Mark the first row of every unit: each further one would cost noise for all."""
+    first = torch.ones(count, dtype=torch.bool)
+    if units is not None:
+        seen: set[Hashable] = set()
+        for place, unit in enumerate(units):
+            first[place] = unit not in seen
+            seen.add(unit)
+    return first

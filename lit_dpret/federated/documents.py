@@ -18,7 +18,6 @@ import yaml
 from lit_dpret.datamodules.silo_folder import read_silo
 from lit_dpret.errors import ConfigurationError, schema_problem
 from lit_dpret.federated.model import AS2Maker
-from lit_dpret.federated.negatives import Site
 from lit_dpret.federated.settings import PHASES, PddAs2, Phase
 from lit_dpret.federated.silo import SiloClient
 from lit_dpret.settings import built, plain, require_number, require_whole
@@ -142,7 +141,6 @@ class RunRequest(Patience):
         model: How the server builds the weights to begin with.
         measure: What is measured; without ``stage2`` no stage 2 is run.
         split: On which questions.
-        sites: Where silos are, by name.
     """
 
     name: str
@@ -150,7 +148,6 @@ class RunRequest(Patience):
     model: AS2Maker = field(default_factory=AS2Maker)
     measure: tuple[Phase, ...] = PHASES
     split: str = "test"
-    sites: Mapping[str, Site] = field(default_factory=dict)
 
     def check(self) -> RunRequest:
         """Refuse values that are out of range; return the request.

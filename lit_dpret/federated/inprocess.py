@@ -15,7 +15,7 @@ from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.federated.aggregation import Weights, check_silos, client_weights
 from lit_dpret.federated.federation import Federation, FedResult
 from lit_dpret.federated.model import start_of
-from lit_dpret.federated.negatives import Block, FedPool, Site, merged_pool, select_clients
+from lit_dpret.federated.negatives import Block, FedPool, merged_pool, select_clients
 from lit_dpret.federated.settings import PHASES, PddAs2, Phase
 from lit_dpret.federated.silo import SiloClient
 from lit_dpret.federated.transport import FederationRun
@@ -33,13 +33,7 @@ class InProcessFederation(Federation):
     """All clients of one run; the guarantees are those of `Federation`."""
 
     def __init__(
-        self,
-        clients: Sequence[SiloClient],
-        settings: PddAs2,
-        start: Mapping[str, Tensor],
-        folder: str | Path,
-        *,
-        sites: Mapping[str, Site] | None = None,
+        self, clients: Sequence[SiloClient], settings: PddAs2, start: Mapping[str, Tensor], folder: str | Path
     ) -> None:
         self.clients = {client.name: client for client in clients}
         if len(self.clients) != len(clients) or not clients:
@@ -47,7 +41,6 @@ class InProcessFederation(Federation):
         check_silos(settings.check(), len(clients))
         super().__init__(settings, start, folder, clients=sorted(self.clients))
         self.steps_of_round = len(clients)
-        self.sites = dict(sites or dict.fromkeys(self.clients, Site()))
 
     def run(self, *, measure: Sequence[Phase] = PHASES, split: str = "test") -> FedResult:
         super().run(measure=measure, split=split)
@@ -100,9 +93,7 @@ class InProcessFederation(Federation):
     def pool(self, asker: str, weights: Mapping[str, Tensor], refresh: int) -> FedPool:
         """Collect what the selected clients answer to one client's request."""
         stage = self.settings.stage2
-        asked = select_clients(
-            asker, self.sites, stage.select, count=stage.select_count, seed=self.settings.seed, refresh=refresh
-        )
+        asked = select_clients(asker, self.clients, stage, seed=self.settings.seed, refresh=refresh)
         rows = self.clients[asker].request(weights, refresh)
         event = f"{refresh:03}/{asker}"
         self.result.traffic.note("requests", event, {asker: rows.numel() * rows.element_size() * len(asked)})

@@ -23,7 +23,7 @@ The kind of response decides what the asker learns about the responder's collect
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -35,7 +35,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.federated.settings import Selection, Stage2
+from lit_dpret.federated.settings import Stage2
 from lit_dpret.federated.storage import save_tensors
 from lit_dpret.negatives.base import PassageSource, Seat, Towers, TrainTexts, coins
 from lit_dpret.negatives.mined import DynamicNegatives
@@ -43,53 +43,19 @@ from lit_dpret.retrieval.rows import TensorRows, canonical_scores
 from lit_dpret.retrieval.search import MISSING, TopK, merged, search
 
 
-@dataclass(frozen=True, kw_only=True)
-class Site:
-    """The public facts about a client's location.
-
-    Args:
-        region: A word, as ``eu-west``; null where it is not known.
-        latency_ms: Of the way from the asker, in milliseconds; null where it is not known.
-    """
-
-    region: str | None = None
-    latency_ms: float | None = None
-
-
-def select_clients(
-    asker: str,
-    sites: Mapping[str, Site],
-    how: Selection,
-    *,
-    count: int | None = None,
-    seed: int = 0,
-    refresh: int = 0,
-) -> list[str]:
+def select_clients(asker: str, names: Iterable[str], stage: Stage2, *, seed: int, refresh: int) -> list[str]:
     """Return the clients to ask (``Select`` of equation 7 of paper 004, which leaves open how), never the asker.
 
-    ``random`` draws again at every refresh. ``region`` takes those of the asker's region first, ``latency`` the
-    nearest first; ties are broken by public coins.
-
     Guarantees:
-        - A function of public facts and public coins: nothing that a client holds decides whether it is asked.
-        - At most ``count`` clients, all others where it is null.
-
+        - A function of names and public coins, which ``random`` draws again at every refresh: nothing that a client
+          holds decides whether it is asked.
+        - At most ``select_count`` clients, all others where it is null.
     """
-    others = sorted(set(sites) - {asker})
-    if how == "all":
-        return others if count is None else others[:count]
-    order = coins(seed, "select clients", asker, refresh if how == "random" else 0).permutation(len(others))
-    shuffled = [others[place] for place in order]
-    if how == "region":
-        home = sites[asker].region
-        shuffled.sort(key=lambda name: home is None or sites[name].region != home)
-    if how == "latency":
-        shuffled.sort(key=lambda name: _latency(sites[name]))
-    return shuffled[:count]
-
-
-def _latency(site: Site) -> float:
-    return float("inf") if site.latency_ms is None else site.latency_ms
+    others = sorted(set(names) - {asker})
+    if stage.select == "random":
+        order = coins(seed, "select clients", asker, refresh).permutation(len(others))
+        others = [others[place] for place in order]
+    return others[: stage.select_count]
 
 
 SENT_AS = {"float32": torch.float32, "float16": torch.float16}

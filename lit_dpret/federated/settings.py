@@ -15,7 +15,6 @@ from lit_dpret.privacy.budget import Neighbours, NoiseName, require_choice
 from lit_dpret.settings import require_number, require_switch, require_whole
 
 Weighting = Literal["examples", "uniform", "capped"]
-Selection = Literal["all", "random", "region", "latency"]
 Stage1Negatives = Literal["static", "bm25", "random"]
 Phase = Literal["bm25", "stage1", "stage2"]
 """What can be measured: BM25, the shared model of stage 1, the personal models of stage 2."""
@@ -88,7 +87,7 @@ class Stage2:
     negatives: Literal["fed", "dynamic"] = "fed"
     n: int = 200
     top_k: int = 300
-    select: Selection = "all"
+    select: Literal["all", "random"] = "all"
     select_count: int | None = None
     request: Literal["exact", "dp_centroid", "none"] = "exact"
     response: Literal["raw", "public", "dp_centroid", "synthetic"] = "raw"

@@ -205,10 +205,6 @@ def centroids_once(
     return found
 
 
-SENTENCES_PER_PASSAGE = 1
-"""How many sentences of a passage count in the centroids of a private collection: each costs noise for all."""
-
-
 def collection_centroids(
     kept: Path,
     sentences: Callable[[], Tensor],
@@ -255,12 +251,8 @@ def collection_centroids(
         return rest.request or planned
 
     plan = CentroidPlan(
-        count=stage.centroids,
-        iterations=stage.centroid_iterations,
-        radius=privacy.collection_radius,
-        rows_per_unit=SENTENCES_PER_PASSAGE,
-        normalise=False,
-        seed=settings.seed,
-    )
+        count=stage.centroids, iterations=stage.centroid_iterations, radius=privacy.collection_radius,
+        normalise=False, seed=settings.seed,
+    )  # fmt: skip
     units = collection.passage_of.tolist()
     return centroids_once(kept, ledger, "fed_response", plan, rows=sentences, noise=noise, units=units)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,6 @@ from lit_dpret.federated.negatives import (
     FedNegatives,
     FedPool,
     OtherPositives,
-    Site,
     as_sent,
     merge_lists,
     pool_of,
@@ -24,13 +24,11 @@ from lit_dpret.federated.negatives import (
     respond_uniformly,
     select_clients,
 )
+from lit_dpret.federated.settings import Stage2
 from lit_dpret.negatives import RowNegatives
 from lit_dpret.negatives.base import Seat
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy
 from lit_dpret.retrieval.search import MISSING, search
-
-SITES = {"a": Site(region="eu"), "b": Site(region="us", latency_ms=9.0), "c": Site(region="eu", latency_ms=30.0),
-         "d": Site(latency_ms=1.0)}  # fmt: skip
 
 
 def collections(sizes: list[int], dim: int, seed: int) -> list[torch.Tensor]:
@@ -109,21 +107,19 @@ def test_without_a_request_a_uniform_sample_comes_back_and_differs_by_seed() -> 
 # -- who is asked ----------------------------------------------------------------------------
 
 
+def asked(asker: str, *, refresh: int = 0, **select: Any) -> list[str]:
+    return select_clients(asker, "abcd", Stage2(**select), seed=0, refresh=refresh)
+
+
 def test_all_others_are_asked_and_never_the_asker() -> None:
-    assert select_clients("b", SITES, "all") == ["a", "c", "d"]
-    for how in ("all", "random", "region", "latency"):
-        assert "a" not in select_clients("a", SITES, how) and len(select_clients("a", SITES, how, count=2)) == 2
-
-
-def test_region_comes_first_and_so_does_a_short_way() -> None:
-    assert select_clients("a", SITES, "region", count=1) == ["c"]
-    assert select_clients("a", SITES, "latency") == ["d", "b", "c"]
+    assert asked("b") == ["a", "c", "d"] and asked("b", select_count=2) == ["a", "c"]
+    assert sorted(asked("b", select="random")) == ["a", "c", "d"]
 
 
 def test_random_clients_change_with_the_refresh_and_not_otherwise() -> None:
-    drawn = [tuple(select_clients("a", SITES, "random", count=1, refresh=i)) for i in range(20)]
+    drawn = [tuple(asked("a", select="random", select_count=1, refresh=i)) for i in range(20)]
     assert set(drawn) == {("b",), ("c",), ("d",)}
-    assert drawn == [tuple(select_clients("a", SITES, "random", count=1, refresh=i)) for i in range(20)]
+    assert drawn == [tuple(asked("a", select="random", select_count=1, refresh=i)) for i in range(20)]
 
 
 # -- as sources of negatives -----------------------------------------------------------------

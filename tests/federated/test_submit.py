@@ -33,7 +33,6 @@ from lit_dpret.federated.documents import (
 from lit_dpret.federated.flower import submit
 from lit_dpret.federated.flower.components import REFUSAL, RESULT
 from lit_dpret.federated.model import AS2Maker
-from lit_dpret.federated.negatives import Site
 from lit_dpret.settings import built
 
 MAKE = AS2Maker(encoder="planted", planted=SIZE, max_query_length=8, max_sentence_length=12)
@@ -142,7 +141,7 @@ def test_without_a_superlink_the_document_for_the_silos_is_written_and_they_can_
 
 
 def test_a_request_is_read_as_it_was_written() -> None:
-    request = RunRequest(name="a", federated=SMALL, model=MAKE, timeout=3.5, sites={"cdc": Site(region="us")})
+    request = RunRequest(name="a", federated=SMALL, model=MAKE, timeout=3.5)
     assert read_run_request(request.to_yaml()) == request
     for change, message in (({"name": "../up"}, "name='../up' must be"), ({"split": "all"}, "split='all'")):
         with pytest.raises(ConfigurationError, match=message):

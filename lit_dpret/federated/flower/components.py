@@ -55,7 +55,7 @@ def serve(grid: Grid, context: Context) -> None:
         request = read_run_request(text if isinstance(text, str) else "")
         start, dim = start_and_dim(request.model)
         folder = server_folder(request.name)
-        federation = FlowerFederation(request.federated, start, folder, dim=dim, patience=request, sites=request.sites)
+        federation = FlowerFederation(request.federated, start, folder, dim=dim, patience=request)
         app = build_server_app(federation, measure=request.measure, split=request.split, on_result=_say)
         app(grid, context)
     except LitDpretError as error:

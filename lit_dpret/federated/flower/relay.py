@@ -27,7 +27,7 @@ from lit_dpret.federated.flower.payloads import (
     rows_of,
     rows_record,
 )
-from lit_dpret.federated.negatives import SENT_AS, Block, Site, merged_pool, select_clients
+from lit_dpret.federated.negatives import SENT_AS, Block, merged_pool, select_clients
 
 Pools = dict[str, dict[str, Any]]
 """Records of the message ``train.personalise``, by silo."""
@@ -40,10 +40,9 @@ class Relay:
     """One refresh of all silos' negatives."""
 
     def __init__(
-        self, silos: ConnectedSilos, names: Sequence[str], weights: Weights, refresh: int, *,
-        sites: Mapping[str, Site], dim: int,
-    ) -> None:  # fmt: skip
-        self.silos, self.weights, self.refresh, self.sites, self.dim = silos, weights, refresh, sites, dim
+        self, silos: ConnectedSilos, names: Sequence[str], weights: Weights, refresh: int, *, dim: int
+    ) -> None:
+        self.silos, self.weights, self.refresh, self.dim = silos, weights, refresh, dim
         self.settings, self.numbers = silos.settings, silos.numbers(names)  # silos seal under these numbers
         self.where = f"refresh {refresh}"
 
@@ -154,10 +153,8 @@ class Relay:
     # -- both ----------------------------------------------------------------------------------
 
     def _selected(self, asker: str, names: list[str]) -> list[str]:
-        stage = self.settings.stage2
-        sites = {name: self.sites.get(name, Site()) for name in names}
-        how, count, seed = stage.select, stage.select_count, self.settings.seed
-        return select_clients(asker, sites, how, count=count, seed=seed, refresh=self.refresh)
+        run = self.settings
+        return select_clients(asker, names, run.stage2, seed=run.seed, refresh=self.refresh)
 
     def _askers(self, asking: list[str], names: list[str]) -> dict[str, list[str]]:
         """Map each silo that is asked to those who ask it."""

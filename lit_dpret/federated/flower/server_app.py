@@ -23,7 +23,6 @@ from lit_dpret.federated.flower.library import Context, Grid, RecordDict, Server
 from lit_dpret.federated.flower.masked_round import MaskedRound
 from lit_dpret.federated.flower.payloads import SCHEMA, weights_of, weights_record
 from lit_dpret.federated.flower.relay import Relay
-from lit_dpret.federated.negatives import Site
 from lit_dpret.federated.settings import PHASES, PddAs2, Phase
 from lit_dpret.files import write_whole
 from lit_dpret.progress import ProgressLine
@@ -44,7 +43,6 @@ class FlowerFederation(Federation):
         folder: Of the server's state.
         dim: Dimensions of an embedding.
         patience: How many silos it needs, and how long it waits for them.
-        sites: Where the silos are, by name.
 
     Raises:
         ConfigurationError: The settings ask for what these apps do not do.
@@ -59,13 +57,12 @@ class FlowerFederation(Federation):
         *,
         dim: int,
         patience: Patience | None = None,
-        sites: Mapping[str, Site] | None = None,
     ) -> None:
         patience = patience or Patience()
         patience.check_patience()
         check_enough(settings.check().stage1, patience.min_clients, "federated.min_clients")
         super().__init__(settings, start, folder)
-        self.dim, self.min_clients, self.sites = dim, patience.min_clients, dict(sites or {})
+        self.dim, self.min_clients = dim, patience.min_clients
         self.silos = ConnectedSilos(settings, self.result, patience)
 
     def serve(self, grid: Grid, *, measure: Sequence[Phase] = PHASES, split: str = "test") -> FedResult:
@@ -110,7 +107,7 @@ class FlowerFederation(Federation):
                     continue
                 where = f"stage 2, epoch {number}"
                 names = self.silos.present(where)
-                relay = Relay(self.silos, names, weights, number, sites=self.sites, dim=self.dim)
+                relay = Relay(self.silos, names, weights, number, dim=self.dim)
                 pools = relay.pools() if stage.asks(number) else {name: {} for name in names}
                 contents: dict[str, RecordDict] = {}
                 for name, records in pools.items():
