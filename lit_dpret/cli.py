@@ -16,11 +16,12 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from functools import partial
+from inspect import signature
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import hydra
 from hydra import compose, initialize_config_module
@@ -32,7 +33,7 @@ from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, OverrideParseException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
-from hydra.utils import get_class, instantiate
+from hydra.utils import get_class, get_object, instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
@@ -72,6 +73,7 @@ def build_parts(cfg: DictConfig) -> Parts:
         # Hydra takes a dataclass for a configuration and would hand on a DictConfig: those are given afterwards.
         ready = {key: value for key, value in extra.items() if is_dataclass(value)}
         rest = {key: value for key, value in extra.items() if key not in ready}
+        _check_numbers(cfg[name], name)
         with _plain_refusals():
             if not ready:
                 return instantiate(cfg[name], **rest)
@@ -106,6 +108,28 @@ def build_parts(cfg: DictConfig) -> Parts:
         trial_of=None if cfg.trial_of is None else Path(cfg.trial_of),
         command=" ".join([_program(), as_typed(_shown_overrides())]).strip(),
     )
+
+
+def _check_numbers(node: Any, place: str) -> None:
+    """Refuse a text or a truth value where a constructor takes nothing but numbers; Python would take true for 1."""
+    found: Any = OmegaConf.to_container(node, resolve=True)
+
+    def check(node: Any, place: str) -> None:
+        if not isinstance(node, dict):
+            return
+        made: Any = get_object(node["_target_"]) if "_target_" in node else lambda: None
+        # A constructor hands on to its base what it takes as **budget.
+        bases = reversed(made.__mro__) if isinstance(made, type) else ()
+        makers: list[Any] = [vars(base)["__init__"] for base in bases if "__init__" in vars(base)] or [made]
+        parameters = {name: one for maker in makers for name, one in signature(maker).parameters.items()}
+        for key, value in node.items():
+            kinds = str(parameters[key].annotation).split(" | ") if key in parameters else []
+            if isinstance(value, bool | str) and kinds and set(kinds) <= {"int", "float", "None"} and value != "???":
+                shown = str(value).lower() if isinstance(value, bool) else repr(value)
+                raise ConfigurationError(f"{place}.{key}={shown} is no number, and a number belongs there.")
+            check(value, f"{place}.{key}")
+
+    check(found, place)
 
 
 def _composed(cfg: DictConfig, overrides: Sequence[str]) -> ComposedRun:
@@ -217,6 +241,7 @@ def run(cfg: DictConfig) -> Any:
     _note_place()
     _begin_what_is_left(cfg)
     parts = build_parts(cfg)
+    parts = replace(parts, make_datamodule=_named_first(parts.make_datamodule, _data_line(cfg, task)))
     trial = None
     if cfg.objective is not None:
         from lit_dpret.tasks.trial import refuse_unprivate_choice
@@ -241,6 +266,37 @@ def run(cfg: DictConfig) -> Any:
     if trial is not None:
         trial.finish(_own_overrides(), result)
     return result
+
+
+def _named_first(make: Callable[..., Any], line: str) -> Callable[..., Any]:
+    """Return ``make``, which prints ``line`` when it is called first: no task measures data that it did not name."""
+    lines = [line] if rank_watch.is_first() else []
+
+    def made(**extra: Any) -> Any:
+        if lines:
+            sys.stderr.write(f"{lines.pop()}\n")
+        return make(**extra)
+
+    return made
+
+
+def _data_line(cfg: DictConfig, task: Any) -> str:
+    """Say which data a task reads and, where it trains, what it will promise to whom."""
+    given = {word.lstrip("+").split("=")[0] for word in _own_overrides()}
+    chosen = HydraConfig.get().runtime.choices if HydraConfig.initialized() else {}
+    node = cfg.datamodule
+    places = [str(node[key]) for key in ("name", "folder", "pairs", "queries", "path", "hub") if node.get(key)]
+    words = [" ".join([str(chosen.get("datamodule", node._target_.rpartition(".")[2])), *places])]
+    if not given & {"datamodule", "experiment"}:
+        words.append("the default, another is chosen by datamodule=")
+    if split := cfg.task.get("split"):
+        words.append(f"split {split}")
+    if hasattr(task, "planned_fits"):
+        eps = cfg.privacy.get("eps")
+        words.append(
+            f"privacy {chosen.get('privacy', '')}" + (f" at eps {eps} for one {cfg.privacy.unit}" if eps else "")
+        )
+    return f"data: {', '.join(words)}"
 
 
 def _note_place() -> None:
@@ -409,8 +465,17 @@ def with_task(arguments: list[str]) -> list[str]:
 
     Raises:
         ConfigurationError: The first argument is neither a setting, nor an option, nor a task, or ``compare`` is
-            not followed by two runs, ``verify`` by one card, ``audit`` by one run or ``sweep`` by one file.
+            not followed by two runs, ``verify`` by one card, ``audit`` by one run or ``sweep`` by one file; or a
+            setting is written as an option.
     """
+    for argument in arguments:
+        name = argument.lstrip("-").split("=")[0]
+        if (
+            argument.startswith("-")
+            and "=" in argument
+            and name.split(".")[0] in {*groups(), *(key.name for key in top_level().keys)}
+        ):
+            raise ConfigurationError(f"{argument} is no option: a setting has no dashes, {argument.lstrip('-')}.")
     if not arguments or "=" in arguments[0] or arguments[0][:1] in "-+~":
         return arguments
     tasks = names("task")
@@ -535,7 +600,7 @@ def _explain_composition(error: BaseException) -> str:
         place = where.group(1) if where else "a part of the configuration"
         if place == "trainer" and re.search("gpu|cuda|tpu|accelerator", cause, re.IGNORECASE):
             return f"trainer cannot be made: {cause}. Choose a trainer.accelerator that is here, or trainer=cpu."
-        return f"{place} cannot be made: {cause}. {_texts_for_numbers(place)}".rstrip()
+        return f"{place} cannot be made: {cause}."
     first = next((line for line in text.splitlines() if line.strip()), type(error).__name__)
     return first.strip()
 
@@ -546,19 +611,6 @@ def _composed_again(without: str = "") -> DictConfig:
     GlobalHydra.instance().clear()
     with initialize_config_module(version_base="1.3", config_module=CONFIG_MODULE):
         return compose("train", overrides=overrides)
-
-
-def _texts_for_numbers(place: str) -> str:
-    """Name the settings of a part that are texts where its constructor takes numbers; empty where there are none."""
-    try:
-        node: Any = OmegaConf.select(_composed_again(), place)
-        hints = get_type_hints(vars(get_class(node._target_))["__init__"])
-        given = {key: value for key, value in node.items() if isinstance(value, str) and key in hints}
-    except Exception:  # this only makes another error plainer
-        return ""
-    kinds = {key: {hints[key], *get_args(hints[key])} for key in given}
-    wrong = [key for key in given if kinds[key] & {int, float} and str not in kinds[key]]
-    return " ".join(f"{place}.{key}={given[key]!r} is a text, and a number belongs there." for key in wrong)
 
 
 def _explain_unknown_key(key: str) -> str:

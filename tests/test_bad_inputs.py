@@ -1,63 +1,201 @@
 """Bad input on the command line ends in one line that names the setting, before anything is trained.
 
-From the words that are typed to the line that is printed.
+From the words that are typed to the line that is printed: all commands are typed one after the other into one process
+that has no network, and each test looks at what one of them said.
 """
 
 from __future__ import annotations
 
+import gzip
+import json
 import multiprocessing
 import os
 import re
 import socket
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from tiny_tasks import write_log
 
 from lit_dpret import cli
 
-LOG = ("datamodule=pairs", "datamodule.folder=.", "datamodule.expected_batch_size=4", "trainer.max_steps=1")
 SECONDS_OF_PROCESSOR = 5.0
+LOG = ("datamodule=pairs", "datamodule.folder=.", "datamodule.expected_batch_size=4", "trainer.max_steps=1")
+PAIRS = [{"query": f"how is thing {i} done", "passage": f"thing {i} is done by hand"} for i in range(24)]
 
-CASES: dict[str, tuple[list[str], str]] = {
-    "a seed that is a text": ([*LOG, "seed=abc"], r"seed='abc'"),
-    "a seed that is too large": ([*LOG, "seed=4294967296"], r"seed=4294967296"),
-    "a negative seed": ([*LOG, "seed=-1"], r"seed=-1"),
-    "a setting that nothing reads": ([*LOG, "+foo=1"], r"foo is not a setting"),
-    "a group of settings that nothing reads": ([*LOG, "+foo.bar=1"], r"foo is not a setting"),
-    "a setting of a group that nothing reads": ([*LOG, "+model.foo=1"], r"model"),
-    "a text for a number": ([*LOG, "model.optimizer.lr=fast"], r"model\.optimizer\.lr='fast'"),
-    "a text for a whole number": ([*LOG, "model.max_query_length=long"], r"model\.max_query_length"),
-    "a mapping that does not end": ([*LOG, "model.lora={r:"], r"model\.lora=\{r:.*quotes"),
-    "a run folder that is a file": ([*LOG, "hydra.run.dir=a_file"], r"a_file is a file.*hydra\.run\.dir"),
-    "a run folder inside a file": ([*LOG, "hydra.run.dir=a_file/run"], r"a_file.*hydra\.run\.dir"),
-    "a start that is nowhere": ([*LOG, "init_from=nope"], r"init_from=nope is no folder"),
-    "a start that is a file": ([*LOG, "init_from=a_file"], r"init_from=a_file is no folder"),
-    "a hub that does not answer": ([*LOG, "model.pretrained=t5-smal"], r"model\.pretrained=t5-smal"),
-    "a path for a hub name": ([*LOG, "model.pretrained=./t5-small"], r"model\.pretrained=\./t5-small is no folder"),
-    "no GPU": ([*LOG, "trainer=gpu"], r"trainer cannot be made: .*trainer=cpu"),
-    "no CUDA": ([*LOG, "trainer.accelerator=cuda"], r"trainer cannot be made: .*trainer=cpu"),
-    "several GPUs": ([*LOG, "trainer=ddp", "trainer.devices=4"], r"trainer cannot be made: .*trainer=cpu"),
-    "W&B without a key": ([*LOG, "logger=wandb"], r"logger=wandb: .*logger\.wandb\.offline=true"),
-    "no such file": (["datamodule=pairs", "datamodule.pairs=nope.jsonl"], r"nope\.jsonl.*datamodule\.pairs"),
-    "no such task": (["sinthesize"], r"'sinthesize'"),
-    "no such choice": ([*LOG, "privacy=dpsgd"], r"privacy=dpsgd does not exist"),
-    "no such setting": ([*LOG, "privacy.epsilon=3"], r"privacy\.epsilon is not a setting"),
+
+def _jsonl(*changed: object) -> bytes:
+    return "".join(f"{json.dumps(row)}\n" for row in [*PAIRS, *changed]).encode()
+
+
+FILES: dict[str, bytes] = {
+    "a_file": b"x",
+    "empty.jsonl": b"",
+    "blank.jsonl": b"  \n\n \n",
+    "broken.jsonl": _jsonl() + b"{'query': 1}\n",
+    "cut.jsonl": _jsonl()[:-20],
+    "columns.jsonl": b'{"question": "a", "answer": "b"}\n',
+    "bytes.jsonl": bytes(range(128, 256)) * 4,
+    "utf16.jsonl": '{"query": "a", "passage": "b"}\n'.encode("utf-16"),
+    "latin.jsonl": '{"query": "où", "passage": "b"}\n'.encode("latin-1"),
+    "two_texts.jsonl": _jsonl(*({"query_id": "q", "query": text, "passage": "b"} for text in "ac")),
+    "nan.jsonl": _jsonl() + b'{"query": NaN, "passage": "b"}\n',
+    "null.jsonl": _jsonl({"query": None, "passage": "b"}),
+    "number.jsonl": _jsonl({"query": 7, "passage": "b"}),
+    "true.jsonl": _jsonl({"query": "a", "passage": True}),
+    "nested.jsonl": _jsonl({"query": {"text": "a"}, "passage": "b"}),
+    "a_list.jsonl": json.dumps(PAIRS).encode(),
+    "one.jsonl": json.dumps(PAIRS[0]).encode(),
+    "no_query.jsonl": _jsonl({"query": "", "passage": "b"}),
+    "blank_query.jsonl": _jsonl({"query": " \u00a0", "passage": "b"}),
+    "surrogate.jsonl": _jsonl({"query": "half \ud83d", "passage": "b"}),
+    "split.jsonl": _jsonl({"query": "a", "passage": "b", "split": "trainn"}),
+    "not_gzip.jsonl.gz": _jsonl(),
+    "cut.jsonl.gz": gzip.compress(_jsonl())[:-12],
+    "semicolons.csv": b"query;passage\na;b\n",
+    "quote.csv": b'query,passage\n"a,b\n',
+    "columns.tsv": b"query\tpassage\na\tb\tc\n",
+    "log.txt": _jsonl(),
+    "log.json": json.dumps(PAIRS).encode(),
+    "log.xlsx": b"PK\x03\x04",
+    "log.parquet": _jsonl(),
+    "open_secret": bytes(32),
+    "bad.yaml": b"method: [",
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder with a log."""
-    write_log(tmp_path)
-    (tmp_path / "a_file").write_text("x")
-    monkeypatch.chdir(tmp_path)
+class Case(NamedTuple):
+    """The words after ``lit-dpret``, and what the line that they end with has to name."""
+
+    words: tuple[str, ...]
+    named: str
 
 
-def _typed(arguments: list[str], folder: Path) -> None:
-    """In a new process without a network and a key: what the installed program does."""
+def log(*words: str, named: str) -> Case:
+    return Case((*LOG, *words), named)
+
+
+def pairs(name: str, named: str = "") -> Case:
+    return Case(
+        ("datamodule=pairs", f"datamodule.pairs={name}", "datamodule.expected_batch_size=4"), named or re.escape(name)
+    )
+
+
+def setting(word: str) -> Case:
+    """A value that is refused by the setting's name and the value, or its name and what may be chosen."""
+    name, _, value = word.partition("=")
+    return log(word, named=rf"{re.escape(name)}\b.*{re.escape(value)}")
+
+
+CASES: dict[str, Case] = {
+    "a seed that is a text": log("seed=abc", named=r"seed='abc'"),
+    "a seed that is too large": log("seed=4294967296", named=r"seed=4294967296"),
+    "a negative seed": log("seed=-1", named=r"seed=-1"),
+    "a setting that nothing reads": log("+foo=1", named=r"foo is not a setting"),
+    "a group of settings that nothing reads": log("+foo.bar=1", named=r"foo is not a setting"),
+    "a setting of a group that nothing reads": log("+model.foo=1", named=r"model"),
+    "a text for a number": log("model.optimizer.lr=fast", named=r"model\.optimizer\.lr='fast'"),
+    "a text for a whole number": log("model.max_query_length=long", named=r"model\.max_query_length"),
+    "a mapping that does not end": log("model.lora={r:", named=r"model\.lora=\{r:.*quotes"),
+    "a run folder that is a file": log("hydra.run.dir=a_file", named=r"a_file is a file.*hydra\.run\.dir"),
+    "a run folder inside a file": log("hydra.run.dir=a_file/run", named=r"a_file.*hydra\.run\.dir"),
+    "a start that is nowhere": log("init_from=nope", named=r"init_from=nope is no folder"),
+    "a start that is a file": log("init_from=a_file", named=r"init_from=a_file is no folder"),
+    "a hub that does not answer": log("model.pretrained=t5-smal", named=r"model\.pretrained=t5-smal"),
+    "a path for a hub name": log("model.pretrained=./t5-small", named=r"model\.pretrained=\./t5-small is no folder"),
+    "a folder for a model": log("model.pretrained=/nope", named=r"model\.pretrained=/nope is no folder"),
+    "no GPU": log("trainer=gpu", named=r"trainer cannot be made: .*trainer=cpu"),
+    "no CUDA": log("trainer.accelerator=cuda", named=r"trainer cannot be made: .*trainer=cpu"),
+    "several GPUs": log("trainer=ddp", "trainer.devices=4", named=r"trainer cannot be made: .*trainer=cpu"),
+    "W&B without a key": log("logger=wandb", named=r"logger=wandb: .*logger\.wandb\.offline=true"),
+    "no such task": Case(("sinthesize",), r"'sinthesize'"),
+    "a word that is no option": Case(("--privacy.eps=3",), r"--privacy\.eps=3"),
+    "no such group": Case(("list", "privcy"), r"'privcy'"),
+    "no choice of that name": log("privacy=dpsgd", named=r"privacy=dpsgd does not exist"),
+    "no model of that name": log("model=gpt", named=r"model=gpt does not exist"),
+    "no task of that name": log("task=synthesise", named=r"task=synthesise does not exist"),
+    "no logger of that name": log("logger=tensorbord", named=r"logger=tensorbord does not exist"),
+    "no such setting": log("privacy.epsilon=3", named=r"privacy\.epsilon is not a setting"),
+    "a setting without its group": log("eps=3", named=r"eps is not a setting"),
+    "a setting of the Trainer in the singular": log("trainer.max_step=3", named=r"trainer\.max_step is not a setting"),
+    "a setting of the Trainer that privacy owns": log(
+        "trainer.gradient_clip_val=1", named=r"trainer\.gradient_clip_val is not a setting"
+    ),
+    "no adapters": log("model.lora={r:4,target_modules:[nope]}", named=r"model\.lora=.*nope"),
+    "a pattern that does not end": log("model.trainable_patterns=['[']", named=r"model\.trainable_patterns"),
+    "users that are not known": log("privacy.unit=user", named=r"privacy\.unit=user.*user_id"),
+    "a run of no known length": log("trainer.max_steps=-1", named=r"trainer\.max_steps"),
+    "a run of fewer than no epochs": log("trainer.max_epochs=-2", named="max_epochs"),
+    "a run of no steps": log("trainer.max_steps=0", named=r"trainer\.max_steps"),
+    "a batch above the data": log("datamodule.expected_batch_size=100000", named=r"expected_batch_size=100000"),
+    "a secret that others can read": log("privacy.secret_file=open_secret", named=r"open_secret.*chmod 600"),
+    "a secret that is a folder": log("privacy.secret_file=.", named=r"privacy\.secret_file"),
+    "no folder of data": Case(("datamodule=pairs",), r"datamodule\.folder.*datamodule\.pairs"),
+    "a card that is nowhere": Case(("verify", "nope"), r"nope"),
+    "no card": Case(("verify",), r"task\.card"),
+    "runs that are nowhere": Case(("compare", "nope", "a_file"), r"nope"),
+    "one run of two": Case(("compare", "nope"), r"RUN_A RUN_B"),
+    "an encoder that is nowhere": Case(("evaluate", *LOG[:2], "task.encoder=nope"), r"nope"),
+    "a generator that is nowhere": Case(
+        ("synthesize", *LOG[:2], "task.generator=./nope", "task.passages_are_public=true"), r"\./nope"
+    ),
+    "embeddings that are nowhere": Case(("index", "task.embeddings=nope"), r"nope"),
+    "a sweep that is nowhere": Case(("sweep", "nope.yaml"), r"nope\.yaml"),
+    "a sweep that is no YAML": Case(("sweep", "bad.yaml"), r"bad\.yaml"),
+    "a folder for a file": pairs("qrels"),
+    "no such file": pairs("nope.jsonl", r"nope\.jsonl.*datamodule\.pairs"),
+    **{
+        word: setting(word)
+        for word in (
+            "privacy.eps=0", "privacy.eps=-1", "privacy.eps=abc", "privacy.eps=inf", "privacy.eps=nan",
+            "privacy.eps=true", "privacy.delta=0", "privacy.delta=1", "privacy.delta=-1", "privacy.delta=0.5",
+            "privacy.unit=person", "privacy.neighbours=swap", "privacy.max_grad_norm=0", "privacy.max_grad_norm=nan",
+            "datamodule.expected_batch_size=0", "datamodule.physical_batch_size=0", "datamodule.max_rows_per_unit=0",
+            "model.max_passage_length=0", "model.optimizer.name=adamm", "model.optimizer.lr=-1",
+            "trainer.precision=16-true", "privacy.max_grad_norm=true", "model.dropout=true",
+        )
+    },
+    **{name: pairs(name) for name in FILES if "." in name and name not in ("one.jsonl", "bad.yaml")},
+    "one.jsonl": pairs("one.jsonl", r"expected_batch_size=4 exceeds the 1 units"),
+    **{f"a path as it is typed: {name}": pairs(name, re.escape(f"{name} does not exist"))
+       for name in ("my own log.jsonl", "a=b.jsonl", "wei rd ü 漢.jsonl", "50% of it.jsonl")},
+    "a reference to another setting": log("+budget=-1", "privacy.eps=${budget}", named=r"privacy\.eps=-1"),
+}  # fmt: skip
+
+
+class Said(NamedTuple):
+    """What a command left behind."""
+
+    status: int
+    text: str
+    seconds: float
+
+
+@contextmanager
+def _written_to(path: Path) -> Iterator[None]:
+    kept = os.dup(1), os.dup(2)
+    said = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(said, stream)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for stream, before in zip((1, 2), kept, strict=True):
+            os.dup2(before, stream)
+            os.close(before)
+        os.close(said)
+
+
+def _type_all(folder: Path) -> None:
+    """In a new process, without a network and a key: what the installed program does with each command."""
 
     def no_network(*_: object, **__: object) -> None:
         raise OSError("no network")
@@ -65,46 +203,44 @@ def _typed(arguments: list[str], folder: Path) -> None:
     socket.create_connection = no_network  # type: ignore[assignment]
     for name in ("WANDB_API_KEY", "WANDB_MODE", "HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"):
         os.environ.pop(name, None)
+    os.environ["XDG_STATE_HOME"] = str(folder / "state")
     os.chdir(folder)
-    said = os.open("said", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(said, 1)
-    os.dup2(said, 2)
-    sys.argv = ["lit-dpret", *arguments]
-    try:
-        cli.main()
-    finally:
-        Path("seconds").write_text(str(time.process_time()))
+    found = {}
+    for name, case in CASES.items():
+        began, status = time.process_time(), 0
+        sys.argv = ["lit-dpret", *case.words]
+        with _written_to(folder / "said"):
+            try:
+                cli.main()
+            except SystemExit as ended:
+                status = int(ended.code or 0)
+            except BaseException as error:
+                print(f"a traceback: {error!r}")
+                status = 1
+        found[name] = Said(status, (folder / "said").read_text(), time.process_time() - began)
+    (folder / "all").write_text(json.dumps(found))
 
 
-def refused(arguments: list[str]) -> str:
-    """Run a command in a process that has loaded the program, and return the line that it ends with."""
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Said]:
+    """What each command said."""
+    folder = write_log(tmp_path_factory.mktemp("typed"))
+    for name, content in FILES.items():
+        (folder / name).write_bytes(content)
+    (folder / "open_secret").chmod(0o644)
     # A fork of this process would not do: torch's threads, where an earlier test has used them, do not survive it.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lit_dpret.cli", "lightning.pytorch"])
-    process = context.Process(target=_typed, args=(arguments, Path.cwd()))
+    process = multiprocessing.get_context("spawn").Process(target=partial(_type_all, folder))
     process.start()
     process.join()
-    said = Path("said").read_text()
-    assert process.exitcode == cli.USER_ERROR, said
-    # A bar of transformers', which the program switches off before it loads that; here it is loaded already.
-    lines = [line for line in said.strip().splitlines() if not line.lstrip().startswith("Loading weights")]
-    assert len(lines) == 1 and lines[0].startswith("error: "), said
-    assert float(Path("seconds").read_text()) < SECONDS_OF_PROCESSOR
-    return lines[0]
+    return {name: Said(*values) for name, values in json.loads((folder / "all").read_text()).items()}
 
 
-@pytest.mark.parametrize(("arguments", "named"), CASES.values(), ids=CASES.keys())
-def test_bad_input_is_one_line_that_names_the_setting(arguments: list[str], named: str) -> None:
-    line = refused(arguments)
-    assert re.search(named, line), line
-    assert not list(Path().rglob("privacy_*")), "something was begun"
-
-
-@pytest.mark.parametrize("name", ["my own log.jsonl", "a=b.jsonl", "wei rd ü 漢.jsonl", "50% of it.jsonl"])
-def test_a_path_is_taken_as_it_is_typed(name: str) -> None:
-    """It is found where it is, and named as it is where it is missing."""
-    assert f"{name} does not exist" in refused(["datamodule=pairs", f"datamodule.pairs={name}"])
-
-
-def test_a_setting_of_ones_own_that_another_one_reads_is_taken() -> None:
-    assert "privacy.eps=-1" in refused([*LOG, "+budget=-1", "privacy.eps=${budget}"])
+@pytest.mark.parametrize("name", CASES)
+def test_bad_input_is_one_line_that_names_the_setting(name: str, said: dict[str, Said]) -> None:
+    status, text, seconds = said[name]
+    assert status == cli.USER_ERROR, text
+    # A bar of transformers', which the program switches off before it loads that; a test has loaded it already.
+    beside = ("data: ", "Loading weights")
+    lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith(beside)]
+    assert len(lines) == 1 and re.search(rf"error: .*(?:{CASES[name].named})", lines[0]), text
+    assert seconds < SECONDS_OF_PROCESSOR

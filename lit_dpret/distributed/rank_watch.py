@@ -59,6 +59,11 @@ def world_size() -> int:
     return 1
 
 
+def is_first() -> bool:
+    """Return whether no other process was started before this one for the same command."""
+    return all(os.environ.get(name, "0") == "0" for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK"))
+
+
 def new_name() -> str:
     """Return a random word that names the folder of a run, the same on all processes that one launcher started."""
     if world_size() == 1:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lit_dpret.cards.signature import sign_card
 from lit_dpret.cards.verification import verify_chain
-from lit_dpret.errors import VerificationError
+from lit_dpret.errors import ConfigurationError, VerificationError
 from lit_dpret.files import write_whole
 from lit_dpret.tasks.parts import Parts, check_run_dir
 
@@ -36,8 +36,13 @@ class Verify:
         """Print a line for each check; returns how many ended how.
 
         Raises:
+            ConfigurationError: There is nothing at ``card``.
             VerificationError: Something failed; the exit status of the command line is then not 0.
         """
+        if not self.card.exists():
+            raise ConfigurationError(
+                f"task.card={self.card} does not exist: name a folder that holds a card, or its file."
+            )
         check_run_dir(parts.run_dir, min_free_mb=1)
         found = verify_chain(
             self.card,
