@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal, get_args
+
+import yaml
 
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.federated.settings import PddAs2
@@ -137,9 +140,9 @@ class Study:
         default: Those that it compares where nobody says which.
         values: What varies where nobody says so; empty where more than one thing does.
         axis: What stands along the plot.
-        points: Makes the points, of the federation's settings, systems and values.
         says: The paper's finding, in our words; empty where it has none.
-        contrasts: Which differences would show it, of the points' names.
+        points: Makes the points, of the federation's settings, systems and values.
+        contrasts: Which differences would show the finding, of the points' names.
         trend: The same for a study of many silos.
         notes: What a reader must know.
     """
@@ -306,102 +309,30 @@ def _with_rows_without_queries(study: Study) -> Study:
     return replace(study, systems=systems, default=default, points=points)
 
 
-_CATALOGUE: dict[str, Study] = {
-    study.name: _with_rows_without_queries(study)
-    for study in (
-        Study(
-            name="negatives",
-            title="Number of negatives (Table 4)",
-            systems=("single_bm25", "single_star", "stage1", "customised", "fed_negative"),
-            default=("single_bm25", "single_star", "stage1", "customised", "fed_negative"),
-            values=(),
-            axis="negatives of a query",
-            points=_negatives,
-            says="More negatives are better, in both stages; other clients' are better than the client's own.",
-            contrasts=_more_and_others,
-            notes=(
-                "n is the number of BM25 and of static negatives in stage 1, drawn from the best top_k, beside those "
-                "of the batch; in stage 2 that of the client's own dynamic negatives, or of fed-negatives. Rows of "
-                "stage 2 go on from one stage 1.",
-                "The paper's rows disagree with its Table 1: with BM25 negatives and n=8 Table 4 repeats the numbers "
-                "of BM25 without training (MRR@10 .172), where Table 1 has .188; '+ customised' at n=200 has R@1 .251 "
-                "here and .232 there, at the same MRR@10. In "
-                "every row from STAR on its passage R@20 is below its sentence R@20, which its equation 9 excludes.",
-            ),
-        ),
-        Study(
-            name="data_ratio",
-            title="Share of the train queries (Figure 5)",
-            systems=("single_star", "stage1", "customised", "fed_negative"),
-            default=("single_star", "stage1"),
-            values=(0.1, 0.25, 0.5, 1.0),
-            axis="share of the train queries",
-            points=_data_ratio,
-            says="The federation is above a single client at every share, and by more where there are fewer queries.",
-            contrasts=_each_against("single_star", "the federation is above a single client"),
-            notes=(
-                "Rounds stay the same, so fewer queries are fewer steps as well. The paper's figure has no numbers.",
-            ),
-        ),
-        Study(
-            name="hubness",
-            title="10 negatives of the best k (Table 2)",
-            systems=("stage1", "customised", "fed_negative"),
-            default=("stage1",),
-            values=(10, 50, 100, 300),
-            axis="k, the best of which 10 are drawn",
-            points=_hubness,
-            says="Taking the very best harms: R@1 rises from .121 at k=10 to .217 at k=300.",
-            contrasts=_ends("10 of many are better than the best 10"),
-            notes=(
-                "Where a collection has fewer than k sentences besides the answers, they are drawn from all of it.",
-                "The paper's row k=300 with 10 negatives has the numbers of its Table 1 for stage 1, which has 8.",
-            ),
-        ),
-        Study(
-            name="gain",
-            title="Gain of each client over training alone (Figure 4)",
-            systems=("single_star", "stage1", "customised", "fed_negative"),
-            default=("single_star", "stage1", "customised"),
-            values=(),
-            axis="train queries of the client",
-            points=_gain,
-            says="Clients with fewer queries gain more, and some of those with many lose.",
-            contrasts=_each_against("single_star", "the federation is above a single client"),
-            trend=Trend(claim="clients with fewer queries gain more", of=LINES["stage1"], over=LINES["single_star"]),
-            notes=("The paper's figure has no numbers.",),
-        ),
-        Study(
-            name="communication",
-            title="Quality against bytes of stage 2",
-            systems=("customised", "fed_negative"),
-            default=("customised", "fed_negative"),
-            values=(),
-            axis="requests and answers of a client, over all refreshes",
-            points=_communication,
-            says="",
-            contrasts=_against_first,
-            notes=(
-                "One thing is changed at a time. Requests are counted once for each client that they are passed on to; "
-                "bytes are those of tensors, without envelopes, and without stage 1, which is the same for all rows.",
-            ),
-        ),
-        Study(
-            name="clients",
-            title="Number of clients",
-            systems=("single_star", "stage1", "customised", "fed_negative"),
-            default=("single_star", "stage1"),
-            values=(10, 30, 100),
-            axis="clients",
-            points=_clients,
-            says="",
-            contrasts=_ends(""),
-            notes=(
-                "More clients are splits of the silos: the queries of each, of every split, are dealt among its parts, "
-                "and each part keeps the whole collection of its silo. All points have the same queries in total and "
-                "are judged on the same queries over the same collections.",
-                "Rounds and batches stay the same, so a client with fewer queries makes fewer steps in a round.",
-            ),
-        ),
-    )
+_STAR = "the federation is above a single client"
+_MADE: dict[StudyName, tuple[Callable[[Asked], list[Point]], Callable[[Sequence[Point]], list[Contrast]]]] = {
+    "negatives": (_negatives, _more_and_others),
+    "data_ratio": (_data_ratio, _each_against("single_star", _STAR)),
+    "hubness": (_hubness, _ends("10 of many are better than the best 10")),
+    "gain": (_gain, _each_against("single_star", _STAR)),
+    "communication": (_communication, _against_first),
+    "clients": (_clients, _ends("")),
 }
+_TRENDS = {
+    "gain": Trend(claim="clients with fewer queries gain more", of=LINES["stage1"], over=LINES["single_star"]),
+}
+
+
+def _read() -> dict[str, Study]:
+    """Return the studies of ``studies.yaml``, each with what makes its points and contrasts."""
+    told = yaml.safe_load(Path(__file__).with_name("studies.yaml").read_text(encoding="utf-8"))
+    found: dict[str, Study] = {}
+    for name, (points, contrasts) in _MADE.items():
+        facts: dict[str, Any] = {key: tuple(one) if isinstance(one, list) else one for key, one in told[name].items()}
+        facts["values"] = tuple(map(float, facts["values"]))  # a share of 1 is the same cell as one of 1.0
+        study = Study(name=name, points=points, contrasts=contrasts, trend=_TRENDS.get(name), **facts)
+        found[name] = _with_rows_without_queries(study)
+    return found
+
+
+_CATALOGUE = _read()

@@ -14,7 +14,7 @@ from lit_dpret.report.page import Picture, copied_picture
 from lit_dpret.report.paper_004 import table_1
 from lit_dpret.tasks.hard_negatives import case_grid
 from reproduction.federated.study_page import gain_grid, read_study, study_grid
-from reproduction.report.reproduction import Item, Paper, Show, item
+from reproduction.report.reproduction import Show, read_paper
 
 _COUNTS = {"passages": "#56B4E9", "sentences": "#0072B2", "train": "#D55E00", "dev": "#E69F00", "test": "#009E73"}
 _ARMS = {
@@ -67,10 +67,6 @@ def _axis(width: float, height: float) -> tuple[Any, Any]:
     return figure, axis
 
 
-_OURS = (
-    "Where Fed-NewsQA is not at hand, InsuranceQA's domains stand for it (or invented silos, where the command says "
-    "planted), and two layers or one of all-MiniLM-L6-v2 for DistilBERT."
-)
 #: What the paper prints in its Table 3 and, as losses, in its appendix C.
 TABLE_3 = {"Without training": 36.3, "CLM without embedding": 25.9, "CLM with sentence embedding": 25.6}
 FIGURE_6 = "with embeddings 3.239 nats, without 3.245"
@@ -172,68 +168,19 @@ def _written(results: Path, _: Path) -> list[Block]:
     return [Grid(header, rows), Paragraph(said)]
 
 
-_LM = (
-    "A small GPT-2 that is trained from nothing stands for the pretrained one, so perplexities are higher and the row "
-    "without training is near the size of its vocabulary; the attacker knows other sentences with their embeddings."
+_HITS = ("sentence/success@1",)
+PAPER_004 = read_paper(
+    "paper_004",
+    {
+        "Figure 3": _silos,
+        "Table 1": _main_table,
+        "Figure 4": _study("gain", columns=_HITS, table=False),
+        "Figure 5": _study("data_ratio", columns=_HITS, table=False),
+        "Table 2": _study("hubness", columns=(*_HITS, "passage/success@1")),
+        "Table 3": _perplexities,
+        "Table 4": _study("negatives"),
+        "Table 5": _cases,
+        "Figure 6": _losses,
+        "Table 6": _written,
+    },
 )
-
-
-def _drawing(number: str, says: str) -> Item:
-    return Item(number=number, says=says, why_not="It shows the method, not a result.")
-
-
-PAPER_004 = Paper(
-    name="paper_004",
-    title="Paper 004, Improving open-domain answer sentence selection by distributed clients (PDD-AS2)",
-    promise=(
-        "No privacy is promised for any model behind this page: epsilon is infinite. Measures, and some texts, are of "
-        "the clients' own questions and sentences: where those are private, keep the page where they are kept."
-    ),
-    internal=True,
-    items=(
-        _drawing("Figure 1", "a drawing of fed-negatives: requests, answers and their merging."),
-        _drawing("Figure 2", "a drawing of the two stages."),
-        item(
-            "Figure 3", "statistics of each genre of Fed-NewsQA; a figure without numbers.", ("silos",), _silos,
-            "The split of Fed-NewsQA was not published. Without NewsQA at hand: InsuranceQA's domains.",
-        ),
-        item(
-            "Table 1", "PDD-AS2 and its baselines on Fed-NewsQA, sentences and passages.", ("table_1",), _main_table,
-            f"{_OURS} Compare orders, not levels.",
-        ),
-        item(
-            "Figure 4",
-            "gain of each client in sentence R@1 over training alone: more for clients with fewer questions.",
-            ("gain",), _study("gain", columns=("sentence/success@1",), table=False), _OURS,
-        ),
-        item(
-            "Figure 5",
-            "sentence R@1 by the share of train questions: the federation is always above a single client.",
-            ("data_ratio",), _study("data_ratio", columns=("sentence/success@1",), table=False), _OURS,
-        ),
-        item(
-            "Table 2", "10 negatives of the best k: R@1 rises from .121 at k=10 to .217 at k=300.", ("hubness",),
-            _study("hubness", columns=("sentence/success@1", "passage/success@1")), _OURS,
-        ),
-        item(
-            "Table 3",
-            "perplexity of GPT-2 on the sentences with and without their embeddings; the difference is called "
-            "insignificant.",
-            ("inversion",), _perplexities, _LM,
-        ),
-        item(
-            "Table 4", "numbers of negatives in both stages: more are better.", ("negatives",), _study("negatives"),
-            _OURS,
-        ),
-        item(
-            "Table 5", "two questions with the hard negatives that were retrieved for them, some of which answer.",
-            ("cases",), _cases, "Train questions of one client, drawn by a seed; dot products in brackets.",
-            quotes=True,
-        ),
-        item("Figure 6", "training loss of GPT-2 with and without embeddings.", ("inversion",), _losses, _LM),
-        item(
-            "Table 6", "sentences that GPT-2 wrote from embeddings alone, none of them near the original.",
-            ("inversion",), _written, f"{_LM} Greedy, where the paper searches with beams.", quotes=True,
-        ),
-    ),
-)  # fmt: skip

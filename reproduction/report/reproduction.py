@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
+
 from lit_dpret.cards.page import Banner, Block, Bullets, Code, Grid, Paragraph, Section
 from lit_dpret.errors import DataError
 from lit_dpret.privacy.ledger.chain import today
@@ -46,13 +48,6 @@ class Item:
     quotes: bool = False
 
 
-def item(
-    number: str, says: str, parts: tuple[str, ...], show: Show, differs: str = "", *, quotes: bool = False
-) -> Item:
-    """Return an item that a part makes, in the order in which a list of them reads best."""
-    return Item(number=number, says=says, parts=parts, show=show, differs=differs, quotes=quotes)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Paper:
     """A paper: its tables and figures in its order, and what is promised of the models behind ours."""
@@ -62,6 +57,16 @@ class Paper:
     promise: str
     items: tuple[Item, ...]
     internal: bool = False
+
+
+def read_paper(name: str, shows: Mapping[str, Show]) -> Paper:
+    """Return the paper of ``NAME.yaml`` beside this file; ``shows`` makes the blocks of its items, by their numbers."""
+    facts = yaml.safe_load(Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8"))
+    items = tuple(
+        Item(**{**one, "parts": tuple(one.get("parts", ())), "show": shows.get(one["number"])})
+        for one in facts.pop("items")
+    )
+    return Paper(name=name, items=items, **facts)
 
 
 @dataclass(frozen=True, kw_only=True)
