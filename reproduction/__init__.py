@@ -13,7 +13,7 @@ from lit_dpret.lazy import lazy_names
 _MODULES = {
     "Ablate": "ablate",
     "CanaryStudy": "canary_study",
-    "CompareModes": "compare_modes",
+    "CompareModes": "ablate",
     "CompareNegatives": "compare_negatives",
     "FederatedStudy": "federated.study",
     "Paper000": "paper_000",

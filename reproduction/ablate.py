@@ -1,12 +1,14 @@
-"""`task=ablate`: what helps at one budget. Ways to train a retriever side by side, each run with noise of its own.
+"""`task=ablate` and `task=compare_modes`: ways to train the head of a frozen encoder side by side, several times each.
 
-A row that learns from synthetic queries has a generator for every run: its noise is part of what is uncertain. What
-is made from those queries is post-processing, so their retriever may be trained in any way; so may that of the
-upper bounds, or the share that is kept would flatter.
+The first asks what helps at one budget, the second how the privacy modes compare at several. Each run has noise of its
+own, and texts are encoded once for all of them. A row that learns from synthetic queries has a generator for every run,
+or a set that another run made. What is made from those queries is post-processing, so their retriever may be trained in
+any way; so may that of the upper bounds, or the share that is kept would flatter.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,8 +16,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import numpy as np
 
+from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.card import read_card
 from lit_dpret.cards.page import Grid, Paragraph, Section
 from lit_dpret.cards.text import privacy_line
@@ -25,18 +29,18 @@ from lit_dpret.losses import MarginMSELoss
 from lit_dpret.negatives import LabelledNegatives
 from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.retrieval.runs import EvaluationResult
-from lit_dpret.settings import require_number, require_whole
+from lit_dpret.settings import require_whole
 from lit_dpret.synthesis.filters import ReleasedQueries, load_released
 from lit_dpret.synthesis.filters.pseudo_labels import LABELS
 from lit_dpret.synthesis.pseudo_queries import write_pseudo_queries
 from lit_dpret.tasks.parts import Parts
-from lit_dpret.tasks.pipeline_stages import KEPT
+from lit_dpret.tasks.pipeline_stages import KEPT, check_round_trip
+from lit_dpret.tasks.ranking import score_embeddings
 from lit_dpret.tasks.synthesize import public_sample
-from reproduction.heads import HeadStudy
 from reproduction.recipe import PSEUDO, GeneratorRecipe, Recipe
-from reproduction.report.comparison import Headings, ModeRow
+from reproduction.report.comparison import COMPARE_MODES, Headings, ModeRow
 from reproduction.report.gain_share import gain_shares, share_section
-from reproduction.study import METRIC_NAMES, PUBLIC, Cell, TrainingRun
+from reproduction.study import METRIC_NAMES, PUBLIC, Cell, RetrievalStudy, TrainingRun
 from reproduction.synthetic_queries import (
     Teacher,
     draw,
@@ -47,6 +51,7 @@ from reproduction.synthetic_queries import (
     train_generator,
 )
 
+EMBEDDINGS = "embeddings"
 _MEBI = 2**20
 _WARM_UP = (
     "python train.py model=generator privacy=none datamodule=pairs datamodule.folder=PUBLIC_PAIRS "
@@ -55,32 +60,49 @@ _WARM_UP = (
 
 
 @dataclass(kw_only=True, eq=False)
-class Ablate(HeadStudy):
-    """Train a retriever by every recipe at one budget, evaluate and compare."""
+class Ablate(RetrievalStudy):
+    """Train a retriever by every recipe, at one budget or at each of several, evaluate and compare."""
 
     headings = Headings(
         name="ablation", title="What helps at one budget: ways to train a retriever on private queries", rows="Recipes"
     )
     encoder = "; frozen encoder with linear heads"
-    growing = HeadStudy.growing | {"generators", "likeness_texts", "teacher"}
+    growing = RetrievalStudy.growing | {"generators", "likeness_texts", "teacher"}
+    private_folder = EMBEDDINGS
 
     generators: Mapping[str, GeneratorRecipe] = field(default_factory=dict)
     teacher: str | Path | None = None
-    eps: float = 3.0
+    eps: float | Sequence[float] = 3.0
+    delta: float | None = None
+    synthetic: str | Path | Sequence[str | Path] | None = None
+    round_trip_filter: int | None = None
     written_passages: int | None = None
     likeness_texts: int | None = 2000
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_number("task", self, "eps")
-        require_whole("task", self, 1, "likeness_texts", "written_passages", null=True)
+        alone = isinstance(self.eps, (int, float))
+        listed: list[Any] = [self.eps] if alone else list(self.eps)  # type: ignore[arg-type]
+        if not listed or any(not (isinstance(e, (int, float)) and 0 < e < math.inf) for e in listed):
+            raise ConfigurationError(f"task.eps={self.eps} must be one or more positive, finite numbers.")
+        self._budgets = [] if alone else sorted(set(map(float, listed)))
+        require_whole("task", self, 1, "likeness_texts", "written_passages", "round_trip_filter", null=True)
+        given = [self.synthetic] if isinstance(self.synthetic, (str, Path)) else self.synthetic or ()
+        self._given = [Path(folder) for folder in given]
         self._teacher = None if self.teacher is None else Teacher(str(self.teacher))
         for name in self.chosen:
-            source = self.variants[name].queries
-            if source not in (None, PSEUDO) and source not in self.generators:
+            recipe: Recipe = self.variants[name]
+            if recipe.queries not in (None, PSEUDO, *self.generators) or (
+                recipe.learns_from_given and not self._budgets
+            ):
                 raise ConfigurationError(
-                    f"task.variants.{name}.queries={source} is not one of task.generators: "
+                    f"task.variants.{name}.queries={recipe.queries} is not one of task.generators: "
                     f"{', '.join(self.generators) or 'there are none'}."
+                )
+            if self.delta is None and recipe.privacy.keywords.get("neighbours") == "add_or_remove":
+                raise ConfigurationError(
+                    f"task.delta=null is 1 / (2 n), and neighbours=add_or_remove of task.variants.{name}.privacy makes "
+                    "n private. Set task.delta."
                 )
 
     def run(self, parts: Parts) -> dict[str, float]:
@@ -125,26 +147,108 @@ class Ablate(HeadStudy):
         )
 
     def cells(self) -> list[Cell]:
-        """Return the recipes, upper bounds first."""
-        order = {"bound": 0, "baseline": 1, "recipe": 2}
-        return [Cell(name) for name in sorted(self.chosen, key=lambda name: order[self.variants[name].part])]
+        """Return the recipes, upper bounds first; at several budgets those that need none, and then each budget's."""
+        order = ("bound", "baseline", "recipe")
+        names = sorted(self.chosen, key=lambda name: order.index(self.variants[name].part))
+        if not self._budgets:
+            return [Cell(name) for name in names]
+        cells = [Cell(name) for name in names if self.variants[name].guarantee == "none"]
+        claims = [(folder, self._budget_of(folder)) for folder in self._given]
+        for budget in self._budgets:
+            for name in names:
+                if self.variants[name].guarantee == "dp":
+                    cells.append(Cell(name, budget))
+                elif self.variants[name].learns_from_given:
+                    cells += [Cell(name, budget, folder) for folder, covered in claims if covered == budget]
+        stages = [cell.stage for cell in cells]
+        if twice := {stage for stage in stages if stages.count(stage) > 1}:
+            raise ConfigurationError(
+                f"task.synthetic has two folders for {twice.pop()}: give one for each of task.eps."
+            )
+        return cells
 
-    def budget_of(self, cell: Cell) -> float | None:
-        return self.eps if self.is_private(cell) else None
+    def _budget_of(self, folder: Path) -> float:
+        """Return the smallest budget that covers the claim of a given data set."""
+        claim = read_card(folder)["claim"]
+        if claim["guarantee"] != "dp":
+            raise ConfigurationError(f"task.synthetic={folder} claims no epsilon: there is no row that it belongs to.")
+        covering = [eps for eps in self._budgets if claim["epsilon"] <= eps]
+        if not covering:
+            raise ConfigurationError(
+                f"task.synthetic={folder} claims epsilon = {claim['epsilon']:.4g}, more than all of task.eps="
+                f"{self._budgets}. Add a budget that covers it, or leave the folder out."
+            )
+        return covering[0]
+
+    def _eps_of(self, cell: Cell) -> Any:
+        """Return the budget of one run of a row."""
+        return self.eps if cell.eps is None else cell.eps
+
+    # -- the retriever --------------------------------------------------------------------------
+
+    def is_private(self, cell: Cell) -> bool:
+        return bool(self.variants[cell.variant].guarantee == "dp")
+
+    def zero_shot(self) -> EvaluationResult:
+        return self.score(self._prepared(self._searched, "encoding passages and queries"))
+
+    def _make_retriever(self, privacy: Any, **settings: Any) -> Any:
+        """Make a retriever that finds the embeddings of this run."""
+        return self.retriever(privacy=privacy, cache_dir=self._parts.run_dir / EMBEDDINGS, **settings)
+
+    def _prepared(self, data: PairsDataModule, label: str) -> Any:
+        """Make the untrained retriever, with the texts of ``data`` encoded."""
+        model = self._make_retriever(NoPrivacy())
+        with ProgressLine(label) as progress:
+            model.prepare(data, progress=progress)
+        return model
+
+    def score(self, model: Any) -> EvaluationResult:
+        passages = dict(sorted(self._passages().items()))
+        model.prepare_texts(passages, self._queries)  # from the cache, but for the first run
+        queries = model.encode_queries(list(self._queries.values()))
+        found = model.encode_passages(list(passages.values()))
+        return score_embeddings(list(self._queries), queries, list(passages), found, self._qrels)
+
+    def _train_on(self, data: PairsDataModule, run: TrainingRun, **settings: Any) -> EvaluationResult:
+        """Do one training run of its row's recipe; ``settings`` of the retriever go before the recipe's."""
+        cell, seed = run.cell, run.seed
+        recipe: Recipe = self.variants[cell.variant]
+        L.seed_everything(seed, verbose=False)
+        noise, cap = self._calibrated(cell)
+        privacy = recipe.make_privacy(
+            eps=self._eps_of(cell), delta=self._claimed_delta(), seed=seed, noise_multiplier=noise
+        )
+        model = self._make_retriever(privacy, **recipe.module_settings(seed=seed) | settings)
+        data.cap = data.cap if cap is None else cap
+        size: dict[str, Any] = {"steps": recipe.steps, "batch": recipe.batch, "trials": recipe.trials}
+        return self.fit(model, data, run, **size)
+
+    def _claimed_delta(self) -> float:
+        """Return the delta of every claim."""
+        return 1.0 / (2 * self._searched.n_units) if self.delta is None else self.delta
+
+    def _calibrated(self, cell: Cell) -> tuple[float | None, int | None]:
+        """Noise multiplier and cap of the row's first run, which the others need not look for again."""
+        first = cell.run(self._parts.seed)
+        if not self.is_private(cell) or not self._stages.is_done(first):
+            return None, None
+        mechanism = read_card(self._parts.run_dir / first)["mechanism"]
+        return mechanism["noise_multiplier"], mechanism["law"][0].get("cap")
 
     # -- the queries that a run learns from -----------------------------------------------------
 
     def train(self, run: TrainingRun) -> EvaluationResult:
-        recipe: Recipe = self.variants[run.cell.variant]
-        if recipe.queries is None:
+        recipe, given = self.variants[run.cell.variant], run.cell.synthetic
+        if recipe.queries is None and given is None:
             data: PairsDataModule = self.make_data()
             data.rows_per_unit = recipe.rows_per_unit
-        else:
-            made = self._pseudo(recipe) if recipe.queries == PSEUDO else self._made(recipe, run.seed)
-            data = self._chosen(recipe, made)
-            if recipe.pseudo_labels is not None:
-                return self.train_on(data, run, **self._margins(recipe, data, made, run.seed))
-        return self.train_on(data, run)
+            return self._train_on(data, run)
+        made = given or (self._pseudo(recipe) if recipe.queries == PSEUDO else self._made(recipe, run.seed))
+        data = self._chosen(recipe, made, made.parent.name if given is None else run.cell.stage)
+        if recipe.pseudo_labels is None:
+            return self._train_on(data, run)
+        return self._train_on(data, run, **self._margins(recipe, data, made, run.seed))
 
     def _pseudo(self, recipe: Recipe) -> Path:
         name, passages = f"pseudo-{recipe.queries_per_passage}", self._to_write_for()
@@ -182,42 +286,46 @@ class Ablate(HeadStudy):
             first = self._parts.run_dir / f"generator-{name}-seed{self._parts.seed}"
             known = read_card(first)["mechanism"]["noise_multiplier"] if self._stages.is_done(first.name) else None
             noise = {} if known is None else {"noise_multiplier": known}
-            privacy = recipe.privacy(eps=self.eps, delta=self.claimed_delta(), **noise)
+            privacy = recipe.privacy(eps=self.eps, delta=self._claimed_delta(), **noise)
             tuning = {"tuning_data": self.tuning_data, "tuning_note": self.tuning_note}
             return train_generator(recipe, privacy, folder, parts=self._parts, seed=seed, resume=resume, tuning=tuning)
 
         self.once(stage, recipe.describe(), work, knob=f"task.generators.{name}")
         return self._parts.run_dir / stage
 
-    def _chosen(self, recipe: Recipe, made: Path) -> SyntheticDataModule:
+    def _chosen(self, recipe: Recipe, made: Path, name: str) -> SyntheticDataModule:
         """Return synthetic queries as training data: all, or those that find their passage."""
-        keep, k = None, recipe.round_trip_filter
+        keep, k = None, recipe.round_trip_filter or self.round_trip_filter
         if k is not None:
-            stage = f"round_trip{k}-{made.parent.name}"
+            stage = f"round_trip{k}-{name}"
             self._stages.run(stage, partial(self._consistent, made, k))
             keep = self._parts.run_dir / stage / KEPT
         return self._as_data(made, keep)
 
     def _as_data(self, made: Path, keep: Path | None) -> SyntheticDataModule:
-        card = self._has_card(made)
+        card = not self._is_pseudo(made)
         return SyntheticDataModule(folder=made, evaluation=self._searched, keep=keep, require_privacy_card=card)
 
     def _consistent(self, made: Path, k: int, stage: Path, resume: bool) -> dict[str, Any]:
+        """Keep the synthetic queries that find their own passage among ``k`` results of the untrained encoder."""
         data = self._as_data(made, None)
-        found = self.round_trip(data, self._released(made), stage, k=k, label="encoding synthetic queries")
-        return found | self._source(made)
+        data.setup("fit")
+        model = self._prepared(data, "encoding synthetic queries")
+        return check_round_trip(model, self._released(made), stage, k=k, seed=self._parts.seed) | self._source(made)
 
     def _source(self, made: Path) -> dict[str, str]:
-        """Which training wrote the queries; nothing for those that no training wrote."""
-        return made_by(made) if self._has_card(made) else {}
+        """Which training here wrote the queries; nothing for those that no training wrote, or one elsewhere."""
+        return made_by(made) if self._is_here(made) and not self._is_pseudo(made) else {}
 
     def _released(self, made: Path) -> ReleasedQueries:
         """Return synthetic queries, and all passages that are searched."""
-        released = load_released(made, declared_public=not self._has_card(made))
-        return replace(released, passages=self._passages())
+        return replace(load_released(made, declared_public=self._is_pseudo(made)), passages=self._passages())
 
-    def _has_card(self, made: Path) -> bool:
-        return not made.parent.name.startswith(PSEUDO)
+    def _is_here(self, made: Path) -> bool:
+        return made.parent.parent == self._parts.run_dir
+
+    def _is_pseudo(self, made: Path) -> bool:
+        return self._is_here(made) and made.parent.name.startswith(PSEUDO)
 
     def _margins(self, recipe: Recipe, data: SyntheticDataModule, made: Path, seed: int) -> dict[str, Any]:
         """Return what a retriever needs to learn the teacher's margins of synthetic queries."""
@@ -226,7 +334,7 @@ class Ablate(HeadStudy):
         teacher, per_query = self._teacher, recipe.pseudo_labels
 
         def work(folder: Path, resume: bool) -> dict[str, Any]:
-            zero_shot = self.make_retriever(NoPrivacy())
+            zero_shot = self._make_retriever(NoPrivacy())
             zero_shot.prepare(data)
             released = of_those(self._released(made), None if data.keep is None else Path(data.keep))
             labelled = teacher.label(released, folder, zero_shot=zero_shot, per_query=per_query, seed=self._parts.seed)
@@ -286,32 +394,29 @@ class Ablate(HeadStudy):
     def describe_row(self, cell: Cell, card: Mapping[str, Any]) -> dict[str, Any]:
         recipe: Recipe = self.variants[cell.variant]
         public = recipe.queries == PSEUDO
+        free = self._budgets or recipe.part == "bound" or public
         return {
-            "name": recipe.label,
+            "name": recipe.label if cell.eps is None else f"{recipe.label}, epsilon {cell.eps:g}",
             "privacy": PUBLIC if public else privacy_line(card),
-            "budget": None if recipe.part == "bound" or public else self.eps,
+            "budget": cell.eps if free else self.eps,
             "variant": cell.variant,
             "settings": recipe.describe(card),
         }
 
     def references(self) -> Sequence[str]:
-        """Zero-shot and the baselines: what recipes are tested against."""
+        """Zero-shot and the baselines, what recipes are tested against; at several budgets all are compared."""
         bases = [self.variants[name].label for name in self.chosen if self.variants[name].part == "baseline"]
-        return ["zero-shot", *bases]
+        return [] if self._budgets else ["zero-shot", *bases]
 
     def sections(self, rows: Sequence[ModeRow]) -> list[Section]:
-        by_name = {row.name: row for row in rows}
-        labels = {part: [self.variants[cell.variant].label for cell in self.cells() if self.part(cell) == part]
-                  for part in ("bound", "baseline", "recipe")}  # fmt: skip
-        judged = [by_name[label] for label in (*labels["bound"], *labels["baseline"], *labels["recipe"])]
+        by_label = {row.name: row for row in rows}
+        cells = [] if self._budgets else self.cells()
+        judged = [by_label[self.variants[cell.variant].label] for cell in cells]
+        bounds = [row for row, cell in zip(judged, cells, strict=True) if self.variants[cell.variant].part == "bound"]
         metric = next(iter(METRIC_NAMES.values()))
-        shares = gain_shares(judged, [by_name[label] for label in labels["bound"]], by_name["zero-shot"], metric)
+        shares = gain_shares(judged, bounds, by_label["zero-shot"], metric)
         found = [share_section(shares, metric)] if shares else []
         return found + self._generator_section()
-
-    def part(self, cell: Cell) -> str:
-        """Return what the row is in the table."""
-        return str(self.variants[cell.variant].part)
 
     def _generator_section(self) -> list[Section]:
         used = list(dict.fromkeys(self.variants[name].queries for name in self.chosen))
@@ -362,6 +467,31 @@ class Ablate(HeadStudy):
                 "Each run that learns from synthetic queries has a generator of its own, trained with noise of its "
                 "own: the interval over runs covers that noise."
             )
+        covered = {self._budget_of(folder) for folder in self._given}
+        missing = [f"{eps:g}" for eps in self._budgets if eps not in covered]
+        for label in (self.variants[name].label for name in self.chosen if self.variants[name].learns_from_given):
+            if missing:
+                yield (
+                    f"{label} is left out at epsilon {' and '.join(missing)}: task.synthetic names no data set with "
+                    "such a claim. task=synthesize and experiment=quickstart make one (RUN/synthetic/data)."
+                )
+            if covered:
+                yield (
+                    f"The runs of {label} differ in how the retriever is trained, not in the data set: the noise of "
+                    "its generator was drawn once, and the interval over runs does not cover that draw."
+                )
+
+
+@dataclass(kw_only=True, eq=False)
+class CompareModes(Ablate):
+    """Train every mode at every budget, evaluate and compare; budgets can be added to a comparison that is done."""
+
+    headings = COMPARE_MODES
+    encoder = "; frozen encoder with a linear query head"
+    growing = Ablate.growing | {"eps", "synthetic"}
+
+    eps: float | Sequence[float] = (3.0, 8.0)
+    round_trip_filter: int | None = 10
 
 
 def _nothing(folder: Path, resume: bool) -> dict[str, Any]:

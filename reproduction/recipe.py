@@ -1,4 +1,4 @@
-"""What `task=ablate` trains: a retriever in one way, from private queries, synthetic ones, or pseudo-queries."""
+"""What `task=ablate` and `task=compare_modes` train: a retriever in one way, and the generators that it learns from."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from lit_dpret.cards.start import model_folder, read_start
+from lit_dpret.cards.text import printed_epsilon
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.modules.frozen_dual_encoder import Head
+from lit_dpret.losses import PairwiseLoss
+from lit_dpret.modules import OptimizerSpec
+from lit_dpret.modules.frozen_dual_encoder import Head, Negatives
 from lit_dpret.modules.generator_folder import is_generator, weights_hash
 from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.modes import PrivacyMode
-from reproduction.heads import HeadVariant
+from lit_dpret.privacy.modes.base import Guarantee
+from lit_dpret.settings import picked
 
 PSEUDO = "pseudo"
 RowsPerUnit = Literal["one", "all"]
@@ -22,25 +26,45 @@ Part = Literal["recipe", "baseline", "bound"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe(HeadVariant):
-    """A way to train the retriever.
+class Recipe:
+    """A way to train the retriever: a privacy mode, what it learns from, and the settings that it does best with.
 
     Args:
+        label: Name in the table.
+        privacy: Makes the mode; the budget is filled in.
+        optimizer: Of the head.
+        steps: Logical steps.
+        batch: Units of a step on average.
+        temperature: Divides the similarity in the softmax, where ``loss`` is null.
+        negatives: ``auto``, ``pool`` or ``batch``; see `FrozenDualEncoder`.
+        pool_size: Public passages that a step draws, for the modes that are not ``public_passages``.
+        loss: A loss of the table of similarities; null for the softmax.
+        trials: How many settings of this recipe were tried.
         head: ``query``, ``both`` or ``shared``; see `FrozenDualEncoder`.
         head_dim: In how many principal directions of the public passages it learns; null for all.
         rows_per_unit: ``one`` passage of a drawn query, or ``all`` of them.
-        queries: What is learned from: null for the private queries, ``pseudo`` for words of the passages, or
-            the name of one of ``task.generators``, whose queries are written again for every run.
+        queries: What is learned from: null for the private queries, or under ``privacy=synthetic`` for the sets of
+            ``task.synthetic``; ``pseudo`` for words of the passages; or the name of one of ``task.generators``, whose
+            queries are written again for every run.
         queries_per_passage: How many are made for each passage.
         round_trip_filter: Learn from the synthetic queries that find their passage among so many results of the
-            zero-shot encoder; null learns from all.
+            zero-shot encoder; null for what ``task.round_trip_filter`` says.
         pseudo_labels: Learn the margins that ``task.teacher`` gives each synthetic query, between its passage and so
             many others, instead of which passage is its own; null learns that.
         part: ``bound`` for what may be reached without privacy, to which shares are taken; ``baseline`` for what
             every recipe is tested against; else ``recipe``.
-        **settings: The arguments of `HeadVariant`.
     """
 
+    label: str
+    privacy: partial[PrivacyMode]
+    optimizer: OptimizerSpec
+    steps: int
+    batch: int
+    temperature: float = 0.05
+    negatives: Negatives = "auto"
+    pool_size: int | None = None
+    loss: PairwiseLoss | None = None
+    trials: int | None = None
     head: Head = "query"
     head_dim: int | None = None
     rows_per_unit: RowsPerUnit = "one"
@@ -51,17 +75,17 @@ class Recipe(HeadVariant):
     part: Part = "recipe"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        for name, value, choices in (
-            ("head", self.head, Head), ("rows_per_unit", self.rows_per_unit, RowsPerUnit), ("part", self.part, Part),
+        for name, choices in (
+            ("negatives", Negatives), ("head", Head), ("rows_per_unit", RowsPerUnit), ("part", Part),
         ):  # fmt: skip
-            require_choice(f"task.variants: {name}", value, get_args(choices))
-        for name in ("queries_per_passage", "round_trip_filter", "pseudo_labels", "head_dim"):
+            require_choice(f"task.variants: {name}", getattr(self, name), get_args(choices))
+        for name in ("steps", "batch", "queries_per_passage", "round_trip_filter", "pseudo_labels", "head_dim"):
             number = getattr(self, name)
             if number is not None and number < 1:
                 raise ConfigurationError(f"task.variants: {name}={number} must be at least 1.")
-        made = self.queries not in (None, PSEUDO)
-        if made != self.learns_from_synthetic:
+        if not isinstance(self.privacy, partial) or not issubclass(self.mode, PrivacyMode):
+            raise ConfigurationError("task.variants: privacy must make a privacy mode; set its _partial_ to true.")
+        if self.queries not in (None, PSEUDO) and not self.learns_from_synthetic:
             raise ConfigurationError(
                 f"task.variants: queries={self.queries} cannot go with privacy={self.mode.name}. Queries of a DP "
                 "generator are learned from under privacy=synthetic, and only they are."
@@ -71,7 +95,6 @@ class Recipe(HeadVariant):
                 f"task.variants: queries=pseudo are public, and privacy={self.mode.name} would protect nobody. "
                 "Choose privacy=none."
             )
-
         if self.pseudo_labels is not None and (self.queries is None or self.head != "query"):
             raise ConfigurationError(
                 f"task.variants: pseudo_labels={self.pseudo_labels} cannot go with queries={self.queries} and head="
@@ -79,22 +102,71 @@ class Recipe(HeadVariant):
                 "queries, and head=query."
             )
 
+    @property
+    def mode(self) -> Any:
+        """The class of the privacy mode."""
+        return self.privacy.func
+
+    @property
+    def guarantee(self) -> Guarantee:
+        found: Guarantee = self.mode.guarantee
+        return found
+
+    @property
+    def learns_from_synthetic(self) -> bool:
+        return self.guarantee == "inherited"
+
+    @property
+    def learns_from_given(self) -> bool:
+        """Whether it learns from a set of ``task.synthetic``."""
+        return self.learns_from_synthetic and self.queries is None
+
+    def make_privacy(
+        self, *, eps: float | None, delta: float, seed: int, noise_multiplier: float | None
+    ) -> PrivacyMode:
+        """Make the mode with its budget; where it draws public passages, they are those of the training seed."""
+        budget: dict[str, Any] = {"eps": eps, "delta": delta} if self.guarantee == "dp" else {}
+        if noise_multiplier is not None:
+            budget["noise_multiplier"] = noise_multiplier
+        pool = {"pool_seed": seed} if self.mode.candidates == "pool" else {}
+        return self.privacy(**budget, **pool)
+
     def module_settings(self, *, seed: int) -> dict[str, Any]:
-        return {**super().module_settings(seed=seed), "head": self.head, "head_dim": self.head_dim}
+        """Return what the retriever is given besides its privacy mode."""
+        names = ("optimizer", "temperature", "negatives", "loss", "pool_size", "head", "head_dim")
+        return picked(self, *names) | {"pool_seed": seed}
 
     def describe(self, card: Mapping[str, Any]) -> dict[str, Any]:
-        made, told = self.queries is not None, super().describe(card)
+        """Describe how a run was trained, in its card's words where it has them; the same keys for every recipe."""
+        mechanism, claim = card["mechanism"], card["claim"]
+        coupling = mechanism.get("coupling") or {}
+        loss = f"softmax, temperature {self.temperature:g}" if self.loss is None else repr(self.loss)
         if self.pseudo_labels is not None:
-            told["loss"] = f"margins of a teacher, temperature {self.temperature:g}"
+            loss = f"margins of a teacher, temperature {self.temperature:g}"
+        made = self.queries is not None
         return {
-            **told,
-            "queries": self.queries or "private",
+            "mode": self.mode.name,
+            "loss": loss,
+            "epsilon": printed_epsilon(card),
+            "delta": claim["delta"],
+            "clipped": mechanism.get("engine") and (coupling.get("bounded") or claim["unit"]),
+            "clip_bound": mechanism.get("max_grad_norm"),
+            "sensitivity": mechanism.get("sensitivity") if claim["guarantee"] == "dp" else None,
+            "sigma": mechanism.get("noise_multiplier"),
+            "noise_std": mechanism.get("noise_std"),
+            "batch": self.batch,
+            "sub_batches": coupling.get("sub_batches"),
+            "n_max": coupling.get("n_max"),
+            "steps": self.steps,
+            "optimizer": f"{self.optimizer.name}, lr {self.optimizer.lr:g}, {self.optimizer.schedule}",
+            "trials": self.trials,
+            "queries": self.queries or ("synthetic" if self.learns_from_given else "private"),
             "per_passage": self.queries_per_passage if made else None,
             "round_trip": self.round_trip_filter,
             "pseudo_labels": self.pseudo_labels,
             "head": self.head,
             "head_dim": self.head_dim,
-            "passages_of_a_query": None if made else self.rows_per_unit,
+            "passages_of_a_query": None if made or self.learns_from_given else self.rows_per_unit,
         }
 
 

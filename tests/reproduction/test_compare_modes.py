@@ -28,7 +28,7 @@ from lit_dpret.privacy.modes import (
     SyntheticData,
 )
 from reproduction import CompareModes
-from reproduction.heads import HeadVariant as Variant
+from reproduction.recipe import Recipe as Variant
 
 MODES = ("none", "batch_clip", "per_example_duplicated", "logit_dp", "logit_dp_kernel", "public_passages", "synthetic")
 
