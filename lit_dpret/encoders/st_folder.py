@@ -4,7 +4,8 @@ An embedding is decided by more than weights: prefixes, lengths, pooling and nor
 of the model, and a model whose folder does not say them is a model that scores 0.02 elsewhere. We
 write the layout of sentence-transformers, which says them all, so that a plain
 ``SentenceTransformer(folder)`` computes our embeddings. Its class names are the old ones on purpose:
-every version of that library reads them.
+every version of that library reads them. A folder whose one transformer cuts queries and passages at
+different lengths needs version 6, and earlier ones refuse it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from safetensors.torch import save_file
 
 from lit_dpret.encoders.backbones import load_linear, load_transformer, position_limit, resolve_folder, take_pooler
-from lit_dpret.encoders.contract import Contract
+from lit_dpret.encoders.contract import Contract, Side
 from lit_dpret.encoders.text_encoder import TextEncoder
 from lit_dpret.errors import ConfigurationError, StorageError, UnsupportedModelError
 
@@ -33,7 +34,7 @@ _POOLING_KEYS = {
     "weightedmean": "pooling_mode_weightedmean_tokens",
     "lasttoken": "pooling_mode_lasttoken",
 }
-_OURS = "lit_dpret.json"
+_LENGTHS: Mapping[Side, str] = {"query": "query_length", "passage": "document_length"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +57,16 @@ class ModelFolder:
     normalise: bool = True
     query_prefix: str = ""
     passage_prefix: str = ""
-    shared_backbone: bool = True
-    one_encoder: bool = True
+
+    @property
+    def shared_backbone(self) -> bool:
+        """Whether one transformer serves both routes."""
+        return self.query.transformer == self.passage.transformer
+
+    @property
+    def one_encoder(self) -> bool:
+        """Whether nothing but lengths and prefixes tells the routes apart."""
+        return replace(self.query, max_length=self.passage.max_length) == self.passage
 
 
 def read_folder(folder: Path) -> ModelFolder:
@@ -80,11 +89,10 @@ def read_folder(folder: Path) -> ModelFolder:
     kinds = [kind for kind, _ in modules]
     normalise = kinds[-1] == "Normalize"
     inner = modules[:-1] if normalise else modules
-    shared = one = True
     if [kind for kind, _ in inner] in (["Router"], ["Asym"]):
-        query, passage, shared, one = _read_router(inner[0][1])
+        query, passage = _read_router(inner[0][1])
     else:
-        query = passage = _read_tower(folder, inner)
+        query, passage = _read_tower(folder, inner, "query"), _read_tower(folder, inner, "passage")
     prompts, default = _read_prompts(folder)
     query_prefix = prompts.get("query", default)
     passage_prefix = next((prompts[key] for key in ("document", "passage", "corpus") if key in prompts), default)
@@ -94,8 +102,6 @@ def read_folder(folder: Path) -> ModelFolder:
         normalise=normalise,
         query_prefix=query_prefix,
         passage_prefix=passage_prefix,
-        shared_backbone=shared,
-        one_encoder=one,
     )
 
 
@@ -106,7 +112,7 @@ def _read_prompts(folder: Path) -> tuple[dict[str, str], str]:
     return prompts, prompts.get(config.get("default_prompt_name") or "", "")
 
 
-def _read_router(folder: Path) -> tuple[Tower, Tower, bool, bool]:
+def _read_router(folder: Path) -> tuple[Tower, Tower]:
     path = next((folder / name for name in ("router_config.json", "config.json") if (folder / name).is_file()), None)
     if path is None:
         raise UnsupportedModelError(f"{folder}: a Router without router_config.json.")
@@ -114,16 +120,14 @@ def _read_router(folder: Path) -> tuple[Tower, Tower, bool, bool]:
     routes: Mapping[str, list[str]] = config["structure"]
     if set(routes) != {"query", "document"}:
         raise UnsupportedModelError(f"{path}: routes {sorted(routes)} are not query and document.")
-    towers = {
-        route: _read_tower(folder, [(str(config["types"][name]).rsplit(".", 1)[-1], folder / name) for name in names])
-        for route, names in routes.items()
-    }
-    ours = _json(folder / _OURS) if (folder / _OURS).is_file() else {}
-    shared = towers["query"].transformer == towers["document"].transformer or bool(ours.get("shared_backbone"))
-    return towers["query"], towers["document"], shared, bool(ours.get("one_encoder"))
+    query, passage = (
+        [(str(config["types"][name]).rsplit(".", 1)[-1], folder / name) for name in routes[route]]
+        for route in ("query", "document")
+    )
+    return _read_tower(folder, query, "query"), _read_tower(folder, passage, "passage")
 
 
-def _read_tower(folder: Path, modules: list[tuple[str, Path]]) -> Tower:
+def _read_tower(folder: Path, modules: list[tuple[str, Path]], side: Side) -> Tower:
     kinds = [kind for kind, _ in modules]
     if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Dense"]):
         raise UnsupportedModelError(
@@ -144,7 +148,7 @@ def _read_tower(folder: Path, modules: list[tuple[str, Path]]) -> Tower:
     return Tower(
         transformer=transformer,
         pooling=_read_pooling(modules[1][1]),
-        max_length=said.get("max_seq_length"),
+        max_length=said.get(_LENGTHS[side]) or said.get("max_seq_length"),
         lower_case=bool(said.get("do_lower_case", False)),
         dense=dense,
     )
@@ -175,9 +179,10 @@ def save_sentence_transformer(
           for the same batch (float32), prefixes and cut-offs included.
         - `TextEncoder.from_pretrained` or `load_towers` gives back the same model.
 
-    One tower for both sides becomes a flat folder. Where the sides differ (separate towers, a linear
-    head on the query side, different maximal lengths) it becomes a Router with two routes. Routes
-    share one copy of the weights if they cut at the same length; otherwise each has its own copy.
+    One tower for both sides becomes a flat folder, which transformers loads as well. Where the sides are computed
+    differently (separate towers, a linear head on the query side) it becomes a Router with two routes and none by
+    default: a text whose side is not said would silently be taken for a passage. A backbone that both sides share
+    is written once, with the length at which either side is cut.
 
     Args:
         folder: Where to write; made if it is not there.
@@ -187,7 +192,7 @@ def save_sentence_transformer(
             normalised.
 
     Raises:
-        ConfigurationError: The two sides do not end in the same space.
+        ConfigurationError: The two sides do not end in the same space, or share a backbone and not the lower case.
         StorageError: The folder cannot be written.
     """
     passage_encoder = query_encoder if passage_encoder is None else passage_encoder
@@ -198,25 +203,23 @@ def save_sentence_transformer(
             f"in {passage_encoder.dim} (normalise={passage.normalise}); they must end in the same space."
         )
     one_backbone = query_encoder.backbone is passage_encoder.backbone
-    one_transformer = one_backbone and (query.query_max_length, query.lower_case) == (
-        passage.passage_max_length,
-        passage.lower_case,
-    )
-    flat = (
-        one_transformer and query.pooling == passage.pooling and query_encoder.projection is passage_encoder.projection
-    )
+    if one_backbone and query.lower_case != passage.lower_case:
+        raise ConfigurationError(
+            f"The sides share one backbone, and lower_case={query.lower_case} for queries is {passage.lower_case} for "
+            "passages; a folder says it once for each backbone. Give both sides the same, or separate towers."
+        )
+    flat = one_backbone and query.pooling == passage.pooling and query_encoder.projection is passage_encoder.projection
+    sides: dict[Side, TextEncoder] = {"query": query_encoder, "passage": passage_encoder}
     root = Path(folder)
     normalise = ["Normalize"] if query.normalise else []
     try:
         root.mkdir(parents=True, exist_ok=True)
         if flat:
-            _write_transformer(root, query_encoder, query.query_max_length, passage_encoder)
+            _write_transformer(root, sides)
             kinds = _write_head(root, ["1_Pooling", "2_Dense"], query_encoder)
         else:
             kinds = ["Router"]
-            _write_router(root, query_encoder, passage_encoder, one_transformer)
-            one_encoder = query_encoder is passage_encoder
-            _write_json(root / _OURS, {"shared_backbone": one_backbone, "one_encoder": one_encoder})
+            _write_router(root, sides, shared=one_backbone)
         modules = [
             {"idx": i, "name": str(i), "path": f"{i}_{kind}" if i else "", "type": f"{_TYPES}.{kind}"}
             for i, kind in enumerate(kinds + normalise)
@@ -238,40 +241,41 @@ def save_sentence_transformer(
         raise StorageError(f"{root} cannot be written: {error.strerror or error}.") from error
 
 
-def _write_router(root: Path, query_encoder: TextEncoder, passage_encoder: TextEncoder, one_transformer: bool) -> None:
+def _write_router(root: Path, sides: Mapping[Side, TextEncoder], *, shared: bool) -> None:
     structure: dict[str, list[str]] = {}
     types: dict[str, str] = {}
-    sides = (
-        ("query", query_encoder, query_encoder.contract.query_max_length, passage_encoder),
-        ("document", passage_encoder, passage_encoder.contract.passage_max_length, query_encoder),
-    )
-    for route, encoder, max_length, other in sides:
-        owner = "query" if one_transformer else route
+    routes: dict[Side, str] = {"query": "query", "passage": "document"}
+    for side, encoder in sides.items():
+        route, owner = routes[side], "query" if shared else routes[side]
         if owner == route:
-            _write_transformer(root / f"{route}_0_Transformer", encoder, max_length, other)
+            _write_transformer(root / f"{route}_0_Transformer", sides if shared else {side: encoder})
         names = [f"{owner}_0_Transformer", f"{route}_1_Pooling", f"{route}_2_Dense"]
         kinds = _write_head(root, names[1:], encoder)
         structure[route] = names[: len(kinds)]
         types.update({name: f"{_TYPES}.{kind}" for name, kind in zip(names, kinds, strict=False)})
-    parameters = {"default_route": "document", "allow_empty_key": True}
+    parameters = {"default_route": None, "allow_empty_key": False}
     _write_json(root / "router_config.json", {"types": types, "structure": structure, "parameters": parameters})
 
 
-def _write_transformer(folder: Path, encoder: TextEncoder, max_length: int, other: TextEncoder) -> None:
-    """Weights, the unused ones among them, and a tokenizer that knows where to cut.
+def _write_transformer(folder: Path, sides: Mapping[Side, TextEncoder]) -> None:
+    """Weights, the unused ones among them, and a tokenizer that knows where to cut texts of these sides.
 
-    Of two encoders that share a backbone the first to be made holds the unused weights.
+    Of two encoders that share a backbone the first to be made holds the unused weights. Where the lengths differ,
+    a reader that does not say the side gets the longer one.
     """
-    unused = encoder.unused_weights or (other.unused_weights if other.backbone is encoder.backbone else {})
+    encoder = next(iter(sides.values()))
+    unused = next((side.unused_weights for side in sides.values() if side.unused_weights), {})
     encoder.backbone.save_pretrained(folder, state_dict={**encoder.backbone.state_dict(), **unused})
+    lengths = {_LENGTHS[side]: each.contract.max_length(side) for side, each in sides.items()}
+    longest = max(lengths.values())
     tokenizer = copy.deepcopy(encoder.tokenizer)
-    tokenizer.model_max_length = max_length
+    tokenizer.model_max_length = longest
     if tokenizer.is_fast:
         tokenizer.backend_tokenizer.no_truncation()
         tokenizer.backend_tokenizer.no_padding()
     tokenizer.save_pretrained(folder)
-    said = {"max_seq_length": max_length, "do_lower_case": encoder.contract.lower_case}
-    _write_json(folder / "sentence_bert_config.json", said)
+    said = {"max_seq_length": longest, "do_lower_case": encoder.contract.lower_case}
+    _write_json(folder / "sentence_bert_config.json", said | (lengths if len(set(lengths.values())) > 1 else {}))
 
 
 def _write_head(root: Path, names: list[str], encoder: TextEncoder) -> list[str]:

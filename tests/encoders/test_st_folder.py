@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from tiny_models import TEXTS, tiny_bert, tiny_t5, tiny_tokenizer
 from torch import Tensor, nn
+from transformers import AutoModel, AutoTokenizer
 
 from lit_dpret.encoders import Contract, TextEncoder, load_towers
 from lit_dpret.encoders.st_folder import GENERATOR_CONTRACT, read_folder, save_sentence_transformer
@@ -127,7 +128,7 @@ def test_saving_what_was_loaded_gives_the_same_files(name: str, tmp_path: Path) 
         if file.suffix == ".safetensors":
             assert load_file(first).keys() == load_file(second).keys()
             assert all(torch.equal(value, load_file(second)[key]) for key, value in load_file(first).items())
-        elif file.name != "lit_dpret.json" and file.suffix == ".json":
+        elif file.suffix == ".json":
             drop = ("name_or_path", "_name_or_path", "is_local", "local_files_only")
             one, two = json.loads(first.read_text()), json.loads(second.read_text())
             if isinstance(one, dict):
@@ -141,21 +142,58 @@ def test_the_folder_says_where_texts_are_cut_in_both_places(name: str, tmp_path:
     query, passage, _ = model = MODELS[name]()
     expected(model)  # a tokenizer remembers the cut of its last call, and must not save it
     write(model, tmp_path)
-    limits = {query.contract.query_max_length, (passage or query).contract.passage_max_length}
+    lengths = [query.contract.query_max_length, (passage or query).contract.passage_max_length]
+    if passage is None or passage.backbone is query.backbone:
+        lengths = [max(lengths)]
     told, tokenized = set(), set()
     for path in tmp_path.rglob("sentence_bert_config.json"):
         told.add(json.loads(path.read_text())["max_seq_length"])
         tokenized.add(json.loads((path.parent / "tokenizer_config.json").read_text())["model_max_length"])
         content = json.loads((path.parent / "tokenizer.json").read_text())
         assert content["truncation"] is None and content["padding"] is None
-    assert told == tokenized == limits
+    assert told == tokenized == set(lengths)
 
 
-def test_routes_share_one_copy_of_the_weights_when_they_cut_alike(tmp_path: Path) -> None:
-    save("query head", tmp_path / "head")
-    save("two lengths", tmp_path / "lengths")
-    assert len(list((tmp_path / "head").rglob("*_Transformer/model.safetensors"))) == 1
-    assert len(list((tmp_path / "lengths").rglob("*_Transformer/model.safetensors"))) == 2
+@ALL
+def test_a_backbone_of_both_sides_is_written_once_and_stays_one_in_sentence_transformers(
+    name: str, tmp_path: Path
+) -> None:
+    st = pytest.importorskip("sentence_transformers", reason="fine-tunes what was exported")
+    query, passage, linear = model = MODELS[name]()
+    write(model, tmp_path / "ours")
+    backbones = {id(side.backbone) for side in (query, passage or query)}
+    theirs = st.SentenceTransformer(str(tmp_path / "ours"), device="cpu")
+    held = [part for part in theirs.modules() if type(part).__name__ == "Transformer" and hasattr(part, "tokenizer")]
+    assert len(held) == len(backbones)
+    if passage is None and linear is None:  # nothing but lengths and prefixes tells the sides apart
+        assert AutoModel.from_pretrained(tmp_path / "ours").config.hidden_size == 16
+        assert max(AutoTokenizer.from_pretrained(tmp_path / "ours")(TEXTS, truncation=True)["input_ids"], key=len)
+    with torch.no_grad():
+        for part in held:
+            for weight in part.parameters():
+                weight += 0.01
+    theirs.save(str(tmp_path / "tuned"))
+    towers = load_towers(tmp_path / "tuned")
+    assert len({id(side.backbone) for side in towers}) == len(backbones)
+    tuned = [encode(TEXTS, batch_size=len(TEXTS)) for encode in (theirs.encode_query, theirs.encode_document)]
+    for side, found, encoder in zip(("query", "passage"), tuned, towers, strict=True):
+        assert torch.equal(encoder.eval().encode(TEXTS, side), torch.from_numpy(found))
+
+
+@pytest.mark.parametrize("name", ["query head", "two lengths and a query head", "two towers", "two poolings"])
+def test_a_text_without_a_side_is_refused_where_the_sides_are_computed_differently(name: str, tmp_path: Path) -> None:
+    st = pytest.importorskip("sentence_transformers", reason="it is what refuses")
+    model = st.SentenceTransformer(str(save(name, tmp_path)), device="cpu")
+    with pytest.raises(ValueError, match="task"):
+        model.encode(TEXTS)
+    assert model.encode(TEXTS, task="query").shape == model.encode_query(TEXTS).shape
+
+
+def test_one_backbone_with_two_ways_of_lower_casing_is_refused(tmp_path: Path) -> None:
+    query = tiny_encoder()
+    other = query.changed(contract=Contract(lower_case=True, **SAME))
+    with pytest.raises(ConfigurationError, match="lower_case"):
+        save_sentence_transformer(tmp_path, query, other)
 
 
 def test_the_pooler_that_embeddings_do_not_use_is_saved_with_the_rest(tmp_path: Path) -> None:
@@ -213,7 +251,7 @@ def test_a_folder_written_by_sentence_transformers_itself_is_read_as_it_means_it
     st = pytest.importorskip(
         "sentence_transformers", reason="sentence-transformers is the other implementation; install it to compare"
     )
-    for name in ("prefixes", "max, lower case", "projection on both sides", "query head", "two towers"):
+    for name in ("prefixes", "max, lower case", "projection on both sides", "two lengths", "query head", "two towers"):
         theirs = st.SentenceTransformer(str(save(name, tmp_path / name / "ours")), device="cpu")
         theirs.save(str(tmp_path / name / "theirs"))
         towers = load_towers(tmp_path / name / "theirs")
