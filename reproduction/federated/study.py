@@ -37,6 +37,7 @@ from reproduction.federated.cells import Cells, check_divisible, kept_shares, si
 from reproduction.federated.study_page import (
     SHOWN,
     ClientGain,
+    Measured,
     StudyPage,
     StudyRow,
     draw_study,
@@ -164,7 +165,7 @@ class FederatedStudy:
             title=study.title,
             axis=study.axis,
             rows=rows,
-            says=study.says,
+            paper_says=study.says,
             findings=findings,
             gains=_gains(points, found, study.trend, counts) if study.trend is not None else [],
             notes=[
@@ -245,7 +246,7 @@ class FederatedStudy:
 
 
 def _row(study: Study, point: Point, by_seed: Mapping[int, SystemResult]) -> StudyRow:
-    results = list(by_seed.values())
+    results, paper = list(by_seed.values()), of_study(study.name, point.line, point.label)
     sent: dict[str, float] = {}
     for result in results:
         for phases in result.sent.values():
@@ -256,11 +257,12 @@ def _row(study: Study, point: Point, by_seed: Mapping[int, SystemResult]) -> Stu
         line=point.line,
         label=point.label,
         at=point.at,
-        per_seed={name: [_over_clients(result, name) for result in results] for name in COLUMNS},
-        paper=of_study(study.name, point.line, point.label),
+        measures={
+            name: Measured.of([_over_clients(result, name) for result in results], paper.get(name)) for name in COLUMNS
+        },
         bytes_per_client=sent,
         epsilon=max(spent, default=None),
-        cpu_seconds=sum(result.cpu_seconds for result in results),
+        cpu_seconds=round(sum(result.cpu_seconds for result in results), 1),
     )
 
 

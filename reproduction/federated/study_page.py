@@ -34,8 +34,6 @@ INTERNAL = (
     "Internal: these numbers were computed on each client's own queries. They are covered by no guarantee and belong "
     "where the queries are kept."
 )
-_TOLD = {"title": "title", "says": "paper_says", "findings": "findings", "notes": "notes", "command": "command",
-         "promise": "promise"}  # fmt: skip
 _MEANS = (
     "Means over clients, then over seeds, ± the 95 % t-interval over seeds; the paper's number, where it has one, in "
     "brackets. R@k is the paper's name for a hit at k, here success@k. The paper's data and encoder are others: "
@@ -44,15 +42,34 @@ _MEANS = (
 
 
 @dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One measure of a point: the mean over clients for each seed, its t-interval, and the paper's number."""
+
+    mean: float
+    low: float | None
+    high: float | None
+    per_seed: Sequence[float]
+    paper: float | None = None
+
+    @classmethod
+    def of(cls, per_seed: Sequence[float], paper: float | None = None) -> Measured:
+        """Return a measure with its interval over seeds; without bounds where there is one seed."""
+        return cls(per_seed=per_seed, paper=paper, **ends(seed_interval(per_seed)))  # type: ignore[arg-type]
+
+    @property
+    def interval(self) -> Interval:
+        return seed_interval(self.per_seed)
+
+
+@dataclass(frozen=True, kw_only=True)
 class StudyRow:
-    """One point of a study.
+    """One point of a study, as its file holds it.
 
     Args:
         line: What it has in common with others.
         label: In what it differs.
         at: Where it stands on the axis of the plot; null where that is a measured one.
-        per_seed: The mean over clients of each measure, for each seed.
-        paper: The paper's numbers, by measure.
+        measures: By name.
         bytes_per_client: By phase, the mean over clients and seeds.
         epsilon: The largest of all clients; null where nothing is promised.
         cpu_seconds: Of all seeds.
@@ -61,15 +78,14 @@ class StudyRow:
     line: str
     label: str
     at: float | None = None
-    per_seed: Mapping[str, Sequence[float]]
-    paper: Mapping[str, float] = field(default_factory=dict)
+    measures: Mapping[str, Measured]
     bytes_per_client: Mapping[str, float] = field(default_factory=dict)
     epsilon: float | None = None
     cpu_seconds: float = 0.0
 
     def interval(self, measure: str) -> Interval:
         """Return mean and t-interval over seeds; without bounds where there is one seed."""
-        return seed_interval(self.per_seed[measure])
+        return self.measures[measure].interval
 
     @property
     def stage2_bytes(self) -> float:
@@ -88,17 +104,18 @@ class ClientGain:
 
 @dataclass(frozen=True, kw_only=True)
 class StudyPage:
-    """The contents of the report of a study."""
+    """The contents of the report of a study; its file holds all of it but the axis."""
 
     title: str
-    axis: str
-    rows: Sequence[StudyRow]
-    says: str = ""
+    internal: bool = True
+    promise: str = ""
+    paper_says: str = ""
     findings: Sequence[str] = ()
-    gains: Sequence[ClientGain] = ()
     notes: Sequence[str] = ()
     command: str = ""
-    promise: str = ""
+    rows: Sequence[StudyRow]
+    gains: Sequence[ClientGain] = ()
+    axis: str = ""
 
 
 def with_reach(interval: Interval) -> str:
@@ -117,9 +134,11 @@ def write_study(page: StudyPage, folder: Path, name: str, *, picture: Path | Non
     Raises:
         StorageError: A file cannot be written.
     """
+    facts = asdict(page)
+    del facts["axis"]
     return Page(
         name=name, title=page.title, subtitle=today(), lead=[Banner(INTERNAL, "caution"), Paragraph(page.promise)],
-        sections=_sections(page, picture), facts=_facts(page), tables={f"{name}.csv": _sheet(page)},
+        sections=_sections(page, picture), facts=facts, tables={f"{name}.csv": _sheet(page)},
     ).write(folder)  # fmt: skip
 
 
@@ -131,21 +150,10 @@ def read_study(path: Path) -> StudyPage:
     """
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
-        rows = [
-            StudyRow(
-                line=row["line"],
-                label=row["label"],
-                at=row["at"],
-                per_seed={name: found["per_seed"] for name, found in row["measures"].items()},
-                paper={name: found["paper"] for name, found in row["measures"].items() if found["paper"] is not None},
-                bytes_per_client=row["bytes_per_client"],
-                epsilon=row["epsilon"],
-                cpu_seconds=row["cpu_seconds"],
-            )
-            for row in facts["rows"]
-        ]
-        told = {key: facts[name] for key, name in _TOLD.items()}
-        return StudyPage(axis="", rows=rows, gains=[ClientGain(**gain) for gain in facts["gains"]], **told)
+        for row in facts["rows"]:
+            row["measures"] = {name: Measured(**found) for name, found in row["measures"].items()}
+        rows, gains = [StudyRow(**row) for row in facts["rows"]], [ClientGain(**gain) for gain in facts["gains"]]
+        return StudyPage(**{**facts, "rows": rows, "gains": gains})
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} holds no study ({type(error).__name__}: {error}).") from error
 
@@ -157,11 +165,11 @@ def _sections(page: StudyPage, picture: Path | None) -> list[Section]:
     sections = [Section("Result", blocks)]
     if page.gains:
         sections.append(Section("Each client", [gain_grid(page.gains)]))
-    read: list[Block] = [Paragraph(f"The paper: {page.says}")] if page.says else []
+    read: list[Block] = [Paragraph(f"The paper: {page.paper_says}")] if page.paper_says else []
     if page.findings:
         read.append(Bullets(list(page.findings)))
     if read:
-        sections.append(Section("Against what the paper reports" if page.says else "Differences", read))
+        sections.append(Section("Against what the paper reports" if page.paper_says else "Differences", read))
     if page.notes:
         sections.append(Section("Notes", [Bullets(list(page.notes))]))
     return [*sections, Section("Again", [Code(page.command)])]
@@ -170,7 +178,7 @@ def _sections(page: StudyPage, picture: Path | None) -> list[Section]:
 def study_grid(page: StudyPage, only: Sequence[str] | None = None) -> Grid:
     """Return the points as a table, ours and in brackets the paper's; of all measures, or of some."""
     wanted = COLUMNS if only is None else only
-    measures = [name for name in wanted if all(name in row.per_seed for row in page.rows)]
+    measures = [name for name in wanted if all(name in row.measures for row in page.rows)]
     sent = any(row.bytes_per_client for row in page.rows)
     header = ["", "", *(COLUMNS[name] for name in measures)]
     header += ["stage 1, MB / client", "stage 2, MB / client"] if sent else []
@@ -181,7 +189,8 @@ def study_grid(page: StudyPage, only: Sequence[str] | None = None) -> Grid:
     for row in page.rows:
         cells = ["" if row.line == before else row.line, row.label]
         for name in measures:
-            theirs = f" ({f'{row.paper[name]:.3f}'.removeprefix('0')})" if name in row.paper else ""
+            paper = row.measures[name].paper
+            theirs = "" if paper is None else f" ({f'{paper:.3f}'.removeprefix('0')})"
             cells.append(with_reach(row.interval(name)) + theirs)
         if sent:
             cells += [_mb(row.bytes_per_client.get("stage 1", 0.0)), _mb(row.stage2_bytes)]
@@ -211,45 +220,13 @@ def _mb(count: float) -> str:
     return f"{count / 1e6:.3g}" if count else "0"
 
 
-def _facts(page: StudyPage) -> dict[str, Any]:
-    return {
-        "title": page.title,
-        "internal": True,
-        "promise": page.promise,
-        "paper_says": page.says,
-        "findings": list(page.findings),
-        "notes": list(page.notes),
-        "command": page.command,
-        "rows": [
-            {
-                "line": row.line,
-                "label": row.label,
-                "at": row.at,
-                "measures": {
-                    name: {
-                        **ends(row.interval(name)),
-                        "per_seed": list(row.per_seed[name]),
-                        "paper": row.paper.get(name),
-                    }
-                    for name in row.per_seed
-                },
-                "bytes_per_client": dict(row.bytes_per_client),
-                "epsilon": row.epsilon,
-                "cpu_seconds": round(row.cpu_seconds, 1),
-            }
-            for row in page.rows
-        ],
-        "gains": [asdict(gain) for gain in page.gains],
-    }
-
-
 def _sheet(page: StudyPage) -> Table:
-    names = list(dict.fromkeys(name for row in page.rows for name in row.per_seed))
+    names = list(dict.fromkeys(name for row in page.rows for name in row.measures))
     header = ["line", "label", "at", *(f"{name}{end}" for name in names for end in ("", " paper"))]
     header += ["stage 1 bytes per client", "stage 2 bytes per client", "epsilon"]
     rows = [
         [row.line, row.label, row.at,
-         *(cell for name in names for cell in (row.interval(name), row.paper.get(name))),
+         *(cell for name in names for cell in (row.interval(name), row.measures[name].paper)),
          row.bytes_per_client.get("stage 1", 0.0), row.stage2_bytes, row.epsilon]
         for row in page.rows
     ]  # fmt: skip
@@ -298,7 +275,7 @@ def _lines(axis: Any, page: StudyPage) -> None:
             list(at.values()), [one.mean for one in found], yerr=[_reach(one) for one in found],
             color=colour, linestyle=dashes, marker=marker, capsize=3, label=line,
         )  # fmt: skip
-        theirs = [(at[id(row)], row.paper[SHOWN]) for row in rows if SHOWN in row.paper]
+        theirs = [(at[id(row)], paper) for row in rows if (paper := row.measures[SHOWN].paper) is not None]
         if theirs:
             axis.plot(
                 *zip(*theirs, strict=True), color=_GREY, linestyle=dashes, marker=marker, markerfacecolor="none",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -120,9 +120,10 @@ def write_reproduction(
         Section("How this was made", _made_by(parts, command)),
         *([Section("Notes", [Bullets(list(notes))])] if notes else []),
     ]
+    known_parts = [{name: value for name, value in asdict(part).items() if name != "results"} for part in parts]
     facts = {
         "schema": SCHEMA, "paper": paper.name, "title": paper.title, "promise": paper.promise, "command": command,
-        "notes": list(notes), "items": [_facts(one) for one in told], "parts": [_part_facts(part) for part in parts],
+        "notes": list(notes), "items": [_facts(one) for one in told], "parts": known_parts,
     }  # fmt: skip
     tables = _tables(told)
     for item in paper.items:  # an earlier page may have shown what this one must not
@@ -211,10 +212,3 @@ def _plain(block: Block) -> dict[str, Any]:
     return (
         {"picture": block.path.name, "says": block.says} if isinstance(block, Picture) else {"text": block.markdown()}
     )
-
-
-def _part_facts(part: PartTold) -> dict[str, Any]:
-    return {
-        "name": part.name, "sizes": part.sizes, "command": part.command, "taken": part.taken, "absent": part.absent,
-        "seconds": part.seconds,
-    }  # fmt: skip

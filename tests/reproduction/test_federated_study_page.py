@@ -14,6 +14,7 @@ from lit_dpret.report.figures import can_draw
 from lit_dpret.retrieval.statistics import Interval
 from reproduction.federated.study_page import (
     ClientGain,
+    Measured,
     StudyPage,
     StudyRow,
     draw_study,
@@ -28,23 +29,25 @@ MEASURES = ("sentence/mrr@10", "sentence/success@1", "passage/success@1")
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def row(line: str, label: str, at: float | None, level: float, sent: float = 0.0, **more: object) -> StudyRow:
-    values = {name: [level - 0.01, level, level + 0.01] for name in MEASURES}
-    return StudyRow(
-        line=line, label=label, at=at, per_seed=values, bytes_per_client={"stage 1": 3e6, "responses": sent}, **more
-    )  # type: ignore[arg-type]
+def row(
+    line: str, label: str, at: float | None, level: float, sent: float = 0.0, paper: float | None = None
+) -> StudyRow:
+    told = {name: paper if name == "sentence/success@1" else None for name in MEASURES}
+    measures = {name: Measured.of([level - 0.01, level, level + 0.01], told[name]) for name in MEASURES}
+    sizes = {"stage 1": 3e6, "responses": sent}
+    return StudyRow(line=line, label=label, at=at, measures=measures, bytes_per_client=sizes)
 
 
 LINES = StudyPage(
     title="Ten of the best k",
     axis="k",
     rows=[
-        row("stage 1", "k=10", 10, 0.2, paper={"sentence/success@1": 0.121}),
-        row("stage 1", "k=300", 300, 0.3, paper={"sentence/success@1": 0.217}),
+        row("stage 1", "k=10", 10, 0.2, paper=0.121),
+        row("stage 1", "k=300", 300, 0.3, paper=0.217),
         row("alone", "k=10", 10, 0.25),
         row("alone", "k=300", 300, 0.24),
     ],
-    says="The best harm.",
+    paper_says="The best harm.",
     findings=["It appears here."],
     command="python train.py ...",
     promise="No privacy is promised for any of these models: epsilon is infinite.",
@@ -98,7 +101,7 @@ def test_json_and_csv_say_what_the_page_says(tmp_path: Path) -> None:
 
 
 def test_one_seed_has_no_interval(tmp_path: Path) -> None:
-    one = replace(LINES.rows[0], per_seed={name: [0.25] for name in MEASURES}, paper={})
+    one = replace(LINES.rows[0], measures={name: Measured.of([0.25]) for name in MEASURES})
     files = write_study(replace(LINES, rows=[one]), tmp_path, "hubness")
     measure = json.loads(files["hubness.json"].read_text(encoding="utf-8"))["rows"][0]["measures"]["sentence/success@1"]
     assert (measure["mean"], measure["low"], measure["high"]) == (0.25, None, None)
