@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lit_dpret.audit.attacks.coins import COINS_NAME, Coins
-from lit_dpret.audit.attacks.membership import AttackResult, Ceilings, measure
+from lit_dpret.audit.attacks.membership import AttackResult, Ceilings, Promise, measure
 from lit_dpret.audit.attacks.release import bigram_scores, disclosures, nearest_scores, repeated
 from lit_dpret.audit.statistics.evidence import check_confidence
 from lit_dpret.audit.statistics.scores import CanaryScores
@@ -319,14 +319,15 @@ class Membership(MembershipSettings):
     ) -> list[AttackResult]:
         count, member = suspects.attacked, suspects.member
         results = []
+        delta = (claim.delta or 0.0) if suspects.fair else None
+        promise = Promise(ceilings=claim.ceilings, delta=delta, epsilon=claim.eps)
         with ProgressLine("intervals") as progress:
             for done, (name, values) in enumerate(scores.items()):
                 progress(done, len(scores))
                 pair = CanaryScores.of(values[:count], member[:count])
                 results.append(
                     measure(
-                        name, pair, ceilings=claim.ceilings, delta=(claim.delta or 0.0) if suspects.fair else None,
-                        claimed=claim.eps, confidence=self.confidence, alarm=self.alarm, attacks=len(scores),
+                        name, pair, promise, confidence=self.confidence, alarm=self.alarm, attacks=len(scores),
                         resamples=self.resamples,
                     )
                 )  # fmt: skip

@@ -75,13 +75,30 @@ class AttackResult:
         }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Promise:
+    """What attacks are held against.
+
+    Attributes:
+        ceilings: Upper bounds by false positive rate (``attack_ceilings`` of the accountant, with the releases given);
+            None where nothing was promised.
+        delta: Of the claim, where a fair coin decided about each query: a one-run audit is then made too.
+        epsilon: Of the claim; None where none is claimed.
+    """
+
+    ceilings: Ceilings | None = None
+    delta: float | None = None
+    epsilon: float | None = None
+
+
+NOTHING = Promise()
+
+
 def measure(
     attack: str,
     scores: CanaryScores,
+    promise: Promise = NOTHING,
     *,
-    ceilings: Ceilings | None = None,
-    delta: float | None = None,
-    claimed: float | None = None,
     confidence: float = 0.95,
     alarm: float = 0.9999,
     attacks: int = 1,
@@ -92,12 +109,9 @@ def measure(
     Args:
         attack: Its name.
         scores: Of members and others.
-        ceilings: Upper bounds by false positive rate (``attack_ceilings`` of the accountant, with the releases
-            given); None where nothing was promised.
-        delta: Of the claim, where a fair coin decided about each query: a one-run audit is then made too.
-        claimed: The epsilon of the claim.
+        promise: What it is held against.
         confidence: Of intervals, and of the evidence, whose allowed error is divided among ``attacks``.
-        alarm: With which confidence something has to be above its ceiling, or the evidence above ``claimed``, to
+        alarm: With which confidence something has to be above its ceiling, or the evidence above the claim, to
             be called so in any of the attacks.
         attacks: How many attacks were made on the same model.
         resamples: Of the bootstrap.
@@ -106,6 +120,7 @@ def measure(
         ConfigurationError: A number is out of its range.
     """
     error, least = (check_confidence(level) / max(1, attacks) for level in (confidence, alarm))
+    ceilings, delta, claimed = promise.ceilings, promise.delta, promise.epsilon
     above = [] if ceilings is None else list(exceeded(scores, ceilings, error=least))
     if delta is not None and claimed is not None:
         proved = one_run_audit(scores, delta=delta, confidence=1 - least).eps_lower

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lit_dpret.audit.attacks.membership import RATES, exceeded, half_accuracy, measure
+from lit_dpret.audit.attacks.membership import RATES, Promise, exceeded, half_accuracy, measure
 from lit_dpret.audit.statistics.metrics import auc, bootstrap, tpr_at_fpr
 from lit_dpret.audit.statistics.scores import CanaryScores
 from lit_dpret.privacy.accounting.ceilings import attack_ceilings
@@ -52,7 +52,7 @@ def test_the_higher_half_is_guessed_without_knowing_a_member() -> None:
 
 def test_evidence_is_asked_for_where_coins_were_tossed_and_divided_among_the_attacks() -> None:
     scores = CanaryScores(np.arange(200) + 100.0, np.arange(200))
-    alone, one_of_ten = (measure("x", scores, delta=1e-6, attacks=count, resamples=10) for count in (1, 10))
+    alone, one_of_ten = (measure("x", scores, Promise(delta=1e-6), attacks=count, resamples=10) for count in (1, 10))
     assert alone.evidence is not None and one_of_ten.evidence is not None
     assert alone.evidence.eps_lower > one_of_ten.evidence.eps_lower > 0
     assert one_of_ten.evidence.confidence == pytest.approx(0.995)
@@ -92,15 +92,15 @@ def test_the_best_attack_on_a_gaussian_is_rarely_called_above_its_ceiling() -> N
 def test_an_attack_on_half_of_the_claimed_noise_is_called_above_its_ceiling() -> None:
     rng = np.random.default_rng(0)
     scores = CanaryScores(rng.normal(2 * SHIFT, 1, 1000), rng.normal(0, 1, 1000))
-    found = measure("x", scores, ceilings=by_the_accountant, alarm=0.9999, attacks=10, resamples=10)
+    found = measure("x", scores, Promise(ceilings=by_the_accountant), alarm=0.9999, attacks=10, resamples=10)
     assert "the balanced accuracy" in {one.what for one in found.exceeded}
 
 
 def test_evidence_above_the_claim_is_called_so() -> None:
     scores = CanaryScores(np.arange(200) + 1000.0, np.arange(200))
-    found = measure("x", scores, delta=1e-9, claimed=1.0, resamples=10)
+    found = measure("x", scores, Promise(delta=1e-9, epsilon=1.0), resamples=10)
     assert [one.what for one in found.exceeded] == ["epsilon at delta=1e-09"]
-    assert measure("x", scores, delta=1e-9, claimed=8.0, resamples=10).exceeded == ()
+    assert measure("x", scores, Promise(delta=1e-9, epsilon=8.0), resamples=10).exceeded == ()
 
 
 def test_intervals_of_several_statistics_are_those_of_each_alone() -> None:
