@@ -49,6 +49,11 @@ _POSITIONAL = {"compare": ("run_a", "run_b"), "verify": ("card",), "audit": ("ru
 _UNKNOWN_KEY = re.compile(r"Could not override '([^']+)'")
 _SETTING = re.compile(r"((?:\+\+?|~)?[A-Za-z_][\w./@:-]*)=(.*)", re.DOTALL)
 _LARGEST_SEED = 2**32 - 1
+_MAY_CHANGE = {  # when a fit goes on: how fast it goes, and where files lie
+    "physical_batch_size", "num_workers", "gradient_checkpointing", "grad_cache_rows", "cache_dir", "passage_cache_dir",
+    "secret_file", "dataset_ledger", "total_eps", "pretrained", "encoder", "folder", "root", "pairs", "queries",
+    "corpus", "qrels", "path", "file",
+}  # fmt: skip
 _places: list[tuple[str, Path]] = []  # the setting and the folder of the command that runs
 _failed: list[Exception] = []  # what ended it
 _CANNOT_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT)
@@ -105,6 +110,7 @@ def build_parts(cfg: DictConfig) -> Parts:
         make_canaries=lambda: None if cfg.get("canaries") is None else node("canaries"),
         make_federation=lambda: None if cfg.get("federated") is None else node("federated", _convert_="all"),
         make_run=partial(_composed, cfg),
+        trained_settings=partial(_trained_settings, cfg),
         trial_of=None if cfg.trial_of is None else Path(cfg.trial_of),
         command=" ".join([_program(), as_typed(_shown_overrides())]).strip(),
     )
@@ -130,6 +136,23 @@ def _check_numbers(node: Any, place: str) -> None:
             check(value, f"{place}.{key}")
 
     check(found, place)
+
+
+def _trained_settings(cfg: DictConfig) -> dict[str, Any]:
+    """Return by full name the settings that decide what a fit trains, and not how fast or from which folder."""
+    found: dict[str, Any] = {"seed": cfg.seed}
+
+    def add(node: Any, place: str) -> None:
+        for key, value in node.items():
+            if isinstance(value, dict):
+                add(value, f"{place}.{key}")
+            elif key not in _MAY_CHANGE:
+                found[place if key == "_target_" else f"{place}.{key}"] = value
+
+    for group in ("model", "datamodule", "privacy"):
+        add(OmegaConf.to_container(cfg[group], resolve=True), group)
+    add({name: cfg.trainer[name] for name in ("max_steps", "max_epochs") if name in cfg.trainer}, "trainer")
+    return found
 
 
 def _composed(cfg: DictConfig, overrides: Sequence[str]) -> ComposedRun:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,8 +19,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lit_dpret import cli
 from lit_dpret.cards.card import write_card
 from lit_dpret.cli import build_parts, explain
-from lit_dpret.errors import ConfigurationError, LitDpretError
+from lit_dpret.errors import ConfigurationError, DataError, LitDpretError
 from lit_dpret.privacy.modes import NoPrivacy
+from lit_dpret.tasks.fit import keep_settings
 
 CHECK = ("-m", "lit_dpret", "check_data")
 ROOT = Path(__file__).resolve().parent.parent
@@ -146,6 +148,27 @@ def test_a_resume_with_other_noise_or_data_is_refused_and_spends_nothing(tmp_pat
     log.write_text(log.read_text(encoding="utf-8").replace("number 7", "number seven"), encoding="utf-8")
     assert "data set" in refused(call(*settings, "resume=true", folder=tmp_path))
     assert ledger.read_text(encoding="utf-8").count('"intent"') == before
+
+
+def test_a_fit_goes_on_with_the_settings_that_it_began_with(tmp_path: Path) -> None:
+    """What is trained stays as it was, and is named as the user named it; how fast it goes may change."""
+
+    def keep(*changed: str) -> None:
+        with initialize_config_module(version_base="1.3", config_module="lit_dpret.configs"):
+            cfg = compose("train", overrides=[f"run_dir={tmp_path}", *TINY, *changed])
+        keep_settings(build_parts(cfg))
+
+    keep()
+    for name, value in {
+        "trainer.max_steps": "3", "seed": "7", "model.max_query_length": "9", "model.optimizer.lr": "0.5",
+        "privacy.eps": "8", "datamodule.expected_batch_size": "4", "model": "dual_encoder",
+    }.items():  # fmt: skip
+        with pytest.raises(ConfigurationError, match=f"^{re.escape(name)}="):
+            keep(f"{name}={value}", "resume=true")
+    keep("resume=true", "datamodule.physical_batch_size=4", "model.gradient_checkpointing=true")
+    with pytest.raises(DataError, match=r"settings\.json"):
+        (tmp_path / "settings.json").write_text("{}")
+        keep("resume=true")
 
 
 @pytest.mark.slow

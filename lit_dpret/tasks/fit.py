@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,8 +23,10 @@ from lit_dpret.callbacks.planning import plan_run
 from lit_dpret.callbacks.refusals import refuse_broken_claims
 from lit_dpret.cards.card import CARD_NAME
 from lit_dpret.cards.start import Start
+from lit_dpret.distributed import rank_watch
 from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
+from lit_dpret.files import read_json, write_whole
 from lit_dpret.privacy.accounting.releases import Release
 from lit_dpret.privacy.ledger.run import require_run
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, forthcoming_releases
@@ -82,6 +85,8 @@ def plan_fit(
 
 
 CHECKPOINTS = "checkpoints"
+SETTINGS = "settings.json"
+_SETTINGS_SCHEMA = "lit-dpret/fit-settings/1"
 
 
 @dataclass(kw_only=True)
@@ -96,6 +101,7 @@ class Fit:
     def run(self, parts: Parts) -> dict[str, float]:
         """Build, train and export; returns the last logged metrics."""
         check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
+        keep_settings(parts)
         L.seed_everything(parts.seed, verbose=False)
         privacy = parts.make_privacy()
         datamodule = parts.make_datamodule()
@@ -154,6 +160,21 @@ class Fit:
                 "one person on both sides. Set privacy.unit=query."
             )
         return partial(_keep_heads, datamodule, folder)
+
+
+def keep_settings(parts: Parts) -> None:
+    """Write down what the run trains; refuse to go on with something else, by the name that the user knows it by."""
+    path, now = parts.run_dir / SETTINGS, json.loads(json.dumps(parts.trained_settings(), default=str))
+    if parts.resume:
+        before = read_json(path, _SETTINGS_SCHEMA)["settings"] if path.exists() else now
+        for name in sorted(now.keys() | before.keys()):
+            if now.get(name) != before.get(name):
+                raise ConfigurationError(
+                    f"{name}={now.get(name)} with resume=true, and the run in {parts.run_dir} began with "
+                    f"{before.get(name)}. Restore it, or begin a new run in another hydra.run.dir."
+                )
+    elif rank_watch.is_first() and not (parts.run_dir / CHECKPOINTS).exists():
+        write_whole(path, json.dumps({"schema": _SETTINGS_SCHEMA, "settings": now}, indent=2) + "\n")
 
 
 @rank_zero_only

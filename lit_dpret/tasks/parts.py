@@ -47,6 +47,7 @@ class Parts:
     make_canaries: Callable[[], Any] = lambda: None
     make_federation: Callable[[], Any] = lambda: None
     make_run: Callable[[Sequence[str]], ComposedRun] | None = None
+    trained_settings: Callable[[], dict[str, Any]] = dict
     trial_of: Path | None = None
     resume: bool = False
     seed: int = 0
