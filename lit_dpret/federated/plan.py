@@ -67,6 +67,7 @@ class FederationPlan(Safeguards, SuperLinkTarget):
         self._set("state", None if self.state is None else Path(self.state))
         if self.silos == PLANTED:
             self._set("model", replace(self.model, planted=self.planted))
+        self._refuse_sample()
         safeguards = {one.name: getattr(self, one.name) for one in fields(Safeguards)}
         first, second = self._defaults()
         run = PddAs2(
@@ -100,6 +101,19 @@ class FederationPlan(Safeguards, SuperLinkTarget):
             raise ConfigurationError(
                 f"federated.state={self.state}: with federated=flower each silo has its state beside its data "
                 "(lit-dpret silo --state). Leave it out here."
+            )
+
+    def _refuse_sample(self) -> None:
+        """Refuse a sample of queries where one unit decides which other units are in it."""
+        kept, private = self.sample.get("max_train_queries"), self.privacy
+        if self.silos != INSURANCEQA or kept is None or private.eps is None:
+            return
+        if (private.unit, private.neighbours) == ("pair", "replace_one"):
+            raise ConfigurationError(
+                f"federated.sample.max_train_queries={kept} cannot go with federated.privacy.unit=pair under "
+                "neighbours=replace_one: a pair in the place of another one may bring a query into the sample, which "
+                "moves all pairs of another query out. Set it to null, or set neighbours=zero_out, under which ids are "
+                "public, or unit=query."
             )
 
     def _defaults(self) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -288,7 +288,7 @@ def units_and_budget(
     if privacy.eps is None:
         raise ConfigurationError("federated.privacy.eps=null: there is no budget, and so no ledger of one. Set it.")
     data = SiloDataModule(folder=silo, **sampling)
-    data.use_unit("pair" if privacy.unit == "pair" else "query")
+    data.use_unit(privacy.unit, privacy.neighbours)
     budget = silo_budget(
         privacy.eps, privacy.delta, unit=privacy.unit, neighbours=privacy.neighbours, units=data.n_units
     )

@@ -163,3 +163,15 @@ def test_sizes_of_planted_silos_that_are_no_numbers_are_refused_with_the_setting
         Planted(**{knob: value})
     with pytest.raises(ConfigurationError, match=rf"planted\.{knob}={value!r}"):
         FederationPlan(silos="planted", planted={knob: value})
+
+
+def test_a_sample_of_queries_is_refused_where_replacing_a_pair_moves_the_pairs_of_others() -> None:
+    budget = {"eps": 8.0, "neighbours": "replace_one"}
+    given: dict[str, Any] = {
+        "sample": {"max_train_queries": 2}, "privacy": budget | {"unit": "pair"}, "declare_public": True,
+    }  # fmt: skip
+    with pytest.raises(ConfigurationError, match=r"federated\.sample\.max_train_queries=2"):
+        FederationPlan(**given)
+    for sound in ({"unit": "query"}, {"unit": "pair", "neighbours": "zero_out"}):
+        FederationPlan(**given | {"privacy": budget | sound})
+    FederationPlan(**given | {"sample": {}})
