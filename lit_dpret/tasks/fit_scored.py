@@ -26,7 +26,7 @@ from lit_dpret.synthesis.textsim.words import need
 from lit_dpret.tasks.fit import Fit
 from lit_dpret.tasks.parts import Parts
 from lit_dpret.tasks.synthesize import public_sample
-from lit_dpret.tasks.uncovered import Whose
+from lit_dpret.tasks.uncovered import Whose, check_synthetic
 
 BLEU = "val/bleu"
 
@@ -76,6 +76,13 @@ class FitScored(Fit):
         data = parts.make_datamodule() if self.datamodule is None else self.datamodule
         data.prepare_data()
         data.setup("test")
+        if self.data == "synthetic":
+            check_synthetic(data, self.split)
+        if self.data == "public" and self.split == "train" and self._protects(parts, data):
+            raise ConfigurationError(
+                "task.data=public with task.split=train: these are the queries that the run protects. Choose another "
+                "task.split or task.datamodule, or set task.data=private."
+            )
         queries, qrels = data.evaluation_set(self.split)
         asked: dict[str, list[str]] = {}
         for query, judged in qrels.items():
@@ -86,6 +93,14 @@ class FitScored(Fit):
             raise DataError(f"task.split={self.split} has no query with a passage, so there is nothing to score on.")
         texts = data.public_passages()
         return public_sample({name: texts[name] for name in asked}, self.max_passages), asked
+
+    def _protects(self, parts: Parts, data: Any) -> bool:
+        """Return whether the run trains privately on ``data``, the validation data, whoever made the DataModule."""
+        if parts.make_privacy().guarantee != "dp":
+            return False
+        own = data if self.datamodule is None else parts.read_data("test")
+        found = (one.data_fingerprint(b"compared in this process") for one in (own, data))
+        return len(set(found)) == 1
 
     def _bleu(self, parts: Parts, held: tuple[dict[str, str], dict[str, list[str]]]) -> float:
         passages, asked = held

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from lightning.pytorch.loggers.logger import DummyLogger
 from tiny_generator import generator
-from tiny_tasks import parts, trainer
+from tiny_tasks import parts, trainer, write_log, write_synthetic
 
 from lit_dpret.cards.card import read_card
+from lit_dpret.datamodules import PairsDataModule, SyntheticDataModule
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.tasks import FitScored
 from lit_dpret.tasks.fit_scored import BLEU
@@ -60,3 +61,28 @@ def test_whose_the_queries_are_has_to_be_said_and_a_missing_split_is_refused_bef
     with pytest.raises(DataError, match="nowhere"):
         run(tmp_path, Told(), split="nowhere")
     assert not (tmp_path / "run" / "privacy_ledger.jsonl").exists()
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_queries_that_the_run_protects_are_not_taken_for_public_ones(tmp_path: Path, again: bool) -> None:
+    own = PairsDataModule(folder=write_log(tmp_path / "log"), sampling="shuffle") if again else None
+    with pytest.raises(ConfigurationError, match=r"task\.data=public with task\.split=train"):
+        run(tmp_path, Told(), datamodule=own, split="train")
+    assert not (tmp_path / "run" / "privacy_ledger.jsonl").exists()
+
+
+def test_public_data_of_its_own_may_be_scored_by_its_train_split(tmp_path: Path) -> None:
+    other = PairsDataModule(folder=write_log(tmp_path / "other", [f"other{i}" for i in range(24)]))
+    assert BLEU in run(tmp_path, Told(), datamodule=other, split="train")
+
+
+def test_synthetic_queries_are_held_against_their_card(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="without a privacy card"):
+        run(tmp_path, Told(), data="synthetic")
+    log = PairsDataModule(folder=tmp_path / "log")
+    made = SyntheticDataModule(folder=write_synthetic(tmp_path / "made", log))
+    assert BLEU in run(tmp_path, Told(), data="synthetic", datamodule=made, split="train")
+    (tmp_path / "made" / "queries.jsonl").write_text('{"_id": "pseudo-p0", "text": "red car"}\n', encoding="utf-8")
+    changed = SyntheticDataModule(folder=tmp_path / "made")
+    with pytest.raises(DataError):
+        run(tmp_path / "again", Told(), data="synthetic", datamodule=changed, split="train")
