@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import chain, groupby
@@ -19,8 +18,9 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from lit_dpret.cards.hub import check_license, claim_metadata, front_matter, stated_languages
 from lit_dpret.cards.text import show_delta, show_epsilon
-from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.errors import DataError
 from lit_dpret.privacy.plan import HISTOGRAM
 from lit_dpret.synthesis.shards import SCHEMA, json_line, write_chunks
 
@@ -218,8 +218,16 @@ _SIZES = (
     (1_000_000, "100K<n<1M"),
     (10_000_000, "1M<n<10M"),
 )
-_LANGUAGE = re.compile(r"[a-z]{2,3}(-[A-Za-z0-9]+)*")
-_LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
+#: What `datasets` finds under which name.
+_CONFIGS = [
+    {"config_name": name, "data_files": [{"split": split, "path": path}]}
+    for name, split, path in (
+        ("default", "train", "qrels/train.jsonl"),
+        ("corpus", "corpus", "corpus.jsonl"),
+        ("queries", "queries", "queries.jsonl"),
+        ("pairs", "train", "pairs/train.jsonl"),
+    )
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,8 +237,8 @@ class DataCard:
     Args:
         origin: What wrote the queries, as Markdown list items.
         tags: Tags for the Hugging Face hub.
-        language: ISO codes of the texts, with commas between them.
-        license: Licence of the set as the hub calls it (``cc-by-4.0``); ``other`` where it is that of the passages.
+        language: ISO codes of the texts, with commas between them; None where nobody stated it.
+        license: Licence of the set as the hub calls it (``cc-by-4.0``); None where nobody stated it.
 
     Raises:
         ConfigurationError: A code is not one.
@@ -239,34 +247,25 @@ class DataCard:
     title: str
     origin: list[str] = field(default_factory=list)
     tags: list[str] = field(default_factory=lambda: ["synthetic", "query-generation", "beir"])
-    language: str = "en"
-    license: str = "other"
+    language: str | None = None
+    license: str | None = None
 
     def __post_init__(self) -> None:
-        for code in self.languages:
-            if not _LANGUAGE.fullmatch(code):
-                raise ConfigurationError(f"language={self.language!r}: {code!r} is no ISO code such as en or pt-BR.")
-        if not _LICENSE.fullmatch(self.license):
-            raise ConfigurationError(
-                f"license={self.license!r} is no licence as the Hugging Face hub writes it, such as cc-by-4.0 or other."
-            )
-
-    @property
-    def languages(self) -> list[str]:
-        """The codes, one by one."""
-        return [code.strip() for code in self.language.split(",")]
+        stated_languages(self.language)
+        check_license(self.license)
 
     @property
     def terms(self) -> dict[str, str]:
-        """Language and licence, for ``generation.json``."""
-        return {"language": self.language, "license": self.license}
+        """Language and licence where they are stated, for ``generation.json``."""
+        stated = {"language": self.language, "license": self.license}
+        return {name: value for name, value in stated.items() if value is not None}
 
 
 def terms_of(folder: Path) -> dict[str, str]:
     """Return language and licence of an earlier set, for one that is made from it; none where it states none."""
     try:
         facts = json.loads((folder / SUMMARY_NAME).read_text(encoding="utf-8"))
-        return {name: str(facts["terms"][name]) for name in ("language", "license")}
+        return {name: str(facts["terms"][name]) for name in ("language", "license") if name in facts["terms"]}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
 
@@ -282,19 +281,26 @@ def write_readme(folder: Path, card: DataCard, counts: Counts, privacy: Mapping[
     )
     own = "The passages keep the licence of their source, and so does text derived from them"
     declared = f"`{card.license}`, as declared by whoever made the set. {own}."
+    header = {
+        "pretty_name": card.title,
+        "language": stated_languages(card.language),
+        "license": card.license,
+        "task_categories": ["text-retrieval"],
+        "task_ids": ["document-retrieval"],
+        "size_categories": [next((name for bound, name in _SIZES if counts.queries < bound), "n>10M")],
+        "tags": card.tags,
+        "privacy": None if privacy is None else claim_metadata(privacy),
+        "configs": _CONFIGS,
+    }
     text = Template(Path(__file__).with_name("data_card.md").read_text(encoding="utf-8")).substitute(
+        header=front_matter(header),
         title=card.title,
-        pretty_name=json.dumps(card.title, ensure_ascii=False),
-        languages=json.dumps(card.languages),  # quoted, or Norwegian (no) would be false
-        license=card.license,
-        size=next((name for bound, name in _SIZES if counts.queries < bound), "n>10M"),
-        tags=", ".join(card.tags),
         queries=counts.queries,
         passages=counts.passages,
         privacy="\n".join(_privacy_lines(privacy)),
         # Nothing was drawn for a selection of queries that were.
         origin="\n".join([*(f"- {line}" for line in card.origin), *([drawn] if counts.drawn else [])]),
-        licence=f"{own}; hence `other`." if card.license == "other" else declared,
+        licence=f"None was stated for the set. {own}." if card.license is None else declared,
     )
     write_chunks(folder / "README.md", [text])
 

@@ -89,7 +89,7 @@ def write_pseudo_queries(
     out: str | Path,
     *,
     queries_per_passage: int = 1,
-    language: str = "en",
+    language: str | None = None,
 ) -> Path:
     """Write ``pseudo_queries`` in the layout of a synthetic data set, so that the same training reads both."""
     check_passages(passages)

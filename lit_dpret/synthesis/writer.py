@@ -52,8 +52,8 @@ def synthesize(
     out: str | Path,
     *,
     passages_are_public: bool,
-    language: str = "en",
-    license: str = "other",
+    language: str | None = None,
+    license: str | None = None,
     tuning: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
     job: Job | None = None,
@@ -75,8 +75,8 @@ def synthesize(
         out: The folder to write or to go on with.
         passages_are_public: Must be true: the list of passages was fixed without looking at the
             private queries, or the generator's claim treats it as public (``neighbours=zero_out``).
-        language: ISO codes of the texts for the data card, with commas between them.
-        license: Licence of the set for the data card, as the Hugging Face hub writes it.
+        language: ISO codes of the texts for the data card, with commas between them; None states none.
+        license: Licence of the set for the data card, as the Hugging Face hub writes it; None states none.
         tuning: On which data the settings above were chosen, as in `CardFacts`.
         progress: Called with (passages done, passages in all).
         job: The ranks that share the work, each calling this with the same arguments and a folder that all of

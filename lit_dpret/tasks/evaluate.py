@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.retrieval.metrics import Metric
@@ -42,12 +43,20 @@ class Evaluate(Ranker):
         drops = bool(getattr(data, "drops_self_matches", False))
         ranking = self.rank(queries, passages, k=self.top_k, drop_self_matches=drops)
         result = evaluate(ranking, qrels, self.metrics)
-        facts = {"encoder": self.encoder, "split": split, "top_k": self.top_k, "drops_self_matches": drops}
+        facts = {"encoder": self.encoder, "data": data_name(data), "split": split, "top_k": self.top_k}
+        facts |= {"drops_self_matches": drops}
         path = write_evaluation(
             parts.run_dir, ranking=ranking, qrels=qrels, result=result, facts=facts, name=SUMMARY
         )  # fmt: skip
         sys.stdout.write(_table(self.encoder, result) + f"\nwritten: {path}\n")
         return dict(result.means)
+
+
+def data_name(data: Any) -> str:
+    """Name a data set without the place where it lies: BEIR's name, or the last part of its folder or file."""
+    if (public := getattr(data, "set", None)) is not None:
+        return str(public.name)
+    return Path(str(getattr(getattr(data, "collection", None), "source", type(data).__name__))).name
 
 
 def checked_metrics(metrics: Sequence[str], top_k: int) -> tuple[str, ...]:

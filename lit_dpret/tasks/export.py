@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,14 @@ import torch
 from lit_dpret.cards.card import CardFacts, inherit_card, read_card, subject_of, write_card
 from lit_dpret.cards.facts import environment_facts
 from lit_dpret.cards.file import CARD_NAME
+from lit_dpret.cards.hub import (
+    base_model_of,
+    check_license,
+    check_repositories,
+    claim_metadata,
+    front_matter,
+    stated_languages,
+)
 from lit_dpret.cards.start import MODEL_FOLDER
 from lit_dpret.cards.text import privacy_line, statement
 from lit_dpret.errors import ConfigurationError, DataError
@@ -41,8 +50,16 @@ class Export:
 
     checkpoint: Path
     evaluation: Path | None = None
+    base_model: str | None = None
+    license: str | None = None
+    language: str | None = None
+    datasets: Sequence[str] = ()
 
     def __post_init__(self) -> None:
+        stated_languages(self.language)
+        check_license(self.license)
+        check_repositories("task.base_model", [] if self.base_model is None else [self.base_model])
+        check_repositories("task.datasets", self.datasets)
         self.checkpoint = Path(self.checkpoint)
         self.evaluation = None if self.evaluation is None else Path(self.evaluation)
 
@@ -80,12 +97,41 @@ class Export:
         folder: Path = module.save_model(parts.run_dir / MODEL_FOLDER)
         card = card_of([p for p in folder.rglob("*") if p.is_file() and not p.name.startswith("privacy_card.")])
         write_card(card, folder)
-        facts = {"encoder": (folder / "modules.json").is_file(), "folder": folder.name, "card": card, "scores": metrics}
+        encoder = (folder / "modules.json").is_file()
+        facts = {"encoder": encoder, "folder": folder.name, "card": card, "scores": metrics}
         facts |= {"privacy": privacy_line(card), "statement": statement(card)}
+        facts |= {"header": front_matter(self._header(card, metrics, encoder=encoder))}
+        facts |= {"sides_differ": (folder / "router_config.json").is_file()}
         (folder / "README.md").write_text(render("model_card.md", facts), encoding="utf-8")
         size = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
         sys.stdout.write(f"model: {folder}\nprivacy card: {folder / CARD_NAME}\n")
         return {"bytes": float(size)}
+
+    def _header(self, card: dict[str, Any], scores: dict[str, Any], *, encoder: bool) -> dict[str, Any]:
+        """Return what a hub reads on the model card."""
+        private = ["differential-privacy"] if card["claim"]["guarantee"] == "dp" else []
+        header: dict[str, Any] = {
+            "library_name": "sentence-transformers" if encoder else "transformers",
+            "pipeline_tag": "sentence-similarity" if encoder else "text2text-generation",
+            "tags": private + (["feature-extraction", "dense-retrieval"] if encoder else ["query-generation"]),
+            "base_model": self.base_model or base_model_of(card),
+            "license": self.license,
+            "language": stated_languages(self.language),
+            "datasets": [*self.datasets],
+            "privacy": claim_metadata(card),
+        }
+        if scores.get("metrics"):
+            data = str(scores.get("data", "unnamed"))
+            result = {
+                "task": {"type": "information-retrieval", "name": "Information Retrieval"},
+                "dataset": {"name": data, "type": data, "split": scores.get("split", "unknown")},
+                "metrics": [
+                    {"type": name.lower(), "name": name, "value": one["mean"]}
+                    for name, one in scores["metrics"].items()
+                ],
+            }
+            header["model-index"] = [{"name": card["subject"]["name"], "results": [result]}]
+        return header
 
     def _path(self) -> Path:
         if self.checkpoint.is_file():

@@ -39,8 +39,8 @@ class Synthesize:
     threads: int = 1
     workers: int = 0
     groups_in_flight: int = 2
-    language: str = "en"
-    license: str = "other"
+    language: str | None = None
+    license: str | None = None
     tuning_data: str = "unknown"
     tuning_note: str | None = None
 

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import DatasetCard
 from tiny_generator import PASSAGES, SETTINGS
 
 from lit_dpret.cards.card import card_sha256, read_card
 from lit_dpret.synthesis.filters import LanguageModelScore, apply_filters, load_released, write_selection
+from lit_dpret.synthesis.pseudo_queries import write_pseudo_queries
 from lit_dpret.synthesis.writer import synthesize
 
 
@@ -51,6 +53,18 @@ def test_the_ways_to_load_it_that_it_shows_are_programs(whole: Path) -> None:
         compile(program, "README.md", "exec")
     names = re.findall(r'load_dataset\("FOLDER", "(\w+)"', shown[0])
     assert sorted(names) == sorted(config["config_name"] for config in header(whole)["configs"])
+
+
+def test_the_header_says_to_a_hub_what_is_claimed_and_no_language_or_licence_that_nobody_stated(
+    whole: Path, tmp_path: Path
+) -> None:
+    data, card = DatasetCard.load(whole / "README.md").data.to_dict(), read_card(whole)
+    assert "language" not in data and "license" not in data
+    assert data["privacy"]["epsilon"] >= card["claim"]["epsilon"] > 0.99 * data["privacy"]["epsilon"]
+    assert [data["privacy"][key] for key in ("guarantee", "unit")] == ["dp", card["claim"]["unit"]]
+    assert data["privacy"]["card_sha256"] == card_sha256(whole)
+    pseudo = write_pseudo_queries(PASSAGES, tmp_path / "pseudo")
+    assert "privacy" not in header(pseudo) and "license" not in header(pseudo)
 
 
 def test_languages_and_licence_are_those_that_were_given_and_pass_on_to_a_selection(

@@ -82,7 +82,7 @@ def test_the_card_is_the_generators_claim_under_its_name(whole: Path, source: Pa
     assert card["generation"]["per_doc"] == 3 and card["generation"]["seeds"] == [5]
     readme = (whole / "README.md").read_text()
     assert card["claim"]["statement"] in readme
-    assert readme.startswith("---\n") and "license: other" in readme and 'size_categories: ["n<1K"]' in readme
+    assert readme.startswith("---\n") and "size_categories:\n- n<1K\n" in readme
 
 
 def test_hugging_face_datasets_and_yaml_agree_on_the_layout(whole: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cards import forge
+from huggingface_hub import ModelCard
 from lightning.pytorch.callbacks import Callback
 from pair_stand_ins import Pairs, data_module
 from safetensors.torch import load_file
@@ -18,6 +19,8 @@ from tiny_models import tiny_bert, tiny_tokenizer
 
 from lit_dpret.callbacks import PrivacyCard
 from lit_dpret.cards.card import read_card, write_card
+from lit_dpret.cards.file import card_sha256
+from lit_dpret.cards.hub import base_model_of
 from lit_dpret.encoders import Contract, TextEncoder, load_towers
 from lit_dpret.encoders.st_folder import save_sentence_transformer
 from lit_dpret.errors import ConfigurationError, DataError
@@ -161,6 +164,58 @@ def test_metrics_of_an_evaluation_stand_in_the_model_card(tmp_path: Path) -> Non
     evaluation.write_text(json.dumps({"metrics": metrics, "queries": 20, "split": "test"}))
     Export(checkpoint=tmp_path / "run", evaluation=evaluation).run(parts(tmp_path / "out"))
     assert "| nDCG@10 | 0.5000 | 0.4000 to 0.6000 |" in (tmp_path / "out" / "model" / "README.md").read_text()
+
+
+def test_a_hub_reads_on_the_model_card_what_is_known_and_the_claim_and_nothing_that_nobody_stated(
+    tmp_path: Path,
+) -> None:
+    trained(tmp_path, private(tmp_path))
+    Export(checkpoint=tmp_path / "run").run(parts(tmp_path / "bare"))
+    known = ModelCard.load(tmp_path / "bare" / "model" / "README.md").data.to_dict()
+    assert not {"base_model", "license", "language", "datasets", "model-index"} & known.keys()
+    assert str(tmp_path) not in (tmp_path / "bare" / "model" / "README.md").read_text()
+
+    evaluation = tmp_path / "evaluation.json"
+    metrics = {"nDCG@10": {"mean": 0.5, "low": 0.4, "high": 0.6}}
+    evaluation.write_text(json.dumps({"metrics": metrics, "queries": 20, "split": "test", "data": "scifact"}))
+    stated: dict[str, Any] = {
+        "base_model": "org/model", "language": "en, no", "license": "cc-by-4.0", "datasets": ["org/set"],
+    }  # fmt: skip
+    Export(checkpoint=tmp_path / "run", evaluation=evaluation, **stated).run(parts(tmp_path / "out"))
+    data = ModelCard.load(tmp_path / "out" / "model" / "README.md").data
+    assert {name: getattr(data, name) for name in stated} == stated | {"language": ["en", "no"]}
+    (score,) = data.eval_results
+    assert (score.dataset_name, score.dataset_split, score.metric_type, score.metric_value) == (
+        "scifact", "test", "ndcg@10", 0.5,
+    )  # fmt: skip
+    claim = read_card(tmp_path / "out" / "model")["claim"]
+    assert claim["epsilon"] <= data.privacy["epsilon"] < 1.01 * claim["epsilon"]
+    assert data.privacy["delta"] == claim["delta"] and data.privacy["neighbours"] == claim["neighbours"]
+    assert data.privacy["card_sha256"] == card_sha256(tmp_path / "out" / "model")
+
+
+def test_a_model_without_a_guarantee_says_so_to_a_hub_without_any_number(tmp_path: Path) -> None:
+    trained(tmp_path, NoPrivacy())
+    Export(checkpoint=tmp_path / "run").run(parts(tmp_path / "out"))
+    data = ModelCard.load(tmp_path / "out" / "model" / "README.md").data
+    assert data.privacy["guarantee"] == "none" and "epsilon" not in data.privacy
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"base_model": "/srv/models/mine"}, {"license": "All rights!"}, {"language": "English"}, {"datasets": ["a/b/c"]}],
+)
+def test_what_a_hub_would_not_take_is_refused_at_once(setting: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=next(iter(setting))):
+        Export(checkpoint=tmp_path, **setting)
+
+
+@pytest.mark.parametrize(
+    ("start", "base"),
+    [("minilm", "sentence-transformers/all-MiniLM-L6-v2"), ("org/model", "org/model"), ("base", None), ("t5", None)],
+)
+def test_the_base_model_is_a_start_that_a_hub_knows(start: str, base: str | None) -> None:
+    assert base_model_of({"pretraining": {"model": start}}) == base
 
 
 def test_a_checkpoint_without_a_card_beside_it_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,82 @@
+"""The header of a ``README.md``, by which a model hub lists a folder: what is known of it, its claim among that.
+
+A hub filters and compares by this header, and readers believe it. So a licence or a language stands there only where
+somebody stated it, a base model only where a hub has it under that name, and the claim as the privacy card has it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from lit_dpret.cards.file import CARD_NAME, card_json
+from lit_dpret.cards.text import printed_epsilon, show_delta
+from lit_dpret.errors import ConfigurationError
+
+_LANGUAGE = re.compile(r"[a-z]{2,3}(-[A-Za-z0-9]+)*")
+_LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
+_REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+#: The hub's names of weights that come in packages.
+_PACKAGED = {"minilm": "sentence-transformers/all-MiniLM-L6-v2"}
+
+
+def front_matter(facts: Mapping[str, Any]) -> str:
+    """Return the header of a README with the facts that are known: neither None nor empty."""
+    known = {name: value for name, value in facts.items() if value not in (None, [], {})}
+    return f"---\n{yaml.safe_dump(known, sort_keys=False, allow_unicode=True, width=1000)}---\n"
+
+
+def claim_metadata(card: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the claim of a card as data: a number only where one is proved, rounded up, with all that it needs."""
+    claim = card["claim"]
+    found = {"guarantee": claim["guarantee"]}
+    if claim["guarantee"] == "dp":
+        found |= {"epsilon": float(printed_epsilon(card)), "delta": float(show_delta(claim["delta"]))}
+        found |= {name: claim[name] for name in ("unit", "neighbours")}
+    return found | {"card": CARD_NAME, "card_sha256": hashlib.sha256(card_json(card).encode()).hexdigest()}
+
+
+def base_model_of(card: Mapping[str, Any]) -> str | None:
+    """Return the hub's name of the weights that training started from; None where the card names no such."""
+    name = str(card["pretraining"].get("model"))
+    return _PACKAGED.get(name, name if _REPOSITORY.fullmatch(name) else None)
+
+
+def stated_languages(language: str | None) -> list[str]:
+    """Return the codes of a setting, which has commas between them.
+
+    Raises:
+        ConfigurationError: One of them is not a code.
+    """
+    codes = [] if language is None else [code.strip() for code in language.split(",")]
+    for code in codes:
+        if not _LANGUAGE.fullmatch(code):
+            raise ConfigurationError(f"language={language!r}: {code!r} is no ISO code such as en or pt-BR.")
+    return codes
+
+
+def check_license(license: str | None) -> None:
+    """Refuse a licence that a hub would not know.
+
+    Raises:
+        ConfigurationError: It is not written as the hub does.
+    """
+    if license is not None and not _LICENSE.fullmatch(license):
+        raise ConfigurationError(
+            f"license={license!r} is no licence as the Hugging Face hub writes it, such as cc-by-4.0 or other."
+        )
+
+
+def check_repositories(knob: str, names: Sequence[str]) -> None:
+    """Refuse names under which a hub has nothing, such as paths of this machine.
+
+    Raises:
+        ConfigurationError: One is not of the form owner/name.
+    """
+    for name in names:
+        if not _REPOSITORY.fullmatch(str(name)):
+            raise ConfigurationError(f"{knob}={name} is no name of the Hugging Face hub: those are owner/name.")
