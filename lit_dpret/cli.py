@@ -37,6 +37,7 @@ from hydra.utils import get_class, get_object, instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
+import lit_dpret
 from lit_dpret.config import CONFIG_MODULE, STUDIES, format_choices, format_help, groups, names, top_level
 from lit_dpret.distributed import rank_watch
 from lit_dpret.errors import ConfigurationError, LitDpretError, WorkerError
@@ -413,6 +414,9 @@ def main() -> None:
             return
         if sys.argv[1:2] in (["--help"], ["-h"]):
             sys.stdout.write(f"{format_help(_program())}\n")
+            return
+        if sys.argv[1:2] == ["--version"]:
+            sys.stdout.write(f"lit-dpret {lit_dpret.__version__}\n")
             return
         sys.argv[1:] = [quoted(argument) for argument in with_task(sys.argv[1:])]
         _failed.clear()

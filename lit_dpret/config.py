@@ -65,6 +65,7 @@ class Choice:
         summary: The first sentence of the comment that it begins with.
         target: What it constructs, if anything.
         keys: In the order of the file.
+        example: The first command in that comment; empty where there is none.
     """
 
     group: str
@@ -72,6 +73,7 @@ class Choice:
     summary: str
     target: str | None
     keys: tuple[Key, ...]
+    example: str = ""
 
 
 def groups() -> list[str]:
@@ -139,19 +141,24 @@ def tasks_by_kind() -> dict[str, list[str]]:
 
 
 def format_help(program: str) -> str:
-    """Return what ``--help`` prints: the tasks by kind, and where the settings are described."""
-    width = max(map(len, tasks_by_kind()))
+    """Return what ``--help`` prints: the tasks by kind with an example each, and where the settings are described."""
+    examples = {choice.name: choice.example.replace("python train.py", program) for choice in choices("task")}
+    width = max(map(len, examples))
+
+    def listed(kind: str, tasks: list[str]) -> list[str]:
+        if kind == "studies":
+            return [f"{kind}: {', '.join(tasks)}", ""]
+        return [f"{kind}:", *(f"  {task:{width}}  {examples[task]}".rstrip() for task in tasks), ""]
+
     return "\n".join(
         [
-            f"{program} task=NAME group=CHOICE group.key=VALUE ...",
+            f"{program} TASK group=CHOICE group.key=VALUE ...",
             "",
-            "Tasks:",
-            *(f"  {kind:{width}}  {', '.join(tasks)}" for kind, tasks in tasks_by_kind().items()),
-            "",
+            *(line for kind, tasks in tasks_by_kind().items() for line in listed(kind, tasks)),
             f"Groups of settings: {', '.join(name for name in groups() if name != 'task')}",
             "",
-            "  lit-dpret list task    what each task does",
-            "  lit-dpret list GROUP   what each choice of a group is",
+            "  lit-dpret list task       what each task does",
+            "  lit-dpret list GROUP      what each choice of a group is",
             f"  {program} ... --cfg job   the settings of a command, without running it",
             f"  {program} -m ...          one run for each of several values, as privacy.eps=1,3,8",
             f"  {program} --hydra-help    options of Hydra",
@@ -217,7 +224,15 @@ def _read(group: str, name: str, text: str) -> Choice:
         for key in found
         if not key.name.split(".")[-1].startswith("_") and not key.name.startswith(("hydra", "defaults"))
     )
-    return Choice(group, name, _summary(lines), made.get(""), keys)
+    example = re.search(r"^# +((?:python train\.py|lit-dpret) .*?)(?: {2,}\(.*|\\)?$", text, flags=re.MULTILINE)
+    return Choice(
+        group,
+        name,
+        _summary(lines),
+        made.get(""),
+        keys,
+        example[1] + "..." * example[0].endswith("\\") if example else "",
+    )
 
 
 def _summary(lines: list[str]) -> str:

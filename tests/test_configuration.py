@@ -9,7 +9,7 @@ import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from lit_dpret import cli
+from lit_dpret import __version__, cli
 from lit_dpret.config import Choice, arguments_of, choices, configuration_page, groups, names, tasks_by_kind, top_level
 from lit_dpret.errors import ConfigurationError
 
@@ -85,7 +85,15 @@ def test_help_shows_every_task_once_under_a_heading(
     listed = [task for tasks in tasks_by_kind().values() for task in tasks]
     assert sorted(listed) == names("task") and all(task in shown for task in listed)
     assert set(tasks_by_kind()["studies"]) == {path.stem for path in CONFIGS[1].glob("task/*.yaml")}
+    examples = [line.split(maxsplit=1) for line in shown.splitlines() if line.startswith("  ") and "lit-dpret" in line]
+    assert {task for task, _ in examples} >= set(listed) - set(tasks_by_kind()["studies"]), "each with an example"
     assert "_pairs" not in shown and "_pairs" not in cli.listing([])
+
+
+def test_the_version_is_ours(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["lit-dpret", "--version"])
+    cli.main()
+    assert capsys.readouterr().out == f"lit-dpret {__version__}\n"
 
 
 def test_an_unknown_group_is_named_with_those_that_exist() -> None:

@@ -79,6 +79,7 @@ def test_the_wheel_is_typed_and_has_the_one_version(built: tuple[Path, Path]) ->
     (about,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
     assert f"\nVersion: {lit_dpret.__version__}\n" in wheel.read(about).decode()
     assert package_versions()["lit-dpret"] == lit_dpret.__version__
+    assert f"\nversion: {lit_dpret.__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
     assert f"## {lit_dpret.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
