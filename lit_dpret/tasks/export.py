@@ -31,8 +31,10 @@ from lit_dpret.modules.checkpointed import CLASS_KEY
 from lit_dpret.privacy.ledger.run import Position
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
 from lit_dpret.report.page import render
+from lit_dpret.settings import require_switch
 from lit_dpret.tasks.checkpoints import newest_checkpoint
 from lit_dpret.tasks.fit import CHECKPOINTS
+from lit_dpret.tasks.hub_repository import HubRepository
 from lit_dpret.tasks.parts import Parts, check_run_dir
 
 OURS = "lit_dpret.modules."
@@ -45,6 +47,8 @@ class Export:
     Guarantees:
         - The folder's privacy card repeats the claim of the run that the checkpoint belongs to and names its
           card by SHA-256; a run without a card is refused.
+        - A model without a guarantee goes to no hub unless that is said (``push_without_guarantee``), and no model
+          into a repository that anybody can read (``push_private``).
         - Nothing in the checkpoint is run: it is read as data, and only classes of this package are built.
     """
 
@@ -54,12 +58,17 @@ class Export:
     license: str | None = None
     language: str | None = None
     datasets: Sequence[str] = ()
+    push_to_hub: str | None = None
+    push_private: bool = True
+    push_without_guarantee: bool = False
 
     def __post_init__(self) -> None:
         stated_languages(self.language)
         check_license(self.license)
         check_repositories("task.base_model", [] if self.base_model is None else [self.base_model])
         check_repositories("task.datasets", self.datasets)
+        check_repositories("task.push_to_hub", [] if self.push_to_hub is None else [self.push_to_hub])
+        require_switch("task", self, "push_private", "push_without_guarantee")
         self.checkpoint = Path(self.checkpoint)
         self.evaluation = None if self.evaluation is None else Path(self.evaluation)
 
@@ -82,6 +91,15 @@ class Export:
                 "other queries (task=evaluate task.split=test).",
                 trap="T25",
             )
+        hub = None if self.push_to_hub is None else HubRepository(self.push_to_hub, self.push_private)
+        if hub is not None:
+            if claim["guarantee"] != "dp" and not self.push_without_guarantee:
+                raise ConfigurationError(
+                    f"task.push_to_hub={self.push_to_hub}: {run_dir.name} proves no guarantee (its card says "
+                    f"{claim['guarantee']}), so the model may reveal single records. Set "
+                    "task.push_without_guarantee=true if it may be handed on nevertheless."
+                )
+            hub.check()
         module = load_module(path)
         _refuse_other_run(path, run_dir / LEDGER_NAME)
 
@@ -98,13 +116,15 @@ class Export:
         card = card_of([p for p in folder.rglob("*") if p.is_file() and not p.name.startswith("privacy_card.")])
         write_card(card, folder)
         encoder = (folder / "modules.json").is_file()
-        facts = {"encoder": encoder, "folder": folder.name, "card": card, "scores": metrics}
+        facts = {"encoder": encoder, "folder": self.push_to_hub or folder.name, "card": card, "scores": metrics}
         facts |= {"privacy": privacy_line(card), "statement": statement(card)}
         facts |= {"header": front_matter(self._header(card, metrics, encoder=encoder))}
         facts |= {"sides_differ": (folder / "router_config.json").is_file()}
         (folder / "README.md").write_text(render("model_card.md", facts), encoding="utf-8")
         size = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
         sys.stdout.write(f"model: {folder}\nprivacy card: {folder / CARD_NAME}\n")
+        if hub is not None:
+            sys.stdout.write(f"pushed to: {hub.send(folder)}\n")
         return {"bytes": float(size)}
 
     def _header(self, card: dict[str, Any], scores: dict[str, Any], *, encoder: bool) -> dict[str, Any]:

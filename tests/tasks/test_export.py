@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from cards import forge
-from huggingface_hub import ModelCard
+from hub_stand_in import TOKEN, Hub
+from huggingface_hub import ModelCard, constants
 from lightning.pytorch.callbacks import Callback
 from pair_stand_ins import Pairs, data_module
 from safetensors.torch import load_file
@@ -250,3 +253,73 @@ def test_scores_of_the_private_queries_that_were_trained_on_are_not_handed_on(tm
     with pytest.raises(ConfigurationError, match=r"task\.evaluation") as refusal:
         Export(checkpoint=tmp_path / "run", evaluation=evaluation).run(parts(tmp_path / "out"))
     assert refusal.value.trap == "T25" and not (tmp_path / "out" / "model").exists()
+
+
+# -- to a hub ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    server = Hub()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no_token"))
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def pushed(run: Path, out: Path, **settings: Any) -> None:
+    Export(checkpoint=run, push_to_hub="org/model", **settings).run(parts(out))
+
+
+def refused(run: Path, out: Path, knob: str, **settings: Any) -> None:
+    """Nothing is written before it, nor sent."""
+    with pytest.raises(ConfigurationError, match=knob) as refusal:
+        pushed(run, out, **settings)
+    assert not (out / "model").exists() and TOKEN not in str(refusal.value)
+
+
+def test_a_private_run_is_pushed_whole_with_its_cards_to_a_repository_that_is_private(hub: Hub, tmp_path: Path) -> None:
+    trained(tmp_path, private(tmp_path))
+    pushed(tmp_path / "run", tmp_path / "out")
+    assert hub.private == {"org/model": True}
+    folder = tmp_path / "out" / "model"
+    assert hub.files == {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    assert {"README.md", "privacy_card.json", "model.safetensors"} <= hub.files.keys()
+    readme = hub.files["README.md"].decode()
+    assert ModelCard(readme).data.privacy["guarantee"] == "dp" and 'SentenceTransformer("org/model")' in readme
+
+
+def test_what_is_refused_is_refused_before_anything_is_written_or_sent(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained(tmp_path / "a", private(tmp_path / "a"))
+    trained(tmp_path / "b", NoPrivacy())
+    run, out = tmp_path / "a" / "run", tmp_path / "out"
+    refused(tmp_path / "b" / "run", out, r"task\.push_without_guarantee")
+    hub.private["org/model"] = False
+    refused(run, out, r"task\.push_private")
+    hub.private.clear()
+    monkeypatch.setenv("HF_TOKEN", "hf_of_somebody_else")
+    refused(run, out, r"task\.push_to_hub=org/model")
+    monkeypatch.delenv("HF_TOKEN")
+    refused(run, out, "HF_TOKEN")
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    refused(run, out, r"task\.push_to_hub=org/model")
+    assert not hub.private and not hub.files
+
+
+def test_what_is_said_to_be_so_is_pushed_so(hub: Hub, tmp_path: Path) -> None:
+    trained(tmp_path, NoPrivacy())
+    pushed(tmp_path / "run", tmp_path / "out", push_without_guarantee=True, push_private=False)
+    assert hub.private == {"org/model": False}
+    assert ModelCard(hub.files["README.md"].decode()).data.privacy["guarantee"] == "none"
+
+
+def test_a_name_that_no_hub_has_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"task\.push_to_hub"):
+        Export(checkpoint=tmp_path, push_to_hub="/srv/models/mine")

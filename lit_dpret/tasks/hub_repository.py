@@ -1,0 +1,76 @@
+"""A folder as a repository of the Hugging Face hub: what is asked before it is made, and how it is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lit_dpret.encoders.backbones import hub_answers
+from lit_dpret.errors import ConfigurationError, StorageError, first_line
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class HubRepository:
+    """A repository of models, which need not be there yet.
+
+    The token is that of ``hf auth login`` or ``HF_TOKEN``, and is written nowhere.
+    """
+
+    name: str
+    private: bool = True
+
+    def check(self) -> None:
+        """Refuse what could not be sent, before there is anything to send.
+
+        Raises:
+            ConfigurationError: There is no token, the hub does not answer or does not know it, or the repository is
+                there and anybody can read it, while it should be private.
+        """
+        from huggingface_hub import get_token
+
+        if get_token() is None:
+            raise ConfigurationError(
+                f"task.push_to_hub={self.name} needs a token, and there is none. Run hf auth login, or set HF_TOKEN."
+            )
+        if not hub_answers():
+            raise ConfigurationError(
+                f"task.push_to_hub={self.name}: the hub does not answer, or HF_HUB_OFFLINE is set."
+            )
+        self._asked(lambda api: api.whoami())
+        if self.private and self._asked(
+            lambda api: api.repo_exists(self.name) and not api.repo_info(self.name).private
+        ):
+            raise ConfigurationError(
+                f"task.push_to_hub={self.name} is there and anybody can read it. Set task.push_private=false if the "
+                "model may be public, or name another repository."
+            )
+
+    def send(self, folder: Path) -> str:
+        """Send the files of a folder in one commit; return the address of the repository.
+
+        Raises:
+            StorageError: The hub did not take them; the folder stays.
+        """
+
+        def sent(api: Any) -> str:
+            url = api.create_repo(self.name, private=self.private, exist_ok=True)
+            api.upload_folder(repo_id=self.name, folder_path=folder, commit_message="Model with its privacy card")
+            return str(url)
+
+        try:
+            return self._asked(sent)
+        except ConfigurationError as error:
+            raise StorageError(f"{error} The model is whole in {folder}.") from error
+
+    def _asked(self, ask: Callable[[Any], T]) -> T:
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import HfHubHTTPError
+
+        try:
+            return ask(HfApi())
+        except (OSError, ValueError, HfHubHTTPError) as error:
+            raise ConfigurationError(f"task.push_to_hub={self.name}: the hub refuses. {first_line(error)}") from error
