@@ -67,7 +67,7 @@ def measure_lengths(texts: Iterable[str], *, count: Count, limit: int | None, at
         lengths += count(batch)
     found = np.array(lengths, dtype=np.int64)
     facts: dict[str, Any] = {"texts": total, "measured": len(found)}
-    facts |= {f"p{q}": int(np.percentile(found, q, method="higher")) for q in (50, 90, 99) if len(found)}
+    facts |= {f"p{q}": int(np.percentile(found, q, method="higher")) for q in (50, 90, 95, 99) if len(found)}
     facts |= {"max": int(found.max(initial=0)), "mean": round(float(found.mean()), 1) if len(found) else 0.0}
     cut = float((found > limit).mean()) if limit is not None and len(found) else None
     return {**facts, "limit": limit, "share_cut": cut}

@@ -31,6 +31,7 @@ _MODULES = {
     "Index": "index",
     "Inversion": "inversion",
     "Membership": "membership",
+    "OwnLog": "own_log",
     "Pipeline": "pipeline",
     "Plan": "plan",
     "PretrainingOverlap": "pretraining_overlap",

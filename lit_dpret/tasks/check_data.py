@@ -11,6 +11,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import numpy as np
+
 from lit_dpret.datamodules.collection import Collection, TextData
 from lit_dpret.datamodules.pairs import PairSettings
 from lit_dpret.datamodules.readers import Problems
@@ -72,6 +74,16 @@ def _ruler(module: Any, side: Side) -> Ruler:
         return [len(ids) for ids in tokenizer(raw, truncation=False, padding=False, verbose=False)["input_ids"]]
 
     return Ruler(unit="tokens", count=count, limit=int(limit))
+
+
+def fitting_length(lengths: Sequence[int]) -> int:
+    """Return the least multiple of eight tokens that cuts at most one text in twenty."""
+    return -(-int(np.percentile(lengths or [8], 95, method="higher")) // 8) * 8
+
+
+def fitting_batch(units: int, at_most: int) -> int:
+    """Return the expected units of a step: at most a quarter of all, since sampling amplifies little above."""
+    return min(at_most, max(1, units // 4))
 
 
 SCHEMA = "lit-dpret/data-check/1"
@@ -172,7 +184,7 @@ class CheckData:
         cap = facts["users"] and facts["users"]["recommended_cap"]
         unit = {"privacy.unit": "user", "datamodule.max_rows_per_unit": str(cap)} if cap else {}
         is_split = set(collection.qrels) != {"train"}
-        facts["command"] = _command(parts.command, {}, unit)
+        facts["command"] = _command(parts.command, {}, self._fitting(parts, data, collection, facts) | unit)
         if is_split and self.write_split is None:
             return
         if is_split and not self.resplit:
@@ -193,7 +205,18 @@ class CheckData:
         if self.write_split is not None:
             read_by = write_split(new, self.write_split, public_passages=_says(data, "has_public_passages"))
             facts["split"]["written"] = str(self.write_split)
-            facts["command"] = _command(parts.command, read_by, unit)
+            facts["command"] = _command(parts.command, read_by, self._fitting(parts, data, new, facts) | unit)
+
+    def _fitting(self, parts: Parts, data: TextData, collection: Collection, facts: dict[str, Any]) -> dict[str, str]:
+        """Return settings that this log needs: a batch that it has units for, and a length that cuts few passages."""
+        units = facts["users"]["users"] if facts["users"] else len(collection.qrels.get("train", {}))
+        more = {"hydra.run.dir": "runs/mine"}
+        if (batch := fitting_batch(units, asked := getattr(data, "expected_batch_size", None) or 256)) < asked:
+            more["datamodule.expected_batch_size"] = str(batch)
+        passages = facts["lengths"]["passage"]
+        if (passages["share_cut"] or 0) > 0.05:
+            more["model.max_passage_length"] = str(-(-passages["p95"] // 8) * 8)
+        return more
 
 
 def _source(data: TextData) -> str:

@@ -1,0 +1,99 @@
+"""`task=own_log`: what it decides for a log, and what it refuses; the pipeline itself has tests of its own."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_generator import generator
+from tiny_tasks import parts, retriever
+
+from lit_dpret.datamodules import PairsDataModule
+from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.privacy.modes import DPSGD
+from lit_dpret.tasks import OwnLog
+from lit_dpret.tasks.check_data import fitting_batch, fitting_length
+from lit_dpret.tasks.parts import Parts
+from lit_dpret.tasks.pipeline import Pipeline
+
+COUNT = 200
+
+
+@given(st.lists(st.integers(1, 600), min_size=1, max_size=400), st.integers(1, 10**6))
+def test_a_fitting_length_cuts_one_text_in_twenty_and_a_batch_is_a_quarter(lengths: list[int], units: int) -> None:
+    length = fitting_length(lengths)
+    cut = [sum(one > limit for one in lengths) / len(lengths) for limit in (length, length - 8)]
+    assert length % 8 == 0 and cut[0] <= 0.05 and (cut[1] >= 0.05 or length == 8)
+    assert 1 <= fitting_batch(units, 256) <= max(1, units / 4)
+
+
+def own_log(**changes: Any) -> OwnLog:
+    settings: dict[str, Any] = {
+        "generator": partial(generator, seed=0), "retriever": retriever, "generator_steps": 2, "generator_batch": 256,
+        "generator_physical_batch": 8, "generator_max_grad_norm": 0.1, "retriever_steps": 2, "retriever_batch": 16,
+        "retriever_max_grad_norm": 0.5, "min_free_mb": 1, "longest": 16,
+    }  # fmt: skip
+    return OwnLog(**settings | changes)
+
+
+def log_parts(
+    tmp_path: Path, *, public: bool = True, rows: list[dict[str, str]] | None = None, **changes: Any
+) -> Parts:
+    words = ["flood", "fire", "house", "cover", "claim", "agent", "policy", "rain", "roof", "pays"]
+    log = tmp_path / "log.jsonl"
+    made = [
+        {"query": f"{words[i % 10]} {i}", "passage": " ".join([words[i % 10]] * 30) + f" {i}"} for i in range(COUNT)
+    ]
+    log.write_text("".join(f"{json.dumps(row)}\n" for row in rows or made))
+    read = partial(PairsDataModule, pairs=log, passages_are_public=public, sampling="poisson")
+    return parts(tmp_path, make_datamodule=read, make_module=partial(generator, seed=0), **changes)
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[tuple[OwnLog, Parts]]:
+    """What the pipeline was begun with; it trains nothing."""
+    found: list[tuple[OwnLog, Parts]] = []
+    monkeypatch.setattr(Pipeline, "run", lambda self, parts: found.append((self, parts)) or {})
+    return found
+
+
+def test_a_log_is_checked_split_and_given_sizes_that_fit_it(tmp_path: Path, begun: list[tuple[OwnLog, Parts]]) -> None:
+    own_log().run(log_parts(tmp_path))
+    own_log().run(log_parts(tmp_path, resume=True))
+    (first, one), (second, other) = begun
+    data = one.read_data()
+    train, test = (len(data.collection.split(name)) for name in ("train", "test"))
+    assert 0.6 * COUNT < train < COUNT and test > 0
+    assert first.generator_batch == train // 4 and first.retriever_batch == 16
+    assert first.generator.keywords["max_passage_length"] == 16, "longest, since the passages are longer"
+    assert first.retriever.keywords["max_passage_length"] == 16
+    assert data.collection == other.read_data().collection and second.generator_batch == first.generator_batch
+    assert (tmp_path / "run" / "check" / "check_data.private.md").stat().st_mode & 0o077 == 0
+    assert (tmp_path / "run" / "split").stat().st_mode & 0o077 == 0
+
+
+def test_a_log_that_is_split_stays_as_it_is(tmp_path: Path, begun: list[tuple[OwnLog, Parts]]) -> None:
+    own_log(passage_length=24).run(parts(tmp_path, make_module=partial(generator, seed=0)))
+    assert not (tmp_path / "run" / "split").exists()
+    assert begun[0][0].generator.keywords["max_passage_length"] == 24
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "named"),
+    [
+        ({"public": False}, ConfigurationError, "passages_are_public"),
+        ({"privacy": partial(DPSGD, eps=3, neighbours="add_or_remove")}, ConfigurationError, r"privacy\.neighbours"),
+        ({"rows": [{"query": "", "passage": "b"}]}, DataError, r"check_data\.private"),
+    ],
+)
+def test_what_it_cannot_do_is_refused_before_anything_is_trained(
+    tmp_path: Path, begun: list[tuple[OwnLog, Parts]], changes: dict[str, Any], error: type[Exception], named: str
+) -> None:
+    with pytest.raises(error, match=named):
+        own_log().run(log_parts(tmp_path, **changes))
+    assert not begun
