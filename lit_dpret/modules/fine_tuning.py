@@ -45,7 +45,8 @@ def with_lora(model: nn.Module, settings: Mapping[str, Any]) -> nn.Module:
         settings: Arguments of ``peft.LoraConfig``.
 
     Raises:
-        ConfigurationError: peft is missing, or refuses the settings; or they train one use of a tied weight.
+        ConfigurationError: peft is missing, or refuses the settings; they train one use of a tied weight; or what they
+            train could not be merged into the weights and saved.
     """
     peft = _peft()
     tied = _tied(model)
@@ -73,7 +74,28 @@ def with_lora(model: nn.Module, settings: Mapping[str, Any]) -> nn.Module:
                 "be another than was trained. Leave it out, or train all uses together by model.trainable_patterns "
                 "in place of model.lora."
             )
+        if setting == "target_modules":
+            _check_merge(part, settings)
+    frozen = {id(parameter) for parameter in adapted.parameters() if not parameter.requires_grad}
+    if shared := [uses for key, uses in _tied(adapted).items() if key in frozen and key not in tied]:
+        raise ConfigurationError(
+            f"model.lora={dict(settings)} makes one weight of {' and '.join(shared[0][:2])}, and a saved model holds "
+            "each by itself. Leave out what shares them, as layer_replication."
+        )
     return adapted
+
+
+def _check_merge(layer: Any, settings: Mapping[str, Any]) -> None:
+    """Refuse an adapter that trains and cannot become a part of its weight: no model could be written in the end."""
+    if any(parameter.is_meta for parameter in layer.parameters()):
+        return
+    try:
+        copy.deepcopy(layer).merge()
+    except (RuntimeError, ValueError, NotImplementedError, AttributeError, TypeError) as error:
+        raise ConfigurationError(
+            f"model.lora={dict(settings)} makes adapters that cannot be merged into the weights, as a saved model "
+            f"needs it: {first_line(error)} Leave out the setting that it names."
+        ) from error
 
 
 def _tied(model: nn.Module) -> dict[int, list[str]]:

@@ -60,6 +60,21 @@ def test_one_use_of_a_tied_weight_is_not_trained_alone(build: Callable[..., Any]
 
 
 @pytest.mark.parametrize(
+    ("build", "lora"),
+    [
+        (generator, {"target_modules": ["q"], "lora_bias": True}),
+        (decoder_only, {"target_modules": ["q_proj"], "lora_bias": True}),
+        (decoder_only, {"target_modules": ["q_proj"], "layer_replication": [[0, 1], [0, 1]]}),
+    ],
+)
+def test_adapters_of_which_no_model_could_be_saved_are_refused_before_they_train(
+    build: Callable[..., Any], lora: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigurationError, match=r"model\.lora"):
+        build(lora={"r": 2, **lora})
+
+
+@pytest.mark.parametrize(
     ("tied", "lora"),
     [
         (False, {"target_modules": ["q_proj", "lm_head"], "modules_to_save": ["embed_tokens"]}),
