@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypedDict, Unpack, get_args
 
@@ -31,6 +31,7 @@ from lit_dpret.negatives.mining import (
     mine,
 )
 from lit_dpret.privacy.budget import require_choice
+from lit_dpret.retrieval.bm25 import BM25Settings
 from lit_dpret.retrieval.search import TopK, lexicographic_rank, search
 
 Refresh = Literal["never", "epoch"]
@@ -144,24 +145,33 @@ class BM25Negatives(MinedSource):
     """The passages that share words with the query: BM25's best, mined once.
 
     Args:
-        k1: See `lit_dpret.retrieval.bm25.BM25`.
+        k1: See `lit_dpret.retrieval.bm25.BM25Settings`.
         b: The same.
+        stemmer: The same.
+        stopwords: The same.
         **common: The arguments of `MinedSource`. Scores, which the margins bound, are BM25's.
     """
 
     name: ClassVar[str] = "bm25"
 
-    def __init__(self, *, k1: float = 0.9, b: float = 0.4, **common: Unpack[MinedSettings]) -> None:
+    def __init__(
+        self,
+        *,
+        k1: float = 0.9,
+        b: float = 0.4,
+        stemmer: str | None = "english",
+        stopwords: str | None = "en",
+        **common: Unpack[MinedSettings],
+    ) -> None:
         super().__init__(**common)
-        if k1 < 0 or not 0 <= b <= 1:
-            raise ConfigurationError(f"model.negatives.bm25: k1={k1} must be at least 0 and b={b} in [0, 1].")
-        self.k1, self.b = k1, b
+        self.settings = BM25Settings(k1=k1, b=b, stemmer=stemmer, stopwords=stopwords)
 
     def prepare(self, texts: TrainTexts, towers: Towers, *, private: bool) -> None:
         super().prepare(texts, towers, private=private)
-        settings = {"k1": self.k1, "b": self.b}
-        store = self._store({"source": self.name, **settings}, private=private)
-        self._mined = self._mine(lambda: bm25_ranker(texts, depth=self.depth, **settings), store, private=private)
+        store = self._store({"source": self.name, **asdict(self.settings)}, private=private)
+        self._mined = self._mine(
+            lambda: bm25_ranker(texts, depth=self.depth, settings=self.settings), store, private=private
+        )
 
 
 class StaticNegatives(MinedSource):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import zipfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,7 @@ from lit_dpret.errors import ConfigurationError, StorageError
 from lit_dpret.files import write_whole
 from lit_dpret.negatives.base import Towers, TrainTexts
 from lit_dpret.progress import ProgressLine
-from lit_dpret.retrieval.bm25 import BM25
+from lit_dpret.retrieval.bm25 import BM25, BM25Settings
 from lit_dpret.retrieval.rows import TensorRows, canonical_scores
 from lit_dpret.retrieval.search import MISSING, TopK, lexicographic_rank, search
 
@@ -79,9 +79,9 @@ def mine(
     return store.read()
 
 
-def bm25_ranker(texts: TrainTexts, *, depth: int, k1: float, b: float) -> Ranker:
+def bm25_ranker(texts: TrainTexts, *, depth: int, settings: BM25Settings) -> Ranker:
     """By words: every passage that shares one with the query."""
-    index = BM25(texts.passages, texts.passage_ids, k1=k1, b=b)
+    index = BM25(texts.passages, texts.passage_ids, **asdict(settings))
     depth = min(depth, len(texts.passages))
 
     def rank(span: range) -> tuple[TopK, list[Tensor]]:

@@ -9,6 +9,7 @@ so name it beside a result. The ranking has the same form and the same tie rule 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import bm25s
@@ -16,8 +17,38 @@ import Stemmer
 import torch
 from torch import Tensor
 
-from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.errors import ConfigurationError, DataError, first_line
 from lit_dpret.retrieval.search import MISSING, TopK, lexicographic_rank, top_k_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class BM25Settings:
+    """What decides a score besides the texts.
+
+    Args:
+        k1: How slowly a repeated word stops counting; at least 0.
+        b: How much a long passage is discounted, in [0, 1].
+        stemmer: The Snowball stemmer's language, or None to compare words as they are.
+        stopwords: The language whose stop words are passed over, as ``en``; None passes over none.
+
+    Raises:
+        ConfigurationError: k1 or b is out of range, or there is no such stemmer or list of stop words.
+    """
+
+    k1: float = 0.9
+    b: float = 0.4
+    stemmer: str | None = "english"
+    stopwords: str | None = "en"
+
+    def __post_init__(self) -> None:
+        if self.k1 < 0 or not 0 <= self.b <= 1:
+            raise ConfigurationError(f"bm25.k1={self.k1} must be at least 0 and bm25.b={self.b} in [0, 1].")
+        if self.stemmer is not None and self.stemmer not in Stemmer.algorithms():
+            raise ConfigurationError(f"bm25.stemmer={self.stemmer!r} is not one of {', '.join(Stemmer.algorithms())}.")
+        try:
+            bm25s.tokenize(["a"], stopwords=self.stopwords, show_progress=False)
+        except ValueError as error:
+            raise ConfigurationError(f"bm25.stopwords={self.stopwords!r}: {first_line(error)}") from error
 
 
 class BM25:
@@ -31,12 +62,10 @@ class BM25:
     Args:
         passages: The texts; title and body joined by the caller.
         passage_ids: Their ids, for the tie rule; without them the earlier passage wins a tie.
-        stemmer: The Snowball stemmer's language, or None to compare words as they are.
-        k1: How slowly a repeated word stops counting; at least 0.
-        b: How much a long passage is discounted, in [0, 1].
+        **settings: Those of `BM25Settings`.
 
     Raises:
-        ConfigurationError: k1 or b is out of range, or there is no such stemmer.
+        ConfigurationError: A setting is impossible.
         DataError: There is no word to index, or an id occurs twice.
     """
 
@@ -44,26 +73,20 @@ class BM25:
         self,
         passages: Sequence[str],
         passage_ids: Sequence[str] | None = None,
-        *,
-        stemmer: str | None = "english",
-        k1: float = 0.9,
-        b: float = 0.4,
+        **settings: Any,
     ) -> None:
-        if k1 < 0 or not 0 <= b <= 1:
-            raise ConfigurationError(f"bm25.k1={k1} must be at least 0 and bm25.b={b} in [0, 1].")
+        how = BM25Settings(**settings)
         if passage_ids is not None and len(passage_ids) != len(passages):
             raise DataError(f"{len(passages)} passages have {len(passage_ids)} ids.")
-        if stemmer is not None and stemmer not in Stemmer.algorithms():
-            raise ConfigurationError(f"bm25.stemmer={stemmer!r} is not one of {', '.join(Stemmer.algorithms())}.")
         self._words: dict[str, Any] = {
-            "stopwords": "en",
-            "stemmer": None if stemmer is None else Stemmer.Stemmer(stemmer),
+            "stopwords": how.stopwords,
+            "stemmer": None if how.stemmer is None else Stemmer.Stemmer(how.stemmer),
             "show_progress": False,
         }
         tokens: Any = bm25s.tokenize(list(passages), **self._words)
         if not tokens.vocab:
             raise DataError(f"None of {len(passages)} passages holds a word that BM25 could index.")
-        self._index: Any = bm25s.BM25(method="lucene", k1=k1, b=b)
+        self._index: Any = bm25s.BM25(method="lucene", k1=how.k1, b=how.b)
         self._index.index(tokens, show_progress=False)
         self._tie_rank = torch.arange(len(passages)) if passage_ids is None else lexicographic_rank(passage_ids)
 

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -119,8 +119,10 @@ class FileRows:
         return torch.frombuffer(bytearray(b"".join(rows)), dtype=self._dtype).view(-1, self._dim)
 
 
-def as_rows(embeddings: Tensor | Rows) -> Rows:
-    """Wrap a tensor as `Rows`; return rows as they are."""
+def as_rows(embeddings: Tensor | NDArray[Any] | Rows) -> Rows:
+    """Wrap a tensor or an array as `Rows`; return rows as they are."""
+    if isinstance(embeddings, np.ndarray):
+        embeddings = torch.as_tensor(embeddings)
     return TensorRows(embeddings) if isinstance(embeddings, Tensor) else embeddings
 
 

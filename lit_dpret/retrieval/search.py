@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError, DataError
@@ -56,8 +57,8 @@ _BUFFER_BYTES = 256 * 2**20  # of candidates, for the queries that are searched 
 
 
 def search(
-    query_embeddings: Tensor,
-    passage_embeddings: Tensor | Rows,
+    query_embeddings: Tensor | NDArray[Any],
+    passage_embeddings: Tensor | NDArray[Any] | Rows,
     k: int,
     *,
     tie_rank: Tensor | None = None,
@@ -75,8 +76,8 @@ def search(
           little more than a chunk: memory does not grow with the corpus, but for 16 bytes of a passage's rank.
 
     Args:
-        query_embeddings: Shape ``(queries, dim)``.
-        passage_embeddings: Shape ``(passages, dim)``; may lie on another device than the one
+        query_embeddings: Shape ``(queries, dim)``; a tensor or an array of numpy.
+        passage_embeddings: Shape ``(passages, dim)``, the same; may lie on another device than the one
             searched on, or in a file, and is moved there chunk by chunk.
         k: How many passages to return for each query; positive.
         tie_rank: `lexicographic_rank` of the passage ids; without it the earlier passage wins a tie.
@@ -92,7 +93,7 @@ def search(
         ConfigurationError: k is not positive, or shapes do not fit.
         DataError: An embedding is not finite.
     """
-    rows = as_rows(passage_embeddings)
+    rows, query_embeddings = as_rows(passage_embeddings), torch.as_tensor(query_embeddings)
     require_positive(k=k)
     check_shapes(query_embeddings, rows, len(rows), similarity, tie_rank, exclude)
     together = max(QUERY_CHUNK, _BUFFER_BYTES // (32 * min(k + 64, max(1, len(rows)))))

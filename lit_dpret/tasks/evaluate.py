@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -44,7 +44,7 @@ class Evaluate(Ranker):
         ranking = self.rank(queries, passages, k=self.top_k, drop_self_matches=drops)
         result = evaluate(ranking, qrels, self.metrics)
         facts = {"encoder": self.encoder, "data": data_name(data), "split": split, "top_k": self.top_k}
-        facts |= {"drops_self_matches": drops}
+        facts |= {"drops_self_matches": drops} | ({"bm25": asdict(self._bm25)} if self.encoder == "bm25" else {})
         path = write_evaluation(
             parts.run_dir, ranking=ranking, qrels=qrels, result=result, facts=facts, name=SUMMARY
         )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,11 @@ from lit_dpret.encoders.bulk import ahead, in_order
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.files import write_whole
 from lit_dpret.retrieval.backends import check_search, make_search
-from lit_dpret.retrieval.bm25 import BM25
+from lit_dpret.retrieval.bm25 import BM25, BM25Settings
 from lit_dpret.retrieval.metrics import Qrels, Values
 from lit_dpret.retrieval.runs import EvaluationResult, Ranking, evaluate, without_self_matches, write_run
 from lit_dpret.retrieval.search import SearchStream, TopK, lexicographic_rank, search
+from lit_dpret.settings import built
 
 
 def rank_embeddings(
@@ -100,6 +101,7 @@ class Ranker:
         dtype: In which the encoder computes: ``float32``, ``bfloat16``, ``float64``, or ``float16`` except for T5.
         batch_size: Texts per forward pass.
         device: Where to encode and search.
+        bm25: Fields of `lit_dpret.retrieval.bm25.BM25Settings`, for ``bm25``.
 
     Raises:
         ConfigurationError: A setting of encoders is given for ``bm25``.
@@ -113,8 +115,10 @@ class Ranker:
     dtype: str = "float32"
     batch_size: int = 64
     device: str = "cpu"
+    bm25: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._bm25 = built(BM25Settings, self.bm25, "task.bm25")
         check_search(self.search)
         if self.encoder == "bm25" and (self.max_passage_length is not None or self.max_query_length is not None):
             raise ConfigurationError(
@@ -132,7 +136,7 @@ class Ranker:
 
     def _words(self, queries: Mapping[str, str], passages: Mapping[str, str], k: int) -> Ranking:
         ids = list(passages)
-        top = BM25(list(passages.values()), ids).search(list(queries.values()), k)
+        top = BM25(list(passages.values()), ids, **asdict(self._bm25)).search(list(queries.values()), k)
         return Ranking(query_ids=list(queries), passage_ids=ids, top=top)
 
     def _nearest(self, queries: Mapping[str, str], passages: Mapping[str, str], k: int) -> Ranking:

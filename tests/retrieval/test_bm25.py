@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.retrieval.bm25 import BM25
+from lit_dpret.retrieval.bm25 import BM25, BM25Settings
 from lit_dpret.retrieval.runs import Ranking, evaluate
 from lit_dpret.retrieval.search import MISSING
 
@@ -108,3 +108,14 @@ def test_scores_that_are_asked_for_are_those_of_the_ranking_whatever_its_depth()
     assert torch.equal(top.indices, index.search(["water insurance", "zzz", "life"], k=1).indices)
     assert scored[0].tolist() == [by_place[4], by_place[1], 0.0]
     assert scored[1].tolist() == [0.0] and scored[2].tolist() == []
+
+
+def test_stop_words_and_stems_are_settings_and_unknown_ones_are_refused_by_name() -> None:
+    def hits(query: str, **settings: Any) -> int:
+        return int((BM25(PASSAGES, **settings).search([query], k=5).indices != MISSING).sum())
+
+    assert (hits("in"), hits("in", stopwords=None)) == (0, 1)
+    assert (hits("floods"), hits("floods", stemmer=None)) == (2, 0)
+    for setting in ({"stopwords": "xx"}, {"stemmer": "klingon"}, {"b": 2.0}):
+        with pytest.raises(ConfigurationError, match=rf"bm25\.{next(iter(setting))}"):
+            BM25Settings(**setting)  # type: ignore[arg-type]

@@ -309,3 +309,10 @@ def test_what_cannot_be_searched_is_refused_by_name() -> None:
         search(good, broken, 1)
     with pytest.raises(DataError, match="'b' occurs twice"):
         lexicographic_rank(["b", "a", "b"])
+
+
+def test_arrays_of_numpy_are_searched_as_tensors_are() -> None:
+    torch.manual_seed(0)
+    queries, passages = torch.randn(3, 8), torch.randn(20, 8)
+    found, expected = search(queries.numpy(), passages.numpy(), 5), search(queries, passages, 5)
+    assert torch.equal(found.indices, expected.indices) and torch.equal(found.scores, expected.scores)
