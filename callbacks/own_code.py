@@ -245,6 +245,8 @@ def refuse_other_units(loader: Any, sampler: PrivateBatchSampler) -> bool:
                 "false: build them by the unit that datamodule.use_unit was told.",
                 trap="T38",
             )
+        if hasattr(units, "dataset"):  # of the user's, and asked by row
+            _refuse_remembering(dataset, sampler)
         return True
     _refuse_fetching_together(dataset)
     owners, seen, unnamed = UnitOwners(sampler.unit), False, False

@@ -9,6 +9,7 @@ that ledger, never from the configuration.
 from __future__ import annotations
 
 import inspect
+import math
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -158,7 +159,7 @@ class PrivacyAccountant(Callback):
         self._checkpoint_gate: CheckpointGate | None = None
         self._weights: OwnWeights | None = None
         self._noted: set[str] = set()
-        self._begun = self._ended = self._in_batch = False
+        self._begun = self._ended = self._in_batch = self._counts_epochs = False
         self._strange: str | None = None
         self._updates: Counter[str] = Counter()
         for name in ("_run", "_gate", "_between", "_identity"):  # a missing one says that setup did not come so far
@@ -218,6 +219,9 @@ class PrivacyAccountant(Callback):
         require_agreement(trainer, module, data, planned=own_plan, stream=stream, ranks=ranks)
         planned = fit_physical_batch(trainer, module, data, planned, ranks)
         self.plan, self.planned_steps = planned.plan, planned.steps
+        if trainer.max_epochs == -1 and takes_whole_epochs(trainer):  # as a progress bar shows, beside max_steps
+            trainer.fit_loop.max_epochs = math.ceil(planned.steps / planned.steps_per_epoch)
+            self._counts_epochs = True
 
         # Rank 0 opens the ledger; what it grants or refuses later is shared by the gate.
         run_id = ranks.share(lambda: self._open(trainer, module, data, planned, secret))
@@ -611,13 +615,19 @@ class PrivacyAccountant(Callback):
                 else:
                     self._finish(type(exception).__name__)
         finally:
+            self._count_no_epochs(trainer)
             if hasattr(self, "_run"):
                 self._close()
+
+    def _count_no_epochs(self, trainer: L.Trainer) -> None:
+        if self._counts_epochs:
+            trainer.fit_loop.max_epochs = -1
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
         self._remember(pl_module)  # once more: a callback may have put an average in the weights' place
+        self._count_no_epochs(trainer)
         if hasattr(self, "_between"):
             self._between.release()
         if self._hook is not None:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from lit_dpret.datamodules.images import ImagesDataModule
     from lit_dpret.datamodules.insuranceqa import InsuranceQADataModule
     from lit_dpret.datamodules.msmarco import MSMarcoDataModule
+    from lit_dpret.datamodules.own_units import UnitDataModule
     from lit_dpret.datamodules.pairs import PairsDataModule
     from lit_dpret.datamodules.silo import SiloDataModule
     from lit_dpret.datamodules.squad import SquadDataModule
@@ -31,6 +32,7 @@ else:
             "SiloDataModule": "silo",
             "SquadDataModule": "squad",
             "SyntheticDataModule": "synthetic",
+            "UnitDataModule": "own_units",
         },
     )
 
@@ -44,4 +46,5 @@ __all__ = [
     "SiloDataModule",
     "SquadDataModule",
     "SyntheticDataModule",
+    "UnitDataModule",
 ]

@@ -38,6 +38,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 import lit_dpret
+from lit_dpret import errors
 from lit_dpret.config import CONFIG_MODULE, STUDIES, format_choices, format_help, groups, names, top_level
 from lit_dpret.distributed import rank_watch
 from lit_dpret.errors import ConfigurationError, LitDpretError, WorkerError
@@ -402,6 +403,7 @@ def _hydra_main(cfg: DictConfig) -> Any:
 def main() -> None:
     """Console entry; exits with status 2 and one line on what a user can mend."""
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+    errors.on_command_line = True
     _quieten()
     rank_watch.begin()
     interrupted = _note_interrupt()

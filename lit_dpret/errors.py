@@ -1,10 +1,40 @@
 """The words in which this project refuses.
 
-A refusal is one sentence that names the value, the reason and the knob, in the words of the
+A refusal is one sentence that names the value, the reason and the knob, written in the words of the
 command line. The command line prints it alone, without a traceback, and exits with status 2;
-inside another project it is an ordinary exception. Nothing here imports anything of ours, so
-every layer may raise it.
+inside another project it is an ordinary exception, whose text says Python's words for the values
+(`in_python`). Nothing here imports anything of ours, so every layer may raise it.
 """
+
+import re
+
+#: Set by the command line, whose errors name its own settings.
+on_command_line = False
+
+_MODES = {
+    "none": "NoPrivacy", "dp_sgd": "DPSGD", "logit_dp": "LogitDP", "batch_clip": "BatchClip",
+    "synthetic": "SyntheticData",
+    "per_example_duplicated": "PerExampleDuplicated", "public_passages": "PublicPassages",
+}  # fmt: skip
+_VALUES = {"true": "True", "false": "False", "null": "None"}
+_WORDS = (
+    (re.compile(r"(?<![\w.])resume=true\b"), lambda found: "PrivacyAccountant(resume=True)"),
+    (re.compile(r"\bhydra\.run\.dir\b"), lambda found: "default_root_dir of the Trainer"),
+    (re.compile(rf"\bprivacy=({'|'.join(_MODES)})\b"), lambda found: f"privacy={_MODES[found[1]]}"),
+    (re.compile(r"(=|\bto )(true|false|null)\b"), lambda found: found[1] + _VALUES[found[2]]),
+)
+
+
+def in_python(sentence: str) -> str:
+    """Return a refusal as a library says it.
+
+    Example:
+        >>> in_python("Say resume=true, or set datamodule.cap to null.")
+        'Say PrivacyAccountant(resume=True), or set datamodule.cap to None.'
+    """
+    for pattern, words in _WORDS:
+        sentence = pattern.sub(words, sentence)
+    return sentence
 
 
 class LitDpretError(Exception):
@@ -18,6 +48,10 @@ class LitDpretError(Exception):
     def __init__(self, *args: object, trap: str | None = None) -> None:
         super().__init__(*args)
         self.trap = trap
+
+    def __str__(self) -> str:
+        sentence = super().__str__()
+        return sentence if on_command_line else in_python(sentence)
 
 
 class ConfigurationError(LitDpretError, ValueError):

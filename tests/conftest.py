@@ -18,6 +18,8 @@ import idle_work
 from rank_runs import Server
 from zero_runs import ZeroServer
 
+from lit_dpret import errors
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--share", metavar="I/N", help="every N-th of the chosen tests, from the I-th on (I modulo N)")
@@ -65,6 +67,12 @@ def zero_server() -> Iterator[ZeroServer]:
 @pytest.fixture(autouse=True)
 def own_state_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.getbasetemp() / "state"))
+
+
+@pytest.fixture(autouse=True)
+def words_of_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests name settings as the command line does, whoever raised the error."""
+    monkeypatch.setattr(errors, "on_command_line", True)
 
 
 @pytest.fixture(autouse=True)

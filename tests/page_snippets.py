@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import tiny_images
 import torch
@@ -15,6 +16,7 @@ from page_stages import private_log, table_log
 from stand_ins import Line, Numbers, Regression
 from tiny_generator import PASSAGES, SETTINGS, generator, lively_generator, write_parent_card
 from tiny_tasks import write_log
+from torch.utils.data import TensorDataset
 
 from lit_dpret.privacy.modes import DPSGD
 
@@ -32,9 +34,25 @@ REPLACED: dict[str, str] = {
 }
 
 
+class Classifier(L.LightningModule):
+    """A module of a reader's own, with its optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.net(x)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
 def log(folder: Path) -> dict[str, Any]:
+    """A log of queries, and what a Lightning user has already."""
     private_log(folder)
-    return {}
+    dataset = TensorDataset(torch.randn(80, 3), torch.arange(80) % 2)
+    return {"model": Classifier(), "fresh": Classifier, "dataset": dataset, "users": torch.arange(80) // 2}
 
 
 def table(folder: Path) -> dict[str, Any]:
@@ -44,8 +62,6 @@ def table(folder: Path) -> dict[str, Any]:
 
 def fit(folder: Path) -> dict[str, Any]:
     """Trainer, module and data of a private fit."""
-    import lightning as L
-
     from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
 
     data = Numbers(sampling="poisson")
@@ -125,6 +141,7 @@ SURROUNDINGS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "docs/federated.md": by_messages,
     "docs/filters.md": released,
     "docs/howto/federation.md": split_log,
+    "docs/howto/lightning.md": log,
     "docs/images.md": images,
     "docs/synthesis.md": with_a_prompt,
     "docs/testing.md": to_be_tested,

@@ -185,11 +185,17 @@ _UNITS: dict[str, str] = {
     "user": "everything that one user contributed",
     "image": "one image with every view made of it",
     "passage": "one passage of a collection with every sentence of it",
+    "record": "one record: every row of the data set that bears its name",
 }
-_SHORT: dict[str, str] = {"query": "query", "pair": "pair", "user": "user", "image": "image", "passage": "passage"}
+_SHORT: dict[str, str] = {
+    "query": "query", "pair": "pair", "user": "user", "image": "image", "passage": "passage", "record": "record",
+}  # fmt: skip
 _PLURAL: dict[str, str] = {
     "query": "queries", "pair": "pairs", "user": "users", "image": "images", "passage": "passages",
+    "record": "records",
 }  # fmt: skip
+#: Units without a public list of passages beside them.
+_WITHOUT_PASSAGES = ("image", "record")
 
 
 def describe_unit(unit: Unit) -> str:
@@ -209,7 +215,7 @@ def describe_duplicates(unit: Unit, duplicates: Duplicates) -> str:
             "Equal texts of one user are in one unit; those of several users are parts of as many, and protected as "
             "parts of a group of that many units."
         )
-    what = "image" if unit == "image" else "passage text" if unit == "passage" else "query text"
+    what = {"image": "image", "passage": "passage text", "record": "record"}.get(unit, "query text")
     if duplicates == "keep":
         return (
             f"Equal {what}s under different ids are separate units: one that occurs k times is protected as a group of "
@@ -235,6 +241,8 @@ def protected(unit: Unit, neighbours: Neighbours) -> list[str]:
     """List what the guarantee hides, up to epsilon and delta."""
     if unit == "image":
         hidden = ["the pixels of each image, and of every view made of it"]
+    elif unit == "record":
+        hidden = ["the content of each record: every value of its rows, labels included"]
     elif unit == "passage":
         hidden = ["the text of each passage of the collection"]
     else:
@@ -253,10 +261,10 @@ def protected(unit: Unit, neighbours: Neighbours) -> list[str]:
 
 def unprotected_quantities(unit: Unit, neighbours: Neighbours, n: int | None) -> list[str]:
     """List what the guarantee takes as known to everybody."""
-    public = [] if unit in ("image", "passage") else ["the text of every passage in the corpus"]
+    public = [] if unit in (*_WITHOUT_PASSAGES, "passage") else ["the text of every passage in the corpus"]
     if neighbours == "add_or_remove":
         return [*public, "the declared constants: delta, sampling rate, batch cap, denominator"]
-    if neighbours == "zero_out" and unit not in ("image", "passage"):
+    if neighbours == "zero_out" and unit not in (*_WITHOUT_PASSAGES, "passage"):
         public.append("the list of passages that stand in the training data")
     size = "" if n is None else f" (n = {n})"
     return [*public, f"the number of {_PLURAL[unit]}{size}, and what follows from it, such as the sampling rate"]
@@ -307,13 +315,13 @@ def uncovered(
                 f"People who contributed several {_PLURAL[unit]}: the guarantee is for one {_SHORT[unit]}, and no "
                 f"user-level epsilon {known}."
             )
-    what = "image" if unit == "image" else "text"
+    what = {"image": "image", "record": "row"}.get(unit, "text")
     gaps.append(
         f"The same {what} recorded as several {_PLURAL[unit]}: each copy is a unit of its own, and frequent {what}s "
         f"are protected less{_copies(groups)}."
     )
-    if unit == "image":
-        gaps += [] if neighbours == "add_or_remove" else ["The number of images, which is public."]
+    if unit in _WITHOUT_PASSAGES:
+        gaps += [] if neighbours == "add_or_remove" else [f"The number of {_PLURAL[unit]}, which is public."]
     elif neighbours == "add_or_remove":
         gaps.append("Passages: their texts are public.")
     elif neighbours == "zero_out":
@@ -326,6 +334,8 @@ def uncovered(
         "Facts that hold for many people at once: learning those is what training is for.",
         "Images that are shown to the model when it is used."
         if unit == "image"
+        else "What is shown to the model when it is used."
+        if unit == "record"
         else "Queries that are typed when the system is used.",
         "Losses, metrics and samples computed on private data and shown to anybody outside the ledger.",
         "A noise secret that leaks.",

@@ -248,7 +248,7 @@ class OptimizerSpec:
                 f"model.optimizer.schedule={self.schedule} needs trainer.max_steps, to know where to end."
             )
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: self.factor(step, steps))
-        return [optimizer], [scheduler]
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
     def _options(self, noise_std: float) -> dict[str, Any]:
         options: dict[str, Any] = {"lr": self.lr, "weight_decay": self.weight_decay}

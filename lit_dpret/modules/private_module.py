@@ -69,7 +69,7 @@ class PrivateModule(Checkpointed):
 
     Args:
         privacy: The privacy mode.
-        optimizer: Name, learning rate and schedule of the optimizer.
+        optimizer: Name, learning rate and schedule of the optimizer; None where ``configure_optimizers`` is overridden.
         log_private_loss: Log the training loss, and what else is logged, although it is an unaccounted release.
 
     Raises:
@@ -92,9 +92,11 @@ class PrivateModule(Checkpointed):
     #: Whether an update is being made: weights, optimizer and step count are then not of one moment.
     updating: bool = False
 
-    def __init__(self, *, privacy: PrivacyMode, optimizer: OptimizerSpec, log_private_loss: bool = False) -> None:
+    def __init__(
+        self, *, privacy: PrivacyMode, optimizer: OptimizerSpec | None = None, log_private_loss: bool = False
+    ) -> None:
         super().__init__()
-        if optimizer.uses_noise_std and privacy.guarantee != "dp":
+        if optimizer is not None and optimizer.uses_noise_std and privacy.guarantee != "dp":
             raise ConfigurationError(
                 f"model.optimizer.name={optimizer.name} subtracts the noise of a private mode, and "
                 f"privacy={privacy.name} adds none. Choose model.optimizer.name=adam."
@@ -186,9 +188,15 @@ class PrivateModule(Checkpointed):
         return []
 
     def configure_optimizers(self) -> Any:
+        spec = self.optimizer_spec
+        if spec is None:
+            raise ConfigurationError(
+                f"{type(self).__name__} has neither optimizer=OptimizerSpec(...) nor configure_optimizers, so nothing "
+                "says how it is trained. Give one of them."
+            )
         # The accountant attached the mode in its ``setup``, which Lightning runs before it asks for optimizers.
-        noise_std = self.privacy.gradient_noise_std if self.optimizer_spec.uses_noise_std else 0.0
-        return self.optimizer_spec.build(self.parameters(), steps=self._planned_steps(), noise_std=noise_std)
+        noise_std = self.privacy.gradient_noise_std if spec.uses_noise_std else 0.0
+        return spec.build(self.parameters(), steps=self._planned_steps(), noise_std=noise_std)
 
     def configure_model(self) -> None:
         """Shard the parameters over the ranks, once, where the strategy does so (``trainer=fsdp``)."""
@@ -388,13 +396,22 @@ class PrivateModule(Checkpointed):
         with self._hooks.optimizing(self, optimizer, self._public() | ALWAYS):
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        schedules: Any = self.lr_schedulers() or []
-        for schedule in schedules if isinstance(schedules, list) else [schedules]:
-            schedule.step()
+        self._move_schedules(step + 1)
         self.updating = False
         if self.log_private_loss or self.privacy.guarantee != "dp":
             self.log("train/loss", self._loss_sum / max(units, 1), on_step=True, prog_bar=True, batch_size=1)
         self._loss_sum = 0.0
+
+    def _move_schedules(self, done: int) -> None:
+        """Step every schedule that is due by its ``interval`` and ``frequency``; a step is a logical one."""
+        if self._trainer is None:  # a step that is put to the test by itself
+            return
+        epochs = self.trainer.current_epoch + 1 if self.trainer.is_last_batch else 0
+        for config in self.trainer.lr_scheduler_configs:
+            schedule: Any = config.scheduler
+            count = done if config.interval == "step" else epochs
+            if count and count % config.frequency == 0:
+                schedule.step()
 
     def _add_up_counts(self) -> None:
         """Add up what the ranks counted, so that each has the counts of the whole logical batch."""

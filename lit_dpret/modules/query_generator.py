@@ -105,6 +105,8 @@ class QueryGenerator(PrivateModule):
         ConfigurationError: Two settings contradict each other.
     """
 
+    optimizer_spec: OptimizerSpec
+
     def __init__(
         self,
         *,

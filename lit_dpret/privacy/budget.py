@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from lit_dpret.errors import ConfigurationError
 
-Unit = Literal["query", "pair", "user", "image", "passage"]
+Unit = Literal["query", "pair", "user", "image", "passage", "record"]
 Neighbours = Literal["zero_out", "add_or_remove", "replace_one"]
 Duplicates = Literal["keep", "merge"]
 AccountantName = Literal["pld", "rdp", "prv"]
@@ -22,6 +22,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "user": ("user_id",),
     "image": ("image_id",),
     "passage": ("passage_id",),
+    "record": ("record_id",),
 }
 
 ROUNDING_SHARE = 2.0**-16

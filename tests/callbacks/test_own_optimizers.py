@@ -40,7 +40,8 @@ class Without(Regression):
 class TwoSchedules(Regression):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
-        return [optimizer], [StepLR(optimizer, 1, 0.5), StepLR(optimizer, 3, 0.1)]
+        every = {"scheduler": StepLR(optimizer, 1, 0.5), "interval": "step"}
+        return [optimizer], [every, {"scheduler": StepLR(optimizer, 1, 0.1), "interval": "step", "frequency": 3}]
 
 
 def refused(folder: Path, module: Any) -> ConfigurationError:

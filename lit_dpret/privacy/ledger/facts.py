@@ -153,7 +153,7 @@ def _declared(plan: PrivacyPlan, before: Sequence[int | None]) -> list[Assumptio
             "Delta, the sampling rate, the batch cap and the denominator were declared without looking at the data."
         )
     elif plan.budget.neighbours == "zero_out":
-        listed = "" if plan.budget.unit == "image" else " and the list of passages"
+        listed = "" if plan.budget.unit in ("image", "record") else " and the list of passages"
         public = f"The number of units{listed} may be known to everybody."
     else:
         public = "The number of units may be known to everybody."

@@ -1,0 +1,162 @@
+"""A map-style data set of one's own, each row of which belongs to a unit of privacy that a function names."""
+
+from __future__ import annotations
+
+import hmac
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Unpack
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from lit_dpret.datamodules.sampled import SampledDataModule, SamplingSettings
+from lit_dpret.datamodules.unit_dataset import Planted
+from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.privacy.coins import kept_generators, seed_everywhere
+
+
+class OwnUnits:
+    """The rows of a data set, grouped by whose they are.
+
+    Args:
+        dataset: Indexed by the number of a row.
+        groups: The rows of each unit.
+    """
+
+    unit = "record"
+    duplicates = "keep"
+
+    def __init__(self, dataset: Any, groups: Sequence[Sequence[int]]) -> None:
+        self.dataset, self._groups = dataset, groups
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def rows(self, unit: int) -> Sequence[Any]:
+        """All rows of unit number ``unit``, as the data set gives them."""
+        return tuple(self.dataset[row] for row in self._groups[unit])
+
+    def most_units_of_a_user(self) -> int | None:
+        """None: who is behind a unit is what ``unit_of`` says."""
+        return None
+
+
+class UnitDataModule(SampledDataModule):
+    """Any map-style data set; a unit of privacy, a *record*, is all rows that bear one name.
+
+    Guarantees:
+        - Every row is in exactly one unit.
+        - What a unit holds depends on its own rows alone; a data set that remembers what it was asked for is refused.
+
+    Args:
+        dataset: Has a length, and gives a row by its number. Every row is read once when a run begins.
+        unit_of: Names the unit of a row, given its number: a text or a whole number, as in ``users.__getitem__``; the
+            claim is then about one user. None makes every row a unit of its own.
+        sampled: As for `SampledDataModule`; one of ``expected_batch_size`` and ``sample_rate`` is needed.
+
+    Raises:
+        ConfigurationError: A setting is out of range; the message names it.
+        DataError: The data set has no length, or no row.
+    """
+
+    def __init__(
+        self, dataset: Any, *, unit_of: Callable[[int], Any] | None = None, **sampled: Unpack[SamplingSettings]
+    ) -> None:
+        super().__init__(**sampled)
+        kind = type(dataset).__name__
+        if isinstance(dataset, IterableDataset) or not (
+            hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+        ):
+            raise DataError(
+                f"dataset={kind} has no __len__ and __getitem__: units are drawn by number, so epsilon needs to know "
+                "how many there are. Give a map-style data set."
+            )
+        if len(dataset) == 0:
+            raise DataError(f"dataset={kind} has no row, so there is no unit to train on.")
+        self.dataset, self.unit_of = dataset, unit_of
+        self._units: OwnUnits | None = None
+
+    def use_unit(self, unit: str, neighbours: str | None = None) -> None:
+        """Take the run's unit of privacy, which can be a record alone.
+
+        Raises:
+            ConfigurationError: It is another one.
+        """
+        if unit != OwnUnits.unit:
+            raise ConfigurationError(
+                f"privacy.unit={unit}: the units of a UnitDataModule are those that unit_of names. Set privacy.unit="
+                f"{OwnUnits.unit}, and give a unit_of that names each row's {unit}."
+            )
+
+    def train_units(self) -> OwnUnits:
+        """The rows by unit, in the order in which the units first occur; `unit_of` is asked once.
+
+        Raises:
+            DataError: It names no unit of a row.
+        """
+        if self._units is None:
+            groups: dict[Any, list[int]] = {}
+            for row in range(len(self.dataset)):
+                groups.setdefault(self._name_of(row), []).append(row)
+            self._units = OwnUnits(self.dataset, list(groups.values()))
+        return self._units
+
+    def _name_of(self, row: int) -> str | int:
+        if self.unit_of is None:
+            return row
+        try:
+            name = self.unit_of(row)
+            name = name.item() if hasattr(name, "item") else name
+        except Exception as error:  # a text of the data may stand in its words
+            raise DataError(
+                f"unit_of({row}) raised {type(error).__name__}: it gets the number of a row, and must name the unit of "
+                "dataset[number], as users.__getitem__ does."
+            ) from error
+        if not isinstance(name, (str, int)):  # of a float NaN differs from itself, and so do equal tensors
+            raise DataError(
+                f"unit_of({row}) returned a {type(name).__name__}: the name of a unit is a text or a whole number, "
+                "so that rows of one unit can be told by it."
+            )
+        return name
+
+    def plant(self, planted: Planted) -> None:
+        """Refuse: canaries are made of texts, and nobody knows how a row of this data set is made.
+
+        Raises:
+            ConfigurationError: Always.
+        """
+        raise ConfigurationError("UnitDataModule takes no canaries: its rows may be of any kind. Leave the audit out.")
+
+    def data_fingerprint(self, key: bytes) -> str:
+        """A keyed fingerprint of all rows, in order and with their units, so that a resume notices changed data."""
+        found = hmac.new(key, digestmod="sha256")
+        with kept_generators():
+            for row in range(len(self.dataset)):
+                seed_everywhere(row)  # of what the data set draws, as for an augmentation
+                for part in (*_content(self._name_of(row)), *_content(self.dataset[row])):
+                    found.update(len(part).to_bytes(8, "big") + part)
+        return found.hexdigest()
+
+
+def _content(value: Any) -> Iterator[bytes]:
+    """The bytes by which two rows are told apart."""
+    if isinstance(value, Mapping):
+        yield f"mapping {len(value)}".encode()
+        for name, each in value.items():
+            yield from (*_content(name), *_content(each))
+    elif isinstance(value, (list, tuple)):
+        yield f"sequence {len(value)}".encode()
+        for each in value:
+            yield from _content(each)
+    elif isinstance(value, Tensor):
+        flat = value.detach().cpu().contiguous().reshape(-1)
+        yield f"{value.dtype} {tuple(value.shape)}".encode()
+        yield flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    elif isinstance(value, np.ndarray):
+        yield f"{value.dtype} {value.shape}".encode()
+        yield pickle.dumps(value) if value.dtype.hasobject else value.tobytes()
+    else:
+        yield pickle.dumps(value)

@@ -1,0 +1,164 @@
+"""An existing module made private: a wrapper around it that brings the accountant and the card along."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
+from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+from lit_dpret.modules import OptimizerSpec, PrivateModule
+from lit_dpret.privacy.modes import DPSGD, PrivacyMode
+
+WEIGHTS = "weights.pt"
+#: Stands for a batch that is one tensor, and no dict or tuple of them.
+_LONE = ""
+#: What Lightning would call, and a wrapper around the module does not.
+_HOOKS = {
+    *vars(ModelHooks), *vars(DataHooks), *vars(CheckpointHooks), "optimizer_step", "optimizer_zero_grad",
+    "lr_scheduler_step", "configure_gradient_clipping", "configure_callbacks", "backward",
+}  # fmt: skip
+#: Of these, the ones that belong to validation, test and prediction, which are the module's own business.
+_OUTSIDE_OF_FIT = ("_validation", "_test", "_predict", "val_dataloader", "train_dataloader")
+
+
+class MadePrivate(PrivateModule):
+    """What `make_private` returns: the module inside, trained by the loop of `PrivateModule`."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        per_row_loss: Callable[[Any, Any], Tensor],
+        collate_fn: Callable[[list[Any]], Any],
+        *,
+        privacy: PrivacyMode,
+        optimizer: OptimizerSpec | None,
+    ) -> None:
+        super().__init__(privacy=privacy, optimizer=optimizer)
+        self.module = module
+        self._loss_of_rows, self._collate_fn = per_row_loss, collate_fn
+
+    def collate_rows(self, rows: list[Any]) -> Any:
+        features = _as_dicts(self._collate_fn(rows))
+        _refuse_other_features(features, len(rows))
+        return features if isinstance(features, dict) else {_LONE: features}
+
+    def per_row_loss(self, rows: Any) -> Tensor:
+        return self._loss_of_rows(self.module, _as_collated(rows))
+
+    def configure_optimizers(self) -> Any:
+        module: Any = self.module
+        return module.configure_optimizers() if self.optimizer_spec is None else super().configure_optimizers()
+
+    def configure_callbacks(self) -> list[Callback]:
+        """Return an accountant and a card, each where the Trainer has none yet."""
+        present: list[Callback] = [] if self._trainer is None else self._trainer.callbacks  # type: ignore[attr-defined]
+        return [kind() for kind in (PrivacyAccountant, PrivacyCard) if not any(isinstance(c, kind) for c in present)]
+
+    def save_model(self, folder: Path) -> None:
+        """Write the weights of the module, by the names that they have in it."""
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save(self.module.state_dict(), folder / WEIGHTS)
+
+
+def make_private(
+    module: nn.Module,
+    *,
+    per_row_loss: Callable[[Any, Any], Tensor],
+    eps: float,
+    optimizer: OptimizerSpec | None = None,
+    collate_fn: Callable[[list[Any]], Any] = default_collate,
+    unit: str = "record",
+    **privacy: Any,
+) -> MadePrivate:
+    """Return a module around ``module`` that ``Trainer.fit`` trains under differential privacy, with ledger and card.
+
+    The Trainer's ``default_root_dir`` gets the ledger, the card, and the weights in ``model/weights.pt``. To go on from
+    a checkpoint give the Trainer ``callbacks=[PrivacyAccountant(resume=True)]``.
+
+    Guarantees:
+        - ``module`` itself is trained, in place, by what `PrivateModule` makes of its rows: each unit's gradient is
+          clipped exactly, and no update carries anything of the data that is not noised and in the ledger.
+        - Optimizer and schedules are those of ``module.configure_optimizers``, at their ``interval`` and ``frequency``,
+          where a step is a logical one. Its ``training_step`` and ``validation_step`` are not run.
+        - Refused by name are layers that mix rows, losses that couple them, and hooks that nobody would call.
+
+    Args:
+        module: A LightningModule, or any other module together with ``optimizer``.
+        per_row_loss: Takes ``module`` and a collated batch, and returns one loss for each row (``reduction="none"``);
+            the loss of a row depends on that row alone.
+        eps: The budget of the whole run.
+        optimizer: In the place of ``configure_optimizers`` of the module.
+        collate_fn: As of a DataLoader, from the rows of a batch to tensors whose first axis is the rows.
+        unit: Whose data the promise is about; ``record`` is what `UnitDataModule` draws.
+        privacy: Other arguments of `DPSGD`, such as ``delta`` and ``max_grad_norm``.
+
+    Raises:
+        ConfigurationError: A setting is out of range, or nothing says how ``module`` is optimized.
+        UnsupportedModelError: ``module`` is private already, or has hooks that a wrapper would not call.
+    """
+    name = type(module).__name__
+    if isinstance(module, PrivateModule):
+        raise UnsupportedModelError(f"{name} is a PrivateModule already: give it to trainer.fit itself.")
+    if hooks := sorted(hook for hook in _HOOKS if _is_own(module, hook)):
+        raise UnsupportedModelError(
+            f"{name}.{hooks[0]} would not be called: make_private wraps the module. Remove it, write it as a Callback "
+            "of the Trainer, or derive from lit_dpret.PrivateModule, whose hooks run and are watched.",
+            trap="T7",
+        )
+    if optimizer is None and not callable(getattr(module, "configure_optimizers", None)):
+        raise ConfigurationError(
+            f"{name} has no configure_optimizers, so nothing says how it is trained: give make_private "
+            "optimizer=OptimizerSpec(name=..., lr=...)."
+        )
+    mode = DPSGD(eps=eps, unit=unit, **privacy)  # type: ignore[arg-type]
+    kind: type[MadePrivate] = type(f"Private{name}", (MadePrivate,), {"__module__": __name__})  # as card and errors say
+    return kind(module, per_row_loss, collate_fn, privacy=mode, optimizer=optimizer)
+
+
+def _is_own(module: nn.Module, hook: str) -> bool:
+    """Return whether a LightningModule has a hook of a fit that is not Lightning's."""
+    own = inspect.getattr_static(type(module), hook, None)
+    if hook.startswith("_") or any(part in hook for part in _OUTSIDE_OF_FIT):
+        return False
+    return isinstance(module, L.LightningModule) and own is not inspect.getattr_static(L.LightningModule, hook, None)
+
+
+def _as_dicts(batch: Any) -> Any:
+    """Return a collated batch as nested dicts, as a `UnitBatch` holds them; those of tuples and lists have numbers."""
+    if isinstance(batch, (Mapping, tuple, list)):
+        named = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
+        return {name: _as_dicts(value) for name, value in named}
+    return batch
+
+
+def _as_collated(rows: Any) -> Any:
+    """Return what `_as_dicts` and ``collate_rows`` were given, with tuples for lists."""
+    if not isinstance(rows, dict):
+        return rows
+    if rows.keys() == {_LONE}:
+        return rows[_LONE]
+    made = {name: _as_collated(value) for name, value in rows.items()}
+    return made if any(not isinstance(name, int) for name in made) else tuple(made.values())
+
+
+def _refuse_other_features(features: Any, rows: int, place: str = "") -> None:
+    if isinstance(features, dict):
+        for name, value in features.items():
+            _refuse_other_features(value, rows, f"{place}[{name!r}]")
+    elif not isinstance(features, Tensor) or features.dim() == 0 or len(features) != rows:
+        found = tuple(features.shape) if isinstance(features, Tensor) else type(features).__name__
+        raise UnsupportedModelError(
+            f"collate_fn gave {found} at batch{place} for {rows} rows: each value must be a tensor whose first axis is "
+            "the rows. Give make_private a collate_fn that makes such tensors and leaves texts and names out.",
+            trap="T11",
+        )

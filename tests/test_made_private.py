@@ -1,0 +1,410 @@
+"""A module, a loss, a data set and an optimizer of a Lightning user's own, made private by `make_private`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import dp_accounting
+import lightning as L
+import pytest
+import torch
+from dp_accounting.pld.pld_privacy_accountant import PLDAccountant
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+import lit_dpret
+from lit_dpret import (
+    OptimizerSpec,
+    PrivacyAccountant,
+    PrivacyCard,
+    UnitDataModule,
+    assert_private,
+    errors,
+    make_private,
+)  # fmt: skip
+from lit_dpret.cards.verification import verify_chain
+from lit_dpret.errors import ConfigurationError, DataError, ResumeError, UnsupportedModelError
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
+
+
+class Classifier(L.LightningModule):
+    """What a Lightning user has already; its training and validation step stay as they are."""
+
+    def __init__(self, *extra: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), *extra, nn.Linear(8, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.net(x)
+        return found
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        raise AssertionError("The step of the module itself knows no privacy.")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val/loss", row_loss(self, batch).mean())
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        steps = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        epochs = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1)
+        return [optimizer], [{"scheduler": steps, "interval": "step", "frequency": 2}, {"scheduler": epochs}]
+
+
+def row_loss(model: Any, batch: Any) -> Tensor:
+    x, y = batch
+    return F.cross_entropy(model(x), y, reduction="none")
+
+
+def rows(count: int = 60) -> TensorDataset:
+    coins = torch.Generator().manual_seed(0)
+    x = torch.randn(count, 4, generator=coins)
+    return TensorDataset(x, x[:, :3].argmax(1))
+
+
+def data(dataset: Any = None, **settings: Any) -> UnitDataModule:
+    given = {"expected_batch_size": 20, "physical_batch_size": 16} | settings
+    return UnitDataModule(rows() if dataset is None else dataset, **given)
+
+
+def made(module: Any = None, **settings: Any) -> Any:
+    given: dict[str, Any] = {"per_row_loss": row_loss, "eps": 3.0, "noise_multiplier": 1.0}
+    return make_private(module or Classifier(), **given | settings)
+
+
+def fit(folder: Path, module: Any, datamodule: Any = None, *, ckpt_path: Any = None, **trainer: Any) -> L.Trainer:
+    given: dict[str, Any] = {"max_steps": 6, "logger": False, "enable_progress_bar": False, "accelerator": "cpu"}
+    found = L.Trainer(default_root_dir=folder, enable_model_summary=False, **given | trainer)
+    found.fit(module, datamodule=datamodule or data(), ckpt_path=ckpt_path)
+    return found
+
+
+def card_in(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "privacy_card.json").read_text(encoding="utf-8"))
+    return found
+
+
+# -- what it guarantees ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows_per_unit", ["one", "all"])
+def test_the_clipped_sum_is_that_of_a_loop_over_units(rows_per_unit: str, tmp_path: Path) -> None:
+    model, clip = Classifier().double(), 0.3
+    x, y = rows().tensors
+    dataset = TensorDataset(x.double(), y)
+    names = [f"u{row % 25}" for row in range(60)]
+    seen: list[tuple[Any, dict[str, Tensor], dict[str, Tensor]]] = []
+    private = made(model, max_grad_norm=clip)
+    drawn: list[Any] = []
+    contribute, take = private.privacy.contribute, private.privacy.take
+
+    def note_batch(module: Any, batch: Any) -> None:
+        drawn.append(batch)
+        contribute(module, batch)
+
+    def note_sum() -> dict[str, Tensor]:
+        sums = take()
+        if drawn:
+            seen.append((list(drawn), sums, {n: p.detach().clone() for n, p in model.named_parameters()}))
+            drawn.clear()
+        return sums
+
+    private.privacy.contribute, private.privacy.take = note_batch, note_sum
+    datamodule = data(dataset, unit_of=names.__getitem__, expected_batch_size=10, rows_per_unit=rows_per_unit)
+    fit(tmp_path, private, datamodule, precision="64-true", max_steps=3)
+    assert len(seen) == 3
+    for batches, sums, weights in seen:
+        expected = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+        for batch in batches:
+            for unit in range(len(batch.mask)):
+                own = batch.unit_ids == unit
+                assert rows_per_unit == "all" or int(own.sum()) <= 1
+                if not bool(own.any()):
+                    continue
+
+                def loss(parameters: dict[str, Tensor], batch: Any = batch, own: Tensor = own) -> Tensor:
+                    logits = torch.func.functional_call(model, parameters, (batch.rows[0][own],))
+                    return F.cross_entropy(logits, batch.rows[1][own])
+
+                gradient = torch.func.grad(loss)(weights)
+                norm = torch.sqrt(sum(g.square().sum() for g in gradient.values()))
+                for name, part in gradient.items():
+                    expected[name] += part * min(1.0, clip / float(norm))
+        for name, weight in expected.items():
+            torch.testing.assert_close(sums[f"module.{name}"], weight, rtol=1e-6, atol=1e-9)
+
+
+def test_a_fit_ends_with_a_card_of_the_epsilon_that_another_accountant_finds(tmp_path: Path) -> None:
+    private = make_private(Classifier(), per_row_loss=row_loss, eps=3)
+    fit(tmp_path, private, data(sampling="poisson"))
+    card = card_in(tmp_path)
+    step = dp_accounting.PoissonSampledDpEvent(
+        20 / 60,
+        dp_accounting.GaussianDpEvent(
+            PrivacyLedger.read(tmp_path / "privacy_ledger.jsonl").records[0]["plan"]["noise_multiplier"]
+        ),
+    )
+    claim = card["claim"]
+    accountant = PLDAccountant(dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE)
+    other = accountant.compose(step, 6).get_epsilon(claim["delta"])
+    assert claim["unit"] == "record" and claim["delta"] == pytest.approx(1 / 120)
+    assert claim["epsilon"] == pytest.approx(other, rel=1e-3) and 2.5 < claim["epsilon"] <= 3
+    assert card["mechanism"]["optimizer"] == "SGD"
+    assert not verify_chain(tmp_path).failed
+
+
+def test_the_trained_weights_lie_beside_the_card_and_in_the_module_itself(tmp_path: Path) -> None:
+    model = Classifier()
+    before = model.net[0].weight.detach().clone()
+    fit(tmp_path, made(model))
+    saved = torch.load(tmp_path / "model" / "weights.pt", weights_only=True)
+    fresh = Classifier()
+    fresh.load_state_dict(saved)
+    assert torch.equal(fresh.net[0].weight, model.net[0].weight) and not torch.equal(before, model.net[0].weight)
+    assert not verify_chain(tmp_path / "model").failed
+
+
+def test_its_step_keeps_the_promise() -> None:
+    x, y = rows(6).tensors
+    private = made()
+    assert_private(private, {0: x, 1: (y + 1) % 3}, eps=1.0, delta=1e-5)
+
+
+# -- what is the user's own ------------------------------------------------------------------------------------
+
+
+def test_the_optimizer_and_schedules_of_the_module_are_used_at_their_intervals(tmp_path: Path) -> None:
+    trainer = fit(tmp_path, made())  # three steps make an epoch
+    assert type(trainer.optimizers[0]) is torch.optim.SGD
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.5**3 * 0.1**2)
+
+
+def test_a_plain_module_takes_an_optimizer_by_name_or_is_refused(tmp_path: Path) -> None:
+    net = Classifier().net
+    with pytest.raises(ConfigurationError, match="optimizer="):
+        made(net)
+    trainer = fit(tmp_path, made(net, optimizer=OptimizerSpec(name="sgd", lr=0.5)))
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.5
+
+
+def test_items_of_dicts_and_of_lone_tensors_reach_the_loss_as_the_collation_makes_them(tmp_path: Path) -> None:
+    x, y = rows().tensors
+
+    def of_dict(model: Any, batch: Any) -> Tensor:
+        assert isinstance(batch["in"], list | tuple) and batch["in"][0].shape[1] == 4
+        return row_loss(model, (batch["in"][0], batch["label"]))
+
+    dicts = [{"in": (a,), "label": b} for a, b in zip(x, y, strict=True)]
+    fit(tmp_path / "dict", made(per_row_loss=of_dict), data(dicts))
+    lone = made(per_row_loss=lambda model, batch: model(batch).square().sum(1))
+    fit(tmp_path / "lone", lone, data(list(x)))
+
+
+def test_a_collation_of_ones_own_is_used(tmp_path: Path) -> None:
+    def collate(items: list[Any]) -> Any:
+        return torch.stack([x for x, _ in items]) * 0, torch.stack([y for _, y in items])
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        assert not batch[0].any()
+        return row_loss(model, batch)
+
+    fit(tmp_path, made(per_row_loss=loss, collate_fn=collate), max_steps=1)
+
+
+def test_a_checkpoint_of_ones_own_callback_goes_on_with_the_ledger(tmp_path: Path) -> None:
+    kept = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=2, save_top_k=-1)
+    whole = Classifier()
+    fit(tmp_path / "run", made(whole), callbacks=[kept])
+    fit(tmp_path / "other", made(), max_steps=1)
+    resumed = [PrivacyAccountant(resume=True)]
+    (path,) = (tmp_path / "kept").glob("*step=4.ckpt")
+    model = Classifier()
+    fit(tmp_path / "run", made(model), callbacks=resumed, ckpt_path=path)
+    assert torch.equal(model.net[0].weight, whole.net[0].weight)
+    with pytest.raises(ResumeError):
+        fit(tmp_path / "run", made())
+
+
+def test_callbacks_that_the_trainer_has_are_not_added_again(tmp_path: Path) -> None:
+    own = [PrivacyAccountant(eps_log_points=1), PrivacyCard(run_dir=tmp_path / "cards")]
+    trainer = fit(tmp_path / "run", made(), callbacks=list(own), enable_checkpointing=False)
+    assert [c for c in trainer.callbacks if isinstance(c, (PrivacyAccountant, PrivacyCard))] == own  # type: ignore[attr-defined]
+    assert card_in(tmp_path / "cards")["claim"]["epsilon"] > 0
+
+
+# -- what is refused -------------------------------------------------------------------------------------------
+
+
+def coupled(model: Any, batch: Any) -> Tensor:
+    loss = row_loss(model, batch)
+    return loss - loss.mean()
+
+
+@pytest.mark.parametrize("loss", [coupled, lambda model, batch: row_loss(model, batch).mean()], ids=["coupled", "mean"])
+def test_a_loss_that_couples_rows_is_refused_before_a_release(loss: Any, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="row"):
+        fit(tmp_path, made(per_row_loss=loss))
+    assert '"intent"' not in (tmp_path / "privacy_ledger.jsonl").read_text()
+
+
+def test_batch_norm_is_refused_by_its_name(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"net\.2"):
+        fit(tmp_path, made(Classifier(nn.BatchNorm1d(8))))
+
+
+def test_hooks_that_nobody_would_call_are_refused_by_name() -> None:
+    class Hooked(Classifier):
+        def on_train_epoch_end(self) -> None: ...
+
+    with pytest.raises(UnsupportedModelError, match="on_train_epoch_end"):
+        made(Hooked())
+
+
+def test_what_is_private_already_is_not_wrapped() -> None:
+    with pytest.raises(UnsupportedModelError, match="PrivateModule"):
+        made(made())
+
+
+def test_weights_of_an_earlier_fit_are_not_forgotten(tmp_path: Path) -> None:
+    model = Classifier()
+    fit(tmp_path / "first", made(model))
+    with pytest.raises(ConfigurationError, match="init_from"):
+        fit(tmp_path / "second", made(model))
+
+
+def test_values_that_are_no_tensors_of_rows_are_refused_by_the_collation(tmp_path: Path) -> None:
+    texts = [{"text": f"t{i}", "label": i % 3} for i in range(60)]
+    with pytest.raises(UnsupportedModelError, match="collate_fn"):
+        fit(tmp_path, made(), data(texts))
+
+
+def test_a_budget_out_of_range_is_refused_at_once() -> None:
+    with pytest.raises(ConfigurationError, match="eps"):
+        made(eps=-1)
+
+
+# -- units of a data set of one's own --------------------------------------------------------------------------
+
+
+def test_rows_of_one_name_are_one_unit_and_rows_without_names_are_units_themselves() -> None:
+    grouped = data([10, 11, 12, 13], unit_of=["a", "b", "a", "a"].__getitem__)
+    grouped.use_unit("record")
+    units = grouped.train_units()
+    assert [list(units.rows(unit)) for unit in range(len(units))] == [[10, 12, 13], [11]]
+    single = data([10, 11])
+    single.use_unit("record")
+    assert single.n_units == 2 and list(single.train_units().rows(1)) == [11]
+
+
+def test_another_row_name_or_order_is_another_fingerprint() -> None:
+    x, y = rows(6).tensors
+    key = b"k" * 32
+    whole = data(TensorDataset(x, y)).data_fingerprint(key)
+    assert data(TensorDataset(x.clone(), y.clone())).data_fingerprint(key) == whole
+    others = [
+        data(TensorDataset(x.flip(0), y.flip(0))), data(TensorDataset(x, 1 - y)), data(TensorDataset(x.double(), y)),
+        data(TensorDataset(x[:5], y[:5])), data(TensorDataset(x, y), unit_of=lambda row: row // 2),
+        data(TensorDataset(x.view(6, 2, 2), y)),
+    ]  # fmt: skip
+    found = {other.data_fingerprint(key) for other in others}
+    assert whole not in found and len(found) == len(others)
+    assert data(TensorDataset(x, y)).data_fingerprint(b"l" * 32) != whole
+
+
+def test_random_augmentations_leave_the_fingerprint_and_the_generators_alone() -> None:
+    class Augmented(Dataset[Any]):
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, row: int) -> Tensor:
+            return torch.rand(2)
+
+    before = torch.get_rng_state()
+    assert data(Augmented()).data_fingerprint(b"k") == data(Augmented()).data_fingerprint(b"k")
+    assert torch.equal(before, torch.get_rng_state())
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(range(3))
+
+    def __len__(self) -> int:
+        return 3
+
+
+@pytest.mark.parametrize("dataset", [Stream(), (row for row in range(3)), []], ids=["iterable", "generator", "empty"])
+def test_data_without_rows_that_can_be_counted_and_drawn_are_refused(dataset: Any) -> None:
+    with pytest.raises(DataError, match="dataset"):
+        data(dataset)
+
+
+@pytest.mark.parametrize(
+    "name", [lambda row: {}[row], lambda row: torch.tensor([1, 2]), lambda row: None, lambda row: 0.5]
+)
+def test_a_function_that_names_no_unit_is_refused_with_the_row(name: Any) -> None:
+    with pytest.raises(DataError, match=r"unit_of\(0\)"):
+        data(unit_of=name).n_units  # noqa: B018
+
+
+def test_a_number_in_a_tensor_is_the_name_that_it_holds() -> None:
+    assert data(unit_of=(torch.arange(60) // 2).__getitem__).n_units == 30
+
+
+def test_other_units_than_records_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"unit"):
+        fit(tmp_path, made(unit="user"))
+
+
+def test_a_data_set_that_remembers_is_refused(tmp_path: Path) -> None:
+    class Remembering(Dataset[Any]):
+        last = 0
+
+        def __len__(self) -> int:
+            return 60
+
+        def __getitem__(self, row: int) -> Any:
+            self.last, before = row, self.last
+            return torch.full((4,), float(before)), row % 3
+
+    with pytest.raises(DataError):
+        fit(tmp_path, made(), data(Remembering()))
+
+
+# -- what a reader of the terminal sees ------------------------------------------------------------------------
+
+
+def test_the_epochs_of_a_run_with_a_number_of_steps_are_known(tmp_path: Path) -> None:
+    seen = []
+
+    class Noting(L.Callback):
+        def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+            assert trainer.progress_bar_callback is not None
+            seen.append((trainer.max_epochs, trainer.progress_bar_callback.total_train_batches))
+
+    trainer = fit(tmp_path, made(), max_steps=7, callbacks=[Noting()], enable_progress_bar=True)  # in epochs of three
+    parts = trainer.num_training_batches
+    assert set(seen) == {(3, parts)} and parts > 3 and len(seen) == 7 * parts / 3
+    assert trainer.max_epochs == -1 and trainer.global_step == 7
+
+
+def test_an_error_of_the_library_names_python_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(errors, "on_command_line", False)
+    fit(tmp_path, made(), max_steps=1)
+    with pytest.raises(ResumeError, match=r"PrivacyAccountant\(resume=True\).*default_root_dir"):
+        fit(tmp_path, made(), max_steps=1)
+    with pytest.raises(ConfigurationError, match="privacy=NoPrivacy"):
+        made(eps=-1)
+
+
+def test_ten_names_are_offered_and_none_is_loaded_before_it_is_asked_for() -> None:
+    code = "import sys, lit_dpret; sys.exit(sorted({'torch', 'numpy', 'lightning'} & set(sys.modules)) or 0)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert len(lit_dpret.__all__) == 11  # and the version
+    assert all(getattr(lit_dpret, name) for name in lit_dpret.__all__)
