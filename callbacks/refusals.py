@@ -158,13 +158,13 @@ def _is_not_compiled(run: Candidate) -> None:
 
 
 def _states_a_law(run: Candidate) -> None:
-    missing = not_offered(run.data)
+    missing = [] if run.data is None else not_offered(run.data)
     if run.data is None or missing:
         what = "there is none" if run.data is None else f"{type(run.data).__name__} lacks {', '.join(missing)}"
         raise ConfigurationError(
             f"The accountant reads from the DataModule how batches are drawn and who is in them, and {what}. Pass "
-            "datamodule= to trainer.fit: a PairsDataModule, or a class with all that "
-            "lit_dpret.privacy.sampling.TrainingData lists.",
+            "datamodule= to trainer.fit: a UnitDataModule around a data set, a PairsDataModule, or a class with all "
+            "that lit_dpret.privacy.sampling.TrainingData lists.",
             trap="T1",
         )
 

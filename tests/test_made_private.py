@@ -16,7 +16,7 @@ from dp_accounting.pld.pld_privacy_accountant import PLDAccountant
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import lit_dpret
 from lit_dpret import (
@@ -254,6 +254,13 @@ def test_a_loss_that_couples_rows_is_refused_before_a_release(loss: Any, tmp_pat
     assert '"intent"' not in (tmp_path / "privacy_ledger.jsonl").read_text()
 
 
+def test_a_loader_of_ones_own_is_refused_for_a_data_module(tmp_path: Path) -> None:
+    trainer = L.Trainer(default_root_dir=tmp_path, max_steps=1, logger=False, accelerator="cpu")
+    with pytest.raises(ConfigurationError, match="datamodule=") as found:
+        trainer.fit(made(), DataLoader(rows(), 20))
+    assert found.value.trap == "T1"
+
+
 def test_batch_norm_is_refused_by_its_name(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=r"net\.2"):
         fit(tmp_path, made(Classifier(nn.BatchNorm1d(8))))
@@ -408,3 +415,14 @@ def test_ten_names_are_offered_and_none_is_loaded_before_it_is_asked_for() -> No
     subprocess.run([sys.executable, "-c", code], check=True)
     assert len(lit_dpret.__all__) == 11  # and the version
     assert all(getattr(lit_dpret, name) for name in lit_dpret.__all__)
+
+
+def test_after_a_refusal_the_folder_is_said_to_hold_nothing_that_was_spent(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError):
+        fit(tmp_path, made(per_row_loss=coupled))
+    with pytest.raises(ResumeError, match="delete it"):
+        fit(tmp_path, made())
+    (tmp_path / "privacy_ledger.jsonl").unlink()
+    fit(tmp_path, made(), max_steps=1)
+    with pytest.raises(ResumeError, match="already holds"):
+        fit(tmp_path, made(), max_steps=1)

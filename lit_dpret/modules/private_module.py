@@ -436,7 +436,8 @@ class PrivateModule(Checkpointed):
             if loss.shape != batch.unit_ids.shape:
                 raise UnsupportedModelError(
                     f"{type(self).__name__}.per_row_loss returned shape {tuple(loss.shape)} for "
-                    f"{len(batch.unit_ids)} rows; it must return one loss per row."
+                    f"{len(batch.unit_ids)} rows; it must return one loss per row, as torch's losses do under "
+                    "reduction='none'."
                 )
             weighted = loss / rows_of_unit.to(device=loss.device, dtype=loss.dtype)
             if batch.data_rows is not None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets as random_secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -125,6 +125,13 @@ class Position:
             raise ResumeError(f"{place}: the accountant's state is malformed ({error}).") from error
 
 
+def _is_of_no_step(records: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether a ledger is that of a run with a claim that ended before its first release."""
+    kinds = {record["kind"] for record in records}
+    planned = all(record.get("plan") is not None for record in records if record["kind"] == "plan")
+    return planned and kinds <= {"plan", "event", "end"} and bool(records) and records[-1]["kind"] == "end"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Fingerprints:
     """Keyed hashes of what a run is trained on, each given its key.
@@ -206,6 +213,11 @@ class PrivateRun:
             LedgerError: The ledger is damaged, or another run has it open.
         """
         if path.exists() and not resume:
+            if _is_of_no_step(PrivacyLedger.read(path).records):
+                raise ResumeError(
+                    f"{path} is the ledger of a run that was refused or ended before its first step, so it hides "
+                    "nothing that was spent: delete it, say resume=true, or choose another hydra.run.dir."
+                )
             raise ResumeError(
                 f"{path} already holds a ledger: a second run in this folder would hide what the first one "
                 "spent. Say resume=true to go on with it, or choose another hydra.run.dir."
