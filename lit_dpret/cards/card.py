@@ -45,6 +45,7 @@ from lit_dpret.cards.text import SIGNOFF, contradicted, show_delta, show_epsilon
 from lit_dpret.cards.tuning import tuning_facts, tuning_of_run, with_earlier_tuning
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.privacy.ledger.chain import today
+from lit_dpret.privacy.ledger.dataset_ledger import sweep_of
 from lit_dpret.privacy.ledger.facts import Assumption, Judged, derived_assumptions, plan_of
 from lit_dpret.privacy.ledger.run_ledger import charged_releases
 
@@ -225,7 +226,9 @@ def inherit_card(
         claim |= {"guarantee": "not_proved", "epsilon": None, "curve": [], "user_level_epsilon": None}
         accounting, ceilings = without_numbers(accounting), None
         pretraining.pop("start", None)
-    tuned, planted = tuning_facts(facts.tuning), parent["empirical"].get("planted")
+    delta = claim["delta"] if claim["guarantee"] == "dp" else None
+    tuned = tuning_facts(facts.tuning, None, sweep_of(ledger_records), delta)
+    planted = parent["empirical"].get("planted")
     whole = with_earlier_tuning(
         tuned, parent["tuning"], str(parent["subject"]["name"]), composed=False, proved=claim["guarantee"] == "dp"
     )

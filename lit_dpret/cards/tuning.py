@@ -12,7 +12,7 @@ from lit_dpret.cards.text import show_delta, show_epsilon
 from lit_dpret.errors import ConfigurationError, UnsupportedAccountingError
 from lit_dpret.privacy.accounting.selection import RandomStopping, selection_epsilon
 from lit_dpret.privacy.budget import require_choice
-from lit_dpret.privacy.ledger.dataset_ledger import sweep_limit, sweep_of
+from lit_dpret.privacy.ledger.dataset_ledger import one_release, sweep_limit, sweep_of
 from lit_dpret.privacy.ledger.facts import Judged
 from lit_dpret.privacy.ledger.run_ledger import start_of
 
@@ -27,6 +27,11 @@ _TUNING = {
     "private": "NOT ACCOUNTED: hyper-parameters were chosen on private data; epsilon does not cover that choice.",
     "unknown": "NOT ACCOUNTED: it was not stated on which data the hyper-parameters were chosen.",
 }
+
+_ON_ONE_RELEASE = (
+    "Hyper-parameters were chosen by scores on public data, as declared, among trainings on one release, which "
+    "costs no privacy."
+)
 
 _CHOSEN = {
     "private": "hyper-parameters were chosen on private data",
@@ -84,6 +89,8 @@ def tuning_facts(
         text = _priced(stopping, value) if value is not None else f"{text} The cost of the declared search: {why}."
         chosen |= {"epsilon": value}
     elif sweep is not None:
+        if chosen["data"] == "public" and one_release(sweep):
+            text = text.replace(_TUNING["public"], _ON_ONE_RELEASE)
         text, limit = f"{text} {_of_sweep(sweep, claims=delta is not None)}", sweep_limit(sweep, delta)
         if chosen["data"] == "private" and sweep["metric_data"] in _COVERED and limit is not None:
             accounted, chosen = True, chosen | {"epsilon": limit}
@@ -226,7 +233,10 @@ def declared_search(chosen: Mapping[str, Any]) -> RandomStopping | None:
 def _as_told(chosen: Mapping[str, Any], sweep: Mapping[str, Any]) -> dict[str, Any]:
     """Take facts about the choice from the sweep, which `refuse_other_tuning` has held against what the run states."""
     scored = sweep["metric_data"]
-    private = sweep.get("planned") is not None and scored != "unknown"  # also where it is said that nothing is compared
+    # Also where it is said that nothing is compared; trials on several releases, or on one and without privacy, tell of
+    # each other as private ones do.
+    mixed = len(sweep.get("releases") or ()) > 1
+    private = (sweep.get("planned") is not None or mixed) and scored != "unknown"
     told: dict[str, Any] = {"sweep": dict(sweep), "data": "private" if private else scored}
     if not chosen["n_trials"] and chosen.get("method") in (None, "none"):
         told["n_trials"] = sweep["trials"]
@@ -238,6 +248,8 @@ def _of_sweep(sweep: Mapping[str, Any], *, claims: bool) -> str:
         f"This run is one of the {sweep['trials']} trials of sweep {sweep['id']} (varied: {', '.join(sweep['varied'])})"
     )
     planned = sweep.get("planned")
+    if one_release(sweep):
+        return f"{text}, all of which train on one release. Its claim covers all of them together."
     if planned is None:
         return f"{text}, none of which was planned as private."
     if not claims:

@@ -41,6 +41,7 @@ class SweepTerms:
         metric_data: On which data trials are compared.
         planned: The epsilon of all of them together.
         without_privacy: How many trials train on private data without any privacy; None where nobody looked.
+        releases: The releases on which trials under ``privacy=synthetic`` train, each once, and null for all others.
     """
 
     budget: PrivacyBudget | None
@@ -51,6 +52,7 @@ class SweepTerms:
     metric_data: str
     planned: Mapping[str, Any] | None = None
     without_privacy: int | None = None
+    releases: Sequence[str | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ class SweepFolder:
             "accountant": terms.accountant,
             "planned": terms.planned,
             "without_privacy": terms.without_privacy,
+            "releases": terms.releases,
             "places": [place["releases"] for place in charged],
             "parts": [place.get("parts") for place in charged],
             "budget": None if budget is None else budget.to_dict(),
@@ -183,6 +186,7 @@ class SweepFolder:
             "trials": len(facts["trials"]),
             "private_runs": len(facts["places"]),
             "without_privacy": facts["without_privacy"],
+            "releases": facts.get("releases"),
             "varied": sorted({setting.partition("=")[0] for one in facts["trials"] for setting in one["settings"]}),
             "metric": facts["metric"].get("name"),
             "metric_data": facts["metric_data"],

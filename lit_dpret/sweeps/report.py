@@ -8,13 +8,14 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from lit_dpret.cards.card import read_card
 from lit_dpret.cards.text import show_epsilon
 from lit_dpret.errors import LitDpretError
 from lit_dpret.files import write_whole
 from lit_dpret.privacy.ledger.dataset_file import Charge, EarlierRun, compose_across_runs, composed
+from lit_dpret.privacy.ledger.dataset_ledger import one_release
 from lit_dpret.privacy.ledger.facts import owed_releases
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, noise_keys, start_of
 from lit_dpret.report.figures import can_draw, draw_sweep
@@ -131,28 +132,41 @@ def _told(
             "them, has this epsilon, not that of a row."
             + (" Of a trial without privacy nothing is promised to anybody, beside whatever else." if bare else "")
         )
+        released = False
     else:
-        lines.append("No trial was private: nothing was spent, and nothing is promised.")
+        claims = {row["epsilon"] for row in rows}
+        proved = sorted(claims - {None, math.inf})
+        released = one_release(facts) and len(claims) == len(proved) == 1
+        lines.append(
+            f"All trials train on one release. Its claim, epsilon = {show_epsilon(proved[0])}, covers all of them "
+            "together; they spend nothing of their own." if released else
+            "No trial was planned as private. An epsilon in the table is that of the release that the trial trains on; "
+            "whoever sees several trials has those of all these releases together." if proved else
+            "No trial was private: nothing was spent, and nothing is promised."
+        )  # fmt: skip
     if best is not None:
-        lines.append(_choice(str(facts["metric_data"]), str(metric), private=epsilon is not None, bare=bare))
+        covered = "trials" if epsilon is not None else "release" if released else None
+        lines.append(_choice(str(facts["metric_data"]), str(metric), covered, bare=bare))
     return "\n".join(lines)
 
 
-def _choice(data: str, metric: str, *, private: bool, bare: bool) -> str:
-    """State what it costs to have chosen the best trial."""
+def _choice(data: str, metric: str, covered: Literal["trials", "release"] | None, *, bare: bool) -> str:
+    """State what it costs to have chosen the best trial; ``covered`` is by whose epsilon its training is."""
     named = {"unknown": "data that were not named (task.metric_data)"}.get(data, f"{data} data")
     chosen = f"The best trial was chosen by {metric} on {named}"
-    if not private:
+    if covered is None:
         return (
             f"{chosen}. No trial was planned as private: where they were trained on public data, the choice has no "
             "epsilon, and needs none."
         )
-    if bare:
+    if bare and covered == "trials":
         return f"{chosen}, and not all trials are known to be private: no epsilon covers the choice."
     scored = {
         "public": "public records need no cover.",
         "synthetic": "the synthetic ones that were scored have an epsilon of their own, which is not in it.",
     }.get(data, "nothing covers those that were scored.")
+    if covered == "release":
+        return f"{chosen}. For the records behind the release, its claim covers the choice; {scored}"
     return (
         f"{chosen}, and all trials were trained on private data: for the records that were trained on, only the "
         f"epsilon of all trials together covers the choice; {scored}"

@@ -23,7 +23,7 @@ from lit_dpret.sweeps.folder import SWEEP, SweepTerms
 from lit_dpret.sweeps.report import write_report
 from lit_dpret.tasks.fit import PlannedFit
 from lit_dpret.tasks.parts import Parts, check_run_dir
-from lit_dpret.tasks.trial import check_trial
+from lit_dpret.tasks.trial import check_trial, release_behind
 
 _PLANNED_BY = ("task", "privacy", "datamodule", "trainer", "callbacks", "canaries")
 _COUPLED_BY = ("model", "loss", "negatives")
@@ -112,6 +112,7 @@ class Sweep:
             self._new = False
             return sweep
         self._without_privacy = 0
+        self._releases: set[str | None] = set()
         self._new = True
         plans: list[PlannedFit] = []
         known: dict[str, list[PlannedFit]] = {}
@@ -148,6 +149,7 @@ class Sweep:
             metric_data=self.metric_data,
             planned=planned_total,
             without_privacy=self._without_privacy,
+            releases=sorted(self._releases, key=str),
         )
         return SweepFolder.plan(parts.run_dir, self.sweep, trials, places, counted)
 
@@ -159,6 +161,7 @@ class Sweep:
         task, own = composed.make()
         mode = own.make_privacy()
         self._without_privacy += mode.guarantee != "dp"
+        self._releases.add(release_behind(mode, own))
         check_trial(task, mode, own.make_callbacks(), self.metric_data, self.sweep.metric.get("name"))
         if mode.guarantee == "dp" and '"log_private_loss": true' in composed.describe(("model", "task")):
             raise ConfigurationError(

@@ -9,6 +9,7 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_only
 
 from lit_dpret.callbacks import PrivacyCard, RetrievalEvaluation
+from lit_dpret.callbacks.origins import claim_of
 from lit_dpret.cards.tuning import refuse_other_tuning
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.sweeps import SweepFolder, write_result
@@ -40,6 +41,13 @@ class TrialOf:
                 f"trial_of={folder} with privacy={mode.name}: all trials of that sweep were planned as private, and "
                 "their cards say so. Plan a sweep with this trial in it, or leave trial_of null."
             )
+        known = self.sweep.facts.get("releases") or [None]
+        if None not in known and release_behind(mode, parts) not in known:
+            raise ConfigurationError(
+                f"trial_of={folder} with privacy={mode.name}: all trials of that sweep were planned on releases that "
+                "it names, and this one trains on other data. Plan a sweep with this trial in it, or leave trial_of "
+                "null."
+            )
         metric = self.sweep.facts["metric"].get("name")
         check_trial(task, mode, parts.make_callbacks(), self.sweep.facts["metric_data"], metric)
         self._left_out = unprivate_results(task, mode)
@@ -59,6 +67,12 @@ class TrialOf:
         found = result if isinstance(result, Mapping) else {}
         kept = {name: value for name, value in found.items() if name not in self._left_out}
         write_result(self.run_dir, settings, kept)
+
+
+def release_behind(mode: Any, parts: Parts) -> str | None:
+    """Name the release on which a run under ``privacy=synthetic`` trains; None for every other run."""
+    data = parts.make_datamodule() if mode.guarantee == "inherited" else None
+    return None if getattr(data, "privacy_card_path", None) is None else claim_of(data)
 
 
 def unprivate_results(task: Any, mode: Any) -> Sequence[str]:

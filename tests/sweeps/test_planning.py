@@ -19,6 +19,7 @@ from hydra.types import RunMode
 from lightning.pytorch.callbacks import Callback
 from planned_sweeps import begun, joined, planned, trial_parts
 from tiny_generator import WORDS, generator
+from tiny_tasks import parts, write_synthetic
 
 from lit_dpret import cli
 from lit_dpret.audit.canaries import CanarySuite
@@ -26,7 +27,9 @@ from lit_dpret.callbacks import OneRunAudit, PrivacyCard, RetrievalEvaluation
 from lit_dpret.cards.card import read_card
 from lit_dpret.cards.check import verify_card
 from lit_dpret.cards.start import read_start
+from lit_dpret.cards.text import show_epsilon
 from lit_dpret.cli import run
+from lit_dpret.datamodules import SyntheticDataModule
 from lit_dpret.errors import BudgetExceededError, ConfigurationError
 from lit_dpret.privacy.accounting.releases import Release, merge
 from lit_dpret.privacy.budget import PrivacyBudget
@@ -35,7 +38,7 @@ from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.ledger.facts import owed_releases
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 from lit_dpret.privacy.modes import NoPrivacy, SyntheticData
-from lit_dpret.sweeps import SweepFolder
+from lit_dpret.sweeps import SweepFolder, write_result
 from lit_dpret.sweeps.report import write_report
 from lit_dpret.tasks import Evaluate, Fit, FitScored, Pipeline
 from lit_dpret.tasks.trial import refuse_private_objective
@@ -123,6 +126,48 @@ def test_a_trial_without_privacy_does_not_join_a_sweep_that_was_planned_as_priva
 def test_trials_on_what_others_released_are_not_within_the_limit_of_the_sweep(tmp_path: Path) -> None:
     facts = planned(tmp_path, metric_data="private", make_privacy=SyntheticData).facts
     assert facts["without_privacy"] == 2 and facts["planned"] is None
+
+
+def on_release(folder: Path, name: str = "made") -> dict[str, Any]:
+    """A training on synthetic queries that have a card."""
+    place = folder / name / "data"
+    if not place.exists():
+        write_synthetic(place, parts(folder).make_datamodule())
+    return {
+        "make_privacy": SyntheticData,
+        "make_datamodule": partial(SyntheticDataModule, folder=place, expected_batch_size=8, physical_batch_size=8),
+    }
+
+
+def test_trials_on_one_release_have_its_claim_once_and_a_choice_on_public_data_costs_nothing(tmp_path: Path) -> None:
+    sweep = planned(tmp_path, metric_data="public", metric="loss", **on_release(tmp_path))
+    for name in ("one", "two"):
+        card = read_card(begun(tmp_path, name, **on_release(tmp_path)))
+        assert card["tuning"]["accounted"] is False and card["tuning"]["data"] == "unknown", "so it is of the release"
+        assert "tuning" not in str(card["not_covered"])
+        write_result(sweep.trial_folder(name), [], {"loss": 1.0})
+    assert len(sweep.facts["releases"]) == 1 and sweep.facts["releases"][0] is not None
+    claim = read_card(tmp_path / "made" / "data")["claim"]["epsilon"]
+    text = write_report(sweep).text
+    assert show_epsilon(claim) in text.splitlines()[-2] and "was private" not in text
+    for other in ({}, {"make_privacy": NoPrivacy}, on_release(tmp_path, "other")):
+        with pytest.raises(ConfigurationError, match=r"trial_of=.*privacy="):
+            joined(tmp_path, **other)
+
+
+@pytest.mark.parametrize("other", [lambda folder: {"make_privacy": NoPrivacy}, lambda f: on_release(f, "other")])
+def test_a_choice_among_several_releases_or_beside_trials_without_privacy_is_not_accounted(
+    tmp_path: Path, other: Any
+) -> None:
+    first = on_release(tmp_path)
+    sweep = planned(
+        tmp_path, metric_data="public", metric="loss", vary=lambda one: first if one == "x=0" else other(tmp_path)
+    )
+    tuned = read_card(begun(tmp_path, **first))["tuning"]
+    assert tuned["data"] == "private" and not tuned["accounted"]
+    assert len(sweep.facts["releases"]) == 2
+    write_result(sweep.trial_folder("one"), [], {"loss": 1.0})
+    assert "one release." not in write_report(sweep).text
 
 
 # -- on which data the choice is made --------------------------------------------------------------

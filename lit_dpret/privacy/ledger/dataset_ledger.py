@@ -67,6 +67,15 @@ def sweep_of(records: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
     return dict(found[0]["sweep"]) if found else None
 
 
+def one_release(sweep: Mapping[str, Any]) -> bool:
+    """Whether all trials of a sweep train on one release, whose claim covers them, and a choice among them, together.
+
+    That holds of a choice that looks at nothing private besides.
+    """
+    releases = sweep.get("releases") or [None]
+    return len(releases) == 1 and releases[0] is not None
+
+
 def sweep_limit(sweep: Mapping[str, Any] | None, delta: float | None) -> float | None:
     """The most that all trials of a sweep may cost together at a claim's delta; None where no number bounds that.
 
