@@ -38,7 +38,14 @@ from lit_dpret.synthesis.pseudo_queries import write_pseudo_queries
 from lit_dpret.synthesis.writer import synthesize
 from lit_dpret.tasks.fit import PlannedFit, Training, plan_fit, refuse_several_ranks, train
 from lit_dpret.tasks.parts import Parts, by_hash, check_run_dir
-from lit_dpret.tasks.pipeline_stages import KEPT, as_round_trip, check_round_trip, stage_callbacks, train_retriever
+from lit_dpret.tasks.pipeline_stages import (
+    KEPT,
+    as_round_trip,
+    check_round_trip,
+    set_batch,
+    stage_callbacks,
+    train_retriever,
+)
 from lit_dpret.tasks.ranking import score_bm25, score_embeddings
 from lit_dpret.tasks.stages import Stages, settings_fingerprint
 
@@ -145,11 +152,7 @@ class Pipeline:
             _refuse_trained(self.generator, "pretrained", f"task.generator.pretrained under privacy={privacy.name}")
         self._require_room(privacy)
         L.seed_everything(parts.seed, verbose=False)
-        log = self._log = parts.make_datamodule(
-            max_passages=None,
-            expected_batch_size=self.generator_batch,
-            physical_batch_size=self.generator_physical_batch,
-        )
+        log = self._log = self._whole_log()
         log.prepare_data()
         log.setup("fit")
         self._searched = self._data(max_passages=self.max_passages)
@@ -181,19 +184,17 @@ class Pipeline:
         """Return the private training of one stage, as a list; an empty one where its row is not asked for."""
         if ("direct" if stage == "direct" else "synthetic") not in self.only:
             return []
-        make, steps, batch, physical, clip, passages = (
-            (self.retriever, self.retriever_steps, self.retriever_batch, self.retriever_batch,
-             self.retriever_max_grad_norm, self.max_passages)
+        make, steps, clip = (
+            (self.retriever, self.retriever_steps, self.retriever_max_grad_norm)
             if stage == "direct" else
-            (self.generator, self.generator_steps, self.generator_batch, self.generator_physical_batch,
-             self.generator_max_grad_norm, None)
+            (self.generator, self.generator_steps, self.generator_max_grad_norm)
         )  # fmt: skip
         mode = self._privacy(clip)
-        data = self._data(max_passages=passages, physical_batch_size=physical)
+        data = self._data_of_row(mode) if stage == "direct" else self._whole_log()
         data.prepare_data()
         data.setup("fit")
-        data.use_unit(mode.unit, mode.neighbours)  # type: ignore[arg-type]
-        data.expected_batch_size = batch if stage == "generator" else min(batch, data.n_units)
+        if stage == "direct":
+            set_batch(data, mode, self.retriever_batch)
         return plan_fit(mode, data, self._trainer(steps)(logger=False), make_module=make)
 
     def _require_room(self, privacy: Any) -> None:
@@ -239,6 +240,21 @@ class Pipeline:
         )
         return made
 
+    def _whole_log(self) -> PairsDataModule:
+        """Return what the generator is trained on."""
+        made: PairsDataModule = self._parts.make_datamodule(
+            max_passages=None,
+            expected_batch_size=self.generator_batch,
+            physical_batch_size=self.generator_physical_batch,
+        )
+        return made
+
+    def _data_of_row(self, mode: PrivacyMode) -> PairsDataModule:
+        """Return what a retriever is trained on; only where no rate may follow from n, at the one that was declared."""
+        declared = mode.guarantee == "dp" and mode.neighbours == "add_or_remove"
+        rate = {"sample_rate": self._whole_log().sample_rate} if declared else {}
+        return self._data(max_passages=self.max_passages, **rate)
+
     def _callbacks(self, folder: Path, resume: bool, label: str) -> list[Any]:
         tuning: dict[str, Any] = {"tuning_note": self.tuning_note, "tuning_data": self.tuning_data}
         return stage_callbacks(folder, resume=resume, label=label, trial_of=self._parts.trial_of, **tuning)
@@ -279,7 +295,7 @@ class Pipeline:
         def work(folder: Path, resume: bool) -> dict[str, Any]:
             L.seed_everything(self._parts.seed, verbose=False)
             model = self._retriever(privacy())
-            source = data or self._data(max_passages=self.max_passages)
+            source = data or self._data_of_row(model.privacy)
             train_retriever(
                 model,
                 source,

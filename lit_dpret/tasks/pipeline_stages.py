@@ -45,14 +45,19 @@ def is_begun(folder: Path, resume: bool) -> bool:
     return resume and (folder / LEDGER_NAME).exists()
 
 
+def set_batch(data: PairsDataModule, mode: Any, batch: int) -> None:
+    """Have ``data`` drawn in batches of ``batch`` units, or of all where there are fewer and that may be known."""
+    data.use_unit(mode.unit, mode.neighbours)
+    data.expected_batch_size = batch if mode.neighbours == "add_or_remove" else min(batch, data.n_units)
+
+
 def train_retriever(
     model: Any, data: PairsDataModule, folder: Path, *, parts: Parts, steps: int, batch: int, callbacks: list[Any],
     resume: bool,
 ) -> None:  # fmt: skip
-    """Train ``model`` for ``steps`` logical steps of ``batch`` units on average, or of all where there are fewer."""
+    """Train ``model`` for ``steps`` logical steps of ``batch`` units on average, as `set_batch` has it."""
     data.setup("fit")
-    data.use_unit(model.privacy.unit, model.privacy.neighbours)
-    data.expected_batch_size = min(batch, data.n_units)
+    set_batch(data, model.privacy, batch)
 
     def make_trainer(**settings: Any) -> L.Trainer:
         made: L.Trainer = parts.make_trainer(max_steps=steps, **settings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,21 @@ def test_the_pipeline_ends_with_every_row_its_cards_and_a_report(tmp_path: Path)
     rows = json.loads((run / "results.json").read_text(encoding="utf-8"))
     for system in list(told)[:-1]:
         assert system in report and system in json.dumps(rows)
+
+
+def test_a_declared_rate_is_that_of_every_private_row_and_what_divides_its_sum_is_not_made_of_n(tmp_path: Path) -> None:
+    mode = partial(
+        DPSGD, eps=8.0, delta=1e-3, noise_multiplier=2.0, neighbours="add_or_remove", secret_file=tmp_path / "secret"
+    )
+    declared = parts(tmp_path, make_privacy=mode)
+    declared = replace(declared, make_datamodule=partial(declared.make_datamodule, sample_rate=0.2))
+    made = pipeline(only=("direct", "synthetic"), retriever_batch=100)
+    made.run(declared)
+    for stage, fit, batch in zip(("direct", "generator"), made.planned_fits(declared), (100, 8), strict=True):
+        records = PrivacyLedger.read(tmp_path / "run" / stage / "privacy_ledger.jsonl").records
+        assert charged_releases(records) == fit.releases, "a sweep reserves what is then released"
+        plan = next(record for record in records if record["kind"] == "plan")
+        assert (plan["law"]["sample_rate"], plan["plan"]["denominator"]) == (0.2, batch), stage
 
 
 def test_the_filter_keeps_the_queries_that_find_their_passage_and_the_report_says_how_many(tmp_path: Path) -> None:
