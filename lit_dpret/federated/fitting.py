@@ -38,6 +38,12 @@ class RoundAccountant(PrivacyAccountant):
             raise NotRepeatedError(f"The fit in {self.run_dir} cannot be repeated bit by bit on this machine.")
         super()._reserve()
 
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        if isinstance(exception, ResumeError):  # a start that made no step settles nothing: `settle_broken` does
+            self._close_account()
+            self._account = None
+        super().on_exception(trainer, pl_module, exception)
+
 
 def fit_epochs(
     module: Any, data: Any, folder: Path, *, epochs: int = 1, callbacks: Sequence[Callback] = (),

@@ -25,6 +25,7 @@ from lit_dpret.federated.silo_ledger import NothingLeftError, SiloLedger, spent_
 from lit_dpret.federated.storage import newest_round
 from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.accounting.releases import merge
+from lit_dpret.privacy.ledger import gate as gate_module
 from lit_dpret.privacy.ledger.dataset_account import RunLock
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases
 
@@ -274,6 +275,18 @@ def test_another_secret_repeats_nothing_and_stays_within_the_budget(whole: SiloC
     assert one.epsilon() == pytest.approx(announced(one), rel=1e-12) and (one.epsilon() or 0) <= EPS
     noise, planned = one.account.noise, whole.account.noise
     assert noise is not None and planned is not None and noise.training > planned.training  # what was lost is paid for
+    assert one.ledger is not None and one.ledger.total().running == 0  # type: ignore[union-attr]
+
+
+def test_a_repeat_that_fails_at_a_step_is_charged_with_what_was_announced_and_not_with_its_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed(at_record("intent", "stage1-000", after=True), lambda: train(tmp_path))
+    monkeypatch.setattr(gate_module, "sum_tag", lambda stream, sums: "that of another processor")
+    one = train(tmp_path)
+    lost = PrivacyLedger.read(one.state / "stage1-000" / "attempt-0" / "privacy_ledger.jsonl").records
+    assert "replay_failed" in [record.get("name") for record in lost]
+    assert one.epsilon() == pytest.approx(announced(one), rel=1e-12) and (one.epsilon() or 0) <= EPS
     assert one.ledger is not None and one.ledger.total().running == 0  # type: ignore[union-attr]
 
 
