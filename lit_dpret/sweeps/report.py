@@ -21,6 +21,7 @@ from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, nois
 from lit_dpret.report.figures import can_draw, draw_sweep
 from lit_dpret.sweeps.folder import SweepFolder
 
+_Covered = Literal["trials", "release"] | None
 TABLE_CSV, TABLE_MD, FIGURE, REPORT = "sweep.csv", "sweep.md", "sweep.png", "sweep_report.json"
 
 
@@ -145,12 +146,12 @@ def _told(
             "No trial was private: nothing was spent, and nothing is promised."
         )  # fmt: skip
     if best is not None:
-        covered = "trials" if epsilon is not None else "release" if released else None
+        covered: _Covered = "trials" if epsilon is not None else "release" if released else None
         lines.append(_choice(str(facts["metric_data"]), str(metric), covered, bare=bare))
     return "\n".join(lines)
 
 
-def _choice(data: str, metric: str, covered: Literal["trials", "release"] | None, *, bare: bool) -> str:
+def _choice(data: str, metric: str, covered: _Covered, *, bare: bool) -> str:
     """State what it costs to have chosen the best trial; ``covered`` is by whose epsilon its training is."""
     named = {"unknown": "data that were not named (task.metric_data)"}.get(data, f"{data} data")
     chosen = f"The best trial was chosen by {metric} on {named}"
