@@ -17,7 +17,16 @@ from lit_dpret.cards.file import CARD_NAME, card_above, read_card
 from lit_dpret.cards.start import Start, ledgers_of, model_folder
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, ledger_identity, start_of
-from lit_dpret.privacy.ledger.trained import TrainedIn, fingerprints, held, mark, noted_in, remember, runs_behind
+from lit_dpret.privacy.ledger.trained import (
+    TrainedIn,
+    fingerprints,
+    held,
+    mark,
+    noted_in,
+    remember,
+    runs_behind,
+    set_later,
+)
 
 
 class OwnWeights:
@@ -41,9 +50,9 @@ class OwnWeights:
             self._marked = True
             mark(module, [self._itself, *self._began_with, *runs_behind(module)])
 
-    def remember(self, values: Mapping[str, Any]) -> None:
+    def remember(self, values: Iterable[tuple[str, Any]]) -> None:
         """Remember the values that the run has given its weights."""
-        remember(values, self._before, self._itself)
+        remember(values, self._before, [self._itself])
 
 
 def refuse_other_weights(module: Any, counter: Any, data: Any) -> None:
@@ -70,6 +79,33 @@ def refuse_other_weights(module: Any, counter: Any, data: Any) -> None:
         f"card would forget what that cost. {way}. To go on with that run itself, say resume=true in its folder.",
         trap="T30",
     )
+
+
+def refuse_set_later(module: Any, counter: Any) -> None:
+    """Refuse weights of unknown origin: other ones than the module was built with, which nobody counts or declares."""
+    counted = counter.counted_by_others or counter.start() is not None or runs_behind(module)
+    if counted or counter.init_from_is_public or not (names := set_later(module)):
+        return
+    raise ConfigurationError(
+        f"{_some(names)} of {type(module).__name__} has other values than when the module was built, and nobody can "
+        "say which private data they have seen. Set weights in the constructor, start from the run that trained them "
+        "(init_from), or declare that nothing private went into them, which the card will name: "
+        "PrivacyAccountant(init_from_is_public=True).",
+        trap="T30",
+    )
+
+
+def declared_weights(module: Any, counter: Any) -> list[str]:
+    """For the card: which weights are public by the word of ``init_from_is_public`` alone, beside those of a start."""
+    names = set_later(module) if counter.init_from_is_public and counter.start() is None else []
+    return [
+        f"No private data went into {_some(names)}, set after {type(module).__name__} was built, as declared "
+        "(init_from_is_public)."
+    ] if names else []  # fmt: skip
+
+
+def _some(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} (and {len(names) - 1} more)"
 
 
 def _origins(module: Any, start: Start | None) -> list[Path]:

@@ -12,6 +12,7 @@ import inspect
 import math
 from collections import Counter
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from lit_dpret.callbacks.fixed_shapes import (
     tie_again,
 )
 from lit_dpret.callbacks.log_gate import LogGate, tell
-from lit_dpret.callbacks.origins import OwnWeights, claim_of, refuse_other_weights
+from lit_dpret.callbacks.origins import OwnWeights, claim_of, declared_weights, refuse_other_weights
 from lit_dpret.callbacks.own_code import (
     built,
     refuse_made_in_setup,
@@ -59,7 +60,7 @@ from lit_dpret.privacy.ledger.facts import PRIVATE_LOG_EVENT, UNITS_UNNAMED
 from lit_dpret.privacy.ledger.gate import ReleaseGate, SharedGate, undeclared_metric
 from lit_dpret.privacy.ledger.run import Fingerprints, Position, PrivateRun, state_hash
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, ledger_identity
-from lit_dpret.privacy.ledger.trained import TrainedIn, mark, weights
+from lit_dpret.privacy.ledger.trained import TrainedIn, mark, merges, weights
 from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.noise import KeyedStream, load_secret, published_secret
 from lit_dpret.privacy.plan import PrivacyPlan
@@ -114,7 +115,8 @@ class PrivacyAccountant(Callback):
         eps_log_points: How often epsilon is computed and logged during the run, at most.
         init_from: The run whose model this one starts from; its cost goes into the ledger and the claim.
             ``privacy.eps`` stays the budget of this run alone.
-        init_from_is_public: Declares that nothing private went into that model.
+        init_from_is_public: Declares that nothing private went into that model; without ``init_from``, into the
+            weights that were set after the module was built. The card names the declaration.
         trial_of: The folder of the sweep that the run is a trial of. The run takes over one of the reservations that
             the sweep made in its ledger of the data set, and its own ledger and card name the sweep.
     """
@@ -281,7 +283,9 @@ class PrivacyAccountant(Callback):
                 "log_private_loss": bool(module.log_private_loss),
                 "assumptions": [
                     *getattr(module, "assumptions", list)(),
+                    *getattr(data, "assumptions", list)(),
                     *precision_assumptions(trainer, module),
+                    *declared_weights(module, self),
                     *(trusted_code(trainer, module, data) if mode.guarantee == "dp" else ()),
                 ],
                 "dataset_ledger": None if self._dataset is None else self._dataset.begin(),
@@ -561,7 +565,7 @@ class PrivacyAccountant(Callback):
         trainer = self._trainer
         if self._weights is not None:
             for state in ("state_dict", "current_model_state"):  # the second where an average took the first's place
-                self._weights.remember(checkpoint.get(state, {}))
+                self._weights.remember(checkpoint.get(state, {}).items())
         loops = trainer._checkpoint_connector._get_loops_state_dict()
         checkpoint |= {"epoch": trainer.current_epoch, "global_step": trainer.global_step, "loops": loops}
         self._between.set_back(checkpoint, self._gate.steps_done)
@@ -637,7 +641,7 @@ class PrivacyAccountant(Callback):
 
     def _remember(self, module: Any) -> None:
         if self._weights is not None:
-            self._weights.remember(weights(module))
+            self._weights.remember(chain(weights(module).items(), merges(module)))
 
     def _close(self) -> None:
         self._close_account()

@@ -31,7 +31,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from lit_dpret.callbacks.averages import refuse_averages
 from lit_dpret.callbacks.fixed_shapes import refuse_changing_rows, refuse_changing_shapes
-from lit_dpret.callbacks.origins import refuse_cards_behind, refuse_other_weights
+from lit_dpret.callbacks.origins import refuse_cards_behind, refuse_other_weights, refuse_set_later
 from lit_dpret.callbacks.own_code import refuse_changed_batches, refuse_replaced_weighting, refuse_saved_data
 from lit_dpret.callbacks.strategies import (
     refuse_parted_sums,
@@ -208,6 +208,7 @@ def _starts_unseen(run: Candidate) -> None:
     counters = (callback for callback in run.callbacks if hasattr(callback, "known_runs"))
     if (counter := next(counters, None)) is not None:
         refuse_other_weights(run.module, counter, run.data)
+        refuse_set_later(run.module, counter)
 
 
 def _shows_nothing_beside_a_total(run: Candidate) -> None:
@@ -229,6 +230,8 @@ def _shows_nothing_beside_a_total(run: Candidate) -> None:
 
 def _chooses_by_public_metrics(run: Candidate) -> None:
     known = run.public_metrics | run.metrics_of_other_claims | _DECIDED_BEFORE
+    if run.module.privacy.guarantee == "inherited":  # what is computed on the rows of training is within the claim
+        known |= {"train/loss", *getattr(run.module, "public_metrics", ())}
     for callback in run.choosing:
         if callback.monitor not in known:
             raise ConfigurationError(
@@ -422,7 +425,7 @@ _ANY_CLAIM: tuple[Check, ...] = (
     _validates_on_declared_data,
     _chooses_by_no_other_claim,
 )
-_INHERITED: tuple[Check, ...] = (_carries_a_card,)
+_INHERITED: tuple[Check, ...] = (_carries_a_card, _chooses_by_public_metrics, _validates_nothing)
 _DP: tuple[Check, ...] = (
     _forgets_no_claim,
     _shows_nothing_beside_a_total, _chooses_by_public_metrics, _tunes_nothing, _validates_nothing, _tells_no_times,

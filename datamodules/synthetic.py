@@ -36,7 +36,7 @@ class SyntheticDataModule(PairsDataModule):
             itself: choosing a checkpoint on its own dev queries costs no privacy, on real ones it may.
             ``drop_overlap`` is refused with it: real queries, which no card covers, would choose what is trained on.
         keep: A file with one query id in each line: only these queries are trained on. They must have
-            been chosen by public means (their round trip, say); null for all.
+            been chosen by public means (their round trip, say), which the card names as declared; null for all.
         require_privacy_card: False accepts a folder without a card. What is trained on it then has
             no claim to inherit.
         settings: As for `PairsDataModule`; ``sampling`` is ``shuffle`` unless set.
@@ -88,6 +88,12 @@ class SyntheticDataModule(PairsDataModule):
         if not isinstance(card, dict) or not card:
             raise DataError(f"{path} is not a readable privacy card: a JSON object is expected.")
         return path
+
+    def assumptions(self) -> list[str]:
+        """What the claim of a run on these queries takes on trust, for its card."""
+        if self.keep is None:
+            return []
+        return ["The synthetic queries of datamodule.keep were chosen by no private data, as declared."]
 
     def _sources(self) -> dict[str, Any]:
         found = folder_parts(str(self.folder), corpus=self.corpus, needs_corpus=self.evaluation is None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABCMeta
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -14,7 +15,7 @@ import lightning as L
 from lit_dpret.distributed.handover import refuse_zero_state
 from lit_dpret.errors import DataError, ResumeError, first_line
 from lit_dpret.modules.optimizers import OptimizerSpec
-from lit_dpret.privacy.ledger.trained import mark, note, noted
+from lit_dpret.privacy.ledger.trained import fingerprints, mark, note, note_built, noted, remember
 from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
 
 #: Where a checkpoint names the class that wrote it.
@@ -24,7 +25,16 @@ OPTIMIZER_KEY = "lit_dpret_optimizer"
 _NOT_KEPT = ("self", "__class__", "privacy", "optimizer")
 
 
-class Checkpointed(L.LightningModule):
+class NotesItsStart(ABCMeta):
+    """Classes whose objects know the weights that their constructor left them with, whoever subclasses them."""
+
+    def __call__(cls, *args: Any, **settings: Any) -> Any:
+        module = ABCMeta.__call__(cls, *args, **settings)  # Lightning takes a frame with super() for a constructor
+        note_built(module)
+        return module
+
+
+class Checkpointed(L.LightningModule, metaclass=NotesItsStart):
     """A module whose checkpoints can be loaded without knowing how it was built.
 
     Guarantees:
@@ -123,7 +133,11 @@ class Checkpointed(L.LightningModule):
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any, **named: Any
     ) -> None:
-        mark(self, noted(local_metadata), whole=True)
+        if runs := noted(local_metadata):
+            mark(self, runs, whole=True)
+            # A part's own state dict, taken from here, names nobody.
+            inside = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
+            remember(inside.items(), fingerprints(self), runs)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest, **named)
 
 

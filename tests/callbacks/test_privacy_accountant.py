@@ -137,6 +137,24 @@ def test_a_reserve_pays_for_repeated_steps_in_advance(tmp_path: Path) -> None:
     assert spent(folder) <= 3.0
 
 
+@pytest.mark.parametrize("replay", ["never", "auto"])
+def test_steps_that_were_made_again_are_charged_and_the_card_says_what_that_takes_on_trust(
+    replay: str, tmp_path: Path
+) -> None:
+    folder, settings = tmp_path / "run", {"noise_multiplier": 2.0}
+    fit(folder, seeded(tmp_path, **settings), steps=6, save_every=4)  # none is saved at the end
+    once = spent(folder)
+    again = PrivacyAccountant(eps_log_points=1, run_dir=folder, resume=True, replay=replay)
+    card = PrivacyCard(run_dir=folder)
+    fit(folder, seeded(tmp_path, **settings), accountant=again, resume=True, extra=[card])
+    told = [each for each in read_card(folder)["assumptions"] if "earlier checkpoint" in each["text"]]
+    if replay == "auto":  # the same release once more
+        assert not told and spent(folder) == once and len(noise_keys(records(folder))) == 6
+    else:
+        assert spent(folder) > once and len(noise_keys(records(folder))) == 8
+        assert [each["holds"] for each in told] == ["unverified"] and "2 steps" in told[0]["text"]
+
+
 def test_a_lost_secret_means_fresh_noise(tmp_path: Path) -> None:
     folder = killed_run(tmp_path, 3)
     (tmp_path / "secret").unlink()

@@ -247,6 +247,33 @@ def test_a_checkpoint_is_chosen_by_synthetic_queries_only_where_the_run_claims_w
     fit(tmp_path / "second", retriever(tmp_path, SyntheticData()), Made(made), extra=choosing())
 
 
+class Looking(Retriever):
+    """It shows a number of whatever its validation loader holds."""
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.log("val/loss", 0.0)
+
+
+@pytest.mark.parametrize("chooser", [ModelCheckpoint, EarlyStopping])
+def test_a_run_under_an_inherited_claim_chooses_by_no_other_number_than_one_of_its_own_would(
+    chooser: Any, tmp_path: Path, made: Path
+) -> None:
+    def begin(module: Any, name: str, *more: Any) -> None:
+        folder = tmp_path / name.replace("/", " ")
+        fit(folder, module, Made(made), steps=2, extra=[*more, chooser(monitor=name)])
+
+    begin(retriever(tmp_path, SyntheticData()), "train/loss")
+    for name, more in (("val/loss", []), ("val/mrr@10", [RetrievalEvaluation(data="private", card_entry=True)])):
+        with pytest.raises(ConfigurationError, match=name) as raised:
+            begin(retriever(tmp_path, SyntheticData()), name, *more)
+        assert raised.value.trap == "T25"
+    looking = retriever(tmp_path, SyntheticData())
+    looking.__class__ = Looking
+    with pytest.raises(ConfigurationError, match="validation_step") as raised:
+        begin(looking, "train/loss")
+    assert raised.value.trap == "T25"
+
+
 def test_real_queries_behind_synthetic_data_are_not_taken_for_synthetic(tmp_path: Path, made: Path) -> None:
     callback = RetrievalEvaluation(data="synthetic", datamodule=Made(made, evaluation=Judged()))
     with pytest.raises(ConfigurationError, match="come from its evaluation, which holds real ones"):

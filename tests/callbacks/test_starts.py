@@ -14,7 +14,7 @@ import lightning as L
 import pytest
 import torch
 from bad_runs import Case
-from stand_ins import Numbers, Regression, Units, dp, fit
+from stand_ins import Numbers, Regression, Texts, Units, dp, fit
 from tiny_tasks import write_log, write_synthetic
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
 from lit_dpret.callbacks import privacy_accountant as accountant_file
 from lit_dpret.cards.card import read_card
-from lit_dpret.datamodules import PairsDataModule
+from lit_dpret.datamodules import PairsDataModule, SyntheticDataModule
 from lit_dpret.errors import LitDpretError
 from lit_dpret.privacy.ledger import trained
 from lit_dpret.privacy.modes import NoPrivacy, SyntheticData
@@ -269,6 +269,105 @@ def test_files_of_this_package_tell_another_process_who_trained_them(
     Kept.load_from_checkpoint(path).canary_scores(Units(4).rows(1))  # to look at it costs nothing
 
 
+def layers_with(values: dict[str, Tensor]) -> nn.Sequential:
+    """New layers like those of a `Regression`, with these values: nothing but numbers is handed on."""
+    net: nn.Sequential = Kept(privacy=NoPrivacy()).net
+    net.load_state_dict({name: value.clone() for name, value in values.items()})
+    return net
+
+
+def test_a_part_of_what_was_loaded_from_a_checkpoint_is_known_by_its_values(
+    tmp_path: Path, another_process: Callable[[], None]
+) -> None:
+    trained_by("dp", tmp_path / "first")
+    another_process()
+    old = Kept.load_from_checkpoint(checkpoint(tmp_path / "first"))
+    refused(tmp_path, Wrapped(layers_with(old.net.state_dict()), privacy=dp(tmp_path, noise_multiplier=4.0)))
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
+def test_values_of_half_the_precision_are_known_again(kind: torch.dtype, tmp_path: Path) -> None:
+    net = trained_by("none", tmp_path / "first").net
+    values = {name: value.to(kind) for name, value in net.state_dict().items()}
+    for name, part in (("all", values), ("one row", {"bias": values["3.bias"], "weight": values["3.weight"]})):
+        given = layers_with(part) if name == "all" else nn.Linear(8, 1)
+        given.load_state_dict(part)
+        refused(tmp_path / name.replace(" ", ""), Holder([given], privacy=dp(tmp_path, noise_multiplier=4.0)))
+
+
+def test_a_few_numbers_are_enough(tmp_path: Path) -> None:
+    class Small(Kept):
+        def __init__(self, **settings: Any) -> None:
+            super().__init__(**settings)
+            self.net = nn.Sequential(nn.Linear(4, 1))  # type: ignore[assignment]
+
+    first = Small(privacy=NoPrivacy())
+    fit(tmp_path / "first", first, numbers(), steps=2)
+    net = nn.Linear(4, 1)
+    net.load_state_dict(first.net[0].state_dict())
+    refused(tmp_path, Holder([net], privacy=dp(tmp_path, noise_multiplier=4.0)))
+    begin(tmp_path, Small(privacy=dp(tmp_path, noise_multiplier=4.0)))
+
+
+def test_adapters_that_were_merged_are_known_again(tmp_path: Path) -> None:
+    import peft
+
+    class Adapted(Kept):
+        def __init__(self, **settings: Any) -> None:
+            super().__init__(**settings)
+            self.net = peft.get_peft_model(self.net, peft.LoraConfig(r=2, target_modules=["0"]))  # type: ignore
+
+    module, mode = Adapted(privacy=NoPrivacy()), dp(tmp_path, noise_multiplier=4.0)
+    public = {name: value.clone() for name, value in module.net.unload().state_dict().items()}
+    module = Adapted(privacy=NoPrivacy())
+    fit(tmp_path / "first", module, numbers(), steps=4)
+    merged = copy.deepcopy(module.net).merge_and_unload().state_dict()
+    refused(tmp_path, Wrapped(layers_with(merged), privacy=mode))
+    begin(tmp_path, Wrapped(layers_with(public), privacy=mode))
+
+
+def averages(one: Kept, folder: Path) -> Any:
+    """What no fingerprint knows: a user's own arithmetic, set after the module was built."""
+    fresh = private(folder)
+    with torch.no_grad():
+        for mine, given in zip(fresh.parameters(), one.parameters(), strict=True):
+            mine.lerp_(given, 0.5)
+    return fresh
+
+
+def picked_out(one: Kept, folder: Path) -> Any:
+    """As in another process: numbers out of a checkpoint, for one part."""
+    content = torch.load(checkpoint(folder / "first"), weights_only=True)["state_dict"]
+    fresh = private(folder)
+    fresh.net.load_state_dict({name.removeprefix("net."): value for name, value in content.items()})
+    return fresh
+
+
+@pytest.mark.parametrize("way", [averages, picked_out])
+def test_weights_of_no_known_origin_are_refused_or_declared_on_the_card(
+    way: Callable[[Kept, Path], Any], tmp_path: Path, another_process: Callable[[], None]
+) -> None:
+    first = trained_by("dp", tmp_path / "first")
+    another_process()
+    error = refused(tmp_path, way(first, tmp_path))
+    assert "init_from_is_public" in str(error)
+    folder = tmp_path / "declared"
+    declaring = PrivacyAccountant(run_dir=folder, init_from_is_public=True, eps_log_points=1)
+    cards = [PrivacyCard(run_dir=folder)]
+    fit(folder, way(first, tmp_path), numbers(), steps=2, accountant=declaring, extra=cards)
+    assert any("init_from_is_public" in each["text"] for each in read_card(folder)["assumptions"])
+    built = PrivacyAccountant(run_dir=tmp_path / "built", init_from_is_public=True, eps_log_points=1)
+    fit(tmp_path / "built", private(tmp_path), numbers(), steps=2, accountant=built,
+        extra=[PrivacyCard(run_dir=tmp_path / "built")])  # fmt: skip
+    assert not any("init_from_is_public" in each["text"] for each in read_card(tmp_path / "built")["assumptions"])
+
+
+def test_a_copy_or_a_cast_of_a_module_as_it_was_built_goes_on(tmp_path: Path) -> None:
+    begin(tmp_path / "copy", copy.deepcopy(private(tmp_path)))
+    for kind in (torch.float64, torch.float16, torch.bfloat16):
+        begin(tmp_path / str(kind), private(tmp_path).to(kind).float())
+
+
 # -- weights beside the module tree ----------------------------------------------------------
 
 
@@ -376,9 +475,8 @@ def test_weights_that_no_run_has_changed_are_nobodys(tmp_path: Path) -> None:
     idle = Kept(privacy=NoPrivacy(), lr=1e-30)
     values = copy.deepcopy(idle.state_dict())
     fit(tmp_path / "first", idle, numbers(), steps=2)
-    fresh = private(tmp_path)
-    fresh.net.load_state_dict({name.removeprefix("net."): value.clone() for name, value in values.items()})
-    begin(tmp_path, fresh)
+    net = layers_with({name.removeprefix("net."): value for name, value in values.items()})
+    begin(tmp_path, Wrapped(net, privacy=dp(tmp_path, noise_multiplier=4.0)))
 
 
 def test_a_start_that_is_named_counts_what_trained_it(tmp_path: Path) -> None:
@@ -418,6 +516,21 @@ def test_runs_on_data_of_one_release_share_its_claim_and_no_other(tmp_path: Path
         fit(tmp_path / "third", other, data(), steps=2)
 
 
+def test_a_list_of_the_synthetic_queries_to_train_on_stands_on_the_card(tmp_path: Path) -> None:
+    log = PairsDataModule(folder=write_log(tmp_path / "log"))
+    folder = write_synthetic(tmp_path / "synthetic", log)
+    data = SyntheticDataModule(folder=folder, expected_batch_size=4)
+    data.setup("fit")
+    listed = tmp_path / "keep.txt"
+    listed.write_text("\n".join(dict.fromkeys(row.query_id for row in data.pair_rows("train"))), encoding="utf-8")
+    for name, keep in (("all", None), ("listed", listed)):
+        data = SyntheticDataModule(folder=folder, keep=keep, expected_batch_size=4)
+        run = tmp_path / name
+        fit(run, Texts(privacy=SyntheticData()), data, steps=1, extra=[PrivacyCard(run_dir=run)])
+        told = [each["holds"] for each in read_card(run)["assumptions"] if "datamodule.keep" in each["text"]]
+        assert told == ([] if keep is None else ["unverified"])
+
+
 def test_the_doctor_names_it(tmp_path: Path) -> None:
     module = trained_by("none", tmp_path / "first")
     found = Case(tmp_path, wrap=lambda fresh: the_same(module, tmp_path)).examined()
@@ -444,7 +557,7 @@ def test_the_card_says_in_a_line_where_the_weights_came_from(tmp_path: Path) -> 
 # -- each check earns its place --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", ["marks", "values", "files", "checkpoints"])
+@pytest.mark.parametrize("place", ["marks", "values", "files", "checkpoints", "built"])
 def test_without_one_of_the_checks_an_attack_goes_through(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -458,8 +571,12 @@ def test_without_one_of_the_checks_an_attack_goes_through(
         attack = its_layers_changed(module, tmp_path)
     elif place == "values":
         monkeypatch.setattr(trained, "_values", {})
-        attack = its_values(module, tmp_path)
+        attack = Wrapped(layers_with(module.net.state_dict()), privacy=dp(tmp_path, noise_multiplier=4.0))
+    elif place == "built":
+        monkeypatch.setattr("lit_dpret.callbacks.origins.set_later", lambda module: [])
+        attack = averages(module, tmp_path)
     else:
+        monkeypatch.setattr("lit_dpret.callbacks.origins.set_later", lambda module: [])
         monkeypatch.setattr(trained, "_values", {})
         monkeypatch.setattr("lit_dpret.modules.checkpointed.noted", lambda facts: frozenset())
         attack = Kept.load_from_checkpoint(checkpoint(tmp_path / "first"), privacy=dp(tmp_path, noise_multiplier=4.0))

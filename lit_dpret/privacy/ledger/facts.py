@@ -118,6 +118,13 @@ def _recorded(records: Sequence[Record], plan: PrivacyPlan) -> list[Assumption]:
     if silent:
         text = f"{silent} announced steps were never confirmed, because the run was interrupted; they are charged."
         found.append(Assumption(text, "unverified", "charged"))
+    if again := len(intents) - announced:
+        text = (
+            f"Nobody went back to an earlier checkpoint by what the run had released: {again} steps were made again "
+            f"with fresh noise, and are charged. Where somebody did, rely on the whole budget, epsilon = "
+            f"{plan.budget.eps:g}."
+        )
+        found.append(Assumption(text, "unverified"))
     return found
 
 

@@ -4,8 +4,9 @@ A run counts its own releases. Weights that another run trained carry that run's
 took them for fresh ones would forget what they cost. So a run leaves its name on what it trains, in three places that
 weights travel by: on the modules and parameters themselves (into another module, a deep copy, a pickle), on state
 dicts, checkpoints and model folders (into another process), and as fingerprints of the values, kept in this process
-(through whatever copies, renames or casts them to bfloat16). Weights that reach a run through none of them, such as a
-file of plain tensors, are what the card calls declared.
+(through whatever copies, renames, casts or merges them). Weights that reach a run through none of them, such as an
+average or a file of plain tensors, have no known origin where they are set after the module was built (`set_later`);
+what a constructor makes or reads is what the card calls declared.
 
 A run looks for them in all that its module holds, also beside the module tree (`held`): an encoder that is frozen
 there, a teacher in a list, a table in a buffer. A model that trains on another one's outputs learns what that one has
@@ -19,6 +20,7 @@ import json
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import FunctionType, MethodType, ModuleType, NoneType
 from typing import Any, NamedTuple
@@ -33,10 +35,11 @@ TRAINED_KEY = "lit_dpret_trained_in"
 #: And the file by which model folders do.
 NOTE_NAME = "lit_dpret_trained_in.json"
 _MARK = "_lit_dpret_trained_in"
+_BUILT = "_lit_dpret_built_with"
 # Of a large tensor so many values are looked at; trained ones differ from any other in nearly all of them.
 _LOOKED_AT = 4096
-# A few values can be equal by chance.
-_FEWEST = 16
+# A few values can be equal by chance after rounding: they are compared in float32.
+_FEW = 16
 # Lists of a million of them are common, and hold no weights.
 _SCALARS = frozenset((str, bytes, int, float, complex, bool, NoneType))
 
@@ -57,6 +60,8 @@ class TrainedIn(NamedTuple):
 
 # By the shape of the tensor, so that most others are told apart without a look at their values.
 _values: dict[tuple[int, ...], dict[bytes, frozenset[TrainedIn]]] = {}
+# Weights of one new module may well be copied into another.
+_built: set[bytes] = set()
 
 
 def held(module: nn.Module) -> Iterator[nn.Module | Tensor]:
@@ -144,32 +149,81 @@ def runs_behind(module: nn.Module) -> frozenset[TrainedIn]:
     return frozenset(found)
 
 
+def note_built(module: nn.Module) -> None:
+    """Keep on ``module`` the fingerprints of its parameters and of their casts, as its constructor leaves them."""
+    found = [values for each in _parameters(module).values() if (values := _sample(each)) is not None]
+    vars(module)[_BUILT] = built = frozenset(_digest(cast) for values in found for cast in _casts(values))
+    _built.update(built)
+
+
+def set_later(module: nn.Module) -> list[str]:
+    """Return the names of parameters with values that no constructor left in ``module``, or in one of this process.
+
+    None where the constructor of ``module`` noted nothing.
+    """
+    built = vars(module).get(_BUILT)
+    if built is None:
+        return []
+    now = {name: fingerprint(parameter) for name, parameter in _parameters(module).items()}
+    return [name for name, found in now.items() if found is not None and found not in built and found not in _built]
+
+
+def _parameters(module: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in weights(module).items() if isinstance(tensor, nn.Parameter)}
+
+
 def fingerprint(tensor: Tensor) -> bytes | None:
-    """Return a fingerprint that copies share, in bfloat16 too; None for a shard or a few values."""
+    """Return a fingerprint that copies share, those of 16 values and more in bfloat16 too; None for a shard."""
+    values = _sample(tensor)
+    return None if values is None else _digest(values)
+
+
+def _sample(tensor: Tensor) -> Tensor | None:
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided or tensor.is_meta:
         return None
-    if tensor.numel() < _FEWEST or not tensor.is_floating_point():
+    if not tensor.numel() or not tensor.is_floating_point():
         return None
-    flat = tensor.detach().reshape(-1)[:: -(-tensor.numel() // _LOOKED_AT)]
-    values = flat.to(torch.bfloat16).view(torch.int16).cpu().numpy().tobytes()
-    return hashlib.blake2b(values, digest_size=16).digest()
+    return tensor.detach().reshape(-1)[:: -(-tensor.numel() // _LOOKED_AT)].cpu()
+
+
+def _casts(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return values, values.half(), values.bfloat16()
+
+
+def _digest(values: Tensor) -> bytes:
+    plain = values.float() if len(values) < _FEW else values.to(torch.bfloat16)
+    return hashlib.blake2b(plain.contiguous().view(torch.uint8).numpy().tobytes(), digest_size=16).digest()
 
 
 def fingerprints(module: nn.Module) -> dict[str, bytes | None]:
-    """Those of all its `weights`, frozen ones among them: a hook may write an average of what is trained there."""
-    return {name: fingerprint(tensor) for name, tensor in weights(module).items()}
+    """Those of all its `weights` and `merges`, frozen ones too: a hook may write an average of trained ones there."""
+    named = chain(weights(module).items(), merges(module))
+    return {name: fingerprint(tensor) for name, tensor in named}
 
 
-def remember(tensors: Mapping[str, Any], before: Mapping[str, bytes | None], run: TrainedIn) -> None:
-    """Remember, in this process, the values of those tensors that are others than ``before`` the run."""
-    for name, was in before.items():
-        tensor = tensors.get(name)
-        now = fingerprint(tensor) if isinstance(tensor, Tensor) else None
-        if isinstance(tensor, Tensor) and now is not None and was is not None and now != was:
-            if isinstance(tensor, nn.Parameter):  # no tensor of a checkpoint, which would take the name into the file
-                setattr(tensor, _MARK, _marks(tensor) | {run})
-            known = _values.setdefault(tuple(tensor.shape), {})
-            known[now] = known.get(now, frozenset()) | {run}
+def merges(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield, one after the other, the weights that layers with adapters of peft have once those are merged."""
+    for name, part in module.named_modules():
+        weight = getattr(getattr(part, "base_layer", None), "weight", None)
+        if hasattr(part, "get_delta_weight") and type(weight) is nn.Parameter and not weight.is_meta:
+            with torch.no_grad():
+                yield f"{name} merged", sum((part.get_delta_weight(each) for each in part.active_adapters), weight)
+
+
+def remember(tensors: Iterable[tuple[str, Any]], before: Mapping[str, bytes | None], runs: Iterable[TrainedIn]) -> None:
+    """Remember, in this process, the values of those tensors that are others than ``before`` the runs."""
+    runs = frozenset(runs)
+    for name, tensor in tensors:
+        values = _sample(tensor) if isinstance(tensor, Tensor) else None
+        if values is None or before.get(name) in (None, _digest(values)):
+            continue
+        if isinstance(tensor, nn.Parameter):  # no tensor of a checkpoint, which would take the name into the file
+            setattr(tensor, _MARK, _marks(tensor) | runs)
+        known = _values.setdefault(tuple(tensor.shape), {})
+        for cast in _casts(values):
+            # Zeros and ones are everybody's, and rounding may undo a small change.
+            if (copy := _digest(cast)) != before[name] and not bool((cast == cast[0]).all()):
+                known[copy] = known.get(copy, frozenset()) | runs
 
 
 def note(module: nn.Module, facts: dict[str, Any]) -> None:
