@@ -186,7 +186,9 @@ def declared_start(model: str | None) -> Assumption:
     if model == RANDOM_WEIGHTS:
         return Assumption(f"{_RANDOM_START} No private data went into them.", "unverified")
     return Assumption(
-        f"No private data went into {_named(model)}, from which training started, as declared.", "unverified"
+        f"No private data went into {_named(model)}, from which training started, as declared: numbers do not tell "
+        "where they come from.",
+        "unverified",
     )
 
 

@@ -202,12 +202,15 @@ def fingerprints(module: nn.Module) -> dict[str, bytes | None]:
 
 
 def merges(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield, one after the other, the weights that layers with adapters of peft have once those are merged."""
+    """Yield, one after the other, the weights that layers with adapters (peft's LoRA) have once those are merged."""
     for name, part in module.named_modules():
-        weight = getattr(getattr(part, "base_layer", None), "weight", None)
-        if hasattr(part, "get_delta_weight") and type(weight) is nn.Parameter and not weight.is_meta:
+        if not hasattr(part, "lora_A"):
+            continue
+        weight = getattr(part.base_layer, "weight", None)
+        adapters = [each for each in part.active_adapters if each in part.lora_A]
+        if adapters and type(weight) is nn.Parameter and weight.numel() and not weight.is_meta:  # and no shard
             with torch.no_grad():
-                yield f"{name} merged", sum((part.get_delta_weight(each) for each in part.active_adapters), weight)
+                yield f"{name} merged", sum(map(part.get_delta_weight, adapters), weight)
 
 
 def remember(tensors: Iterable[tuple[str, Any]], before: Mapping[str, bytes | None], runs: Iterable[TrainedIn]) -> None:
