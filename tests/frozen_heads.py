@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lit_dpret.encoders import Contract, TextEncoder
 from lit_dpret.modules.frozen_dual_encoder import FrozenDualEncoder
 from lit_dpret.modules.optimizers import OptimizerSpec
+from lit_dpret.privacy.ledger.trained import note_built
 from lit_dpret.privacy.modes import NoPrivacy
 
 PASSAGES = {f"p{i}": " ".join(WORDS[(3 * i + j * j) % 13] for j in range(5)) for i in range(12)}
@@ -32,6 +33,7 @@ def frozen(**settings: Any) -> FrozenDualEncoder:
     torch.manual_seed(1)
     for head in filter(None, (module.query_head, module.passage_head)):
         nn.init.normal_(head.weight, std=0.3)
+    note_built(module)
     return module
 
 

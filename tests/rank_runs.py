@@ -107,6 +107,7 @@ def fit(folder: Path, rank: int, world: int, *, module: str = "regression", mode
     from lit_dpret.callbacks.strategies import ddp_strategy
     from lit_dpret.privacy.ledger import gate as gate_module
     from lit_dpret.privacy.ledger import run as run_module
+    from lit_dpret.privacy.ledger.trained import note_built
 
     class Fixed:
         @staticmethod
@@ -122,6 +123,7 @@ def fit(folder: Path, rank: int, world: int, *, module: str = "regression", mode
         with torch.no_grad():
             for parameter in made.parameters():
                 parameter.add_(rank)
+        note_built(made)
     settings: dict[str, Any] = {"strategy": "ddp", "devices": world} if world > 1 else {}
     if patience is not None:
         settings["strategy"] = ddp_strategy(timeout_minutes=patience / 60)

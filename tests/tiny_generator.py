@@ -23,6 +23,7 @@ from lit_dpret.modules.query_generator import QueryGenerator
 from lit_dpret.privacy.accounting.releases import Poisson
 from lit_dpret.privacy.budget import Neighbours, PrivacyBudget
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
+from lit_dpret.privacy.ledger.trained import note_built
 from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
 from lit_dpret.privacy.plan import PrivacyPlan
 
@@ -71,6 +72,7 @@ def lively_generator(seed: int = 1) -> QueryGenerator:
         head = module.model.get_output_embeddings().weight
         head.copy_(0.4 * torch.randn(head.shape, generator=coins))
         head[1] *= 3
+    note_built(module)
     return module
 
 
@@ -203,4 +205,5 @@ def decoder_only(kind: str = "llama", *, tied: bool = True, away: float = 0.1, *
     with torch.no_grad():
         for parameter in module.model.parameters():
             parameter += away * torch.randn(parameter.shape, generator=coins)
+    note_built(module)
     return module

@@ -36,6 +36,7 @@ from lit_dpret.modules.fine_tuning import PromptedEmbedding
 from lit_dpret.modules.generator_folder import CONTRACT_NAME, GeneratorModel, weights_hash
 from lit_dpret.privacy.clipping import ENGINES, make_engine
 from lit_dpret.privacy.clipping.base import room_for_rounding
+from lit_dpret.privacy.ledger.trained import note_built
 from lit_dpret.synthesis.groups import draw_group
 from lit_dpret.synthesis.sampler import Decoding
 from lit_dpret.synthesis.writer import synthesize
@@ -51,6 +52,7 @@ def plain(*, untied: bool = False, **settings: Any) -> QueryGenerator:
         head = torch.randn(module.model.shared.weight.shape, generator=torch.Generator().manual_seed(4))
         module.model.lm_head.weight = torch.nn.Parameter(head, requires_grad="prompt_tuning" not in settings)
         module.model.config.scale_decoder_outputs = False
+        note_built(module)
     return module
 
 
@@ -61,6 +63,7 @@ def prompted(*, away: float = 0.5, **settings: Any) -> QueryGenerator:
     with torch.no_grad():
         rows = prompt_rows(module)
         rows += away * torch.randn(rows.shape, generator=coins)
+    note_built(module)
     return module
 
 

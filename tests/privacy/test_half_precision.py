@@ -30,6 +30,7 @@ from lit_dpret.privacy.accounting.releases import NonPrivateRelease, Poisson
 from lit_dpret.privacy.batches import PADDING, Draw, FixedShape, UnitCollator, copied_rows
 from lit_dpret.privacy.clipping import GhostClipping
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases
+from lit_dpret.privacy.ledger.trained import note_built
 from lit_dpret.privacy.modes import DPSGD, BatchClip, LogitDP, PerExampleDuplicated, PublicPassages
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.sampling import PrivateBatchSampler
@@ -135,6 +136,7 @@ def test_an_honest_generator_is_not_refused_because_another_shape_rounds_otherwi
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.mul_(8 if parameter.dim() > 1 else 1)
+    note_built(module)
     sums_of(tmp_path / "run", module, OfManyLengths(16, physical_batch_size=4), steps=1, precision="bf16-true")
 
 
