@@ -26,8 +26,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lit_dpret.datamodules.collection import Collection
+from lit_dpret.datamodules.left_out import HARMLESS, LeftOut
 from lit_dpret.datamodules.passage_store import build_store, cached_store, file_key
-from lit_dpret.datamodules.readers import Complain, RecordFile, Records, refuse
+from lit_dpret.datamodules.readers import Complain, Problems, RecordFile, Records, refuse
 from lit_dpret.datamodules.records import SPLIT_NAMES
 from lit_dpret.errors import DataError
 
@@ -40,6 +41,9 @@ _GRADE = ("score", "grade")
 
 
 InMemory = bool | Literal["auto"]
+#: Which grade counts of a pair that is judged more than once.
+Repeated = Literal["refuse", "highest", "first", "last"]
+_LISTED = 20
 
 _LARGE = 2**29  # bytes of plain text; as Python strings it is about two and a half times that
 _PACKED = 4  # bytes of text in a byte of a compressed file, roughly
@@ -209,15 +213,19 @@ def read_qrels(
     knob: str = "datamodule.qrels",
     header: Sequence[str] | None = None,
     complain: Complain = refuse,
+    repeated: Repeated = "refuse",
 ) -> dict[str, dict[str, int]]:
     """Read the judgements of one split, ``{query_id: {passage_id: grade}}``; arguments as for `read_queries`.
 
+    ``repeated`` says which grade of a pair that is judged more than once counts.
+
     Raises:
-        DataError: A record is malformed, repeats a pair, or names a passage or query that
-            ``passages`` or ``queries`` do not hold; the message names the line. There is no judgement.
+        DataError: A record is malformed, or names a passage or query that ``passages`` or ``queries`` do not hold;
+            the message names the line. Pairs are judged more than once; all are listed. There is no judgement.
     """
     file = RecordFile(path, knob=knob, header=header, complain=complain)
     qrels: dict[str, dict[str, int]] = {}
+    again: list[tuple[int, str, str, int]] = []
     for number, record in file:
         try:
             query_id = file.id(number, record, *_QUERY_ID)
@@ -226,20 +234,51 @@ def read_qrels(
             if query_id not in queries:
                 raise DataError(f"{where}: query {query_id!r} is not among the queries.", kind="unknown query")
             if passage_id not in passages:
-                raise DataError(f"{where}: passage {passage_id!r} is not in the corpus.", kind="unknown passage")
-            if passage_id in qrels.get(query_id, ()):
-                first = file.find(number, (_QUERY_ID, query_id), (_PASSAGE_ID, passage_id))
-                raise DataError(
-                    f"{where}: query {query_id!r} and passage {passage_id!r} were already paired on "
-                    f"{file.place(first)}.",
-                    kind="repeated pair",
-                )
-            qrels.setdefault(query_id, {})[passage_id] = file.grade(number, record, *_GRADE)
+                kind = "unknown passage" if file.grade(number, record, *_GRADE) > 0 else HARMLESS
+                raise DataError(f"{where}: passage {passage_id!r} is not in the corpus.", kind=kind)
+            grade, judged = file.grade(number, record, *_GRADE), qrels.setdefault(query_id, {})
+            if passage_id not in judged or repeated == "last":
+                judged[passage_id] = grade
+            elif repeated == "highest":
+                judged[passage_id] = max(judged[passage_id], grade)
+            elif repeated == "refuse":
+                again.append((number, query_id, passage_id, grade))
         except DataError as error:
             complain(error)
+    if again:
+        _tell_repeated(file, again, qrels, complain)
     if not qrels:
         raise DataError(f"{file.path} holds no qrels.", kind="empty file")
     return qrels
+
+
+def _tell_repeated(
+    file: RecordFile, again: Sequence[tuple[int, str, str, int]], qrels: Mapping[str, Mapping[str, int]], to: Complain
+) -> None:
+    """Complain of the pairs that are judged more than once, all in one message."""
+
+    def told(number: int, query_id: str, passage_id: str) -> str:
+        first = file.find(number, (_QUERY_ID, query_id), (_PASSAGE_ID, passage_id))
+        return (
+            f"{file.where(number)}: query {query_id!r} and passage {passage_id!r} were already paired on "
+            f"{file.place(first)}."
+        )
+
+    number, query_id, passage_id, _ = again[0]
+    if isinstance(to, Problems):  # which counts them
+        for number, query_id, passage_id, _ in again:
+            to(DataError(told(number, query_id, passage_id), kind="repeated pair"))
+        return
+    listed = [
+        f"{file.place(number)} ({query!r}, {passage!r}, grade {qrels[query][passage]} and {grade})"
+        for number, query, passage, grade in again[:_LISTED]
+    ]
+    more = f", and {len(again) - _LISTED} more" if len(again) > _LISTED else ""
+    message = (
+        f"{told(number, query_id, passage_id)} Repeated: {'; '.join(listed)}{more}. Mend the file, or set "
+        "datamodule.repeated_judgements to highest, first or last."
+    )
+    to(DataError(message, kind="repeated pair"))
 
 
 def read_parts(
@@ -250,8 +289,13 @@ def read_parts(
     source: str,
     how: CorpusSettings | None = None,
     complain: Complain = refuse,
+    repeated: Repeated = "refuse",
+    left_out: LeftOut | None = None,
 ) -> Collection:
-    """Read a collection from its separate files (or passages at hand); ``qrels`` gives one file per split."""
+    """Read a collection from its separate files (or passages at hand); ``qrels`` gives one file per split.
+
+    With ``left_out`` judgements are complained of to it, and a split that is not measured may be unreadable.
+    """
     passages = corpus if isinstance(corpus, Passages) else open_corpus(corpus, how, complain=complain)
     asked = read_queries(queries, complain=complain)
     judged: dict[str, dict[str, dict[str, int]]] = {}
@@ -260,7 +304,15 @@ def read_parts(
         if split in judged:
             raise DataError(f"datamodule.qrels names two files for the split {split}; keep one.")
         knob = f"datamodule.qrels.{name}"
-        judged[split] = read_qrels(path, passages=passages.texts, queries=asked.texts, knob=knob, complain=complain)
+        tell = complain if left_out is None else left_out.complain_of(split)
+        try:
+            judged[split] = read_qrels(
+                path, passages=passages.texts, queries=asked.texts, knob=knob, complain=tell, repeated=repeated
+            )
+        except DataError as error:
+            if left_out is None:
+                raise
+            tell(error)
     return Collection(
         passages=passages.texts,
         queries=asked.texts,

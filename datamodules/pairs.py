@@ -14,11 +14,20 @@ from typing import Any, Unpack, get_args
 
 from lit_dpret.datamodules import preparation
 from lit_dpret.datamodules.collection import Collection
-from lit_dpret.datamodules.layouts import CorpusSettings, InMemory, folder_parts, open_corpus, qrels_files, read_parts
+from lit_dpret.datamodules.layouts import (
+    CorpusSettings,
+    InMemory,
+    Repeated,
+    folder_parts,
+    open_corpus,
+    qrels_files,
+    read_parts,
+)
+from lit_dpret.datamodules.left_out import LeftOut
 from lit_dpret.datamodules.pair_file import PairColumns, read_pairs
 from lit_dpret.datamodules.passage_store import PassageStore
 from lit_dpret.datamodules.readers import Complain, RecordFile, refuse
-from lit_dpret.datamodules.records import Duplicates, Row, Unit
+from lit_dpret.datamodules.records import SPLIT_NAMES, Duplicates, Row, Unit
 from lit_dpret.datamodules.sampled import SampledDataModule, SamplingSettings
 from lit_dpret.datamodules.unit_dataset import GroupedUnitDataset, Planted
 from lit_dpret.errors import ConfigurationError, DataError
@@ -55,6 +64,8 @@ class PairsDataModule(SampledDataModule):
         qrels: One file per split, ``{train: ..., test: ...}``, or a folder holding them.
         pairs: One file with columns ``query`` and ``passage``.
         columns: What these columns are called in ``pairs``: ``{query: question, passage: answer}``.
+        repeated_judgements: Which grade of a pair that ``qrels`` judge more than once counts: ``highest``, ``first`` or
+            ``last``; ``refuse`` lists them all.
         passages_are_public: Declares that the list of passages in ``pairs`` is public. Without it
             `public_passages` refuses to derive a public list from private records. Elsewhere the
             corpus is public by definition.
@@ -91,6 +102,7 @@ class PairsDataModule(SampledDataModule):
         qrels: str | Path | Mapping[str, str | Path] | None = None,
         pairs: str | Path | None = None,
         columns: Mapping[str, str] | None = None,
+        repeated_judgements: Repeated = "refuse",
         passages_are_public: bool = False,
         lower_case_queries: bool = False,
         duplicates: Duplicates = "keep",
@@ -110,6 +122,7 @@ class PairsDataModule(SampledDataModule):
         self.pair_columns = PairColumns() if columns is None else PairColumns.renamed(columns)
         if columns is not None and pairs is None:
             raise ConfigurationError(f"datamodule.columns={dict(columns)} names columns of datamodule.pairs: set that.")
+        self.repeated_judgements = repeated_judgements
         self.passages_are_public = passages_are_public
         self.lower_case_queries = lower_case_queries
         self.duplicates = duplicates
@@ -124,7 +137,8 @@ class PairsDataModule(SampledDataModule):
         self._unit: Unit | None = None
         self._collection: Collection | None = None
         self._units: GroupedUnitDataset | None = None
-        self._check_choices(duplicates=Duplicates)
+        self._left_out: LeftOut | None = None
+        self._check_choices(duplicates=Duplicates, repeated_judgements=Repeated)
         if not isinstance(in_memory, bool) and in_memory != "auto":
             raise ConfigurationError(f"datamodule.in_memory={in_memory!r} is not one of true, false, auto.")
         self._check_whole_numbers(
@@ -211,7 +225,8 @@ class PairsDataModule(SampledDataModule):
             return read_pairs(
                 found["pairs"], corpus=found.get("corpus"), columns=self.pair_columns, how=how, complain=complain
             )
-        return read_parts(**found, how=how, complain=complain)
+        repeated, left_out = self.repeated_judgements, self._left_out
+        return read_parts(**found, how=how, complain=complain, repeated=repeated, left_out=left_out)
 
     def columns(self) -> dict[str, tuple[str, ...]]:
         """Return the columns of each file, by the part that it holds; the first record shows them.
@@ -232,7 +247,10 @@ class PairsDataModule(SampledDataModule):
             read = self.read_collection()
             if self.drop_queries_without_passage:
                 read = preparation.drop_queries_without_passage(read)
-            read.check(allow_empty_passages=self.allow_empty_passages)
+            if self._left_out is None:
+                read.check(allow_empty_passages=self.allow_empty_passages)
+            else:
+                read = self._left_out.checked(read, allow_empty_passages=self.allow_empty_passages)
             if self.lower_case_queries:
                 read = preparation.lower_case_queries(read)
             if self.drop_overlap:
@@ -245,6 +263,14 @@ class PairsDataModule(SampledDataModule):
                 seed=self.seed,
             )
         return self._collection
+
+    def measure(self, split: str) -> LeftOut:
+        """Read the data, when they are read, for a measurement of one split; return what that leaves out.
+
+        Nothing is trained on data that were read so.
+        """
+        self._left_out = LeftOut(SPLIT_NAMES.get(split, split))
+        return self._left_out
 
     # -- the private side --------------------------------------------------------------------
 

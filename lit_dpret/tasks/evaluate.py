@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from lit_dpret.datamodules.left_out import named
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.retrieval.metrics import Metric
 from lit_dpret.retrieval.runs import DEFAULT_METRICS, EvaluationResult, check_qrels, evaluate
@@ -33,22 +34,34 @@ class Evaluate(Ranker):
         self.metrics = checked_metrics(self.metrics, self.top_k)
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Write ``evaluation.json``, the run, the judgements and the values per query; returns the means."""
+        """Write ``evaluation.json``, the run, the judgements and the values per query; returns the means.
+
+        What is wrong elsewhere than in the split is left out and said (`lit_dpret.datamodules.left_out`).
+        """
         check_run_dir(parts.run_dir, min_free_mb=50)
-        data = parts.read_data("test")
+        data = parts.make_datamodule()
         split = self.split or getattr(data, "evaluation_split", "test")
+        left_out = data.measure(split) if hasattr(data, "measure") else None
+        data.prepare_data()
+        data.setup("test")
         queries, qrels = data.evaluation_set(split)
         passages = data.public_passages()
         check_qrels(qrels, query_ids=queries, passage_ids=passages)
         drops = bool(getattr(data, "drops_self_matches", False))
         ranking = self.rank(queries, passages, k=self.top_k, drop_self_matches=drops)
         result = evaluate(ranking, qrels, self.metrics)
-        facts = {"encoder": self.encoder, "data": data_name(data), "split": split, "top_k": self.top_k}
-        facts |= {"drops_self_matches": drops} | ({"bm25": asdict(self._bm25)} if self.encoder == "bm25" else {})
+        told = [] if left_out is None else left_out.lines()
+        if idle := [query for query, judged in qrels.items() if not any(grade > 0 for grade in judged.values())]:
+            told.append(f"{split}: queries without any relevant passage, which count as 0: {len(idle)} ({named(idle)})")
+        facts: dict[str, Any] = {"encoder": self.encoder, "data": data_name(data), "split": split, "top_k": self.top_k}
+        facts |= {"drops_self_matches": drops, "left_out": told}
+        if self.encoder == "bm25":
+            facts["bm25"] = asdict(self._bm25)
         path = write_evaluation(
             parts.run_dir, ranking=ranking, qrels=qrels, result=result, facts=facts, name=SUMMARY
         )  # fmt: skip
-        sys.stdout.write(_table(self.encoder, result) + f"\nwritten: {path}\n")
+        passed = "".join(f"  note: {line}\n" for line in told)
+        sys.stdout.write(f"{_table(self.encoder, result)}\n{passed}written: {path}\n")
         return dict(result.means)
 
 

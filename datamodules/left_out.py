@@ -1,0 +1,72 @@
+"""What measuring one split of a collection leaves out: counted and named, where it changes no number of that split.
+
+Collections that others made have queries that nobody judged, judgements of texts that are not there, and splits that
+overlap. For training these are refused. For a measurement of one split only that split has to be right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from lit_dpret.datamodules.collection import Collection
+from lit_dpret.datamodules.readers import Complain, Problems
+from lit_dpret.datamodules.records import SPLITS
+from lit_dpret.errors import DataError
+
+#: Of judgements of the measured split: no system can find the passage, and none is asked to.
+HARMLESS = "unknown passage of grade 0"
+_ELSEWHERE = ("query without passage", "query in two splits")
+_NAMED = 5
+
+
+class LeftOut:
+    """Gathers what reading a collection for one split leaves out."""
+
+    def __init__(self, split: str) -> None:
+        self.split = split
+        self.problems = {name: Problems(examples=_NAMED) for name in SPLITS}
+        self._lines: list[str] = []
+
+    def complain_of(self, split: str) -> Complain:
+        """Return what takes the problems of one split's judgements."""
+        noted = self.problems[split]
+
+        def complain(problem: DataError) -> None:
+            if split == self.split and problem.kind != HARMLESS:
+                raise problem
+            noted(problem)
+
+        return complain
+
+    def checked(self, collection: Collection, *, allow_empty_passages: bool) -> Collection:
+        """Return the collection without the queries that nobody judged.
+
+        Raises:
+            DataError: There is a contradiction that the measured split has a part in.
+        """
+        judged = {query for qrels in collection.qrels.values() for query, found in qrels.items() if found}
+        unjudged = [query for query in collection.queries if query not in judged]
+        asked = {query: text for query, text in collection.queries.items() if query in judged}
+        if unjudged:
+            self._lines.append(f"queries that no split judges: {len(unjudged)} ({named(unjudged)})")
+        elsewhere = self.problems["train"]
+        kept = replace(collection, queries=asked)
+        for contradiction in kept.contradictions(allow_empty_passages=allow_empty_passages):
+            if contradiction.kind not in _ELSEWHERE:
+                raise contradiction
+            elsewhere(contradiction)
+        return kept
+
+    def lines(self) -> list[str]:
+        """What was left out or passed over, one line each."""
+        found = list(self._lines)
+        for split, problems in self.problems.items():
+            for kind, count in problems.counts.items():
+                found.append(f"{split}: {kind}, {count} times ({' '.join(problems.shown[kind])})")
+        return found
+
+
+def named(ids: Sequence[str]) -> str:
+    """Return the first few ids, and that there are more."""
+    return ", ".join([*ids[:_NAMED], *(["..."] if len(ids) > _NAMED else [])])
