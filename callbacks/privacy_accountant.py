@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from collections import Counter
 from functools import partial
 from itertools import chain
@@ -66,6 +67,9 @@ from lit_dpret.privacy.noise import KeyedStream, load_secret, published_secret
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.sweeps.folder import SweepFolder, trial_ledger
 
+#: Advice of Lightning's that does not hold here: the sampler resumes by the step number, and the checkpoint holds the
+#: state after the update, both by design.
+_NOT_FOR_US = ("your dataloader is not resumable", "pre-optimization state")
 #: The code that torch puts around the ``step`` of every class of optimizers that was made, and that runs the hooks.
 _HOOKED_STEP = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
 
@@ -206,6 +210,8 @@ class PrivacyAccountant(Callback):
         if stage != "fit":
             return
         self._forget_earlier_fit()
+        for words in _NOT_FOR_US:
+            warnings.filterwarnings("ignore", message=f".*{words}")
         ranks = self._ranks = Ranks.here()
         module: Any = pl_module
         data: Any = getattr(trainer, "datamodule", None)

@@ -560,9 +560,6 @@ def _quieten() -> None:
     for message in (
         ".*isinstance.treespec, LeafSpec.*",
         ".*does not have many workers.*",
-        # The sampler resumes by the step number and the checkpoint holds the state after the update, both by design.
-        ".*your dataloader is not resumable.*",
-        ".*pre-optimization state.*",
         ".*Checkpoint directory .* exists and is not empty.*",
         ".*in eval mode at the start of training.*",  # frozen towers are, by design
     ):

@@ -61,7 +61,7 @@ class GaussianMode(PrivacyMode):
     Args:
         eps: Budget of the whole run.
         delta: Its delta; null for 1/(2n), n being the public number of units.
-        unit: ``query``, ``pair`` or ``user``.
+        unit: ``query``, ``pair`` or ``user``; ``image`` or ``record`` where the data are images or rows of any kind.
         neighbours: ``zero_out``, ``add_or_remove`` or ``replace_one``.
         noise_multiplier: Noise standard deviation over sensitivity; null to calibrate it.
         accountant: ``pld``, ``rdp`` or ``prv``.
