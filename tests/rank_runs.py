@@ -411,8 +411,9 @@ def serve() -> None:
     import idle_work
     import stand_ins  # noqa: F401  (imported before the fork)
 
-    from lit_dpret import cli  # noqa: F401
+    from lit_dpret import cli, errors  # noqa: F401
 
+    errors.on_command_line = True  # whose ranks these stand for
     idle_work.leave_out(setattr)
     answers.write("ready\n")
     answers.flush()
