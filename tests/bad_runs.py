@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 
 from lit_dpret.callbacks import PrivacyAccountant, examine
 from lit_dpret.callbacks.doctor import Examination
-from lit_dpret.privacy.ledger.trained import TrainedIn, mark
+from lit_dpret.privacy.ledger.trained import TrainedIn, mark, note_built
 from lit_dpret.privacy.modes import SyntheticData
 from lit_dpret.privacy.noise import load_secret
 from lit_dpret.tasks.fit import Training, train
@@ -54,7 +54,9 @@ class Case:
     def module(self) -> Any:
         torch.manual_seed(0)
         mode = self.make_mode() if self.make_mode else dp(self.folder, **{"noise_multiplier": 4.0} | self.mode)
-        return self.wrap(self.make_module(privacy=mode))
+        module = self.wrap(self.make_module(privacy=mode))
+        note_built(module)
+        return module
 
     def data_module(self) -> Any:
         data = self.make_data(**{"sampling": "poisson"} | self.data)
