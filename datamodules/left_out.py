@@ -50,9 +50,13 @@ class LeftOut:
         asked = {query: text for query, text in collection.queries.items() if query in judged}
         if unjudged:
             self._lines.append(f"queries that no split judges: {len(unjudged)} ({named(unjudged)})")
+        if not allow_empty_passages:
+            empty = [passage for passage, text in collection.passages.items() if not text.strip()]
+            if empty:
+                self._lines.append(f"passages without any text, ranked as they are: {len(empty)} ({named(empty)})")
         elsewhere = self.problems["train"]
         kept = replace(collection, queries=asked)
-        for contradiction in kept.contradictions(allow_empty_passages=allow_empty_passages):
+        for contradiction in kept.contradictions(allow_empty_passages=True):
             if contradiction.kind not in _ELSEWHERE:
                 raise contradiction
             elsewhere(contradiction)

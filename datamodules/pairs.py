@@ -226,6 +226,8 @@ class PairsDataModule(SampledDataModule):
                 found["pairs"], corpus=found.get("corpus"), columns=self.pair_columns, how=how, complain=complain
             )
         repeated, left_out = self.repeated_judgements, self._left_out
+        if left_out is not None and how.holds(found["corpus"]):  # a store on disk is one for training too
+            how = replace(how, allow_empty=True)
         return read_parts(**found, how=how, complain=complain, repeated=repeated, left_out=left_out)
 
     def columns(self) -> dict[str, tuple[str, ...]]:
