@@ -55,6 +55,7 @@ class Evaluate(Ranker):
             told.append(f"{split}: queries without any relevant passage, which count as 0: {len(idle)} ({named(idle)})")
         facts: dict[str, Any] = {"encoder": self.encoder, "data": data_name(data), "split": split, "top_k": self.top_k}
         facts |= {"drops_self_matches": drops, "left_out": told}
+        facts["fingerprints"] = self.fingerprints()
         if self.encoder == "bm25":
             facts["bm25"] = asdict(self._bm25)
         path = write_evaluation(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from lit_dpret.cards.hub import (
 )
 from lit_dpret.cards.start import MODEL_FOLDER
 from lit_dpret.cards.text import privacy_line, statement
+from lit_dpret.encoders import load_towers
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.modules import PrivateModule
 from lit_dpret.modules.checkpointed import CLASS_KEY
@@ -36,6 +37,7 @@ from lit_dpret.tasks.checkpoints import newest_checkpoint
 from lit_dpret.tasks.fit import CHECKPOINTS
 from lit_dpret.tasks.hub_repository import HubRepository
 from lit_dpret.tasks.parts import Parts, check_run_dir
+from lit_dpret.tasks.ranking import fingerprints
 
 OURS = "lit_dpret.modules."
 
@@ -115,6 +117,7 @@ class Export:
         folder: Path = module.save_model(parts.run_dir / MODEL_FOLDER)
         card = card_of([p for p in folder.rglob("*") if p.is_file() and not p.name.startswith("privacy_card.")])
         write_card(card, folder)
+        self._refuse_scores_of_another(metrics, folder)
         encoder = (folder / "modules.json").is_file()
         facts = {"encoder": encoder, "folder": self.push_to_hub or folder.name, "card": card, "scores": metrics}
         facts |= {"privacy": privacy_line(card), "statement": statement(card)}
@@ -153,6 +156,17 @@ class Export:
             header["model-index"] = [{"name": card["subject"]["name"], "results": [result]}]
         return header
 
+    def _refuse_scores_of_another(self, scores: Mapping[str, Any], folder: Path) -> None:
+        """Refuse to hand scores on with weights, prefixes or lengths that they were not measured with."""
+        if not scores or not (folder / "modules.json").is_file():
+            return
+        if scores.get("fingerprints") != fingerprints(load_towers(folder)):
+            raise DataError(
+                f"task.evaluation={self.evaluation} has the scores of {scores.get('encoder', 'an unnamed model')}, "
+                f"not of the weights and lengths in {folder}, which lie there whole. Evaluate those (task=evaluate "
+                f"task.encoder={folder}), or leave task.evaluation away."
+            )
+
     def _path(self) -> Path:
         if self.checkpoint.is_file():
             return self.checkpoint
@@ -175,6 +189,8 @@ class Export:
             raise DataError(
                 f"task.evaluation={self.evaluation} holds no metrics; name a file that task=evaluate wrote."
             )
+        if not found.get("fingerprints", True):
+            raise DataError(f"task.evaluation={self.evaluation} measured {found.get('encoder')}, which is no model.")
         return found
 
 

@@ -134,6 +134,10 @@ class Ranker:
         ranking = (self._words if self.encoder == "bm25" else self._nearest)(queries, passages, wanted)
         return without_self_matches(ranking, k) if drop_self_matches else ranking
 
+    def fingerprints(self) -> list[str]:
+        """Return by what the encoders that ranked are known, query side first; nothing for ``bm25``."""
+        return [] if self._towers is None else fingerprints(self._towers)
+
     def _words(self, queries: Mapping[str, str], passages: Mapping[str, str], k: int) -> Ranking:
         ids = list(passages)
         top = BM25(list(passages.values()), ids, **asdict(self._bm25)).search(list(queries.values()), k)
@@ -156,6 +160,13 @@ class Ranker:
             found = tower.encode(texts, "passage", progress=progress, cache_dir=self.cache_dir, **how)
         find = make_search(self.search, device=self.device)
         return rank_embeddings(list(queries), asked, ids, found, k=k, find=find)
+
+
+def fingerprints(towers: Towers) -> list[str]:
+    """Return by what the weights and contracts of both sides are known, query side first."""
+    query, passage = towers
+    first = query.fingerprint()
+    return [first, first if passage is query else passage.fingerprint()]
 
 
 RUN = "run.trec"

@@ -93,6 +93,7 @@ def test_the_words_of_bm25_are_settings_and_stand_in_the_result(tmp_path: Path) 
     folder = collection(tmp_path / "c", test=TEST)
     plain = measured(folder, tmp_path / "a")
     other = measured(folder, tmp_path / "b", bm25={"k1": 1.2, "stemmer": None})
+    assert plain["fingerprints"] == []
     assert plain["bm25"] == {"k1": 0.9, "b": 0.4, "stemmer": "english", "stopwords": "en"}
     assert other["bm25"] == {"k1": 1.2, "b": 0.4, "stemmer": None, "stopwords": "en"}
     with pytest.raises(ConfigurationError, match=r"task\.bm25\.k2"):

@@ -31,6 +31,7 @@ from lit_dpret.modules import DualEncoder, OptimizerSpec
 from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode, PublicPassages
 from lit_dpret.tasks import Export
 from lit_dpret.tasks.parts import Parts
+from lit_dpret.tasks.ranking import fingerprints
 
 SAMPLING: dict[str, Any] = {
     "sampling": "truncated_poisson", "cap": 6, "expected_batch_size": 4, "physical_batch_size": 6,
@@ -160,11 +161,30 @@ def test_a_card_that_does_not_agree_with_its_ledger_leaves_no_weights_without_a_
     assert not (tmp_path / "out" / "model").exists()
 
 
+def evaluation_of(model: Path, folder: Path, **facts: Any) -> Path:
+    """What `task=evaluate` writes of a model."""
+    metrics = {"nDCG@10": {"mean": 0.5, "low": 0.4, "high": 0.6}}
+    known = {"metrics": metrics, "queries": 20, "split": "test", "fingerprints": fingerprints(load_towers(model))}
+    path = folder / "evaluation.json"
+    path.write_text(json.dumps(known | facts))
+    return path
+
+
+def test_scores_of_another_model_are_not_handed_on(tmp_path: Path) -> None:
+    trained(tmp_path, NoPrivacy())
+    evaluation = evaluation_of(tmp_path / "base", tmp_path)
+    with pytest.raises(DataError, match=r"task\.evaluation"):
+        Export(checkpoint=tmp_path / "run", evaluation=evaluation).run(parts(tmp_path / "out"))
+    assert not (tmp_path / "out" / "model" / "README.md").exists()
+    evaluation.write_text(json.dumps({"metrics": {}, "encoder": "bm25", "fingerprints": []}))
+    with pytest.raises(DataError, match="bm25"):
+        Export(checkpoint=tmp_path / "run", evaluation=evaluation).run(parts(tmp_path / "none"))
+    assert not (tmp_path / "none" / "model").exists()
+
+
 def test_metrics_of_an_evaluation_stand_in_the_model_card(tmp_path: Path) -> None:
     trained(tmp_path, NoPrivacy())
-    evaluation = tmp_path / "evaluation.json"
-    metrics = {"nDCG@10": {"mean": 0.5, "low": 0.4, "high": 0.6}}
-    evaluation.write_text(json.dumps({"metrics": metrics, "queries": 20, "split": "test"}))
+    evaluation = evaluation_of(tmp_path / "run" / "model", tmp_path)
     Export(checkpoint=tmp_path / "run", evaluation=evaluation).run(parts(tmp_path / "out"))
     assert "| nDCG@10 | 0.5000 | 0.4000 to 0.6000 |" in (tmp_path / "out" / "model" / "README.md").read_text()
 
@@ -178,9 +198,7 @@ def test_a_hub_reads_on_the_model_card_what_is_known_and_the_claim_and_nothing_t
     assert not {"base_model", "license", "language", "datasets", "model-index"} & known.keys()
     assert str(tmp_path) not in (tmp_path / "bare" / "model" / "README.md").read_text()
 
-    evaluation = tmp_path / "evaluation.json"
-    metrics = {"nDCG@10": {"mean": 0.5, "low": 0.4, "high": 0.6}}
-    evaluation.write_text(json.dumps({"metrics": metrics, "queries": 20, "split": "test", "data": "scifact"}))
+    evaluation = evaluation_of(tmp_path / "run" / "model", tmp_path, data="scifact")
     stated: dict[str, Any] = {
         "base_model": "org/model", "language": "en, no", "license": "cc-by-4.0", "datasets": ["org/set"],
     }  # fmt: skip
