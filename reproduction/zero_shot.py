@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table as ConsoleTable
 
 from lit_dpret.cards.card import CARD_NAME, read_card
-from lit_dpret.cards.page import Bullets, Paragraph, Section
+from lit_dpret.cards.page import Block, Bullets, Paragraph, Section
 from lit_dpret.cards.text import privacy_line
 from lit_dpret.datamodules import BeirDataModule, PairsDataModule
 from lit_dpret.datamodules.beir import beir_folder
@@ -39,72 +38,6 @@ class SetResult:
     metrics: dict[str, Interval] = field(default_factory=dict)
     queries: int = 0
     note: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ZeroShotTable:
-    """All data sets of one system, missing ones among them, and their mean, in which each measured set counts alike."""
-
-    system: str
-    privacy: str
-    metrics: Sequence[str]
-    sets: tuple[SetResult, ...]
-    mean: dict[str, Interval] = field(default_factory=dict)
-
-    @property
-    def missing(self) -> list[str]:
-        """The sets without a number."""
-        return [one.name for one in self.sets if not one.metrics]
-
-    @property
-    def mean_name(self) -> str:
-        """What the last row is the mean of; a mean over some sets is not that over all."""
-        measured = len(self.sets) - len(self.missing)
-        return f"mean of all {measured}" if not self.missing else f"mean of {measured} of {len(self.sets)}"
-
-    def definitions(self) -> dict[str, str]:
-        """Return each metric as it is shown, with its definition."""
-        return {metric.shown: metric.definition for metric in map(Metric.parse, self.metrics)}
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the table as plain JSON values."""
-        return {
-            "system": self.system,
-            "privacy": self.privacy,
-            "definitions": {name: Metric.parse(name).definition for name in self.metrics},
-            "sets": [asdict(one) for one in self.sets],
-            "mean": {name: asdict(interval) for name, interval in self.mean.items()},
-            "mean_of": self.mean_name,
-            "missing": self.missing,
-        }
-
-    def table(self, *, measured_only: bool = False) -> Table:
-        """Return the sets, the mean last, without the missing ones if asked for."""
-        listed = [*self.sets, SetResult(name=self.mean_name, metrics=self.mean)]
-        rows = [
-            [one.name, one.queries or None, *(one.metrics.get(metric) for metric in self.metrics), one.note]
-            for one in listed
-            if one.metrics or not measured_only
-        ]
-        places = frozenset(range(2, 2 + len(self.metrics)))
-        return Table(
-            ["data set", "queries", *self.definitions(), "note"], rows, measured=places, numeric=frozenset({1})
-        )
-
-    def console(self) -> ConsoleTable:
-        """Return the measured sets for ``rich.print``."""
-        caption = "mean over queries, below it the 95 % bootstrap interval"
-        return self.table(measured_only=True).console(title=f"{self.system}\n{self.privacy}", caption=caption)
-
-    def write(self, folder: Path) -> dict[str, Path]:
-        """Write ``zero_shot.json``, ``.md``, ``.html`` and ``.csv``."""
-        meant = [f"{name}: {text}." for name, text in self.definitions().items()]
-        said = Paragraph("Means over queries with 95 % bootstrap intervals.")
-        sections = [Section("By data set", [self.table(), said, Bullets(meant)])]
-        return Page(
-            name="zero_shot", title=self.system, subtitle=self.privacy, sections=sections, facts=self.to_dict(),
-            tables={"zero_shot.csv": self.table()}, owner_only=False,
-        ).write(folder)  # fmt: skip
 
 
 @dataclass(kw_only=True)
@@ -162,16 +95,9 @@ class ZeroShot:
             (parts.run_dir / name).mkdir(parents=True, exist_ok=True)
             done[name] = stages.run(name, partial(self._measure, self._known[name]))
         values = {name: read_per_query(parts.run_dir / name, self.metrics) for name in present}
-        table = self._table(done, values)
-        console = Console()
-        console.print(table.console())
-        for shown, text in table.definitions().items():
-            console.print(f"{shown}: {text}", highlight=False)
-        if table.missing:
-            console.print(f"missing: {', '.join(table.missing)}", highlight=False)
-        for path in table.write(parts.run_dir).values():
-            console.print(f"written: {path}", highlight=False, soft_wrap=True)
-        return {one.name: one.metrics[self.metrics[0]].mean for one in table.sets if one.metrics}
+        rows = [self._row(one, done, values) for one in self._sets]
+        self._tell(parts.run_dir, rows, self._mean(rows, values))
+        return {row.name: row.metrics[self.metrics[0]].mean for row in rows if row.metrics}
 
     def present(self) -> list[str]:
         """Return the sets that are there, or can be fetched; members of a mean by their own names."""
@@ -235,18 +161,60 @@ class ZeroShot:
             return BeirDataModule(name=wanted.name, root=here, download=here is None, only_evaluation=True)
         return PairsDataModule(folder=str(here), allow_empty_passages=True, drop_queries_without_passage=True)
 
-    def _table(self, done: dict[str, dict[str, Any]], values: dict[str, dict[str, Values]]) -> ZeroShotTable:
-        rows = [self._row(one, done, values) for one in self._sets]
+    def _mean(self, rows: Sequence[SetResult], values: dict[str, dict[str, Values]]) -> dict[str, Interval]:
+        """Return the mean in which every measured set counts alike, a set of several members as one."""
         groups: list[str] = []
         weights: list[float] = []
         for one, row in zip(self._sets, rows, strict=True):
             members = (one.members or (one.name,)) if row.metrics else ()
             groups += members
             weights += [1 / len(members) for _ in members]
-        mean = {m: macro_interval([values[name][m] for name in groups], weights) for m in self.metrics if groups}
-        return ZeroShotTable(
-            system=self.encoder, privacy=_promise(self.encoder), metrics=self.metrics, sets=tuple(rows), mean=mean
+        return {m: macro_interval([values[name][m] for name in groups], weights) for m in self.metrics if groups}
+
+    def _tell(self, folder: Path, rows: Sequence[SetResult], mean: dict[str, Interval]) -> None:
+        """Write ``zero_shot.{json,md,html,csv}``, and print the sets that were measured."""
+        missing = [row.name for row in rows if not row.metrics]
+        measured = len(rows) - len(missing)  # a mean over some sets is not that over all
+        name = f"mean of all {measured}" if not missing else f"mean of {measured} of {len(rows)}"
+        meant = {metric.shown: metric.definition for metric in map(Metric.parse, self.metrics)}
+        listed = [*rows, SetResult(name=name, metrics=mean)]
+        whole, shown = (
+            self._table(listed, list(meant)),
+            self._table([one for one in listed if one.metrics], list(meant)),
         )
+        promise = _promise(self.encoder)
+        console = Console()
+        caption = "mean over queries, below it the 95 % bootstrap interval"
+        console.print(shown.console(title=f"{self.encoder}\n{promise}", caption=caption))
+        for metric, text in meant.items():
+            console.print(f"{metric}: {text}", highlight=False)
+        if missing:
+            console.print(f"missing: {', '.join(missing)}", highlight=False)
+        facts = {
+            "system": self.encoder,
+            "privacy": promise,
+            "definitions": {metric: Metric.parse(metric).definition for metric in self.metrics},
+            "sets": [asdict(row) for row in rows],
+            "mean": {metric: asdict(interval) for metric, interval in mean.items()},
+            "mean_of": name,
+            "missing": missing,
+        }
+        said = Paragraph("Means over queries with 95 % bootstrap intervals.")
+        blocks: list[Block] = [whole, said, Bullets([f"{metric}: {text}." for metric, text in meant.items()])]
+        page = Page(
+            name="zero_shot", title=self.encoder, subtitle=promise, sections=[Section("By data set", blocks)],
+            facts=facts, tables={"zero_shot.csv": whole}, owner_only=False,
+        )  # fmt: skip
+        for path in page.write(folder).values():
+            console.print(f"written: {path}", highlight=False, soft_wrap=True)
+
+    def _table(self, listed: Sequence[SetResult], titles: Sequence[str]) -> Table:
+        rows = [
+            [one.name, one.queries or None, *(one.metrics.get(metric) for metric in self.metrics), one.note]
+            for one in listed
+        ]
+        places = frozenset(range(2, 2 + len(self.metrics)))
+        return Table(["data set", "queries", *titles, "note"], rows, measured=places, numeric=frozenset({1}))
 
     def _row(self, one: BeirSet, done: dict[str, dict[str, Any]], values: dict[str, dict[str, Values]]) -> SetResult:
         members = one.members or (one.name,)
