@@ -13,7 +13,6 @@ import math
 import warnings
 from collections import Counter
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +60,7 @@ from lit_dpret.privacy.ledger.facts import PRIVATE_LOG_EVENT, UNITS_UNNAMED
 from lit_dpret.privacy.ledger.gate import ReleaseGate, SharedGate, undeclared_metric
 from lit_dpret.privacy.ledger.run import Fingerprints, Position, PrivateRun, state_hash
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, ledger_identity
-from lit_dpret.privacy.ledger.trained import TrainedIn, mark, merges, weights
+from lit_dpret.privacy.ledger.trained import TrainedIn, mark, values_of
 from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.noise import KeyedStream, load_secret, published_secret
 from lit_dpret.privacy.plan import PrivacyPlan
@@ -647,7 +646,7 @@ class PrivacyAccountant(Callback):
 
     def _remember(self, module: Any) -> None:
         if self._weights is not None:
-            self._weights.remember(chain(weights(module).items(), merges(module)))
+            self._weights.remember(values_of(module))
 
     def _close(self) -> None:
         self._close_account()

@@ -20,13 +20,13 @@ import json
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from types import FunctionType, MethodType, ModuleType, NoneType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lit_dpret.errors import DataError, StorageError
 
@@ -150,7 +150,12 @@ def runs_behind(module: nn.Module) -> frozenset[TrainedIn]:
 
 
 def note_built(module: nn.Module) -> None:
-    """Keep on ``module`` the fingerprints of its parameters and of their casts, as its constructor leaves them."""
+    """Keep on ``module`` the fingerprints of its parameters and of their casts, as its constructor leaves them.
+
+    Nothing is kept of a module with lazy layers, whose first batch sets them.
+    """
+    if any(map(is_lazy, module.parameters())):
+        return
     found = [values for each in _parameters(module).values() if (values := _sample(each)) is not None]
     vars(module)[_BUILT] = built = frozenset(_digest(cast) for values in found for cast in _casts(values))
     _built.update(built)
@@ -196,13 +201,13 @@ def _digest(values: Tensor) -> bytes:
 
 
 def fingerprints(module: nn.Module) -> dict[str, bytes | None]:
-    """Those of all its `weights` and `merges`, frozen ones too: a hook may write an average of trained ones there."""
-    named = chain(weights(module).items(), merges(module))
-    return {name: fingerprint(tensor) for name, tensor in named}
+    """Those of all `values_of` it, frozen ones too: a hook may write an average of trained ones there."""
+    return {name: fingerprint(tensor) for name, tensor in values_of(module)}
 
 
-def merges(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield, one after the other, the weights that layers with adapters (peft's LoRA) have once those are merged."""
+def values_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the `weights`, then those that layers with adapters (peft's LoRA) have once the adapters are merged."""
+    yield from weights(module).items()
     for name, part in module.named_modules():
         if not hasattr(part, "lora_A"):
             continue
