@@ -192,7 +192,7 @@ STAGES: dict[str, Stage] = {
     "docs/evaluation.md": Stage(
         files=(beir_sets,),
         first=tuple(f"task=evaluate task.encoder=bm25 hydra.run.dir={run}" for run in ("RUN_A", "RUN_B")),
-        names={"RUN/model": "minilm"},
+        names={"RUN/model": "minilm", "COLLECTION": "FOLDER/scifact"},
     ),
     "docs/filters.md": Stage(
         files=(cross_encoder,), first=(GENERATOR, SYNTHETIC),
