@@ -19,7 +19,7 @@ from lit_dpret.federated.flower.grid import Fate, InProcessGrid
 from lit_dpret.federated.flower.library import SUPERLINK_NODE_ID, Context, Message, acting_as
 from lit_dpret.federated.flower.server_app import FlowerFederation, build_server_app
 from lit_dpret.federated.settings import PddAs2
-from lit_dpret.federated.silo import SiloClient
+from lit_dpret.federated.silo import SiloClient, Told
 
 DIM = 16
 
@@ -42,7 +42,7 @@ class ByMessages:
     def client(self, context: Context) -> Any:
         """The silo of a node."""
         silo = self.silo_of(str(context.node_config["client"]))
-        silo.share_measures, silo.share_epsilon = self.share, self.spent
+        silo.told = Told(self.share, self.spent)
         return silo
 
     def silo_of(self, name: str) -> Any:

@@ -19,7 +19,7 @@ from lit_dpret.datamodules.silo_folder import read_silo
 from lit_dpret.errors import ConfigurationError, schema_problem
 from lit_dpret.federated.model import AS2Maker
 from lit_dpret.federated.settings import PHASES, PddAs2, Phase
-from lit_dpret.federated.silo import SiloClient
+from lit_dpret.federated.silo import SiloClient, Told
 from lit_dpret.settings import built, plain, require_number, require_whole
 
 SILO_SCHEMA = "lit-dpret/silo-settings/1"
@@ -71,8 +71,7 @@ class SiloSettings:
             credentials = load_credentials(read_silo(self.data).name, self.signing_key, self.roster_file)
         return SiloClient(
             self.data, self.state, self.federated, self.model, secret_file=self.secret_file, credentials=credentials,
-            ledgers=self.ledgers or self.data / LEDGERS, share_measures=self.share_measures,
-            share_epsilon=self.share_epsilon,
+            ledgers=self.ledgers or self.data / LEDGERS, told=Told(self.share_measures, self.share_epsilon),
         )  # fmt: skip
 
     def to_yaml(self) -> str:

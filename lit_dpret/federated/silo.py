@@ -7,7 +7,7 @@ state folder: its ledgers, its personal query encoder, and the files of each rou
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,6 +68,20 @@ MakeModule = Callable[..., AS2DualEncoder]
 """Builds the model: takes ``privacy``, ``optimizer_lr``, ``towers``, ``passage_tower`` and ``negatives``."""
 
 
+@dataclass(frozen=True)
+class Told:
+    """What a silo tells the server about itself.
+
+    Args:
+        measures: The mean measures and the number of test queries; never under a budget.
+        epsilon: With every measure, how much of its budget the silo has spent. It depends on the settings and on the
+            number of units, not on their content.
+    """
+
+    measures: bool = False
+    epsilon: bool = False
+
+
 class SiloClient:
     """One client of a federation.
 
@@ -84,11 +98,9 @@ class SiloClient:
         make_module: Builds the model of each round; the encoder is public.
         secret_file: Keys the noise; null for the user's state folder.
         credentials: The silo's signing key and the roster; needed and used only with ``roster=true``.
-        share_measures: Report the mean measures and the number of test queries to the server; never under a budget.
-        share_epsilon: Report with every measure how much of its budget the silo has spent. It depends on the settings
-            and on the number of units, not on their content.
         ledgers: Folder of the ledgers; null for one in ``state``. Epsilon composes over all runs with the same folder,
             and over no others.
+        told: What the server is told besides.
 
     Raises:
         ConfigurationError: Credentials are missing, or another silo's; or the silo has a budget, and the encoder was
@@ -105,11 +117,10 @@ class SiloClient:
         secret_file: str | Path | None = None,
         credentials: Credentials | None = None,
         ledgers: str | Path | None = None,
-        share_measures: bool = False,
-        share_epsilon: bool = False,
+        told: Told = Told(),
     ) -> None:
         self.settings = settings.check()
-        self.share_measures, self.share_epsilon = share_measures, share_epsilon
+        self.told = told
         if settings.privacy.eps is not None or settings.train_on != "queries":
             refuse_private_start(make_module)
         self.folder, self.state = Path(data), Path(state)

@@ -471,9 +471,9 @@ def evaluate(client: SiloClient, content: RecordDict, head: Head) -> RecordDict:
         measured = client.evaluate(weights, personal=system == "stage2", split=split)
         save_tensors({name.replace("/", "."): torch.from_numpy(one.copy()) for name, one in measured.items()}, kept)
     found = {name.replace(".", "/", 1): value.numpy() for name, value in load_file(kept).items()}
-    epsilon = client.epsilon() if client.share_epsilon else None
+    epsilon = client.epsilon() if client.told.epsilon else None
     spending = {} if epsilon is None else {"epsilon": epsilon}
-    if not client.share_measures or client.settings.privacy.eps is not None:
+    if not client.told.measures or client.settings.privacy.eps is not None:
         return envelope(withheld=True, **spending)
     reply = envelope(withheld=False, queries=max(len(value) for value in found.values()), **spending)
     reply["measures"] = MetricRecord({name: float(value.mean()) for name, value in found.items()})
