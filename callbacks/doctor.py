@@ -20,7 +20,7 @@ import lightning as L
 from lit_dpret.callbacks.log_gate import rehearsed
 from lit_dpret.callbacks.own_code import refuse_other_units, refuse_remembering_collation, refuse_replaced_sampler
 from lit_dpret.callbacks.planning import PlannedRun, accountant_of, plan_run
-from lit_dpret.callbacks.refusals import complaints
+from lit_dpret.callbacks.refusals import complaints, refuse_protected_queries
 from lit_dpret.callbacks.traps import SEVERITIES, TRAPS, Severity, Stage, Trap
 from lit_dpret.errors import LitDpretError
 from lit_dpret.privacy.batches import PADDING, UnitBatch, UnitCollator
@@ -181,6 +181,8 @@ def _rest(look: _Look, trainer: L.Trainer, module: Any, data: Any) -> PlannedRun
     """Everything after the settings, in the order of a fit; each stage as far as the earlier ones allow."""
     accountant, mode = accountant_of(trainer), module.privacy
     planned: PlannedRun | None = None
+    with look.at("settings"):
+        refuse_protected_queries(trainer, module, data)
     with look.at("plan"):
         reserve, start = getattr(accountant, "resume_reserve", 0), None if accountant is None else accountant.start()
         planned = plan_run(trainer, mode, data, module=module, reserve=reserve, start=start)

@@ -42,7 +42,7 @@ from lit_dpret.callbacks.own_code import (
 )
 from lit_dpret.callbacks.physical_batch import fit_physical_batch
 from lit_dpret.callbacks.planning import PlannedRun, fingerprint_of_files, plan_run, require_agreement
-from lit_dpret.callbacks.refusals import refuse_broken_claims, takes_whole_epochs
+from lit_dpret.callbacks.refusals import refuse_broken_claims, refuse_protected_queries, takes_whole_epochs
 from lit_dpret.callbacks.strategies import (
     keep_the_sampler,
     note_sigterm_quietly,
@@ -262,6 +262,7 @@ class PrivacyAccountant(Callback):
         """Plan the run, once nothing speaks against it."""
         refuse_broken_claims(trainer, module, data)
         if self._ranks.is_first:
+            refuse_protected_queries(trainer, module, data)
             self._secret(module.privacy)  # a bad secret file is refused before a long calibration
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if hasattr(callback, "plant_canaries"):  # an audit: before the run is planned, because n counts its units

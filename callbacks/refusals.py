@@ -279,6 +279,13 @@ def _validates_on_declared_data(run: Candidate) -> None:
             callback.refuse_undeclared(run.module, run.data)
 
 
+def refuse_protected_queries(trainer: L.Trainer, module: Any, data: Any) -> None:
+    """Refuse to evaluate on what the run protects; ``data`` is set up, which the other checks do not wait for."""
+    for callback in Candidate(trainer, module, data).callbacks:
+        if hasattr(callback, "refuse_protected"):
+            callback.refuse_protected(module, data)
+
+
 def takes_whole_epochs(trainer: L.Trainer) -> bool:
     """Whether an epoch ends where the sampler ends it, and not after fewer batches."""
     limit = trainer.limit_train_batches

@@ -9,7 +9,7 @@ since the claim may be about users who have queries in both.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal, get_args
 
@@ -30,6 +30,10 @@ from lit_dpret.retrieval.search import lexicographic_rank, search
 
 DevData = Literal["public", "synthetic", "private"]
 
+#: The share of public queries that may be train queries as well: common questions are asked in every log, and which
+#: of them a benchmark holds says nothing about this one.
+SHARED_BY_CHANCE = 0.1
+
 
 class RetrievalEvaluation(Callback):
     """Rank the passages for one split's queries every so many steps, and log the means as ``val/ndcg@10``.
@@ -38,6 +42,7 @@ class RetrievalEvaluation(Callback):
         - Under a mode that promises something, nothing is computed on data that is not declared.
         - ``data=private`` needs ``card_entry=true``. The ledger then has an event with a `NonPrivateRelease` on
           the disk before each evaluation, and the card says what was let out and states no epsilon.
+        - ``data=public`` is refused where the queries are those that the run protects, whatever their split is called.
         - ``data=synthetic`` is held against the privacy card of the data.
         - Nothing is drawn from any random stream, so that the run is the same with and without it.
         - On several ranks, rank 0 evaluates, and all learn the means.
@@ -138,6 +143,23 @@ class RetrievalEvaluation(Callback):
         if self.data == "synthetic":
             self._check_synthetic(self.datamodule if self.datamodule is not None else data)
 
+    def refuse_protected(self, module: Any, data: Any) -> None:
+        """Refuse queries declared public that are train queries of ``data``, which is set up.
+
+        Raises:
+            ConfigurationError: `trains_on` finds them there.
+        """
+        if self.data != "public" or getattr(getattr(module, "privacy", None), "guarantee", "none") != "dp":
+            return
+        queries, _, _ = self._load(self.datamodule if self.datamodule is not None else data)
+        if trains_on(data, queries.values()):
+            raise ConfigurationError(
+                f"callbacks.evaluation.data=public, but callbacks.evaluation.split={self.split} holds train queries of "
+                "the run's own DataModule, over a tenth of it, and the run protects those. Evaluate on others, or "
+                "leave them out of the training (datamodule.drop_overlap=true, for a split of the same data).",
+                trap="T25",
+            )
+
     def _check_synthetic(self, source: Any) -> None:
         if not hasattr(source, "privacy_card_path"):
             raise ConfigurationError(
@@ -226,3 +248,21 @@ class RetrievalEvaluation(Callback):
             tie_rank=lexicographic_rank(ids),
         )
         return evaluate(Ranking(query_ids=list(queries), passage_ids=ids, top=top), qrels, self.metrics, resamples=200)
+
+
+def trains_on(data: Any, queries: Collection[str]) -> bool:
+    """Return whether more of ``queries`` are train queries of ``data`` than chance explains, by their texts.
+
+    Data that are no collection of texts are taken on trust.
+    """
+    collection = getattr(data, "collection", None)
+    if collection is None:
+        return False
+
+    def plain(text: str) -> str:
+        return " ".join(text.split()).casefold()
+
+    trained = {
+        plain(collection.queries[query]) for query, judged in collection.qrels.get("train", {}).items() if judged
+    }
+    return sum(plain(text) in trained for text in queries) > SHARED_BY_CHANCE * len(queries)

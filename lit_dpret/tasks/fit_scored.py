@@ -8,12 +8,14 @@ for its owner alone.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any, get_args
 
 import torch
 
 from lit_dpret.callbacks import ProgressLine
+from lit_dpret.callbacks.retrieval_evaluation import trains_on
 from lit_dpret.cards.start import MODEL_FOLDER
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.modules.generator_folder import load_generator
@@ -78,12 +80,12 @@ class FitScored(Fit):
         data.setup("test")
         if self.data == "synthetic":
             check_synthetic(data, self.split)
-        if self.data == "public" and self.split == "train" and self._protects(parts, data):
-            raise ConfigurationError(
-                "task.data=public with task.split=train: these are the queries that the run protects. Choose another "
-                "task.split or task.datamodule, or set task.data=private."
-            )
         queries, qrels = data.evaluation_set(self.split)
+        if self.data == "public" and self._protects(parts, data, queries.values()):
+            raise ConfigurationError(
+                f"task.data=public with task.split={self.split}: over a tenth of these queries are among those that "
+                "the run protects. Choose another task.split or task.datamodule, or set task.data=private."
+            )
         asked: dict[str, list[str]] = {}
         for query, judged in qrels.items():
             for passage, grade in judged.items():
@@ -94,13 +96,11 @@ class FitScored(Fit):
         texts = data.public_passages()
         return public_sample({name: texts[name] for name in asked}, self.max_passages), asked
 
-    def _protects(self, parts: Parts, data: Any) -> bool:
-        """Return whether the run trains privately on ``data``, the validation data, whoever made the DataModule."""
+    def _protects(self, parts: Parts, data: Any, queries: Collection[str]) -> bool:
+        """Return whether the run trains privately on ``queries`` of ``data``, the validation data."""
         if parts.make_privacy().guarantee != "dp":
             return False
-        own = data if self.datamodule is None else parts.read_data("test")
-        found = (one.data_fingerprint(b"compared in this process") for one in (own, data))
-        return len(set(found)) == 1
+        return trains_on(data if self.datamodule is None else parts.read_data("test"), queries)
 
     def _bleu(self, parts: Parts, held: tuple[dict[str, str], dict[str, list[str]]]) -> float:
         passages, asked = held

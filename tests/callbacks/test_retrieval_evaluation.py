@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from stand_ins import Numbers, Regression, dp, fit, records
 from torch import Tensor
 
-from lit_dpret.callbacks import PrivacyCard, RetrievalEvaluation, examine
+from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard, RetrievalEvaluation, examine
 from lit_dpret.cards.card import read_card, subject_of, verify_card, write_card
+from lit_dpret.datamodules.collection import Collection
 from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError
 from lit_dpret.privacy.accounting.releases import NonPrivateRelease, release_from_dict
 from lit_dpret.privacy.ledger.run_ledger import charged_releases
@@ -152,6 +154,40 @@ def test_the_queries_that_a_run_protects_are_not_public(tmp_path: Path) -> None:
     assert refusal.value.trap == "T25"
 
 
+class Renamed(Judged):
+    """Text data some of whose train queries are also those that `Judged` evaluates on, under other ids."""
+
+    def __init__(self, trained: Sequence[str], evaluated: Sequence[str] = ("aa", "b", "c")) -> None:
+        super().__init__()
+        queries = {f"t{number}": text for number, text in enumerate(trained)}
+        self.collection = Collection(passages={}, queries=queries, qrels={"train": {q: {"p1": 1} for q in queries}})
+        self.evaluated = evaluated
+
+    def evaluation_set(self, split: str) -> tuple[dict[str, str], dict[str, dict[str, int]]]:
+        queries = {f"q{number}": text for number, text in enumerate(self.evaluated)}
+        return queries, {query: {"p1": 1} for query in queries}
+
+
+@pytest.mark.parametrize("other", [False, True], ids=["its own data", "the same queries in another DataModule"])
+def test_train_queries_under_the_name_of_another_split_are_not_public(tmp_path: Path, other: bool) -> None:
+    data = Renamed(["AA ", "x", "y"])
+    callback = RetrievalEvaluation(data="public", datamodule=Judged() if other else None)
+    with pytest.raises(ConfigurationError, match=r"callbacks\.evaluation\.split=dev") as refusal:
+        run(tmp_path, callback, data=data)
+    assert refusal.value.trap == "T25" and not (tmp_path / "run" / "privacy_ledger.jsonl").exists()
+    trainer = L.Trainer(
+        accelerator="cpu", max_steps=6, logger=False, callbacks=[PrivacyAccountant(run_dir=tmp_path / "new"), callback]
+    )
+    found = examine(trainer, retriever(tmp_path), data)
+    assert [finding.trap for finding in found.refused] == ["T25"], found.format()
+
+
+def test_a_benchmark_may_share_a_common_query_with_the_log(tmp_path: Path) -> None:
+    public = [f"a{number}" for number in range(10)]
+    run(tmp_path, RetrievalEvaluation(data="public", every_n_steps=6), data=Renamed(["A0", "x"], public))
+    assert list(logged(tmp_path, "val/ndcg@10")) == [6]
+
+
 def test_judgements_of_unknown_passages_are_refused_before_the_run(tmp_path: Path) -> None:
     class Unknown(Judged):
         def public_passages(self) -> dict[str, str]:
@@ -183,8 +219,6 @@ def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any
 
 
 def test_the_doctor_tells_a_declared_leak_and_refuses_an_undeclared_one(tmp_path: Path) -> None:
-    from lit_dpret.callbacks import PrivacyAccountant
-
     def statuses(callback: RetrievalEvaluation) -> dict[str, str]:
         accountant = PrivacyAccountant(run_dir=tmp_path / "doctor")
         trainer = L.Trainer(accelerator="cpu", max_steps=6, callbacks=[accountant, callback], logger=False)

@@ -63,11 +63,15 @@ def test_whose_the_queries_are_has_to_be_said_and_a_missing_split_is_refused_bef
     assert not (tmp_path / "run" / "privacy_ledger.jsonl").exists()
 
 
-@pytest.mark.parametrize("again", [False, True])
-def test_queries_that_the_run_protects_are_not_taken_for_public_ones(tmp_path: Path, again: bool) -> None:
-    own = PairsDataModule(folder=write_log(tmp_path / "log"), sampling="shuffle") if again else None
-    with pytest.raises(ConfigurationError, match=r"task\.data=public with task\.split=train"):
-        run(tmp_path, Told(), datamodule=own, split="train")
+@pytest.mark.parametrize(("again", "split"), [(False, "train"), (True, "train"), (True, "test")])
+def test_queries_that_the_run_protects_are_not_taken_for_public_ones(tmp_path: Path, again: bool, split: str) -> None:
+    own = None
+    if again:
+        copy = write_log(tmp_path / "copy")
+        own = PairsDataModule(folder=copy, sampling="shuffle", drop_queries_without_passage=True)
+        (copy / "qrels" / "train.tsv").rename(copy / "qrels" / f"{split}.tsv")
+    with pytest.raises(ConfigurationError, match=rf"task\.data=public with task\.split={split}"):
+        run(tmp_path, Told(), datamodule=own, split=split)
     assert not (tmp_path / "run" / "privacy_ledger.jsonl").exists()
 
 
