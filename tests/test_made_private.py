@@ -180,8 +180,9 @@ def test_its_step_keeps_the_promise() -> None:
 # -- what is the user's own ------------------------------------------------------------------------------------
 
 
-def test_the_optimizer_and_schedules_of_the_module_are_used_at_their_intervals(tmp_path: Path) -> None:
-    trainer = fit(tmp_path, made())  # three steps make an epoch
+@pytest.mark.parametrize("sampling", ["truncated_poisson", "poisson"])
+def test_the_optimizer_and_schedules_of_the_module_are_used_at_their_intervals(sampling: str, tmp_path: Path) -> None:
+    trainer = fit(tmp_path, made(), data(sampling=sampling))  # three steps make an epoch
     assert type(trainer.optimizers[0]) is torch.optim.SGD
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.5**3 * 0.1**2)
 
