@@ -85,6 +85,7 @@ TINY: dict[str, list[str]] = {
     "callbacks=with_audit": ["model.max_query_length=32", "callbacks.audit.canaries=32",
                              "callbacks.audit.max_share=0.5"],
     "task=pipeline": SMALL_PIPELINE,
+    "task=own_log": [*SMALL_PIPELINE[:-2], "task.passage_length=16"],
     "task=synthesize": ["task.max_passages=24", "task.max_new_tokens=6", "task.group_size=8"],
     "task=compare_modes": ["task.max_passages=100", "task.seeds=2", "task.eps=[3]", "task.min_free_mb=1",
                            "task.only=[none,synthetic]"],

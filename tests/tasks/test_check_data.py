@@ -264,7 +264,10 @@ def test_users_and_a_cap_are_told_and_stand_in_the_command(tmp_path: Path, progr
     found = report(tmp_path)
     assert found["users"]["users"] == 20 and found["users"]["recommended_cap"] == 5
     assert found["split"]["by"] == "user" and found["split"]["written"] is None
-    assert found["command"] == (f"{program} datamodule.pairs={log} privacy.unit=user datamodule.max_rows_per_unit=5")
+    assert found["command"] == (
+        f"{program} datamodule.pairs={log} hydra.run.dir=runs/mine datamodule.expected_batch_size=5 "
+        "privacy.unit=user datamodule.max_rows_per_unit=5"
+    ), "a quarter of the users is a batch"
 
 
 @pytest.mark.parametrize("declared", [True, False])
