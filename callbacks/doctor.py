@@ -17,13 +17,14 @@ from typing import Any, Literal
 
 import lightning as L
 
+from lit_dpret.callbacks.fixed_shapes import attach_batches
 from lit_dpret.callbacks.log_gate import rehearsed
 from lit_dpret.callbacks.own_code import refuse_other_units, refuse_remembering_collation, refuse_replaced_sampler
 from lit_dpret.callbacks.planning import PlannedRun, accountant_of, plan_run
 from lit_dpret.callbacks.refusals import complaints, refuse_protected_queries
 from lit_dpret.callbacks.traps import SEVERITIES, TRAPS, Severity, Stage, Trap
 from lit_dpret.errors import LitDpretError
-from lit_dpret.privacy.batches import PADDING, UnitBatch, UnitCollator
+from lit_dpret.privacy.batches import PADDING, UnitBatch
 from lit_dpret.privacy.noise import KeyedStream, load_secret
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.sampling import PrivateBatchSampler
@@ -194,16 +195,18 @@ def _rest(look: _Look, trainer: L.Trainer, module: Any, data: Any) -> PlannedRun
         return None
     # Never the run's own streams: what is drawn here must say nothing about the run.
     stream = KeyedStream(secrets.token_bytes(32), "doctor")
-    with look.at("engine"):
-        mode.attach(module, planned.plan, stream)
     sampler = planned.sampler(data, stream)
     with look.at("loader"):
-        data.attach(sampler, UnitCollator(module.collate_rows, data.rows_per_unit, unit=mode.unit))
+        attach_batches(trainer, module, data, sampler)
         loader = data.train_dataloader()
         refuse_replaced_sampler(loader, sampler)
         refuse_other_units(loader, sampler)
+    with look.at("engine"):
+        mode.attach(module, planned.plan, stream)
     if mode.guarantee == "dp" and look.passed("engine") and look.passed("loader"):
-        batches = _some_batches(loader, sampler)
+        batches: list[UnitBatch] = []
+        with look.at("loader"):
+            batches = _some_batches(loader, sampler)
         if batches:
             with look.at("rehearsal"), rehearsed(trainer, module):
                 refuse_remembering_collation(module, loader.dataset, sampler)

@@ -16,7 +16,8 @@ from lightning.pytorch.utilities import find_shared_parameters, set_shared_param
 from lit_dpret.distributed.xla import cut, is_lazy, use_full_precision
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.matmul_precision import shortened_products
-from lit_dpret.privacy.batches import Collate, FixedShape, RowsAlone, copied_rows
+from lit_dpret.privacy.batches import Collate, FixedShape, RowsAlone, UnitCollator, copied_rows
+from lit_dpret.privacy.sampling import PrivateBatchSampler
 
 Shared = list[list[str]]
 
@@ -28,6 +29,15 @@ def shape_of_batches(trainer: L.Trainer, module: Any, data: Any) -> FixedShape |
         place_rows = module.place_rows if getattr(module, "fills_up", False) else copied_rows
         return FixedShape.of(data, place_rows, spare=1, ragged=ragged)
     return FixedShape.of(data, module.place_rows, ragged=ragged) if asks_for_one_program(trainer, module) else None
+
+
+def attach_batches(trainer: L.Trainer, module: Any, data: Any, sampler: PrivateBatchSampler) -> None:
+    """Attach to ``data`` what draws the batches and what collates them, in the shape that this run needs."""
+    mode, shape = module.privacy, shape_of_batches(trainer, module, data)
+    mode.fixed_shapes = asks_for_one_program(trainer, module)
+    sampler.scatters = shape is not None and mode.neighbours == "add_or_remove"
+    collate, apart = collate_of(trainer, module), mode.guarantee == "dp"
+    data.attach(sampler, UnitCollator(collate, data.rows_per_unit, unit=mode.unit, shape=shape, apart=apart))
 
 
 def collate_of(trainer: L.Trainer, module: Any) -> Collate:

@@ -22,14 +22,7 @@ from lightning.pytorch.callbacks import Callback
 
 from lit_dpret.callbacks.averages import averaging, go_on_averaging
 from lit_dpret.callbacks.checkpoints import BetweenSteps, CheckpointGate, count_by_steps, hide_batches
-from lit_dpret.callbacks.fixed_shapes import (
-    asks_for_one_program,
-    collate_of,
-    place_early,
-    precision_assumptions,
-    shape_of_batches,
-    tie_again,
-)
+from lit_dpret.callbacks.fixed_shapes import attach_batches, place_early, precision_assumptions, tie_again
 from lit_dpret.callbacks.log_gate import LogGate, tell
 from lit_dpret.callbacks.origins import OwnWeights, claim_of, declared_weights, refuse_other_weights
 from lit_dpret.callbacks.own_code import (
@@ -52,7 +45,6 @@ from lit_dpret.callbacks.strategies import (
 from lit_dpret.cards.start import Start, note_start, read_start
 from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError, UnsupportedModelError
-from lit_dpret.privacy.batches import UnitCollator
 from lit_dpret.privacy.ledger.dataset_account import DatasetAccount, require_room
 from lit_dpret.privacy.ledger.dataset_file import EarlierRun
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger, note_sweep
@@ -332,13 +324,7 @@ class PrivacyAccountant(Callback):
         mode: PrivacyMode = module.privacy
         if averaging(trainer) is not None and hasattr(module, "prepare"):
             self._ranks.in_turn(lambda: module.prepare(data))  # what is copied for the average has its final shapes
-        shape = shape_of_batches(trainer, module, data)
-        mode.fixed_shapes = asks_for_one_program(trainer, module)
-        self.sampler.scatters = shape is not None and mode.neighbours == "add_or_remove"
-        collate = collate_of(trainer, module)
-        apart = mode.guarantee == "dp"
-        collator = UnitCollator(collate, data.rows_per_unit, unit=mode.unit, shape=shape, apart=apart)
-        data.attach(self.sampler, collator)
+        attach_batches(trainer, module, data, self.sampler)
         keep_the_sampler(trainer)
         self._shared = place_early(trainer, module)
         self._ranks.together(lambda: mode.attach(module, self.plan, stream))

@@ -248,7 +248,7 @@ def _check_top_level(cfg: DictConfig) -> None:
     text = OmegaConf.to_yaml(cfg, resolve=False)
     added = {o.lstrip("+").split("=")[0].split(".")[0] for o in _own_overrides() if o.startswith("+")}
     for name in sorted((set(map(str, cfg)) & added) - known):
-        if f"${{{name}" not in text:
+        if not re.search(rf"\$\{{[^}}]*\b{re.escape(name)}\b", text):  # ${name} or, among others, ${oc.select:name}
             raise ConfigurationError(f"{_explain_unknown_key(name)} Nothing reads what +{name} adds.")
     if isinstance(cfg.seed, bool) or not isinstance(cfg.seed, int) or not 0 <= cfg.seed <= _LARGEST_SEED:
         raise ConfigurationError(f"seed={cfg.seed!r} is not a whole number from 0 to {_LARGEST_SEED}.")

@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader
 
 from lit_dpret.callbacks import PrivacyAccountant, examine
 from lit_dpret.callbacks.doctor import Examination
+from lit_dpret.privacy.batches import copied_rows
 from lit_dpret.privacy.ledger.trained import TrainedIn, mark, note_built
 from lit_dpret.privacy.modes import SyntheticData
 from lit_dpret.privacy.noise import load_secret
@@ -111,6 +112,17 @@ def by_pairs(module: Any) -> Any:
     """As ``logit_dp``: the bound takes the other pairs' gradients to be what they are without a record."""
     module.privacy.candidates = "batch"
     return module
+
+
+class Padding(Regression):
+    """Places rows by itself, in batches as wide as their longest row."""
+
+    def collate_rows(self, rows: list[Any]) -> dict[str, Tensor]:
+        letters = nn.utils.rnn.pad_sequence([torch.ones(len(row.query)) for row in rows], batch_first=True)
+        return super().collate_rows(rows) | {"letters": letters}
+
+    def place_rows(self, features: Any, places: Any, rows: int) -> Any:
+        return copied_rows(features, places, rows)
 
 
 def coupled(module: Any, rows: Any, losses: Tensor) -> Tensor:
@@ -314,6 +326,7 @@ BAD: list[tuple[str, str, Any]] = [
     ("T14", r"ModelPruning", {"callbacks": [ModelPruning("l1_unstructured", amount=0.5)]}),
     ("T16", r"trainer.gradient_clip_val=1", {"trainer": {"gradient_clip_val": 1.0}}),
     ("T39", r"trainer.precision=bf16-mixed", {"trainer": {"precision": "bf16-mixed"}, "wrap": by_pairs}),
+    ("T39", r"letters.*trainer\.precision", {"trainer": {"precision": "bf16-mixed"}, "make_module": Padding}),
     ("T21", r"lies inside the run folder", with_secret_in_the_run),
     ("T21", r"can be read by others", with_secret_for_all),
     ("T25", r"trainer.detect_anomaly=true", {"trainer": {"detect_anomaly": True}}),

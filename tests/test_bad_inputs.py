@@ -165,6 +165,9 @@ CASES: dict[str, Case] = {
     "one.jsonl": pairs("one.jsonl", r"expected_batch_size=4 exceeds the 1 units"),
     **{f"a path as it is typed: {name}": pairs(name, re.escape(f"{name} does not exist"))
        for name in ("my own log.jsonl", "a=b.jsonl", "wei rd ü 漢.jsonl", "50% of it.jsonl")},
+    "a reference that selects another setting": log(
+        "+budget=-1", "privacy.eps='${oc.select:budget}'", named=r"privacy\.eps=-1"
+    ),
     "a reference to another setting": log("+budget=-1", "privacy.eps=${budget}", named=r"privacy\.eps=-1"),
 }  # fmt: skip
 

@@ -86,7 +86,7 @@ def mechanism_facts(judged: Judged) -> dict[str, Any]:
         "denominator": span(record.get("denominator") for record in stated),
         "steps_planned": last.get("planned_steps") or (plan.steps if plan is not None else None),
         "steps_done": len(keys),
-        **({"steps_counted": len(keys) + not_made} if not_made else {}),
+        **({"steps_counted": _count(judged.own)} if not_made else {}),
         "steps_unconfirmed": len(set(keys) - {(record["attempt"], record["step"]) for record in stated}),
         "steps_replayed": sum(record.get("kind") == "replay" for record in records),
         "attempts": len({attempt for attempt, _ in keys}),

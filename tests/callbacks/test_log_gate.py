@@ -79,6 +79,8 @@ class In(Callback):
 
 WAYS: dict[str, Callable[[Any, float], None]] = {
     "log": lambda module, loss: module.log(SECRET, loss),
+    "yes or no in the place of the epoch": lambda module, loss: module.log("epoch", torch.tensor(loss > -1)),
+    "a count that wraps around": lambda module, loss: module.log("step", torch.tensor(255, dtype=torch.uint8)),
     "log on the progress bar alone": lambda module, loss: module.log(SECRET, loss, prog_bar=True, logger=False),
     "log_dict": lambda module, loss: module.log_dict({SECRET: loss}),
     "log_metrics": lambda module, loss: module.logger.log_metrics({SECRET: loss}),
@@ -151,7 +153,11 @@ def test_a_declared_leak_passes_and_the_card_names_it(way: str, tmp_path: Path) 
     assert card["claim"]["guarantee"] == "not_proved" and card["claim"]["epsilon"] is None
     named = [fact["text"] for fact in card["assumptions"] if fact["holds"] is False]
     expected = "log_text" if way == "a method of the logger" else SECRET
-    expected = {"experiment": "experiment.add_scalar", "log_hyperparams": "log_hyperparams"}.get(way, expected)
+    named_else = {
+        "experiment": "experiment.add_scalar", "log_hyperparams": "log_hyperparams",
+        "yes or no in the place of the epoch": "epoch", "a count that wraps around": "step",
+    }  # fmt: skip
+    expected = named_else.get(way, expected)
     assert len(named) == 1 and (expected in named[0] or "experiment.add_scalar" in named[0]), named
 
 

@@ -64,6 +64,14 @@ def test_a_run_that_ended_early_claims_the_steps_that_were_planned(tmp_path: Pat
     assert verify_card(cheaper, early.path) != []
 
 
+def test_of_shuffled_batches_a_run_that_ended_early_says_of_which_whole_epochs_its_claim_is(tmp_path: Path) -> None:
+    plan = make_plan(law=Shuffle(batch_size=50, n=500))
+    card = Run(tmp_path / "early", plan, planned=15).train(3).card()
+    assert card["accounting"]["composition"][0]["count"] == card["mechanism"]["steps_counted"] == 20
+    whole = Run(tmp_path / "whole", plan, planned=15).train(15).card()
+    assert "steps_counted" not in whole["mechanism"]
+
+
 def test_a_run_that_went_on_from_before_its_stop_claims_what_it_made(tmp_path: Path) -> None:
     again = Run(tmp_path / "again", make_plan())
     for step in range(6):

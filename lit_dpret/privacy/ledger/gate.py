@@ -90,7 +90,9 @@ def tells_progress(name: str, value: Any, trainer: Any) -> bool:
         return False
     found = torch.as_tensor(value)
     counts = [count - behind for count in (trainer.current_epoch, trainer.global_step) for behind in (0, 1)]
-    return found.numel() == 1 and found.item() in torch.tensor(counts).to(found.dtype).tolist()
+    if found.is_floating_point():  # as a metric holds a count; a truth value, or a short integer, would wrap it around
+        counts = torch.tensor(counts).to(found.dtype).tolist()
+    return found.numel() == 1 and found.dtype != torch.bool and found.item() in counts
 
 
 def undeclared_metric(what: str, mode: Any) -> ConfigurationError:
