@@ -15,7 +15,7 @@ import lightning as L
 from lit_dpret.distributed.handover import refuse_zero_state
 from lit_dpret.errors import DataError, ResumeError, first_line
 from lit_dpret.modules.optimizers import OptimizerSpec
-from lit_dpret.privacy.ledger.trained import fingerprints, mark, note, note_built, noted, remember
+from lit_dpret.privacy.ledger.trained import mark, note, note_built, noted, remember_loaded
 from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
 
 #: Where a checkpoint names the class that wrote it.
@@ -137,7 +137,7 @@ class Checkpointed(L.LightningModule, metaclass=NotesItsStart):
             mark(self, runs, whole=True)
             # A part's own state dict, taken from here, names nobody.
             inside = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
-            remember(inside.items(), fingerprints(self), runs)
+            remember_loaded(inside, self, runs)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest, **named)
 
 

@@ -88,7 +88,12 @@ def refused(tmp_path: Path, module: Any, **settings: Any) -> LitDpretError:
 @pytest.fixture
 def another_process(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Forget what only this process knows, as if the file had come from elsewhere."""
-    return lambda: monkeypatch.setattr(trained, "_values", {})
+
+    def forget() -> None:
+        monkeypatch.setattr(trained, "_values", {})
+        monkeypatch.setattr(trained, "_built", set())
+
+    return forget
 
 
 # -- checkpoints -----------------------------------------------------------------------------
@@ -468,6 +473,26 @@ def test_a_module_that_is_built_anew_is_not_refused_whatever_was_trained_before(
     trained_by("none", tmp_path / "first")
     torch.manual_seed(0)  # the same fresh weights: what a run began with is not what it trained
     begin(tmp_path, private(tmp_path))
+
+
+@pytest.mark.parametrize("where", ["here", "in another process"])
+def test_what_a_checkpoint_has_as_it_was_built_is_nobodys(
+    where: str, tmp_path: Path, another_process: Callable[[], None]
+) -> None:
+    class Probed(Kept):
+        def __init__(self, **settings: Any) -> None:
+            super().__init__(**settings)
+            self.net[0].requires_grad_(False)
+
+    def seeded(privacy: Any) -> Probed:
+        torch.manual_seed(0)
+        return Probed(privacy=privacy)
+
+    fit(tmp_path / "first", seeded(NoPrivacy()), numbers(), steps=2)
+    if where == "in another process":
+        another_process()
+    Probed.load_from_checkpoint(checkpoint(tmp_path / "first"))  # begun with other random numbers
+    begin(tmp_path, seeded(dp(tmp_path, noise_multiplier=4.0)))
 
 
 def test_weights_that_no_run_has_changed_are_nobodys(tmp_path: Path) -> None:

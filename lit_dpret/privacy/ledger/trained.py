@@ -234,6 +234,15 @@ def remember(tensors: Iterable[tuple[str, Any]], before: Mapping[str, bytes | No
                 known[copy] = known.get(copy, frozenset()) | runs
 
 
+def remember_loaded(state: Mapping[str, Any], module: nn.Module, runs: Iterable[TrainedIn]) -> None:
+    """Remember what a state dict of ``runs`` is about to bring to the trained parameters of ``module``.
+
+    What is frozen, or as some constructor left it, may be what another module begins with.
+    """
+    before = {name: fingerprint(tensor) for name, tensor in weights(module).items() if tensor.requires_grad}
+    remember(((name, value) for name, value in state.items() if fingerprint(value) not in _built), before, runs)
+
+
 def note(module: nn.Module, facts: dict[str, Any]) -> None:
     """Write the runs that are marked on ``module`` into a checkpoint or the metadata of a state dict."""
     if marked := _marks(module):
