@@ -50,7 +50,7 @@ def test_no_more_examples_than_asked_for() -> None:
 def test_lengths_are_quantiles_of_what_was_measured_and_the_share_that_is_cut() -> None:
     texts = {str(i): "word " * i for i in range(1, 101)}.values()
     assert measure_lengths(texts, count=count_words, limit=90, at_most=1000) == {
-        "texts": 100, "measured": 100, "p50": 51, "p90": 91, "p99": 100, "max": 100, "mean": 50.5,
+        "texts": 100, "measured": 100, "p50": 51, "p90": 91, "p95": 96, "p99": 100, "max": 100, "mean": 50.5,
         "limit": 90, "share_cut": 0.1,
     }  # fmt: skip
     sampled = measure_lengths(texts, count=count_words, limit=None, at_most=30)
