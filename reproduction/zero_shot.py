@@ -143,6 +143,7 @@ class ZeroShot:
         )  # fmt: skip
         result = evaluate(ranking, qrels, self.metrics)
         facts = {
+            "whose": "public" if isinstance(data, BeirDataModule) else None,
             "set": wanted.name,
             "encoder": self.encoder,
             "split": wanted.split,

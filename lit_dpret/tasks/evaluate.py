@@ -6,14 +6,16 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, get_args
 
 from lit_dpret.datamodules.left_out import named
 from lit_dpret.errors import ConfigurationError
+from lit_dpret.privacy.budget import require_choice
 from lit_dpret.retrieval.metrics import Metric
 from lit_dpret.retrieval.runs import DEFAULT_METRICS, EvaluationResult, check_qrels, evaluate
 from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.ranking import Ranker, write_evaluation
+from lit_dpret.tasks.uncovered import Owner
 
 SUMMARY = "evaluation.json"
 
@@ -22,9 +24,8 @@ SUMMARY = "evaluation.json"
 class Evaluate(Ranker):
     """Measure an encoder, or BM25, on one split, by any measure at any cut-off; how it ranks is set as for `Ranker`."""
 
-    undeclared_results: ClassVar[bool] = True
-
     encoder: str = "minilm"
+    whose: Owner | None = None
     split: str | None = None
     metrics: Sequence[str] = DEFAULT_METRICS
     top_k: int = 100
@@ -32,6 +33,13 @@ class Evaluate(Ranker):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.metrics = checked_metrics(self.metrics, self.top_k)
+        if self.whose is not None:
+            require_choice("task.whose", self.whose, get_args(Owner))
+
+    @property
+    def undeclared_results(self) -> bool:
+        """Whether nothing says whose queries are scored."""
+        return self.whose is None
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Write ``evaluation.json``, the run, the judgements and the values per query; returns the means.
@@ -53,7 +61,7 @@ class Evaluate(Ranker):
         told = [] if left_out is None else left_out.lines()
         if idle := [query for query, judged in qrels.items() if not any(grade > 0 for grade in judged.values())]:
             told.append(f"{split}: queries without any relevant passage, which count as 0: {len(idle)} ({named(idle)})")
-        facts: dict[str, Any] = {"encoder": self.encoder, "data": data_name(data), "split": split, "top_k": self.top_k}
+        facts: dict[str, Any] = {"encoder": self.encoder, "data": data_name(data), "split": split, "whose": self.whose}
         facts |= {"drops_self_matches": drops, "left_out": told}
         facts["fingerprints"] = self.fingerprints()
         if self.encoder == "bm25":

@@ -86,11 +86,12 @@ class Export:
                 "(resume=true), or name a checkpoint inside its run folder as task.checkpoint."
             )
         claim = read_card(run_dir / CARD_NAME)["claim"]  # refused before anything is built
-        if metrics.get("split") == "train" and claim["guarantee"] == "dp":
+        public = metrics.get("whose") == "public" and metrics.get("split") != "train"
+        if self.evaluation is not None and not public and claim["guarantee"] == "dp":
             raise ConfigurationError(
-                f"task.evaluation={self.evaluation} was made on the train queries, which {run_dir.name} protects: its "
-                "scores are a release that nobody counts, and would be handed on with the model. Name an evaluation of "
-                "other queries (task=evaluate task.split=test).",
+                f"task.evaluation={self.evaluation} is of a train split, or of queries that nobody declared public: "
+                f"no claim of {run_dir.name} covers its scores, and they would be handed on with the model. Name an "
+                "evaluation of public queries (task=evaluate task.whose=public task.split=test).",
                 trap="T25",
             )
         hub = None if self.push_to_hub is None else HubRepository(self.push_to_hub, self.push_private)

@@ -98,3 +98,12 @@ def test_the_words_of_bm25_are_settings_and_stand_in_the_result(tmp_path: Path) 
     assert other["bm25"] == {"k1": 1.2, "b": 0.4, "stemmer": None, "stopwords": "en"}
     with pytest.raises(ConfigurationError, match=r"task\.bm25\.k2"):
         Evaluate(encoder="bm25", bm25={"k2": 1.0})
+
+
+def test_an_evaluation_says_whose_its_queries_are_as_declared(tmp_path: Path) -> None:
+    folder = collection(tmp_path / "data", test=TEST)
+    data = {"drop_queries_without_passage": True}
+    assert measured(folder, tmp_path / "a", data=data)["whose"] is None
+    assert measured(folder, tmp_path / "b", data=data, whose="public")["whose"] == "public"
+    with pytest.raises(ConfigurationError, match=r"task\.whose"):
+        Evaluate(encoder="bm25", whose="mine")  # type: ignore[arg-type]

@@ -164,7 +164,13 @@ def test_a_card_that_does_not_agree_with_its_ledger_leaves_no_weights_without_a_
 def evaluation_of(model: Path, folder: Path, **facts: Any) -> Path:
     """What `task=evaluate` writes of a model."""
     metrics = {"nDCG@10": {"mean": 0.5, "low": 0.4, "high": 0.6}}
-    known = {"metrics": metrics, "queries": 20, "split": "test", "fingerprints": fingerprints(load_towers(model))}
+    known = {
+        "metrics": metrics,
+        "queries": 20,
+        "split": "test",
+        "whose": "public",
+        "fingerprints": fingerprints(load_towers(model)),
+    }
     path = folder / "evaluation.json"
     path.write_text(json.dumps(known | facts))
     return path
@@ -264,10 +270,12 @@ def test_a_file_that_is_no_checkpoint_and_a_class_of_others_are_refused(tmp_path
         Pairs.load_from_checkpoint(tmp_path / "nowhere.ckpt")
 
 
-def test_scores_of_the_private_queries_that_were_trained_on_are_not_handed_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("facts", [{"split": "train"}, {"whose": "private"}, {"whose": None}])
+def test_scores_of_queries_that_are_not_declared_public_are_not_handed_on(
+    tmp_path: Path, facts: dict[str, Any]
+) -> None:
     trained(tmp_path, private(tmp_path))
-    evaluation = tmp_path / "evaluation.json"
-    evaluation.write_text(json.dumps({"metrics": {}, "queries": 20, "split": "train"}))
+    evaluation = evaluation_of(tmp_path / "run" / "model", tmp_path, **facts)
     with pytest.raises(ConfigurationError, match=r"task\.evaluation") as refusal:
         Export(checkpoint=tmp_path / "run", evaluation=evaluation).run(parts(tmp_path / "out"))
     assert refusal.value.trap == "T25" and not (tmp_path / "out" / "model").exists()
