@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -168,8 +167,12 @@ def lonely(root: Path, *, ledger: str = ".", model: str = "model", mode: str = "
 
 def adapters_of(base: Path, folder: Path) -> Path:
     """A folder of adapters on a model; what is adapted is named in a file alone."""
+    import peft
+
     save_sentence_transformer(folder, tower())
-    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}), encoding="utf-8")
+    adapted = peft.get_peft_model(tiny_bert(), peft.LoraConfig(r=2, target_modules=["query"]))
+    adapted.peft_config["default"].base_model_name_or_path = str(base)
+    adapted.save_pretrained(folder)
     return folder
 
 
