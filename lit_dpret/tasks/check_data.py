@@ -182,7 +182,9 @@ class CheckData:
     def _offer_split(self, parts: Parts, data: TextData, collection: Collection, facts: dict[str, Any]) -> None:
         """Split what is unsplit, write it where that is asked for, and say how to train."""
         cap = facts["users"] and facts["users"]["recommended_cap"]
-        unit = {"privacy.unit": "user", "datamodule.max_rows_per_unit": str(cap)} if cap else {}
+        # The cap was read off the private rows, and the card of a run that takes it has to say so.
+        chosen = {"datamodule.max_rows_per_unit": str(cap), "callbacks.card.tuning_data": "private"}
+        unit = {"privacy.unit": "user", **chosen} if cap else {}
         is_split = set(collection.qrels) != {"train"}
         facts["command"] = _command(parts.command, {}, self._fitting(parts, data, collection, facts) | unit)
         if is_split and self.write_split is None:

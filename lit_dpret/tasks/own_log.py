@@ -23,7 +23,7 @@ class OwnLog(Pipeline):
     """Check a log, split it where it is not, and run the pipeline with sizes that follow from what is public of it.
 
     Guarantees:
-        - Batches follow from the number of queries, which ``zero_out`` and ``replace_one`` take as public, and lengths
+        - Batches follow from the number of units, which ``zero_out`` and ``replace_one`` take as public, and lengths
           from the public passages; no setting is chosen by looking at a query.
 
     Args:
@@ -91,10 +91,12 @@ class OwnLog(Pipeline):
         data = parts.make_datamodule(expected_batch_size=None, sample_rate=None)
         data.prepare_data()
         data.setup("fit")
-        units = len(data.collection.split("train"))
+        mode = parts.make_privacy()
+        data.use_unit(getattr(mode, "unit", "query"), getattr(mode, "neighbours", "zero_out"))
+        units = data.n_units
         self.generator_batch = fitting_batch(units, self.generator_batch)
         self.retriever_batch = fitting_batch(units, self.retriever_batch)
-        ruler = make_rulers(parts, parts.make_privacy())[0]["passage"]
+        ruler = make_rulers(parts, mode)[0]["passage"]
         passages = list(data.public_passages().values())
         fitting = fitting_length(ruler.count(passages[:: max(1, len(passages) // 2000)]))
         length = self.passage_length or min(self.longest, fitting)
@@ -102,8 +104,8 @@ class OwnLog(Pipeline):
         self.retriever = partial(self.retriever, max_passage_length=length)
         searched = min(self.max_passages or len(passages), len(passages))
         say(
-            f"{units} train queries, delta {1 / (2 * units):.2g}: batches of {self.generator_batch} for the generator "
-            f"and {self.retriever_batch} for the retriever, at most a quarter of the queries",
+            f"{units} units to train on: batches of {self.generator_batch} for the generator and "
+            f"{self.retriever_batch} for the retriever, at most a quarter of them",
             f"passages are cut at {length} tokens (task.passage_length; {fitting} would cut under 5% of them)",
             f"{searched} of {len(passages)} passages are searched (task.max_passages)",
         )

@@ -198,20 +198,22 @@ class Pipeline:
         return plan_fit(mode, data, self._trainer(steps)(logger=False), make_module=make)
 
     def _require_room(self, privacy: Any) -> None:
-        """Refuse trainings that the ledger of the data set does not cover together, before the first one spends.
+        """Plan the private trainings before the first one spends: none may turn out to be impossible after another.
 
         Each of them reserves for itself when it begins, so another run may still take the room between them.
 
         Raises:
-            BudgetExceededError: Those that were not begun yet would bring its total past ``privacy.total_eps``.
+            ConfigurationError: One of them cannot be made with these settings.
+            BudgetExceededError: Those that were not begun yet would bring the total of the data set past
+                ``privacy.total_eps``.
         """
-        # A sweep has reserved its trials, and what was begun before is counted already.
-        if privacy.guarantee != "dp" or privacy.dataset_ledger is None or self._parts.trial_of is not None:
+        # A sweep has planned and reserved its trials, and what was begun before is counted already.
+        if privacy.guarantee != "dp" or self._parts.trial_of is not None:
             return
         stages: tuple[Literal["direct", "generator"], ...] = ("direct", "generator")
         waiting = [one for one in stages if not (self._parts.run_dir / one / LEDGER_NAME).exists()]
         planned = [fit for stage in waiting for fit in self._planned(stage)]
-        if planned:
+        if planned and privacy.dataset_ledger is not None:
             budget = min((fit.plan.budget for fit in planned), key=lambda budget: budget.delta)
             ledger = privacy.ledger_of_dataset(budget, run_dir=self._parts.run_dir)
             ledger.require([release for fit in planned for release in fit.releases])

@@ -266,7 +266,7 @@ def test_users_and_a_cap_are_told_and_stand_in_the_command(tmp_path: Path, progr
     assert found["split"]["by"] == "user" and found["split"]["written"] is None
     assert found["command"] == (
         f"{program} datamodule.pairs={log} hydra.run.dir=runs/mine datamodule.expected_batch_size=5 "
-        "privacy.unit=user datamodule.max_rows_per_unit=5"
+        "privacy.unit=user datamodule.max_rows_per_unit=5 callbacks.card.tuning_data=private"
     ), "a quarter of the users is a batch"
 
 

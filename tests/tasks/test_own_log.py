@@ -77,6 +77,17 @@ def test_a_log_is_checked_split_and_given_sizes_that_fit_it(tmp_path: Path, begu
     assert (tmp_path / "run" / "split").stat().st_mode & 0o077 == 0
 
 
+def test_batches_are_a_quarter_of_the_units_that_are_protected(
+    tmp_path: Path, begun: list[tuple[OwnLog, Parts]]
+) -> None:
+    rows = [{"query": f"q {i}", "passage": f"p {i % 50}", "user_id": f"u{i % 40}"} for i in range(COUNT)]
+    own_log().run(log_parts(tmp_path, rows=rows, privacy=partial(DPSGD, eps=3.0, unit="user")))
+    [(task, given)] = begun
+    data = given.read_data()
+    data.use_unit("user")
+    assert task.generator_batch == data.n_units // 4 < 10
+
+
 def test_a_log_that_is_split_stays_as_it_is(tmp_path: Path, begun: list[tuple[OwnLog, Parts]]) -> None:
     own_log(passage_length=24).run(parts(tmp_path, make_module=partial(generator, seed=0)))
     assert not (tmp_path / "run" / "split").exists()

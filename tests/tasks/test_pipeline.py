@@ -44,6 +44,12 @@ def test_without_privacy_the_same_chain_is_the_upper_bound_and_no_card_claims_an
     assert pipeline().planned_fits(parts(tmp_path / "planned", make_privacy=NoPrivacy)) == []
 
 
+def test_a_training_that_cannot_be_made_is_refused_before_another_one_spends(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"expected_batch_size=1000"):
+        pipeline(generator_batch=1000).run(parts(tmp_path))
+    assert not list((tmp_path / "run").rglob("privacy_ledger.jsonl"))
+
+
 def test_what_a_published_seed_leaves_without_a_claim_lies_in_folders_for_its_owner_alone(tmp_path: Path) -> None:
     made = partial(DPSGD, eps=8.0, noise_multiplier=2.0, noise_seed=7, secret_file=tmp_path / "secret")
     pipeline(only=("synthetic", "direct")).run(parts(tmp_path, make_privacy=made))
