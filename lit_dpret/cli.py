@@ -282,6 +282,11 @@ def run(cfg: DictConfig) -> Any:
         sweep = None if trial is None else trial.sweep
         if refuse_private_objective(task, parts.make_callbacks(), cfg.objective, sweep):
             _close_sweep()
+    many = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+    if trial is None and (many or cfg.objective is not None):
+        from lit_dpret.tasks.trial import refuse_other_choice
+
+        refuse_other_choice(task, parts.make_privacy(), parts.make_callbacks(), cfg.objective)
     before = dict(os.environ)
     with _one_job():
         try:

@@ -20,7 +20,7 @@ TuningData = Literal["none", "public", "synthetic", "private", "unknown"]
 SearchCost: TypeAlias = Callable[[RandomStopping], tuple[float | None, str | None]]
 
 _TUNING = {
-    "none": "Hyper-parameters were fixed before the private data were used.",
+    "none": "Hyper-parameters were fixed before the private data were used, as declared.",
     "public": "Hyper-parameters were chosen by trainings on public data alone, as declared, which costs no privacy.",
     "synthetic": "NOT ACCOUNTED: hyper-parameters were chosen on DP synthetic data. Their epsilon is not in this one: "
     "where they were made from the same people's data, both are spent.",

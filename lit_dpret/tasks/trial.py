@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from lit_dpret.callbacks import PrivacyCard, RetrievalEvaluation
 from lit_dpret.callbacks.origins import claim_of
-from lit_dpret.cards.tuning import refuse_other_tuning
+from lit_dpret.cards.tuning import refuse_other_tuning, refuse_told_number
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.sweeps import SweepFolder, write_result
 from lit_dpret.tasks.parts import Parts
@@ -127,6 +127,29 @@ def refuse_private_objective(task: Any, callbacks: Sequence[Any], name: str, swe
             "with a task.metric_data that says whose they are (docs/sweeps.md)."
         )
     return bool(private) or declared
+
+
+def refuse_other_choice(task: Any, mode: Any, callbacks: Sequence[Any], objective: str | None) -> None:
+    """Refuse a card that tells of no choice, or of another one, in a multirun of private trainings without a sweep.
+
+    ``objective`` is what a sweeper compares the runs by; None where nobody compares them by a number.
+
+    Raises:
+        ConfigurationError: The card would say that nothing was chosen by trainings on private data, or that nobody
+            knows how many there are.
+    """
+    if mode.guarantee != "dp":
+        return
+    said = [("task.tuning_", {"data": getattr(task, "tuning_data", None)})]
+    said += [("callbacks.card.tuning_", one.tuning) for one in callbacks if isinstance(one, PrivacyCard)]
+    for knob, tuning in said:
+        refuse_told_number(tuning, "-m" if objective is None else "objective", knob=knob)
+        if objective is not None and tuning.get("data") in ("none", "public"):
+            raise ConfigurationError(
+                f"{knob}data={tuning['data']} with objective={objective}: a sweeper chooses among trainings on private "
+                f"data by it, whatever they are scored on. Leave {knob}data unknown, or name a planned sweep by "
+                "trial_of, whose cost is known (docs/sweeps.md)."
+            )
 
 
 def check_trial(task: Any, mode: Any, callbacks: Sequence[Any], metric_data: str, metric: str | None = None) -> None:

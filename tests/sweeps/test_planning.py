@@ -253,6 +253,18 @@ def test_trials_without_privacy_may_be_chosen_by_it_and_private_ones_do_not_tell
         assert trial.sweep.results()["one"]["metrics"] == told
 
 
+@pytest.mark.parametrize(
+    "declared",
+    ["tuning_data=none", "tuning_data=public", "tuning_data=private tuning_method=random_stopping tuning_mean_runs=10"],
+)
+def test_a_sweeper_that_compares_private_runs_leaves_no_card_that_says_otherwise(tmp_path: Path, declared: str) -> None:
+    words = [f"callbacks.card.{word}" for word in declared.split()]
+    cfg = composed("task=fit", f"run_dir={tmp_path / 'run'}", "objective=privacy/eps_spent", *words)
+    with pytest.raises(ConfigurationError, match=r"callbacks\.card\.tuning_.*objective"):
+        cli.run(cfg)
+    assert not (tmp_path / "run").exists()
+
+
 def test_an_objective_is_no_row_without_privacy(tmp_path: Path) -> None:
     cfg = composed("task=pipeline", f"run_dir={tmp_path / 'run'}", f"objective='{UNPROTECTED}'")
     with pytest.raises(ConfigurationError, match=f"objective={UNPROTECTED}"):
