@@ -163,6 +163,8 @@ def test_what_is_evaluated_is_the_average_and_training_goes_on_from_the_weights(
 
         def refuse_undeclared(self, *of_a_run: Any) -> None: ...
 
+        def refuse_protected(self, *of_a_run: Any) -> None: ...
+
         def measure(self, module: Any) -> Any:
             seen.append(flat(module))
             return SimpleNamespace(means={})
