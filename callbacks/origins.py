@@ -87,9 +87,9 @@ def refuse_set_later(module: Any, counter: Any) -> None:
     if counted or counter.init_from_is_public or not (names := set_later(module)):
         return
     raise ConfigurationError(
-        f"{_some(names)} of {type(module).__name__} has other values than when the module was built, and nobody can "
-        "say which private data they have seen. Set weights in the constructor, start from the run that trained them "
-        "(init_from), or declare that nothing private went into them, which the card will name: "
+        f"{_some(names)} of {type(module).__name__} was set after the module was built, or trained before by a Trainer "
+        "of its own, and nobody can say which private data it has seen. Set weights in the constructor, start from the "
+        "run that trained them (init_from), or declare that nothing private went into them, which the card will name: "
         "PrivacyAccountant(init_from_is_public=True).",
         trap="T30",
     )
@@ -99,8 +99,8 @@ def declared_weights(module: Any, counter: Any) -> list[str]:
     """For the card: which weights are public by the word of ``init_from_is_public`` alone, beside those of a start."""
     names = set_later(module) if counter.init_from_is_public and counter.start() is None else []
     return [
-        f"No private data went into {_some(names)}, set after {type(module).__name__} was built, as declared "
-        "(init_from_is_public)."
+        f"No private data went into {_some(names)}, set after {type(module).__name__} was built or trained before, as "
+        "declared (init_from_is_public)."
     ] if names else []  # fmt: skip
 
 

@@ -287,6 +287,21 @@ def test_weights_of_an_earlier_fit_are_not_forgotten(tmp_path: Path) -> None:
         fit(tmp_path / "second", made(model))
 
 
+def test_weights_that_a_trainer_has_trained_before_have_to_be_declared(tmp_path: Path) -> None:
+    class Trained(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return row_loss(self, batch).mean()
+
+    model = Trained()
+    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
+    trainer = L.Trainer(max_steps=2, enable_progress_bar=False, accelerator="cpu", **quiet)
+    trainer.fit(model, DataLoader(rows(), 8))
+    with pytest.raises(ConfigurationError, match="init_from_is_public"):
+        fit(tmp_path / "second", made(model))
+    fit(tmp_path / "third", made(model), callbacks=[PrivacyAccountant(init_from_is_public=True)])
+    assert any("init_from_is_public" in text for text in map(str, card_in(tmp_path / "third")["assumptions"]))
+
+
 def test_values_that_are_no_tensors_of_rows_are_refused_by_the_collation(tmp_path: Path) -> None:
     texts = [{"text": f"t{i}", "label": i % 3} for i in range(60)]
     with pytest.raises(UnsupportedModelError, match="collate_fn"):

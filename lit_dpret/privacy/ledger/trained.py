@@ -152,13 +152,24 @@ def runs_behind(module: nn.Module) -> frozenset[TrainedIn]:
 def note_built(module: nn.Module) -> None:
     """Keep on ``module`` the fingerprints of its parameters and of their casts, as its constructor leaves them.
 
-    Nothing is kept of a module with lazy layers, whose first batch sets them.
+    Nothing is kept of a module with lazy layers, whose first batch sets them, nor of a part that a Trainer has trained
+    by itself: where that one's weights come from, nobody noted.
     """
     if any(map(is_lazy, module.parameters())):
         return
-    found = [values for each in _parameters(module).values() if (values := _sample(each)) is not None]
+    trained = {
+        id(each) for part in module.modules() if part is not module and _was_fitted(part) for each in part.parameters()
+    }
+    kept = [each for each in _parameters(module).values() if id(each) not in trained]
+    found = [values for each in kept if (values := _sample(each)) is not None]
     vars(module)[_BUILT] = built = frozenset(_digest(cast) for values in found for cast in _casts(values))
     _built.update(built)
+
+
+def _was_fitted(part: nn.Module) -> bool:
+    """Return whether a Trainer has made a step with a LightningModule."""
+    trainer = vars(part).get("_trainer")
+    return trainer is not None and bool(trainer.global_step)
 
 
 def set_later(module: nn.Module) -> list[str]:
