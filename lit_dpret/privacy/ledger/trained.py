@@ -36,6 +36,7 @@ TRAINED_KEY = "lit_dpret_trained_in"
 NOTE_NAME = "lit_dpret_trained_in.json"
 _MARK = "_lit_dpret_trained_in"
 _BUILT = "_lit_dpret_built_with"
+_FITTED = "_lit_dpret_was_fitted"
 # Of a large tensor so many values are looked at; trained ones differ from any other in nearly all of them.
 _LOOKED_AT = 4096
 # A few values can be equal by chance after rounding: they are compared in float32.
@@ -167,9 +168,11 @@ def note_built(module: nn.Module) -> None:
 
 
 def _was_fitted(part: nn.Module) -> bool:
-    """Return whether a Trainer has made a step with a LightningModule."""
+    """Return whether a Trainer has made a step with ``part``, which keeps that: the next Trainer replaces the first."""
     trainer = vars(part).get("_trainer")
-    return trainer is not None and bool(trainer.global_step)
+    if trainer is not None and trainer.global_step:
+        vars(part)[_FITTED] = True
+    return _FITTED in vars(part)
 
 
 def set_later(module: nn.Module) -> list[str]:
