@@ -168,11 +168,11 @@ def fingerprint_of_files(module: Any, key: bytes) -> str | None:
     Labels and hard negatives were made of private queries, so to a claim another file is another data set, and a
     resume with one is refused like a resume with another log.
     """
-    files: list[Path] = module.files_read() if hasattr(module, "files_read") else []
+    files: dict[str, Path] = module.files_read() if hasattr(module, "files_read") else {}
     if not files:
         return None
     found = hmac.new(key, digestmod="sha256")
-    for path in files:
+    for path in files.values():
         try:
             found.update(hmac.new(key, path.read_bytes(), digestmod="sha256").digest())
         except OSError as error:

@@ -41,7 +41,7 @@ from lit_dpret.callbacks.strategies import (
     refuse_zero_settings,
     strategy_name,
 )
-from lit_dpret.cards.file import card_of_data, check_dataset_card
+from lit_dpret.cards.file import card_beside, card_names, card_of_data, check_dataset_card, names_behind, read_card
 from lit_dpret.cards.start import Start
 from lit_dpret.errors import ConfigurationError, LitDpretError
 from lit_dpret.privacy.ledger.gate import no_accountant
@@ -202,6 +202,28 @@ def _forgets_no_claim(run: Candidate) -> None:
             f"datamodule=synthetic datamodule.folder={path.parent}, which inherits their claim at no further cost.",
             trap="T27",
         )
+
+
+def _reads_what_its_claim_covers(run: Candidate) -> None:
+    """Refuse a file beside the data whose own privacy card tells of releases that the card of this run would not."""
+    files = dict(run.module.files_read()) if hasattr(run.module, "files_read") else {}
+    if (keep := getattr(run.data, "keep", None)) is not None:
+        files["datamodule.keep"] = keep
+    for knob, file in files.items():
+        if (path := card_beside(file)) is None:
+            continue
+        check_dataset_card(path)
+        card, claim = read_card(path), card_of_data(run.data)
+        names = card_names(path, card)
+        if card["mechanism"].get("kind") == "post_processing":  # it adds nothing to the claim of its nearest parent
+            names |= {str(parent["sha256"]) for parent in card["parents"][:1]}
+        if claim is None or not names & names_behind(claim, read_card(claim)):
+            raise ConfigurationError(
+                f"{knob}={file} carries a privacy card ({path}) that the claim of the data does not cover: it was made "
+                "from other private data or by another run, and the card of this run would not count what that "
+                "cost. Give a file that was made from the very queries that are trained on, or from public ones.",
+                trap="T27",
+            )
 
 
 def _starts_unseen(run: Candidate) -> None:
@@ -429,6 +451,7 @@ _EVERY: tuple[Check, ...] = (
 _ANY_CLAIM: tuple[Check, ...] = (
     lambda run: refuse_cards_behind(run.module, run.start),
     _starts_unseen,
+    _reads_what_its_claim_covers,
     _validates_on_declared_data,
     _chooses_by_no_other_claim,
 )

@@ -193,13 +193,20 @@ def card_of_data(data: Any) -> Path | None:
     for given in files:
         if not isinstance(given, (str, Path)):
             continue
-        place = Path(given).expanduser()
-        near = place if place.is_dir() else place.parent
-        for folder in (near, near.parent) if near.name in ("qrels", "pairs") else (near,):
-            card = folder / CARD_NAME
-            # A run's own card, of weights, may lie beside a log; it says nothing of the log.
-            if card.is_file() and read_card(card)["subject"]["artifact_type"] == "dataset":
-                return card
+        if (card := card_beside(given)) is not None:
+            return card
+    return None
+
+
+def card_beside(given: str | Path) -> Path | None:
+    """The privacy card of a data set in this folder, or beside this file of one."""
+    place = Path(given).expanduser()
+    near = place if place.is_dir() else place.parent
+    for folder in (near, near.parent) if near.name in ("qrels", "pairs") else (near,):
+        card = folder / CARD_NAME
+        # A run's own card, of weights, may lie beside a log; it says nothing of the log.
+        if card.is_file() and read_card(card)["subject"]["artifact_type"] == "dataset":
+            return card
     return None
 
 
@@ -229,6 +236,11 @@ def check_artefact(folder: Path, card: Mapping[str, Any]) -> None:
 def card_names(path: Path, card: Mapping[str, Any]) -> set[str]:
     """Every SHA-256 by which others may name this card: its own, and those from before it was amended."""
     return {card_sha256(path), *(str(note["sha256_before"]) for note in card.get("amendments", []))}
+
+
+def names_behind(path: Path, card: Mapping[str, Any]) -> set[str]:
+    """Every SHA-256 by which others may name this card or one that it was made from: what its claim covers."""
+    return card_names(path, card) | {str(parent["sha256"]) for parent in card["parents"]}
 
 
 def card_above(folder: Path) -> Path | None:

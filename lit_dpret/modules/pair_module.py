@@ -218,9 +218,9 @@ class PairModule(PrivateModule):
         """Return what is taken on trust about the files that sources of negatives read."""
         return [] if self.row_sources is None else self.row_sources.assumptions()
 
-    def files_read(self) -> list[Path]:
-        """Return the files of the sources of negatives; their content is part of the data that a run protects."""
-        return [] if self.row_sources is None else self.row_sources.files_read()
+    def files_read(self) -> dict[str, Path]:
+        """Return the files of the sources of negatives by their settings; a run protects what is in them too."""
+        return {} if self.row_sources is None else self.row_sources.files_read()
 
     # -- whole batches -----------------------------------------------------------------------
 

@@ -96,7 +96,7 @@ class RowNegatives:
         """Return what nothing can check about the files that sources read, as statements for the privacy card."""
         made_of = {
             "dp": "its own query and of public data alone, as declared",
-            "inherited": "released queries and of public data alone",
+            "inherited": "the queries that the parent of this card covers and of public data alone, as declared",
         }.get(self._guarantee)
         return (
             []
@@ -108,9 +108,9 @@ class RowNegatives:
             ]
         )
 
-    def files_read(self) -> list[Path]:
-        """Return the files that sources read, in their order."""
-        return [source.file for source in self.sources if source.file is not None]
+    def files_read(self) -> dict[str, Path]:
+        """Return the files that sources read, by the settings that name them, in the order of the sources."""
+        return {f"model.negatives.{one.name}.file": one.file for one in self.sources if one.file is not None}
 
     def learn(self, texts: TrainTexts, towers: Towers) -> None:
         """Mine with the weights as they are before the first step.

@@ -444,8 +444,8 @@ def test_a_step_that_is_repeated_with_other_negatives_gets_fresh_noise_and_is_ch
 def test_under_synthetic_a_file_of_negatives_stands_on_the_card_too(tmp_path: Path) -> None:
     module = dual(SyntheticData(), negatives=[InBatchNegatives(), hard_negatives(tmp_path / "mined.jsonl")])
     assert module.assumptions() == [
-        "Each line of the file of model.negatives.gold (mined.jsonl) was made of released queries and of public data "
-        "alone."
+        "Each line of the file of model.negatives.gold (mined.jsonl) was made of the queries that the parent of this "
+        "card covers and of public data alone, as declared."
     ]
     assert dual(negatives=[hard_negatives(tmp_path / "mined.jsonl")]).assumptions() == []  # there is no claim
 

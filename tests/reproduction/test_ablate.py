@@ -292,7 +292,7 @@ def test_rows_learn_the_margins_of_a_public_teacher_between_passages_of_the_list
     one = labels[0]
     own, other = scorer.score([asked[one.query_id]] * 2, [texts[one.passage_id], texts[one.negative_id]], batch_size=2)
     assert one.margin == pytest.approx(own - other, abs=1e-4)
-    assert "of released queries and of public data" in json.dumps(read_card(run / "labelled-seed0")["assumptions"])
+    assert "of the queries that the parent" in json.dumps(read_card(run / "labelled-seed0")["assumptions"])
 
 
 def test_without_a_teacher_its_rows_are_left_out_unless_they_are_asked_for(

@@ -18,11 +18,19 @@ from typing import Any
 
 import numpy as np
 
+from lit_dpret.cards.card import inherit_card, write_card
+from lit_dpret.cards.file import file_sha256
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.negatives.drawn import LabelledNegative
 from lit_dpret.synthesis.filters.by_score import Progress, Ranks
 from lit_dpret.synthesis.filters.cross_encoder import CrossEncoder
-from lit_dpret.synthesis.filters.released import ReleasedQueries, require_covered, require_released, shown
+from lit_dpret.synthesis.filters.released import (
+    ReleasedQueries,
+    require_covered,
+    require_of_its_folder,
+    require_released,
+    shown,
+)
 from lit_dpret.synthesis.shards import ShardStore, json_line, write_chunks
 
 LABELS = "gpl-training-data.tsv"
@@ -89,6 +97,7 @@ def label(
     Guarantees:
         - Run again after an interruption, it goes on, and writes the same files.
         - Nothing is read but released queries, public passages and models that their claim covers.
+        - Where a privacy card covers the queries, one that names it lies beside the files and claims the same.
 
     ``ranker`` finds the passages that a query is confused with; ``progress`` is called with (queries done, in all).
 
@@ -97,6 +106,8 @@ def label(
         DataError: A label is not a finite number.
     """
     require_released(released, "label")
+    require_of_its_folder(released)
+    claim = (released.claim or released.folder) if released.provenance == "card" else None
     require_covered(how.cross_encoder, released, declared_public=how.cross_encoder_is_public, knob="cross_encoder")
     require_covered(ranker.encoder, released, declared_public=how.encoder_is_public, knob="encoder")
     scorer = CrossEncoder.load(how.cross_encoder, max_length=how.max_length)
@@ -120,6 +131,10 @@ def label(
     records = [LabelledNegative(**record) for record in store.records()]
     write_chunks(folder / LABELS, (record.line() for record in records))
     write_chunks(folder / NEGATIVES, _by_query(released, mined, shown(ranker.encoder)))
+    if claim is not None:
+        hashes = {name: file_sha256(folder / name) for name in (LABELS, NEGATIVES)}
+        subject = {"artifact_type": "dataset", "name": folder.resolve().name, "sha256": hashes}
+        write_card(inherit_card(claim, subject, description="labels of the queries by public means"), folder)
     return folder
 
 

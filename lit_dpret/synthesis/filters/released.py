@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lit_dpret.cards.card import CARD_NAME, read_card
-from lit_dpret.cards.file import card_above, card_names, check_artefact, check_dataset_card
+from lit_dpret.cards.file import card_above, card_names, check_artefact, check_dataset_card, names_behind
 from lit_dpret.cards.start import traces_of_training
 from lit_dpret.datamodules.layouts import folder_parts, open_corpus
 from lit_dpret.datamodules.readers import RecordFile
@@ -67,7 +67,7 @@ class ReleasedQueries:
         if claim is None:
             return self
         card = read_card(claim)
-        names = card_names(claim / CARD_NAME, card) | {str(parent["sha256"]) for parent in card["parents"]}
+        names = names_behind(claim / CARD_NAME, card)
         return replace(self, claim=claim, ancestors=self.ancestors | names)
 
     def pairs(self) -> tuple[list[str], list[str]]:
@@ -133,7 +133,7 @@ def load_released(
     if (place / CARD_NAME).is_file():
         card = read_card(place)
         check_dataset_card(place / CARD_NAME)
-        ancestors = card_names(place / CARD_NAME, card) | {str(parent["sha256"]) for parent in card["parents"]}
+        ancestors = names_behind(place / CARD_NAME, card)
     elif declared_public:
         ancestors = set()
     else:

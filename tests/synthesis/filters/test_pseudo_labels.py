@@ -10,17 +10,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_generator import lines
+from tiny_generator import PASSAGES, SETTINGS, generator, lines, write_parent_card
+from tiny_tasks import retriever, trainer
 from transformers import BertForSequenceClassification
 
-from lit_dpret.datamodules import PairsDataModule
+from lit_dpret.callbacks.refusals import complaints
+from lit_dpret.cards.card import card_sha256, read_card
+from lit_dpret.datamodules import PairsDataModule, SyntheticDataModule
 from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError, ResumeError
-from lit_dpret.negatives.drawn import read_labels
+from lit_dpret.losses import MarginMSELoss
+from lit_dpret.negatives.drawn import LabelledNegatives, read_labels
+from lit_dpret.privacy.modes import SyntheticData
 from lit_dpret.retrieval.runs import Ranking
 from lit_dpret.retrieval.topk import TopK
-from lit_dpret.synthesis.filters import ReleasedQueries
+from lit_dpret.synthesis.filters import ReleasedQueries, load_released
 from lit_dpret.synthesis.filters.cross_encoder import CrossEncoder
 from lit_dpret.synthesis.filters.pseudo_labels import LABELS, NEGATIVES, Labelling, label, mine
+from lit_dpret.synthesis.writer import synthesize
 
 
 class InOrder:
@@ -58,6 +64,35 @@ def test_a_label_is_the_difference_of_two_logits(
     for record in lines(out / NEGATIVES):
         assert record["pos"] == [sources[record["qid"]]]
         assert record["neg"] == {"bm25": [r.negative_id for r in found if r.query_id == record["qid"]]}
+
+
+def refused(data: Path, labels: Path, *, keep: Path | None = None) -> list[str]:
+    """What is said of a file that carries another claim than the run's, before a retriever is trained."""
+    source = LabelledNegatives(file=labels)
+    module = retriever(privacy=SyntheticData(), loss=MarginMSELoss(), negatives=[source])
+    found = complaints(trainer(max_steps=1), module, SyntheticDataModule(folder=data, keep=keep))
+    assert all(isinstance(error, ConfigurationError) for error in found), found
+    return [str(error) for error in found if "model.negatives." in str(error) or "datamodule.keep" in str(error)]
+
+
+def test_labels_of_a_second_generators_queries_cannot_enter_under_the_claim_of_the_first(
+    released: ReleasedQueries, data: Path, cross_encoder_folder: Path, tmp_path: Path
+) -> None:
+    second = generator(seed=5).save_model(tmp_path / "second")
+    write_parent_card(second)
+    other = load_released(synthesize(second, PASSAGES, tmp_path / "other", **SETTINGS))
+    own = labelled(released, tmp_path / "own", cross_encoder_folder) / LABELS
+    foreign = labelled(other, tmp_path / "foreign", cross_encoder_folder) / LABELS
+    card = read_card(own.parent)
+    assert card["parents"][0]["sha256"] == card_sha256(data) and set(card["subject"]["sha256"]) == {LABELS, NEGATIVES}
+    assert card["claim"]["epsilon"] == read_card(data)["claim"]["epsilon"]
+    assert refused(data, own) == []
+    assert refused(data, shutil.copy(own, tmp_path / "declared.tsv")) == []  # without a card it is as declared
+    [told] = refused(data, foreign)
+    assert "model.negatives.labelled.file" in told and str(foreign) in told
+    (foreign.parent / "ids").write_text("q")
+    [told] = refused(data, own, keep=foreign.parent / "ids")
+    assert "datamodule.keep" in told
 
 
 class Stop(Exception):
