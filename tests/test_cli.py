@@ -251,9 +251,10 @@ def test_a_log_is_checked_and_split_and_trained_on_by_the_command_that_is_shown(
     done = call(f"task.write_split={tmp_path / 'split'}", *settings, folder=tmp_path, program=CHECK)
     assert done.returncode == 0, done.stderr
     shown = done.stdout.rstrip().splitlines()[-1].split()
-    assert shown[:2] == ["python", "train.py"]
+    assert shown[:3] == ["python", "-m", "lit_dpret"], "as it was called"
     (tmp_path / "trained").mkdir()
-    trained = call(*shown[2:], "privacy.noise_multiplier=5.0", folder=tmp_path / "trained")
+    settings_shown = [word for word in shown[3:] if not word.startswith("hydra.run.dir=")]
+    trained = call(*settings_shown, "privacy.noise_multiplier=5.0", folder=tmp_path / "trained")
     assert trained.returncode == 0, trained.stderr
     with (tmp_path / "log.jsonl").open("a", encoding="utf-8") as log:
         log.write("{not json\n" * 2)
