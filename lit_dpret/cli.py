@@ -53,7 +53,7 @@ _SETTING = re.compile(r"((?:\+\+?|~)?[A-Za-z_][\w./@:-]*)=(.*)", re.DOTALL)
 _LARGEST_SEED = 2**32 - 1
 _MAY_CHANGE = {  # when a fit goes on: how fast it goes, and where files lie
     "physical_batch_size", "num_workers", "gradient_checkpointing", "grad_cache_rows", "cache_dir", "passage_cache_dir",
-    "secret_file", "dataset_ledger", "total_eps", "pretrained", "encoder", "folder", "root", "pairs", "queries",
+    "secret_file", "dataset_ledger", "total_eps", "folder", "root", "pairs", "queries",
     "corpus", "qrels", "path", "file",
 }  # fmt: skip
 _places: list[tuple[str, Path]] = []  # the setting and the folder of the command that runs
@@ -125,11 +125,14 @@ def _check_numbers(node: Any, place: str) -> None:
     def check(node: Any, place: str) -> None:
         if not isinstance(node, dict):
             return
-        made: Any = get_object(node["_target_"]) if "_target_" in node else lambda: None
-        # A constructor hands on to its base what it takes as **budget.
-        bases = reversed(made.__mro__) if isinstance(made, type) else ()
-        makers: list[Any] = [vars(base)["__init__"] for base in bases if "__init__" in vars(base)] or [made]
-        parameters = {name: one for maker in makers for name, one in signature(maker).parameters.items()}
+        try:
+            made: Any = get_object(node["_target_"]) if "_target_" in node else lambda: None
+            # A constructor hands on to its base what it takes as **budget.
+            bases = reversed(made.__mro__) if isinstance(made, type) else ()
+            makers: list[Any] = [vars(base)["__init__"] for base in bases if "__init__" in vars(base)] or [made]
+            parameters = {name: one for maker in makers for name, one in signature(maker).parameters.items()}
+        except (ImportError, AttributeError, TypeError, ValueError, HydraException):
+            parameters = {}  # whoever makes it says what is wrong
         for key, value in node.items():
             kinds = str(parameters[key].annotation).split(" | ") if key in parameters else []
             if isinstance(value, bool | str) and kinds and set(kinds) <= {"int", "float", "None"} and value != "???":
@@ -149,7 +152,8 @@ def _trained_settings(cfg: DictConfig) -> dict[str, Any]:
             if isinstance(value, dict):
                 add(value, f"{place}.{key}")
             elif key not in _MAY_CHANGE:
-                found[place if key == "_target_" else f"{place}.{key}"] = value
+                moved = key in ("pretrained", "encoder") and isinstance(value, str)  # a folder may lie elsewhere now
+                found[place if key == "_target_" else f"{place}.{key}"] = Path(value).name if moved else value
 
     for group in ("model", "datamodule", "privacy"):
         add(OmegaConf.to_container(cfg[group], resolve=True), group)
@@ -283,7 +287,7 @@ def run(cfg: DictConfig) -> Any:
         if refuse_private_objective(task, parts.make_callbacks(), cfg.objective, sweep):
             _close_sweep()
     many = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
-    if trial is None and (many or cfg.objective is not None):
+    if trial is None and hasattr(task, "planned_fits") and (many or cfg.objective is not None):
         from lit_dpret.tasks.trial import refuse_other_choice
 
         refuse_other_choice(task, parts.make_privacy(), parts.make_callbacks(), cfg.objective)
@@ -316,9 +320,9 @@ def _data_line(cfg: DictConfig, task: Any) -> str:
     chosen = HydraConfig.get().runtime.choices if HydraConfig.initialized() else {}
     node = cfg.datamodule
     places = [str(node[key]) for key in ("name", "folder", "pairs", "queries", "path", "hub") if node.get(key)]
-    words = [" ".join([str(chosen.get("datamodule", node._target_.rpartition(".")[2])), *places])]
-    if not given & {"datamodule", "experiment"}:
-        words.append("the default, another is chosen by datamodule=")
+    name = chosen.get("datamodule") or str(node.get("_target_")).rpartition(".")[2]
+    default = "" if given & {"datamodule", "experiment"} else " (the default; choose another with datamodule=)"
+    words = [" ".join([name, *places]) + default]
     if split := cfg.task.get("split"):
         words.append(f"split {split}")
     if hasattr(task, "planned_fits"):

@@ -46,6 +46,8 @@ class MadePrivate(PrivateModule):
         super().__init__(privacy=privacy, optimizer=optimizer)
         self.module = module
         self._loss_of_rows, self._collate_fn = per_row_loss, collate_fn
+        # Where these were trained counts as well, and what a function reads is no attribute of anything.
+        self._read_by_loss = _modules_read(per_row_loss)
 
     def collate_rows(self, rows: list[Any]) -> Any:
         features = _as_dicts(self._collate_fn(rows))
@@ -123,6 +125,14 @@ def make_private(
     mode = DPSGD(eps=eps, unit=unit, **privacy)  # type: ignore[arg-type]
     kind: type[MadePrivate] = type(f"Private{name}", (MadePrivate,), {"__module__": __name__})  # as card and errors say
     return kind(module, per_row_loss, collate_fn, privacy=mode, optimizer=optimizer)
+
+
+def _modules_read(function: Callable[..., Any]) -> list[nn.Module]:
+    """Return the modules that a function reads from its surroundings, as a teacher that its loss compares with."""
+    if not inspect.isfunction(function):
+        return []
+    read = inspect.getclosurevars(function)
+    return [value for value in (*read.nonlocals.values(), *read.globals.values()) if isinstance(value, nn.Module)]
 
 
 def _is_own(module: nn.Module, hook: str) -> bool:

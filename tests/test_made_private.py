@@ -296,10 +296,27 @@ def test_weights_that_a_trainer_has_trained_before_have_to_be_declared(tmp_path:
     quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
     trainer = L.Trainer(max_steps=2, enable_progress_bar=False, accelerator="cpu", **quiet)
     trainer.fit(model, DataLoader(rows(), 8))
+    L.Trainer(enable_progress_bar=False, accelerator="cpu", **quiet).validate(
+        model, DataLoader(rows(), 8), verbose=False
+    )
+    with pytest.raises(ConfigurationError, match="init_from_is_public"):
+        fit(tmp_path / "part", made(model.net, optimizer=OptimizerSpec(lr=0.1)))
     with pytest.raises(ConfigurationError, match="init_from_is_public"):
         fit(tmp_path / "second", made(model))
     fit(tmp_path / "third", made(model), callbacks=[PrivacyAccountant(init_from_is_public=True)])
     assert any("init_from_is_public" in text for text in map(str, card_in(tmp_path / "third")["assumptions"]))
+
+
+def test_a_teacher_that_the_loss_reads_is_a_part_of_what_was_trained(tmp_path: Path) -> None:
+    teacher = Classifier()
+    fit(tmp_path / "teacher", made(teacher))
+
+    def distance(model: Any, batch: Any) -> Tensor:
+        found: Tensor = (model(batch[0]) - teacher(batch[0]).detach()).square().mean(1)
+        return found
+
+    with pytest.raises(ConfigurationError, match="init_from"):
+        fit(tmp_path / "student", made(Classifier(), per_row_loss=distance))
 
 
 def test_values_that_are_no_tensors_of_rows_are_refused_by_the_collation(tmp_path: Path) -> None:

@@ -93,8 +93,8 @@ def _check_merge(layer: Any, settings: Mapping[str, Any]) -> None:
         copy.deepcopy(layer).merge()
     except (RuntimeError, ValueError, NotImplementedError, AttributeError, TypeError) as error:
         raise ConfigurationError(
-            f"model.lora={dict(settings)} makes adapters that cannot be merged into the weights, as a saved model "
-            f"needs it: {first_line(error)} Leave out the setting that it names."
+            f"model.lora={dict(settings)} makes adapters that cannot be merged into the weights, which a saved "
+            f"model needs: {first_line(error)} Leave out the setting that it names."
         ) from error
 
 

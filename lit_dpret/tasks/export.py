@@ -164,8 +164,8 @@ class Export:
         if scores.get("fingerprints") != fingerprints(load_towers(folder)):
             raise DataError(
                 f"task.evaluation={self.evaluation} has the scores of {scores.get('encoder', 'an unnamed model')}, "
-                f"not of the weights and lengths in {folder}, which lie there whole. Evaluate those (task=evaluate "
-                f"task.encoder={folder}), or leave task.evaluation away."
+                f"not of the weights and lengths in {folder}, where the export is complete. Evaluate those "
+                f"(task=evaluate task.encoder={folder}), or leave task.evaluation out."
             )
 
     def _path(self) -> Path:

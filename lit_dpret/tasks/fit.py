@@ -171,9 +171,9 @@ def keep_settings(parts: Parts) -> None:
             if now.get(name) != before.get(name):
                 raise ConfigurationError(
                     f"{name}={now.get(name)} with resume=true, and the run in {parts.run_dir} began with "
-                    f"{before.get(name)}. Restore it, or begin a new run in another hydra.run.dir."
+                    f"{before.get(name)}. Set it back, or begin a new run in another hydra.run.dir."
                 )
-    elif rank_watch.is_first() and not (parts.run_dir / CHECKPOINTS).exists():
+    elif rank_watch.is_first() and not any((parts.run_dir / name).exists() for name in (CHECKPOINTS, LEDGER_NAME)):
         write_whole(path, json.dumps({"schema": _SETTINGS_SCHEMA, "settings": now}, indent=2) + "\n")
 
 

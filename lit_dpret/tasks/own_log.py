@@ -71,6 +71,11 @@ class OwnLog(Pipeline):
     def _split(self, parts: Parts, data: Any) -> dict[str, Any]:
         """Return the settings that read the log with a test split: those given, or those of a split that is written."""
         folder = parts.run_dir / SPLIT
+        if folder.exists() and not parts.resume:
+            raise ConfigurationError(
+                f"{folder} is the split of an earlier command, perhaps of another log. Say resume=true to go on with "
+                "it, or choose another hydra.run.dir."
+            )
         if not folder.exists():
             data.prepare_data()
             try:
@@ -106,6 +111,6 @@ class OwnLog(Pipeline):
         say(
             f"{units} units to train on: batches of {self.generator_batch} for the generator and "
             f"{self.retriever_batch} for the retriever, at most a quarter of them",
-            f"passages are cut at {length} tokens (task.passage_length; {fitting} would cut under 5% of them)",
+            f"passages are cut at {length} tokens (task.passage_length; {fitting} would cut under 5 % of them)",
             f"{searched} of {len(passages)} passages are searched (task.max_passages)",
         )

@@ -65,6 +65,8 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[tuple[OwnLog, Parts]]:
 def test_a_log_is_checked_split_and_given_sizes_that_fit_it(tmp_path: Path, begun: list[tuple[OwnLog, Parts]]) -> None:
     own_log().run(log_parts(tmp_path))
     own_log().run(log_parts(tmp_path, resume=True))
+    with pytest.raises(ConfigurationError, match=r"resume=true"):
+        own_log().run(log_parts(tmp_path))
     (first, one), (second, other) = begun
     data = one.read_data()
     train, test = (len(data.collection.split(name)) for name in ("train", "test"))

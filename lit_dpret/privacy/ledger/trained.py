@@ -27,6 +27,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lit_dpret.errors import DataError, StorageError
 
@@ -36,7 +39,6 @@ TRAINED_KEY = "lit_dpret_trained_in"
 NOTE_NAME = "lit_dpret_trained_in.json"
 _MARK = "_lit_dpret_trained_in"
 _BUILT = "_lit_dpret_built_with"
-_FITTED = "_lit_dpret_was_fitted"
 # Of a large tensor so many values are looked at; trained ones differ from any other in nearly all of them.
 _LOOKED_AT = 4096
 # A few values can be equal by chance after rounding: they are compared in float32.
@@ -63,6 +65,17 @@ class TrainedIn(NamedTuple):
 _values: dict[tuple[int, ...], dict[bytes, frozenset[TrainedIn]]] = {}
 # Weights of one new module may well be copied into another.
 _built: set[bytes] = set()
+# Parameters that an optimizer of this process has changed, whoever called it.
+_stepped = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
+
+
+def _note_step(optimizer: Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        for each in group["params"]:
+            _stepped[each] = True
+
+
+register_optimizer_step_post_hook(_note_step)
 
 
 def held(module: nn.Module) -> Iterator[nn.Module | Tensor]:
@@ -153,26 +166,15 @@ def runs_behind(module: nn.Module) -> frozenset[TrainedIn]:
 def note_built(module: nn.Module) -> None:
     """Keep on ``module`` the fingerprints of its parameters and of their casts, as its constructor leaves them.
 
-    Nothing is kept of a module with lazy layers, whose first batch sets them, nor of a part that a Trainer has trained
-    by itself: where that one's weights come from, nobody noted.
+    Nothing is kept of a module with lazy layers, whose first batch sets them, nor of parameters that an optimizer has
+    changed before: where their values come from, nobody noted.
     """
     if any(map(is_lazy, module.parameters())):
         return
-    trained = {
-        id(each) for part in module.modules() if part is not module and _was_fitted(part) for each in part.parameters()
-    }
-    kept = [each for each in _parameters(module).values() if id(each) not in trained]
+    kept = [each for each in _parameters(module).values() if each not in _stepped]
     found = [values for each in kept if (values := _sample(each)) is not None]
     vars(module)[_BUILT] = built = frozenset(_digest(cast) for values in found for cast in _casts(values))
     _built.update(built)
-
-
-def _was_fitted(part: nn.Module) -> bool:
-    """Return whether a Trainer has made a step with ``part``, which keeps that: the next Trainer replaces the first."""
-    trainer = vars(part).get("_trainer")
-    if trainer is not None and trainer.global_step:
-        vars(part)[_FITTED] = True
-    return _FITTED in vars(part)
 
 
 def set_later(module: nn.Module) -> list[str]:
