@@ -151,6 +151,9 @@ def _content(value: Any) -> Iterator[bytes]:
         yield f"sequence {len(value)}".encode()
         for each in value:
             yield from _content(each)
+    elif isinstance(value, (set, frozenset)):  # their order is another one in each process
+        yield f"set {len(value)}".encode()
+        yield from sorted(b"".join(_content(each)) for each in value)
     elif isinstance(value, Tensor):
         flat = value.detach().cpu().contiguous().reshape(-1)
         yield f"{value.dtype} {tuple(value.shape)}".encode()

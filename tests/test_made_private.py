@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -356,6 +357,17 @@ def test_another_row_name_or_order_is_another_fingerprint() -> None:
     found = {other.data_fingerprint(key) for other in others}
     assert whole not in found and len(found) == len(others)
     assert data(TensorDataset(x, y)).data_fingerprint(b"l" * 32) != whole
+
+
+def test_the_order_of_a_set_is_no_part_of_the_fingerprint() -> None:
+    found = []
+    for seed in ("1", "2"):
+        code = "from lit_dpret.datamodules.own_units import _content; print(list(_content({'ab', 'cd', 'ef', 'gh'})))"
+        command = [sys.executable, "-c", code]
+        found.append(
+            subprocess.run(command, env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, check=True)
+        )
+    assert found[0].stdout == found[1].stdout != b""
 
 
 def test_random_augmentations_leave_the_fingerprint_and_the_generators_alone() -> None:
