@@ -87,9 +87,9 @@ def refuse_set_later(module: Any, counter: Any) -> None:
     if counted or counter.init_from_is_public or not (names := set_later(module)):
         return
     raise ConfigurationError(
-        f"{_some(names)} of {type(module).__name__} was set after the module was built, or trained before by a Trainer "
-        "of its own, and nobody can say which private data it has seen. Set weights in the constructor, start from the "
-        "run that trained them (init_from), or declare that nothing private went into them, which the card will name: "
+        f"{_some(names)} of {type(module).__name__} was set after the module was built, or trained before it, and "
+        "nobody can say which private data it has seen. Set weights in the constructor, start from the run that "
+        "trained them (init_from), or declare that nothing private went into them, which the card will name: "
         "PrivacyAccountant(init_from_is_public=True).",
         trap="T30",
     )

@@ -186,7 +186,7 @@ class CheckData:
         chosen = {"datamodule.max_rows_per_unit": str(cap), "callbacks.card.tuning_data": "private"}
         unit = {"privacy.unit": "user", **chosen} if cap else {}
         is_split = set(collection.qrels) != {"train"}
-        facts["command"] = _command(parts.command, {}, self._fitting(parts, data, collection, facts) | unit)
+        facts["command"] = _command(parts.command, {}, _fitting(data, collection, facts) | unit)
         if is_split and self.write_split is None:
             return
         if is_split and not self.resplit:
@@ -207,18 +207,20 @@ class CheckData:
         if self.write_split is not None:
             read_by = write_split(new, self.write_split, public_passages=_says(data, "has_public_passages"))
             facts["split"]["written"] = str(self.write_split)
-            facts["command"] = _command(parts.command, read_by, self._fitting(parts, data, new, facts) | unit)
+            facts["command"] = _command(parts.command, read_by, _fitting(data, new, facts) | unit)
 
-    def _fitting(self, parts: Parts, data: TextData, collection: Collection, facts: dict[str, Any]) -> dict[str, str]:
-        """Return settings that this log needs: a batch that it has units for, and a length that cuts few passages."""
-        units = facts["users"]["users"] if facts["users"] else len(collection.qrels.get("train", {}))
-        more = {"hydra.run.dir": "runs/mine"}
-        if (batch := fitting_batch(units, asked := getattr(data, "expected_batch_size", None) or 256)) < asked:
-            more["datamodule.expected_batch_size"] = str(batch)
-        passages = facts["lengths"]["passage"]
-        if (passages["share_cut"] or 0) > 0.05:
-            more["model.max_passage_length"] = str(-(-passages["p95"] // 8) * 8)
-        return more
+
+def _fitting(data: TextData, collection: Collection, facts: Mapping[str, Any]) -> dict[str, str]:
+    """Return settings that this log needs: a batch that it has units for, and a length that cuts few passages."""
+    users = count_users(collection)
+    units = users["users"] if users else len(collection.qrels.get("train", {}))
+    more = {"hydra.run.dir": "runs/mine"}
+    if (batch := fitting_batch(units, asked := getattr(data, "expected_batch_size", None) or 256)) < asked:
+        more["datamodule.expected_batch_size"] = str(batch)
+    passages = facts["lengths"]["passage"]
+    if (passages["share_cut"] or 0) > 0.05:
+        more["model.max_passage_length"] = str(fitting_length([passages["p95"]]))
+    return more
 
 
 def _source(data: TextData) -> str:

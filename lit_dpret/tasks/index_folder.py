@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lit_dpret.cards.card import CARD_NAME, CardFacts, card_sha256, inherit_card, subject_of, write_card
 from lit_dpret.cards.facts import environment_facts
-from lit_dpret.cards.file import card_names, check_dataset_card, file_sha256, read_card
+from lit_dpret.cards.file import card_names, check_dataset_card, file_sha256, names_behind, read_card
 from lit_dpret.distributed.job import Job
 from lit_dpret.encoders import Progress, Side, TextEncoder, cut, load_towers
 from lit_dpret.encoders.backbones import resolve_folder
@@ -444,7 +444,7 @@ def _claim_of_both(encoder: str | Path, own: Path | None, claim: Path) -> Path:
     check_dataset_card(claim)
     card = read_card(claim)
     names = card_names(claim, card)
-    ancestors = names | {str(parent["sha256"]) for parent in card["parents"]}
+    ancestors = names_behind(claim, card)
     released = ReleasedQueries(queries=(), passages={}, provenance="card", ancestors=frozenset(ancestors))
     try:
         require_covered(resolve_folder(encoder), released, declared_public=True, knob="task.encoder")

@@ -195,6 +195,13 @@ def test_a_ledger_tells_who_trained_a_folder_that_lost_its_card_and_note(place: 
     ))  # fmt: skip
 
 
+def test_adapters_that_only_a_setting_names_are_asked_what_they_stand_on(tmp_path: Path) -> None:
+    """As of a model that was merged with them since: nothing in it names them any more."""
+    module = private(tmp_path, tower())
+    module.pretrained = str(adapters_of(lonely(tmp_path / "first"), tmp_path / "adapters"))
+    refused(tmp_path, module)
+
+
 def test_what_a_run_without_privacy_trains_names_the_run_whose_ledger_lay_beside_its_start(tmp_path: Path) -> None:
     start = str(lonely(tmp_path / "first"))
     lengths = {"max_query_length": 8, "max_passage_length": 10}
