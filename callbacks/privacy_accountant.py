@@ -92,7 +92,7 @@ class PrivacyAccountant(Callback):
         - Weights that another run is known to have trained on private data are refused under a claim, however they
           came into the module, unless ``init_from`` names a run that counts them; so is every checkpoint but the
           run's own.
-        - A resume with another sigma, clip norm, sampling law or data set is refused, and so is one that
+        - A resume with another noise multiplier, clip norm, sampling law or data set is refused, and so is one that
           leaves the ledger of its data set.
         - With ``privacy.dataset_ledger``, no step is made that would bring the total of all runs on
           the data set past ``privacy.total_eps``; each fit reserves its own steps, also a second one

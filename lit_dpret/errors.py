@@ -42,7 +42,7 @@ class LitDpretError(Exception):
 
     Args:
         args: The sentence.
-        trap: Which trap of ``docs/doctor.md`` it keeps out of (``T1`` and so on), where it is one of those.
+        trap: Which trap of `lit_dpret.callbacks.traps` it keeps out of (``T1`` and so on), where it is one of those.
     """
 
     def __init__(self, *args: object, trap: str | None = None) -> None:

@@ -2,8 +2,8 @@ r"""Noise and coins that nobody can replay without the secret, and that the run 
 
 Every random number that a privacy claim rests on comes from a *keyed stream*: a generator whose
 seed is a hash of (secret, purpose, run, attempt, step, parameter, block). Two different keys give
-independent streams, the same key gives the same numbers, and without the secret the numbers
-cannot be computed. The experiment seed, which is logged and published, plays no part.
+streams that nobody can tell from independent ones, the same key gives the same numbers, and without the
+secret the numbers cannot be computed. The experiment seed, which is logged and published, plays no part.
 
 The noise of a parameter is drawn in blocks of its flat index, each under a key of its own. A rank
 that holds a part of a parameter draws the noise of that part alone, with the numbers that one
@@ -143,11 +143,11 @@ def _make_secret(path: Path) -> None:
 
 
 class KeyedStream:
-    """Independent streams for one run, derived from one secret.
+    """Computationally independent streams for one run, derived from one secret.
 
     Guarantees:
-        - The same key gives the same numbers, on any machine for coins, on the same device type
-          for noise.
+        - The same key gives the same coins on any machine, and the same noise on the same kind of CPU and version of
+          NumPy; noise is drawn on the CPU, whatever device it is wanted on.
         - Keys that differ in any component give unrelated numbers, also for parameters of equal
           shape and for steps of two attempts.
     """

@@ -7,7 +7,8 @@ little is padded.
 
 Which passages get queries must not depend on the private queries. "One query for each passage of the
 training data" tells everybody which passages people asked about, however private the generator is;
-so the caller has to say that the list is public, and is told why.
+so the caller has to say that the list is public, and is told why. The exception is ``zero_out``, under which the list
+of passages is taken as known to everybody: there the declaration says just that.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ class TruncatedPoisson(SamplingLaw):
 
     @property
     def expected_batch_size(self) -> float | None:
-        """``sample_rate * n``, before truncation; the cap is chosen so that the difference is nothing."""
+        """``sample_rate * n``, before truncation; a cap that was not set by hand makes next to no difference."""
         return self.sample_rate * self.n
 
     def describe(self) -> str:

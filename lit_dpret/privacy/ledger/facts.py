@@ -2,6 +2,15 @@
 
 Nothing here reads a configuration. The plan is the one that the ledger recorded before the first step; the noise, the
 sampling law and the number of steps are those that the steps stated.
+
+Releases of a run, from few to many; the first and the last are of `run_ledger`:
+
+- `charged_releases`: what the run announced, each step as it was really made;
+- `promised_releases`: those, and the planned steps that it did not make;
+- `claimed_releases`: those, and what the model had cost that it started from: its card is about these;
+- `owed_releases`: the promised ones as others have to count them, say in the ledger of a data set: without
+  amplification, or without any noise, where the run's own ledger refutes that much of its claim;
+- `forthcoming_releases`: the charged ones of a later moment, once further steps are made as planned.
 """
 
 from __future__ import annotations

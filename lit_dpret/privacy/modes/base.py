@@ -1,9 +1,10 @@
 """A privacy mode turns batches into one update and says what the update gave away.
 
-Every mode answers the same four calls, so the training loop, the accountant, the ledger and the
-card do not know which one they drive: ``attach`` (refuse what cannot be honoured), ``add`` (one
-physical batch), ``take`` (the sums of the logical step), ``privatize`` (the update, with what was
-done to it). Training without privacy is a mode too, never a flag.
+A mode has four abstract methods, so the training loop, the accountant, the ledger and the card do not know which one
+they drive: ``attach`` (refuse what cannot be honoured), ``add`` (one physical batch), ``take`` (the sums of the logical
+step), ``privatize`` (the update, with what was done to it). The loop also calls ``contribute`` (`add`, from a module
+and a batch), ``extra_sums`` and ``forget``, which have an implementation here. Training without privacy is a mode too,
+never a flag.
 """
 
 from __future__ import annotations
@@ -85,7 +86,9 @@ class PrivacyMode(ABC):
 
     name: ClassVar[str]
     guarantee: ClassVar[Guarantee]
-    holds_module: ClassVar[bool] = True  # that of its last run, which `trained.reached` does not follow
+    # Keeps the module of its last run. `trained.reached` skips such an object when it looks for weights, or a module
+    # would seem to hold all that was trained under its mode before.
+    holds_module: ClassVar[bool] = True
     candidates: ClassVar[Candidates] = "rows"
     strategies: ClassVar[Supported] = ONE_DEVICE
     bounds_any_rows: ClassVar[bool] = False
