@@ -24,7 +24,7 @@ from lit_dpret.federated.flower.library import Context
 from lit_dpret.federated.flower.server_app import FlowerFederation, build_server_app
 from lit_dpret.federated.negatives import Block, FedPool, respond, respond_uniformly
 from lit_dpret.federated.settings import PddAs2, Stage1, Stage2
-from lit_dpret.negatives.base import coins
+from lit_dpret.negatives.base import public_coins
 
 KINDS = ("query.seal_key", "query.fedneg_request", "query.fedneg_serve", "train.personalise")
 
@@ -41,7 +41,7 @@ class Random:
         self.examples = sizes.queries
 
     def _drawn(self, what: str, rows: int) -> torch.Tensor:
-        drawn = coins(0, self.name, what).standard_normal((rows, self._sizes.dim))
+        drawn = public_coins(0, self.name, what).standard_normal((rows, self._sizes.dim))
         return torch.from_numpy(drawn).float()
 
     def request(self, weights: Any, refresh: int) -> torch.Tensor:

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lit_dpret.errors import DataError
-from lit_dpret.negatives.base import coins
+from lit_dpret.negatives.base import public_coins
 
 Noised = Callable[[Tensor, float], Tensor]
 """Takes a table and its sensitivity C, records the release, and returns the table with noise."""
@@ -55,7 +55,7 @@ class CentroidPlan:
 
     def start(self, dim: int) -> Tensor:
         """Draw directions of length ``radius`` that do not depend on the data, ``(count, dim)``."""
-        drawn = coins(self.seed, "first centroids", self.count, dim).standard_normal((self.count, dim))
+        drawn = public_coins(self.seed, "first centroids", self.count, dim).standard_normal((self.count, dim))
         return self.radius * F.normalize(torch.from_numpy(drawn), dim=-1)
 
 

@@ -37,7 +37,7 @@ from torch import Tensor
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.federated.settings import Stage2
 from lit_dpret.federated.storage import save_tensors
-from lit_dpret.negatives.base import PassageSource, Seat, Towers, TrainTexts, coins
+from lit_dpret.negatives.base import PassageSource, Seat, Towers, TrainTexts, public_coins
 from lit_dpret.negatives.mined import DynamicNegatives
 from lit_dpret.retrieval.rows import TensorRows, canonical_scores
 from lit_dpret.retrieval.search import MISSING, TopK, merged, search
@@ -53,7 +53,7 @@ def select_clients(asker: str, names: Iterable[str], stage: Stage2, *, seed: int
     """
     others = sorted(set(names) - {asker})
     if stage.select == "random":
-        order = coins(seed, "select clients", asker, refresh).permutation(len(others))
+        order = public_coins(seed, "select clients", asker, refresh).permutation(len(others))
         others = [others[place] for place in order]
     return others[: stage.select_count]
 
@@ -161,7 +161,7 @@ def respond(client: str, request_rows: Tensor, candidates: Tensor, n: int, *, se
 def respond_uniformly(client: str, candidates: Tensor, n: int, *, seed: int, send_as: str = "float16") -> Block:
     """Answer a request that says nothing with ``n`` candidates, drawn uniformly: one list for one empty row."""
     sent = as_sent(candidates, send_as)
-    drawn = coins(seed, "uniform answer", client).permutation(len(sent))[:n]
+    drawn = public_coins(seed, "uniform answer", client).permutation(len(sent))[:n]
     return _block(client, sent, [torch.from_numpy(drawn.copy()).long()])
 
 
@@ -270,7 +270,7 @@ class OtherPositives(PassageSource):
     def choose(self, seat: Seat, *, step: int, epoch: int) -> list[int]:
         groups = self._texts.groups
         open_to_it = [place for place in self._answers if int(groups[place]) not in seat.answers]
-        draw = coins(self.seed, self.name, step, seat.text)
+        draw = public_coins(self.seed, self.name, step, seat.text)
         count = min(self.per_query, len(open_to_it))
         return [open_to_it[place] for place in sorted(draw.choice(len(open_to_it), size=count, replace=False).tolist())]
 
@@ -345,5 +345,7 @@ class FedNegatives(DynamicNegatives):
         places = places[((self._unit[places - self._own] @ own.T) < _SAME).all(dim=1)][: self.depth]
         if len(places) <= self.per_query:
             return [int(place) for place in places]
-        drawn = coins(self.seed, self.name, step, seat.text).choice(len(places), size=self.per_query, replace=False)
+        drawn = public_coins(self.seed, self.name, step, seat.text).choice(
+            len(places), size=self.per_query, replace=False
+        )
         return [int(place) for place in places[torch.from_numpy(np.sort(drawn))]]

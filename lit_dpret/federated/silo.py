@@ -55,7 +55,7 @@ from lit_dpret.negatives import (
     RandomNegatives,
     StaticNegatives,
 )
-from lit_dpret.negatives.base import coins
+from lit_dpret.negatives.base import public_coins
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
 from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
 from lit_dpret.retrieval.metrics import Values
@@ -260,7 +260,7 @@ class SiloClient:
 
     def _turn_seed(self, kind: str, number: int) -> int:
         """Return the public seed of one fit: every fit counts its steps from 0, and each shall draw differently."""
-        return int(coins(self.settings.seed, kind, number).integers(2**31))
+        return int(public_coins(self.settings.seed, kind, number).integers(2**31))
 
     # -- stage 2 -------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from lit_dpret.federated.settings import PddAs2
 from lit_dpret.federated.silo_ledger import NoisePlan, SiloLedger, noise_of_rest, split_budget
 from lit_dpret.federated.storage import save_json, save_tensors
 from lit_dpret.federated.synthetic import SyntheticSet, read_synthetic, units_and_budget
-from lit_dpret.negatives.base import coins
+from lit_dpret.negatives.base import public_coins
 from lit_dpret.privacy.accounting.accountant import calibrate_noise
 from lit_dpret.privacy.accounting.releases import FullBatch, Poisson, SamplingLaw
 from lit_dpret.privacy.budget import PrivacyBudget
@@ -122,7 +122,7 @@ class SiloAccount:
         noise = self.noise
         if self.ledger is None or noise is None:
             mode = SyntheticData() if self.settings.train_on == "synthetic" else NoPrivacy()
-            mode.noise_seed = int(coins(self.settings.seed, self.name, *map(str, turn)).integers(2**31))
+            mode.noise_seed = int(public_coins(self.settings.seed, self.name, *map(str, turn)).integers(2**31))
             return mode
         return self.ledger.training(
             noise_multiplier=noise.training if noise_multiplier is None else noise_multiplier,

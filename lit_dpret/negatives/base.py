@@ -130,12 +130,12 @@ class PassageSource(NegativeSource):
         """Draw ``per_query`` of some places uniformly, by coins that ``key`` keys; all where there are no more."""
         if len(places) <= self.per_query:
             return [int(place) for place in places]
-        drawn = coins(self.seed, self.name, *key).choice(len(places), size=self.per_query, replace=False)
+        drawn = public_coins(self.seed, self.name, *key).choice(len(places), size=self.per_query, replace=False)
         return [int(places[i]) for i in sorted(drawn.tolist())]
 
 
-def coins(seed: int, *key: int | str) -> np.random.Generator:
-    """Return public coins that depend on ``seed`` and ``key`` alone, in every process and whatever was drawn before."""
+def public_coins(seed: int, *key: int | str) -> np.random.Generator:
+    """Return coins that depend on ``seed`` and ``key`` alone, which everybody may know: never for a private draw or noise."""
     digest = hashlib.blake2b(repr(key).encode("utf-8", "surrogatepass"), digest_size=16).digest()
     return np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, int.from_bytes(digest, "big")))))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.negatives.base import PassageSource, Seat, Towers, TrainTexts, coins, uniform_places
+from lit_dpret.negatives.base import PassageSource, Seat, Towers, TrainTexts, public_coins, uniform_places
 
 
 class RandomNegatives(PassageSource):
@@ -30,7 +30,7 @@ class RandomNegatives(PassageSource):
     name: ClassVar[str] = "random"
 
     def choose(self, seat: Seat, *, step: int, epoch: int) -> list[int]:
-        draw = coins(self.seed, self.name, step, seat.text, self._texts.passage_ids[seat.own])
+        draw = public_coins(self.seed, self.name, step, seat.text, self._texts.passage_ids[seat.own])
         return uniform_places(draw, self._texts.groups, self.per_query, answers=seat.answers)
 
 

@@ -23,7 +23,7 @@ from lit_dpret.negatives.base import (
     Towers,
     TrainRow,
     TrainTexts,
-    coins,
+    public_coins,
     uniform_places,
 )
 from lit_dpret.negatives.drawn import LabelledNegatives
@@ -202,7 +202,7 @@ class RowNegatives:
         short = source.per_query - len(kept)
         if short:
             self._tell_short()
-            draw = coins(source.seed, "fill", source.name, step, seat.text)
+            draw = public_coins(source.seed, "fill", source.name, step, seat.text)
             more = uniform_places(draw, texts.groups, short, answers=seat.answers, taken=taken)
             taken.update(more)
             kept += more

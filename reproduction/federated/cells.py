@@ -28,7 +28,7 @@ from lit_dpret.federated.silo_ledger import QUERY_LEDGER
 from lit_dpret.federated.storage import copy_once, save_json
 from lit_dpret.federated.synthetic import PUBLIC
 from lit_dpret.federated.systems import SystemResult, as_lists, run_phase, spent_in, trained_alone
-from lit_dpret.negatives.base import coins
+from lit_dpret.negatives.base import public_coins
 from reproduction.federated.catalogue import AS_THEY_ARE, Point, SiloChange
 
 
@@ -63,7 +63,7 @@ def changed_silos(base: Mapping[str, Path], change: SiloChange, folder: Path, *,
 def kept_shares(base: Mapping[str, Path] | Sequence[str], change: SiloChange, *, seed: int) -> dict[str, float]:
     """Return the share of its train queries that each silo keeps."""
     names = list(base)
-    places = coins(seed, "sizes of silos").permutation(len(names))
+    places = public_coins(seed, "sizes of silos").permutation(len(names))
     last = max(1, len(names) - 1)
     return {name: change.share * change.skew ** -(int(place) / last) for name, place in zip(names, places, strict=True)}
 
