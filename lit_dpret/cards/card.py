@@ -213,16 +213,18 @@ def inherit_card(
         raise DataError(f"The parent's ledger {ledger_path} does not exist.")
     known = [
         Assumption("Nothing but what the parent released, and public data, entered this computation.", "unverified"),
-        Assumption("The parent's epsilon follows from the parent's ledger.", True if checked else "unverified"),
+        Assumption("The parent's epsilon follows from the parent's ledger.", "holds" if checked else "unverified"),
         *facts.assumptions,
     ]
     if contradicted(parent):
-        known.insert(2, Assumption(f"An audit of {parent['subject']['name']} does not contradict its claim.", False))
+        known.insert(
+            2, Assumption(f"An audit of {parent['subject']['name']} does not contradict its claim.", "refuted")
+        )
     claim = copy.deepcopy(dict(parent["claim"]))
     claim["output_released"] = list(facts.output_released) or [str(subject["name"])]
     accounting, ceilings = copy.deepcopy(parent["accounting"]), copy.deepcopy(parent["empirical"].get("ceilings"))
     pretraining = copy.deepcopy(dict(parent["pretraining"]))
-    if claim["guarantee"] == "dp" and any(assumption.holds is False for assumption in known):
+    if claim["guarantee"] == "dp" and any(assumption.refuted for assumption in known):
         claim |= {"guarantee": "not_proved", "epsilon": None, "curve": [], "user_level_epsilon": None}
         accounting, ceilings = without_numbers(accounting), None
         pretraining.pop("start", None)

@@ -162,7 +162,7 @@ def judge_card(card: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) ->
     """Judge what may be claimed for these records, with what the card admits to be false."""
     plan, _ = plan_of(records)
     known = [*(derived_assumptions(records, plan) if plan is not None else []), *leaks(records)]
-    known += [Assumption(a["text"], a["holds"], a["consequence"]) for a in card["assumptions"] if a["holds"] is False]
+    known += [Assumption(a["text"], "refuted", a["consequence"]) for a in card["assumptions"] if a["holds"] is False]
     return Judged.by(records, known)
 
 

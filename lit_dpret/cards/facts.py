@@ -206,7 +206,7 @@ def start_assumptions(records: Sequence[Mapping[str, Any]], model: str | None = 
         text = f"The model {what} ({start['name']}) was made from public data alone, as declared."
         return [Assumption(text, "unverified")]
     if start["guarantee"] == "not_proved":
-        return [Assumption(f"For the model {what} ({start['name']}) a guarantee is proved.", False)]
+        return [Assumption(f"For the model {what} ({start['name']}) a guarantee is proved.", "refuted")]
     text = f"The ledger of the model {what} ({start['name']}) is whole."
     return [Assumption(text, "unverified")]
 

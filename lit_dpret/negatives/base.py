@@ -135,7 +135,7 @@ class PassageSource(NegativeSource):
 
 
 def public_coins(seed: int, *key: int | str) -> np.random.Generator:
-    """Return coins that depend on ``seed`` and ``key`` alone, which everybody may know: never for a private draw or noise."""
+    """Return coins of ``seed`` and ``key`` alone, which anybody may know: for no private draw, and no noise."""
     digest = hashlib.blake2b(repr(key).encode("utf-8", "surrogatepass"), digest_size=16).digest()
     return np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, int.from_bytes(digest, "big")))))
 

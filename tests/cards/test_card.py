@@ -126,7 +126,7 @@ def test_a_step_without_noise_leaves_no_guarantee(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", make_plan())
     run.train(3)
     run.step(3, noise_std=0.0)
-    for card in (run.card(), run.card(assumptions=[Assumption("Each gradient was clipped.", False)])):
+    for card in (run.card(), run.card(assumptions=[Assumption("Each gradient was clipped.", "refuted")])):
         assert card["claim"]["guarantee"] == "none" and card["claim"]["epsilon"] is None
         assert "NO PRIVACY GUARANTEE" in card["banners"][0]
 
@@ -191,14 +191,14 @@ def test_a_loader_that_shuffles_against_its_plan_is_charged_as_shuffled(tmp_path
 
 def test_an_assumption_that_fails_always_leaves_a_banner_and_changes_the_number(run: Run) -> None:
     honest = run.card()["claim"]["epsilon"]
-    cautious = run.card(assumptions=[Assumption("The coins were fair.", False, "no_amplification")])
+    cautious = run.card(assumptions=[Assumption("The coins were fair.", "refuted", "no_amplification")])
     assert cautious["claim"]["epsilon"] == epsilon([GaussianRelease(noise_multiplier=NOISE, law=FullBatch(), count=10)])
     assert cautious["claim"]["epsilon"] > 3 * honest
     assert cautious["accounting"]["basis"] == "no_amplification" and "coins were fair" in cautious["banners"][0]
-    nothing = run.card(assumptions=[Assumption("Each gradient was clipped.", False)])
+    nothing = run.card(assumptions=[Assumption("Each gradient was clipped.", "refuted")])
     assert nothing["claim"]["epsilon"] is None and nothing["claim"]["guarantee"] == "not_proved"
     assert "NOT PROVED" in nothing["banners"][0]
-    assert run.card(assumptions=[Assumption("All is well.", True)])["claim"]["epsilon"] == honest
+    assert run.card(assumptions=[Assumption("All is well.", "holds")])["claim"]["epsilon"] == honest
 
 
 def test_sampling_that_no_accountant_judges_is_charged_for_every_step(tmp_path: Path) -> None:
@@ -479,7 +479,7 @@ def test_a_parent_without_a_guarantee_passes_on_that_there_is_none(tmp_path: Pat
     child = inherit_card(write_card(bare.card(), bare.folder), CHILD, description="sampling")
     assert child["claim"]["guarantee"] == "none" and child["claim"]["epsilon"] is None
     assert "NO PRIVACY GUARANTEE" in child["banners"][0]
-    doubted = run.card(assumptions=[Assumption("Each gradient was clipped.", False)])
+    doubted = run.card(assumptions=[Assumption("Each gradient was clipped.", "refuted")])
     child = inherit_card(write_card(doubted, run.folder), CHILD, description="sampling")
     assert child["claim"]["guarantee"] == "not_proved" and child["claim"]["epsilon"] is None
 
@@ -546,7 +546,7 @@ def test_a_gap_that_parent_and_child_share_stands_on_the_card_once(run: Run) -> 
 def test_a_false_assumption_of_the_child_ends_the_claim(run: Run) -> None:
     path = write_card(run.card(), run.folder)
     child = inherit_card(
-        path, CHILD, CardFacts(assumptions=[Assumption("The passages are public.", False)]), description="x"
+        path, CHILD, CardFacts(assumptions=[Assumption("The passages are public.", "refuted")]), description="x"
     )
     assert child["claim"]["guarantee"] == "not_proved" and child["claim"]["epsilon"] is None
 
@@ -583,7 +583,7 @@ def test_no_text_becomes_markup_and_nothing_is_loaded_from_elsewhere(run: Run) -
         tuning={"data": "none", "note": NASTY},
         pretraining={"model": NASTY},
         mechanism={NASTY: NASTY},
-        assumptions=[Assumption(NASTY, False)],
+        assumptions=[Assumption(NASTY, "refuted")],
     )
     page = Page(card_html(card))
     assert page.open == [] and page.addresses == []

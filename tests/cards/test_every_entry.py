@@ -398,7 +398,7 @@ def test_a_card_that_leaves_out_what_its_ledger_says_was_shown_claims_nothing(tm
         "event", name="private_evaluation", release={"kind": "non_private", "label": "recall", "count": 1}
     )
     run.train(3)
-    assert any(assumption.holds is False for assumption in leaks(run.ledger.records))
+    assert any(assumption.refuted for assumption in leaks(run.ledger.records))
     honest = run.card(assumptions=leaks(run.ledger.records))
     assert honest["claim"]["guarantee"] == "not_proved" and verify_card(honest, run.path) == []
     assert verify_card(run.card(), run.path)

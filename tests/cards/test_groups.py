@@ -80,7 +80,7 @@ def test_where_copies_have_no_number_the_line_names_a_cap_that_gives_them_one(tm
     child = inherit_card(
         write_card(card, tmp_path),
         CHILD,
-        CardFacts(assumptions=[Assumption("The passages are public.", False)]),
+        CardFacts(assumptions=[Assumption("The passages are public.", "refuted")]),
         description="x",
     )
     assert "datamodule.cap=" not in card_markdown(child)
@@ -130,7 +130,9 @@ def test_a_shuffled_epoch_shows_all_units_of_a_user_at_once(tmp_path: Path) -> N
 
 
 def test_without_a_guarantee_there_is_none_for_several_units(tmp_path: Path) -> None:
-    card = trained(tmp_path, max_units_per_user=3).card(assumptions=[Assumption("Each gradient was clipped.", False)])
+    card = trained(tmp_path, max_units_per_user=3).card(
+        assumptions=[Assumption("Each gradient was clipped.", "refuted")]
+    )
     assert card["claim"]["user_level_epsilon"] is None
     assert {group["epsilon"] for group in card["accounting"]["groups"]} == {None}
     bare = Run(tmp_path / "bare", None, mode="none").train().card()
@@ -143,7 +145,7 @@ def test_a_derived_artefact_inherits_the_user_level_epsilon_and_loses_it_with_th
     child = inherit_card(path, CHILD, description="x")
     assert child["claim"]["user_level_epsilon"] == of(3) and "up to 3 queries" in child["claim"]["statement"]
     broken = inherit_card(
-        path, CHILD, CardFacts(assumptions=[Assumption("The passages are public.", False)]), description="x"
+        path, CHILD, CardFacts(assumptions=[Assumption("The passages are public.", "refuted")]), description="x"
     )
     assert broken["claim"]["guarantee"] == "not_proved" and broken["claim"]["user_level_epsilon"] is None
     facts = broken["accounting"]

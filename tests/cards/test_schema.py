@@ -91,7 +91,7 @@ def test_a_card_of_each_law_unit_and_relation_follows_the_schema(plan: Any, tmp_
 def test_cards_without_a_guarantee_follow_the_schema(tmp_path: Path) -> None:
     assert complaints(Run(tmp_path / "a", None, mode="none").train(2).card()) == []
     run = Run(tmp_path / "b", make_plan()).train(2)
-    broken = run.card(assumptions=[Assumption("Nothing was shown.", False)])
+    broken = run.card(assumptions=[Assumption("Nothing was shown.", "refuted")])
     assert broken["claim"]["guarantee"] == "not_proved" and complaints(broken) == []
     unplanned = Run(tmp_path / "c", make_plan()).train(2, noise_std=0.0).card()
     assert unplanned["claim"]["guarantee"] == "none" and complaints(unplanned) == []

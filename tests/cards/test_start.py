@@ -319,7 +319,7 @@ def test_what_is_made_from_the_model_inherits_both_and_shows_no_number_where_not
     assert made["claim"]["epsilon"] == pytest.approx(cost(15), rel=1e-9) and verify_card(made, ledger) == []
     assert [entry["name"] for entry in made["parents"]] == ["child", "parent"]
     doubted = inherit_card(
-        model, CHILD, CardFacts(assumptions=[Assumption("The list is public.", False)]), description="drawing"
+        model, CHILD, CardFacts(assumptions=[Assumption("The list is public.", "refuted")]), description="drawing"
     )
     parts = doubted["accounting"]["init_from"]
     assert (parts["epsilon_of_this_run"], parts["epsilon_of_start"]) == (None, None)

@@ -72,7 +72,7 @@ def test_a_search_without_amplification_is_priced_without_it(tmp_path: Path) -> 
 
 
 def test_without_a_guarantee_a_search_has_no_price(tmp_path: Path) -> None:
-    card = trained(tmp_path).card(tuning=SEARCH, assumptions=[Assumption("Each gradient was clipped.", False)])
+    card = trained(tmp_path).card(tuning=SEARCH, assumptions=[Assumption("Each gradient was clipped.", "refuted")])
     assert card["tuning"]["epsilon"] is None and card["tuning"]["accounted"] is False
 
 
@@ -91,7 +91,7 @@ def test_a_derived_artefact_keeps_its_parents_price_in_what_is_not_covered(tmp_p
 def test_a_derived_artefact_without_a_claim_states_no_price_of_its_parents_search(own: str, tmp_path: Path) -> None:
     run = trained(tmp_path)
     path = write_card(run.card(tuning=SEARCH), run.folder)
-    broken = CardFacts(tuning={"data": own}, assumptions=[Assumption("The passages are public.", False)])
+    broken = CardFacts(tuning={"data": own}, assumptions=[Assumption("The passages are public.", "refuted")])
     child = inherit_card(path, CHILD, broken, description="x")
     assert child["claim"]["guarantee"] == "not_proved"
     assert child["tuning"]["accounted"] is False and child["tuning"].get("epsilon") is None

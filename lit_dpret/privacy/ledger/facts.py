@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from lit_dpret.errors import LedgerError, UnsupportedAccountingError
@@ -45,6 +45,10 @@ from lit_dpret.privacy.plan import HISTOGRAM, PrivacyPlan
 
 Record = Mapping[str, Any]
 Consequence = Literal["charged", "no_amplification", "no_guarantee"]
+Standing = Literal["holds", "refuted", "unverified"]
+
+# As a card stores it under "holds".
+_STORED: Mapping[Standing, bool | str] = {"holds": True, "refuted": False, "unverified": "unverified"}
 
 RANDOM_WEIGHTS = "random weights"
 """The start that a card names where training began with no model."""
@@ -56,18 +60,24 @@ class Assumption:
 
     Args:
         text: The assumption as a statement.
-        holds: True, False, or ``"unverified"``.
-        consequence: What a False does to the claim: ``charged`` (epsilon already counts it),
+        standing: Whether the ledger shows that it ``holds``, or that it does not (``refuted``), or neither
+            (``unverified``).
+        consequence: What becomes of the claim where it is refuted: ``charged`` (epsilon already counts it),
             ``no_amplification`` (every unit is charged for every step), or ``no_guarantee`` (no number
             is printed: not proved).
     """
 
     text: str
-    holds: bool | Literal["unverified"]
+    standing: Standing
     consequence: Consequence = "no_guarantee"
 
+    @property
+    def refuted(self) -> bool:
+        return self.standing == "refuted"
+
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """Return the entry of a card, where ``holds`` is true, false, or ``"unverified"``."""
+        return {"text": self.text, "holds": _STORED[self.standing], "consequence": self.consequence}
 
 
 @dataclass(frozen=True)
@@ -114,15 +124,15 @@ def _recorded(records: Sequence[Record], plan: PrivacyPlan) -> list[Assumption]:
             if steps <= announced
             else f"Every step was announced in the ledger before its noise was drawn: {steps} were made, "
             f"{announced} announced.",
-            steps <= announced,
+            "holds" if steps <= announced else "refuted",
         ),
-        Assumption("No noise was used for two different steps.", True),
+        Assumption("No noise was used for two different steps.", "holds"),
     ]
     weak = [r for r in releases if _multiplier(r) < plan.noise_multiplier * (1 - ROUNDING)]
     text = "Each confirmed step added at least the planned noise, once, to the sum over the batch."
     if weak:
         text += f" {len(weak)} of {len(releases)} added less; they are charged with what they added."
-    found.append(Assumption(text, not weak, "charged"))
+    found.append(Assumption(text, "refuted" if weak else "holds", "charged"))
     found.append(_law_assumption(records, releases, plan))
     if silent:
         text = f"{silent} announced steps were never confirmed, because the run was interrupted; they are charged."
@@ -143,19 +153,22 @@ def _law_assumption(records: Sequence[Record], releases: Sequence[Record], plan:
         where = ", ".join(map(str, sorted(departed)))
         why = f"in attempt {where} the draws departed from it; every unit is charged for every step of that attempt"
         consequence: Consequence = "no_guarantee" if plan.budget.neighbours == "add_or_remove" else "charged"
-        return Assumption(f"{text}: {why}.", False, consequence)
+        return Assumption(f"{text}: {why}.", "refuted", consequence)
     stated = [record["law"] for record in releases if record.get("law") is not None]
     planned = plan.law.to_dict()
     other = sum(law != planned for law in stated)
     if other:
         laws = [SamplingLaw.from_dict(law) for law in stated]
         if not all(plan.holds_under(law, plan.budget.neighbours) for law in laws):
-            return Assumption(f"{text}: {other} steps drew by another law, for which the noise was not planned.", False)
-        return Assumption(f"{text}: {other} steps drew by another law, which is charged.", False, "charged")
+            why = f"{other} steps drew by another law, for which the noise was not planned"
+            return Assumption(f"{text}: {why}.", "refuted")
+        return Assumption(f"{text}: {other} steps drew by another law, which is charged.", "refuted", "charged")
     if isinstance(plan.law, Shuffle):
         why = "they were shuffled instead, and for that no amplification is proved"
-        return Assumption(f"Batches were drawn by coins, so that sampling amplifies privacy: {why}.", False, "charged")
-    return Assumption(f"{text}.", True if len(stated) == len(releases) else "unverified", "charged")
+        return Assumption(
+            f"Batches were drawn by coins, so that sampling amplifies privacy: {why}.", "refuted", "charged"
+        )
+    return Assumption(f"{text}.", "holds" if len(stated) == len(releases) else "unverified", "charged")
 
 
 def more_before(before: Sequence[int | None]) -> str:
@@ -216,7 +229,7 @@ def _bound_assumption(plan: PrivacyPlan) -> Assumption:
         return Assumption(f"One unit moves the sum of a step by at most {bound} (engine: {plan.engine}).", "unverified")
     text = f"One unit moves the sum of a step by at most {plan.sensitivity:g}: {coupling.describe(plan.max_grad_norm)}"
     if coupling.claim == "refuted":
-        return Assumption(f"{text}. That number is refuted: there are data that exceed it.", False)
+        return Assumption(f"{text}. That number is refuted: there are data that exceed it.", "refuted")
     if coupling.claim == "declared":
         text += ". The number rests on bounds that were declared for this loss, and not proved here"
     return Assumption(f"{text}.", "unverified")
@@ -274,7 +287,7 @@ def judge(releases: Sequence[Release], plan: PrivacyPlan | None, assumptions: li
     """
     if plan is None or any(isinstance(release, NonPrivateRelease) for release in releases):
         return Verdict("none", None, "nothing")
-    broken = {a.consequence for a in assumptions if a.holds is False}
+    broken = {a.consequence for a in assumptions if a.refuted}
     amplified = "no_amplification" not in broken
     if amplified:
         try:
@@ -282,7 +295,7 @@ def judge(releases: Sequence[Release], plan: PrivacyPlan | None, assumptions: li
         except UnsupportedAccountingError as error:
             amplified = False
             text = f"The {plan.accountant} accountant can judge the sampling that ran. It cannot: {error}"
-            assumptions.append(Assumption(text, False, "no_amplification"))
+            assumptions.append(Assumption(text, "refuted", "no_amplification"))
     if "no_guarantee" in broken or (not amplified and plan.budget.neighbours == "add_or_remove"):
         return Verdict("not_proved", None, "nothing")
     if not amplified:
@@ -413,7 +426,7 @@ def leaks(records: Sequence[Mapping[str, Any]]) -> list[Assumption]:
     unnamed = dict.fromkeys(e["unit"] for e in events if e.get("name") == UNITS_UNNAMED)
     declared = {(e["data"], e["split"]) for e in events if e.get("name") == DECLARED_EVENT}
     return [
-        *(Assumption(text, holds=False, consequence="no_guarantee") for text in found),
+        *(Assumption(text, "refuted") for text in found),
         *(Assumption(text, "unverified") for text in trusted),
         *(
             Assumption(
@@ -452,7 +465,7 @@ def owed_releases(records: Sequence[Mapping[str, Any]], *, as_made: bool = False
     plan, _ = plan_of(records)
     if plan is None:
         return charged
-    refuted = [a for a in (*derived_assumptions(records, plan), *leaks(records)) if a.holds is False]
+    refuted = [a for a in (*derived_assumptions(records, plan), *leaks(records)) if a.refuted]
     broken = {assumption.consequence for assumption in refuted}
     if "no_guarantee" in broken or ("no_amplification" in broken and plan.budget.neighbours == "add_or_remove"):
         return [*charged, NonPrivateRelease(label="a run whose card proves nothing")]

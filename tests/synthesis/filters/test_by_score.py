@@ -263,7 +263,7 @@ def test_a_child_that_was_trained_further_on_private_data_is_not_covered(
     ("facts", "message"),
     [
         ({"tuning": {"data": "private"}}, "settings were chosen on private data"),
-        ({"assumptions": [Assumption("No metric of private queries was shown.", False)]}, "No metric of private"),
+        ({"assumptions": [Assumption("No metric of private queries was shown.", "refuted")]}, "No metric of private"),
     ],
 )
 def test_a_retriever_of_these_queries_that_was_chosen_by_private_ones_is_refused(
