@@ -146,7 +146,7 @@ def build_card(
         "claim": claim,
         "mechanism": {**stated, **{k: v for k, v in facts.mechanism.items() if stated.get(k) is None}},
         "accounting": blocks["accounting"],
-        "assumptions": [assumption.to_dict() for assumption in known],
+        "assumptions": [assumption.to_dict() for assumption in judged.assumptions],
         "tuning": tuned,
         "pretraining": {**facts.pretraining, **blocks["pretraining"]},
         "generation": dict(facts.generation or {}),

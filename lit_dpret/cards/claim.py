@@ -396,7 +396,7 @@ def claimed_curve(records: Sequence[Mapping[str, Any]]) -> ClaimedCurve | None:
     if plan is None:
         return None
     own = promised_releases(records)
-    judged = Judged(records, plan, own, own, judge(own, plan, derived_assumptions(records, plan)))
+    judged = Judged(records, plan, own, own, *judge(own, plan, derived_assumptions(records, plan)))
     verdict = judged.verdict
     if judged.claimed_plan is None or verdict.epsilon is None:
         return None

@@ -245,6 +245,7 @@ class Judged:
         own: What the run promised (`promised_releases`): what it released, and what it had planned beside that.
         releases: What the claim is about: those, and what the model had cost that the run started from.
         verdict: The claim.
+        assumptions: Those that it rests on, or is refuted by.
     """
 
     records: Sequence[Record]
@@ -252,10 +253,11 @@ class Judged:
     own: Sequence[Release]
     releases: Sequence[Release]
     verdict: Verdict
+    assumptions: Sequence[Assumption]
 
     @classmethod
-    def by(cls, records: Sequence[Record], assumptions: list[Assumption]) -> Judged:
-        """Judge the records under ``assumptions``, to which `judge` may add one.
+    def by(cls, records: Sequence[Record], assumptions: Sequence[Assumption]) -> Judged:
+        """Judge the records under ``assumptions``.
 
         Raises:
             LedgerError: The records contradict each other, or hold no plan.
@@ -263,7 +265,7 @@ class Judged:
         plan, _ = plan_of(records)
         own = promised_releases(records)
         releases = with_earlier_releases(records, own)
-        return cls(records, plan, own, releases, judge(releases, plan, assumptions))
+        return cls(records, plan, own, releases, *judge(releases, plan, assumptions))
 
     @property
     def claimed_plan(self) -> PrivacyPlan | None:
@@ -276,17 +278,19 @@ class Judged:
         return self.releases if self.verdict.basis == "as_charged" else every_unit_in_every_step(self.releases)
 
 
-def judge(releases: Sequence[Release], plan: PrivacyPlan | None, assumptions: list[Assumption]) -> Verdict:
-    """Return the claim for these releases, given which assumptions are true, false or unverified.
+def judge(
+    releases: Sequence[Release], plan: PrivacyPlan | None, assumptions: Sequence[Assumption]
+) -> tuple[Verdict, Sequence[Assumption]]:
+    """Return the claim for these releases, given which assumptions hold, and the assumptions.
+
+    There is one more of them where no accountant can judge the sampling law that ran.
 
     Where amplification by sampling cannot be claimed, every unit is charged for every step. That
     bound needs each unit to stand in a batch at most once and the batches of the others to stay as
     they are, so it is no bound under ``add_or_remove``, where the number of units changes.
-
-    Appends to ``assumptions`` when no accountant can judge the sampling law that ran.
     """
     if plan is None or any(isinstance(release, NonPrivateRelease) for release in releases):
-        return Verdict("none", None, "nothing")
+        return Verdict("none", None, "nothing"), assumptions
     broken = {a.consequence for a in assumptions if a.refuted}
     amplified = "no_amplification" not in broken
     if amplified:
@@ -295,14 +299,14 @@ def judge(releases: Sequence[Release], plan: PrivacyPlan | None, assumptions: li
         except UnsupportedAccountingError as error:
             amplified = False
             text = f"The {plan.accountant} accountant can judge the sampling that ran. It cannot: {error}"
-            assumptions.append(Assumption(text, "refuted", "no_amplification"))
+            assumptions = [*assumptions, Assumption(text, "refuted", "no_amplification")]
     if "no_guarantee" in broken or (not amplified and plan.budget.neighbours == "add_or_remove"):
-        return Verdict("not_proved", None, "nothing")
+        return Verdict("not_proved", None, "nothing"), assumptions
     if not amplified:
         value = epsilon_by("pld", every_unit_in_every_step(releases), plan)
     if not math.isfinite(value):
-        return Verdict("none", None, "nothing")
-    return Verdict("dp", value, "as_charged" if amplified else "no_amplification")
+        return Verdict("none", None, "nothing"), assumptions
+    return Verdict("dp", value, "as_charged" if amplified else "no_amplification"), assumptions
 
 
 def units_before(start: Mapping[str, Any] | None) -> list[tuple[list[Release], int | None]]:
