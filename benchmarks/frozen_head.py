@@ -39,9 +39,9 @@ from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy, PublicPassages
-from lit_dpret.retrieval.runs import Ranking, evaluate
 from lit_dpret.retrieval.search import lexicographic_rank, search
 from lit_dpret.retrieval.statistics import bootstrap_interval, paired_randomisation_test
+from lit_dpret.retrieval.trec_runs import Ranking, evaluate
 
 TRIALS = RESULTS / "frozen_head_trials.json"
 

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError
 from lit_dpret.privacy.batches import ALONE, Draw, SeededDraws, UnitOwners, answer_of, names_its_unit, row_keys
-from lit_dpret.privacy.coins import kept_generators, own_generators
 from lit_dpret.privacy.ledger.trained import reached
 from lit_dpret.privacy.sampling import PrivateBatchSampler
+from lit_dpret.privacy.user_generators import kept_generators, own_generators
 
 _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _KNOWN = ("lit_dpret.", "lightning.", "pytorch_lightning.")

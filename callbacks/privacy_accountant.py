@@ -48,9 +48,9 @@ from lit_dpret.errors import ConfigurationError, DataError, ResumeError, Unsuppo
 from lit_dpret.privacy.ledger.dataset_account import DatasetAccount, require_room
 from lit_dpret.privacy.ledger.dataset_file import EarlierRun
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger, note_sweep
-from lit_dpret.privacy.ledger.facts import PRIVATE_LOG_EVENT, UNITS_UNNAMED
 from lit_dpret.privacy.ledger.gate import ReleaseGate, SharedGate, undeclared_metric
-from lit_dpret.privacy.ledger.run import Fingerprints, Position, PrivateRun, state_hash
+from lit_dpret.privacy.ledger.judgement import PRIVATE_LOG_EVENT, UNITS_UNNAMED
+from lit_dpret.privacy.ledger.private_run import Fingerprints, Position, PrivateRun, state_hash
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, ledger_identity
 from lit_dpret.privacy.ledger.trained import TrainedIn, mark, values_of
 from lit_dpret.privacy.modes import PrivacyMode

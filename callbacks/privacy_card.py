@@ -20,11 +20,11 @@ from lit_dpret.callbacks.averages import averaged, describe
 from lit_dpret.callbacks.planning import accountant_of, ledger_of
 from lit_dpret.cards.amendments import with_notes
 from lit_dpret.cards.card import CardFacts, RunFacts, build_card, inherit_card, subject_of, write_card
-from lit_dpret.cards.facts import declared_start, environment_facts, note_protocols, overlap_facts, protocol_facts
+from lit_dpret.cards.provenance import declared_start, environment_facts, note_protocols, overlap_facts, protocol_facts
 from lit_dpret.cards.tuning import declared_search, refuse_other_tuning, refuse_told_number
 from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.privacy.ledger.facts import leaks
+from lit_dpret.privacy.ledger.judgement import leaks
 
 MODEL_FOLDER = "model"
 _NEEDS = "PrivacyCard needs the PrivacyAccountant callback before it: the card is made from its ledger."

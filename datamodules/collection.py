@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from lit_dpret.datamodules.readers import NOT_UNICODE, as_id, is_unicode
-from lit_dpret.datamodules.records import SPLITS
+from lit_dpret.datamodules.rows import SPLITS
 from lit_dpret.errors import ConfigurationError, DataError
 
 Qrels = Mapping[str, Mapping[str, int]]

@@ -21,7 +21,7 @@ from lit_dpret.datamodules.layouts import open_corpus
 from lit_dpret.datamodules.pair_file import PairColumns, PairReader
 from lit_dpret.datamodules.pairs import PairsDataModule, PairSettings
 from lit_dpret.datamodules.readers import FORMATS, Complain, RecordFile, Records, one_line, refuse
-from lit_dpret.datamodules.records import SPLIT_NAMES, SPLITS, Unit
+from lit_dpret.datamodules.rows import SPLIT_NAMES, SPLITS, Unit
 from lit_dpret.errors import ConfigurationError, DataError
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")

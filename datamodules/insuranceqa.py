@@ -16,7 +16,7 @@ from typing import Any, Unpack
 from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.pairs import PairsDataModule, PairSettings
 from lit_dpret.datamodules.readers import Complain, read_json, refuse
-from lit_dpret.datamodules.records import collapse_whitespace
+from lit_dpret.datamodules.rows import collapse_whitespace
 from lit_dpret.errors import ConfigurationError, DataError
 
 _PACKAGE = "insuranceqa_data"

@@ -29,7 +29,7 @@ from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.left_out import HARMLESS, LeftOut
 from lit_dpret.datamodules.passage_store import build_store, cached_store, file_key
 from lit_dpret.datamodules.readers import Complain, Problems, RecordFile, Records, refuse
-from lit_dpret.datamodules.records import SPLIT_NAMES
+from lit_dpret.datamodules.rows import SPLIT_NAMES
 from lit_dpret.errors import DataError
 
 _SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".tsv", ".tsv.gz", ".csv", ".csv.gz", ".parquet")

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.readers import Complain, Problems
-from lit_dpret.datamodules.records import SPLITS
+from lit_dpret.datamodules.rows import SPLITS
 from lit_dpret.errors import DataError
 
 #: Of judgements of the measured split: no system can find the passage, and none is asked to.

@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 from lit_dpret.datamodules.sampled import SampledDataModule, SamplingSettings
 from lit_dpret.datamodules.unit_dataset import Planted
 from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.privacy.coins import kept_generators, seed_everywhere
+from lit_dpret.privacy.user_generators import kept_generators, seed_everywhere
 
 
 class OwnUnits:

@@ -27,7 +27,7 @@ from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.layouts import CorpusSettings, Passages, open_corpus, query_text, split_name
 from lit_dpret.datamodules.passage_store import PassageStore
 from lit_dpret.datamodules.readers import Complain, RecordFile, Records, refuse
-from lit_dpret.datamodules.records import stable_hash
+from lit_dpret.datamodules.rows import stable_hash
 from lit_dpret.errors import ConfigurationError, DataError
 
 

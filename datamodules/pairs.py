@@ -27,7 +27,7 @@ from lit_dpret.datamodules.left_out import LeftOut
 from lit_dpret.datamodules.pair_file import PairColumns, read_pairs
 from lit_dpret.datamodules.passage_store import PassageStore
 from lit_dpret.datamodules.readers import Complain, RecordFile, refuse
-from lit_dpret.datamodules.records import SPLIT_NAMES, Duplicates, Row, Unit
+from lit_dpret.datamodules.rows import SPLIT_NAMES, Duplicates, Row, Unit
 from lit_dpret.datamodules.sampled import SampledDataModule, SamplingSettings
 from lit_dpret.datamodules.unit_dataset import GroupedUnitDataset, Planted
 from lit_dpret.errors import ConfigurationError, DataError

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from lit_dpret.datamodules.collection import Collection, Qrels
-from lit_dpret.datamodules.records import normalise, stable_hash
+from lit_dpret.datamodules.rows import normalise, stable_hash
 from lit_dpret.errors import DataError
 
 T = TypeVar("T")

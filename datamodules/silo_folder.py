@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_dpret.datamodules.readers import NOT_UNICODE, Complain, RecordFile, as_id, is_unicode, read_json, refuse
-from lit_dpret.datamodules.records import SPLITS
+from lit_dpret.datamodules.rows import SPLITS
 from lit_dpret.errors import DataError, schema_problem
 from lit_dpret.files import new_folder
 

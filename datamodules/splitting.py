@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lit_dpret.datamodules.collection import Collection
-from lit_dpret.datamodules.records import SPLITS, normalise, stable_hash
+from lit_dpret.datamodules.rows import SPLITS, normalise, stable_hash
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.files import new_folder
 

@@ -18,7 +18,7 @@ from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.layouts import find_part
 from lit_dpret.datamodules.pairs import PairsDataModule, PairSettings
 from lit_dpret.datamodules.readers import NOT_UNICODE, Complain, is_unicode, read_json, refuse
-from lit_dpret.datamodules.records import collapse_whitespace, stable_hash
+from lit_dpret.datamodules.rows import collapse_whitespace, stable_hash
 from lit_dpret.errors import DataError
 
 Unanswerable = Literal["drop", "refuse"]

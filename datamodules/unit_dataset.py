@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from lit_dpret.datamodules.collection import Collection
-from lit_dpret.datamodules.records import Duplicates, Row, Unit, normalise, stable_hash
+from lit_dpret.datamodules.rows import Duplicates, Row, Unit, normalise, stable_hash
 from lit_dpret.errors import ConfigurationError, DataError
 
 

@@ -28,7 +28,7 @@ from lit_dpret.errors import ConfigurationError, ResumeError
 from lit_dpret.losses import MarginMSELoss
 from lit_dpret.negatives import LabelledNegatives
 from lit_dpret.privacy.modes import NoPrivacy
-from lit_dpret.retrieval.runs import EvaluationResult
+from lit_dpret.retrieval.trec_runs import EvaluationResult
 from lit_dpret.settings import require_whole
 from lit_dpret.synthesis.filters import ReleasedQueries, load_released
 from lit_dpret.synthesis.filters.pseudo_labels import LABELS

@@ -18,7 +18,7 @@ from lit_dpret.cards.text import printed_epsilon, privacy_line
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.negatives import InBatchNegatives, NegativeSource, PassageSource, refusal
 from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
-from lit_dpret.retrieval.runs import EvaluationResult
+from lit_dpret.retrieval.trec_runs import EvaluationResult
 from lit_dpret.settings import require_whole
 from reproduction.report.comparison import Headings
 from reproduction.study import Cell, RetrievalStudy, TrainingRun

@@ -14,7 +14,7 @@ from lit_dpret.cards.text import show_delta, show_epsilon
 from lit_dpret.errors import LedgerError
 from lit_dpret.privacy.accounting.releases import Release
 from lit_dpret.privacy.ledger.dataset_file import compose_across_runs
-from lit_dpret.privacy.ledger.facts import owed_releases
+from lit_dpret.privacy.ledger.judgement import owed_releases
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
 
 _Records = list[dict[str, Any]]

@@ -24,7 +24,7 @@ from lit_dpret.cards.card import read_card
 from lit_dpret.cards.page import Section
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import ConfigurationError, ResumeError
-from lit_dpret.retrieval.runs import EvaluationResult
+from lit_dpret.retrieval.trec_runs import EvaluationResult
 from lit_dpret.settings import require_whole
 from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.pipeline_stages import stage_callbacks, train_retriever

@@ -18,7 +18,7 @@ from lit_dpret.costs.measure import peak, reset_peak, resident
 from lit_dpret.errors import ResumeError
 from lit_dpret.modules import FrozenDualEncoder
 from lit_dpret.privacy.modes import PrivacyMode
-from lit_dpret.retrieval.runs import Ranking
+from lit_dpret.retrieval.trec_runs import Ranking
 from lit_dpret.synthesis.filters import ReleasedQueries
 from lit_dpret.synthesis.filters.cross_encoder import CrossEncoder
 from lit_dpret.synthesis.filters.pseudo_labels import Labelling, label

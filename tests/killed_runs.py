@@ -56,7 +56,7 @@ class Watch:
     def __init__(self, folder: Path, moment: dict[str, Any] | None) -> None:
         from lit_dpret.privacy.ledger.chain import ChainedFile
         from lit_dpret.privacy.ledger.gate import ReleaseGate
-        from lit_dpret.privacy.ledger.run import PrivateRun
+        from lit_dpret.privacy.ledger.private_run import PrivateRun
         from lit_dpret.tasks.checkpoints import WholeCheckpoints
 
         self.folder, self.moment = folder, moment
@@ -100,8 +100,8 @@ def train_once(job: dict[str, Any]) -> None:
     from stand_ins import Numbers, Regression
 
     from lit_dpret.callbacks import PrivacyAccountant
-    from lit_dpret.privacy.ledger import run as run_module
-    from lit_dpret.privacy.ledger.run import PrivateRun
+    from lit_dpret.privacy.ledger import private_run as run_module
+    from lit_dpret.privacy.ledger.private_run import PrivateRun
     from lit_dpret.privacy.modes import DPSGD
     from lit_dpret.privacy.noise import KeyedStream
     from lit_dpret.tasks.fit import Training, train

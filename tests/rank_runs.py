@@ -106,7 +106,7 @@ def fit(folder: Path, rank: int, world: int, *, module: str = "regression", mode
     from lit_dpret.callbacks import PrivacyAccountant
     from lit_dpret.callbacks.strategies import ddp_strategy
     from lit_dpret.privacy.ledger import gate as gate_module
-    from lit_dpret.privacy.ledger import run as run_module
+    from lit_dpret.privacy.ledger import private_run as run_module
     from lit_dpret.privacy.ledger.trained import note_built
 
     class Fixed:

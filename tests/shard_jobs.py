@@ -77,11 +77,11 @@ def generate(
     from torch.utils.data import DataLoader
 
     from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
-    from lit_dpret.privacy.ledger import gate, run
+    from lit_dpret.privacy.ledger import gate, private_run
     from lit_dpret.privacy.modes import DPSGD, NoPrivacy
     from lit_dpret.tasks.fit import CHECKPOINTS, Training, train
 
-    run.random_secrets = gate.random_secrets = SimpleNamespace(token_hex=lambda size: "ab" * size)  # type: ignore[assignment]
+    private_run.random_secrets = gate.random_secrets = SimpleNamespace(token_hex=lambda size: "ab" * size)  # type: ignore[assignment]
     pairs = tiny_generator.copy_pairs(40)
 
     class Pairs(Units):

@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import lit_dpret
-from lit_dpret.cards.facts import package_versions
+from lit_dpret.cards.provenance import package_versions
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = {

@@ -22,13 +22,6 @@ from typing import Any
 
 from lit_dpret.cards.check import verify_card
 from lit_dpret.cards.claim import claim_facts, tuning_gaps, uncovered, without_numbers
-from lit_dpret.cards.decided import decided_blocks, registered_facts
-from lit_dpret.cards.facts import (
-    environment_facts,
-    package_versions,
-    start_assumptions,
-    start_parents,
-)
 from lit_dpret.cards.file import (
     CARD_NAME,
     SCHEMA,
@@ -41,12 +34,19 @@ from lit_dpret.cards.file import (
     subject_of,
     write_card,
 )
+from lit_dpret.cards.provenance import (
+    environment_facts,
+    package_versions,
+    start_assumptions,
+    start_parents,
+)
+from lit_dpret.cards.recomputed import decided_blocks, registered_facts
 from lit_dpret.cards.text import SIGNOFF, contradicted, show_delta, show_epsilon, statement
 from lit_dpret.cards.tuning import tuning_facts, tuning_of_run, with_earlier_tuning
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.privacy.ledger.chain import today
 from lit_dpret.privacy.ledger.dataset_ledger import sweep_of
-from lit_dpret.privacy.ledger.facts import Assumption, Judged, derived_assumptions, plan_of
+from lit_dpret.privacy.ledger.judgement import Assumption, Judged, derived_assumptions, plan_of
 from lit_dpret.privacy.ledger.run_ledger import charged_releases
 
 __all__ = [

@@ -23,7 +23,7 @@ from lit_dpret.privacy.accounting.composition import delta_at, epsilon_curve
 from lit_dpret.privacy.accounting.groups import epsilon_of_several, group_epsilon
 from lit_dpret.privacy.accounting.releases import GaussianRelease, Release, TruncatedPoisson
 from lit_dpret.privacy.budget import AccountantName, Duplicates, Neighbours, Unit
-from lit_dpret.privacy.ledger.facts import (
+from lit_dpret.privacy.ledger.judgement import (
     Judged,
     derived_assumptions,
     every_unit_in_every_step,

@@ -22,7 +22,7 @@ from lit_dpret.cards.file import CARD_NAME, card_sha256, read_card
 from lit_dpret.cards.tuning import hides_earlier_tuning
 from lit_dpret.errors import DataError, LitDpretError
 from lit_dpret.privacy.accounting.composition import epsilon
-from lit_dpret.privacy.ledger.facts import claimed_releases, every_unit_in_every_step
+from lit_dpret.privacy.ledger.judgement import claimed_releases, every_unit_in_every_step
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 
 LEVELS = 3

@@ -22,7 +22,7 @@ from lit_dpret.privacy.accounting import composition as accounting
 from lit_dpret.privacy.accounting.releases import GaussianRelease, Release, release_from_dict
 from lit_dpret.privacy.ledger.dataset_file import EarlierRun
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
-from lit_dpret.privacy.ledger.facts import (
+from lit_dpret.privacy.ledger.judgement import (
     claimed_releases,
     every_unit_in_every_step,
     promised_releases,

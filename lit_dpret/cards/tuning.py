@@ -13,7 +13,7 @@ from lit_dpret.errors import ConfigurationError, UnsupportedAccountingError
 from lit_dpret.privacy.accounting.selection import RandomStopping, selection_epsilon
 from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.ledger.dataset_ledger import one_release, sweep_limit, sweep_of
-from lit_dpret.privacy.ledger.facts import Judged
+from lit_dpret.privacy.ledger.judgement import Judged
 from lit_dpret.privacy.ledger.run_ledger import start_of
 
 TuningData = Literal["none", "public", "synthetic", "private", "unknown"]

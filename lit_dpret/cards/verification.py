@@ -20,9 +20,9 @@ import lit_dpret
 from lit_dpret.cards.amendments import versions
 from lit_dpret.cards.card import gaps, said, signoff
 from lit_dpret.cards.check import Place, Recheck, changed_files, recheck
-from lit_dpret.cards.facts import CHANGED, code_commit, protocol_facts
 from lit_dpret.cards.file import CARD_NAME, SIGNATURE_NAME, card_path, card_sha256, read_card
 from lit_dpret.cards.lineage import FoundCard, Lineage, link_problems, passed_on
+from lit_dpret.cards.provenance import CHANGED, code_commit, protocol_facts
 from lit_dpret.cards.signature import Signed, check_signature, public_key_fingerprint
 from lit_dpret.cards.start import MODEL_FOLDER
 from lit_dpret.cards.text import NO_GUARANTEE, audit_problems, card_html, card_markdown, privacy_line, statement

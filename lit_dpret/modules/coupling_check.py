@@ -28,9 +28,9 @@ from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.memory import is_out_of_memory
 from lit_dpret.modules.module_state import KeptState, Looks
 from lit_dpret.privacy.batches import ALONE, FixedShape, UnitBatch, copied_rows, take_rows
-from lit_dpret.privacy.coins import kept_generators, own_generators, python_and_numpy_now, seed_everywhere
 from lit_dpret.privacy.ledger.trained import held, reached
 from lit_dpret.privacy.state_watch import same_values
+from lit_dpret.privacy.user_generators import kept_generators, own_generators, python_and_numpy_now, seed_everywhere
 
 #: What two passes may differ by, relative to the largest value: kernels that add in another order. They run without
 #: autocast, whose rounding would hide more.

@@ -38,10 +38,10 @@ from lit_dpret.modules.module_state import HookWatch
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.physical_batches import PhysicalBatches, memory_advice
 from lit_dpret.privacy.batches import UnitBatch, map_rows, rows_in_turn
-from lit_dpret.privacy.coins import kept_generators, seed_everywhere
 from lit_dpret.privacy.ledger.gate import ALWAYS, Guard, no_accountant, public_names, tells_progress, undeclared_metric
 from lit_dpret.privacy.modes import PrivacyMode, StepCounts
 from lit_dpret.privacy.sampling import Row
+from lit_dpret.privacy.user_generators import kept_generators, seed_everywhere
 
 if TYPE_CHECKING:
     from lit_dpret.distributed.fsdp import Shards

@@ -28,9 +28,9 @@ from lit_dpret.negatives.base import (
 )
 from lit_dpret.negatives.drawn import LabelledNegatives
 from lit_dpret.negatives.mined import DynamicNegatives, MinedSource, StaticNegatives
-from lit_dpret.privacy.coins import kept_generators, seed_generators
 from lit_dpret.privacy.ledger.trained import reached
 from lit_dpret.privacy.modes import PrivacyMode
+from lit_dpret.privacy.user_generators import kept_generators, seed_generators
 
 _ASKED = 9  # so many rows show whether a source remembers others
 _COPIED = 1 << 26

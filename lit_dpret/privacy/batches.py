@@ -26,8 +26,8 @@ from torch import Tensor
 from lit_dpret.distributed.xla import is_lazy
 from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError
 from lit_dpret.privacy.budget import NAMES
-from lit_dpret.privacy.coins import generators_now, kept_generators, seed_generators
 from lit_dpret.privacy.state_watch import checksums, same_values
+from lit_dpret.privacy.user_generators import generators_now, kept_generators, seed_generators
 
 _ROW = ("query_id", "passage_id", "image_id")
 

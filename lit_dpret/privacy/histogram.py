@@ -32,7 +32,7 @@ from lit_dpret.errors import BudgetExceededError, ConfigurationError, DataError,
 from lit_dpret.privacy.accounting.accountant import Accountant
 from lit_dpret.privacy.accounting.releases import FullBatch, GaussianRelease
 from lit_dpret.privacy.budget import AccountantName, Neighbours, NoiseName, PrivacyBudget, charged
-from lit_dpret.privacy.ledger.run import PrivateRun, sum_tag
+from lit_dpret.privacy.ledger.private_run import PrivateRun, sum_tag
 from lit_dpret.privacy.noise import noise_source
 from lit_dpret.privacy.plan import HISTOGRAM, PrivacyPlan
 

@@ -18,7 +18,7 @@ from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy import clip_fraction
 from lit_dpret.privacy.accounting.accountant import Accountant, calibrate_noise, choose_cap
 from lit_dpret.privacy.accounting.composition import check_supported
-from lit_dpret.privacy.accounting.coupling import Coupling, holds_under
+from lit_dpret.privacy.accounting.coupled_sensitivity import Coupling, holds_under
 from lit_dpret.privacy.accounting.groups import check_max_units
 from lit_dpret.privacy.accounting.releases import (
     FixedSize,

@@ -17,7 +17,7 @@ from torch.utils.data import Sampler
 
 from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.privacy.accounting.coupling import largest_batch
+from lit_dpret.privacy.accounting.coupled_sensitivity import largest_batch
 from lit_dpret.privacy.accounting.releases import FixedSize, FullBatch, Poisson, SamplingLaw, Shuffle, TruncatedPoisson
 from lit_dpret.privacy.batches import PADDING, Draw, SeededDraws, UnitBatch, UnitOwners
 from lit_dpret.privacy.noise import KeyedStream

@@ -24,7 +24,7 @@ class RetrievalMetric(_RetrievalMetric):
     """One measure, such as ``ndcg@10``, as a mean over queries.
 
     Guarantees:
-        - `compute` is the mean that `lit_dpret.retrieval.runs.evaluate` gives for the same ranking and judgements.
+        - `compute` is the mean that `lit_dpret.retrieval.trec_runs.evaluate` gives for the same ranking and judgements.
         - Neither the order of batches nor the number of ranks matters; rows of a query may come in several batches.
         - Of passages with equal scores the one that was passed first ranks first.
 

@@ -16,7 +16,7 @@ from lit_dpret.errors import LitDpretError
 from lit_dpret.files import write_whole
 from lit_dpret.privacy.ledger.dataset_file import Charge, EarlierRun, compose_across_runs, composed
 from lit_dpret.privacy.ledger.dataset_ledger import one_release
-from lit_dpret.privacy.ledger.facts import owed_releases
+from lit_dpret.privacy.ledger.judgement import owed_releases
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, noise_keys, start_of
 from lit_dpret.report.figures import can_draw, draw_sweep
 from lit_dpret.sweeps.folder import SweepFolder

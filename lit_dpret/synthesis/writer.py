@@ -26,11 +26,11 @@ import torch
 
 from lit_dpret.cards.amendments import with_notes
 from lit_dpret.cards.card import CARD_NAME, CardFacts, inherit_card, read_card, write_card
-from lit_dpret.cards.facts import environment_facts, version_of
+from lit_dpret.cards.provenance import environment_facts, version_of
 from lit_dpret.distributed.job import Job
 from lit_dpret.errors import ConfigurationError, DataError, StorageError
 from lit_dpret.modules.generator_folder import load_generator, weights_hash
-from lit_dpret.privacy.ledger.facts import Assumption
+from lit_dpret.privacy.ledger.judgement import Assumption
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
 from lit_dpret.synthesis.dataset_folder import (
     DATA_FILES,

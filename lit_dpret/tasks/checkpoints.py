@@ -22,7 +22,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from lit_dpret.errors import ResumeError
 from lit_dpret.privacy.ledger.chain import storage_error, sync_folder
-from lit_dpret.privacy.ledger.run import Position
+from lit_dpret.privacy.ledger.private_run import Position
 
 _DRAFT = ".{}.tmp"
 

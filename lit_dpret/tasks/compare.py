@@ -12,7 +12,7 @@ from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.report.comparison_table import comparison_table, write_comparison
 from lit_dpret.retrieval.comparison import compare_values
 from lit_dpret.retrieval.metrics import Metric, Values
-from lit_dpret.retrieval.runs import DEFAULT_METRICS, evaluate, read_qrels, read_run
+from lit_dpret.retrieval.trec_runs import DEFAULT_METRICS, evaluate, read_qrels, read_run
 from lit_dpret.settings import require_whole
 from lit_dpret.tasks.parts import Parts, check_run_dir, say
 from lit_dpret.tasks.ranking import JUDGEMENTS, find_runs

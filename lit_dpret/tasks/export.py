@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from lit_dpret.cards.card import CardFacts, inherit_card, read_card, subject_of, write_card
-from lit_dpret.cards.facts import environment_facts
 from lit_dpret.cards.file import CARD_NAME
 from lit_dpret.cards.hub import (
     base_model_of,
@@ -23,13 +22,14 @@ from lit_dpret.cards.hub import (
     front_matter,
     stated_languages,
 )
+from lit_dpret.cards.provenance import environment_facts
 from lit_dpret.cards.start import MODEL_FOLDER
 from lit_dpret.cards.text import privacy_line, statement
 from lit_dpret.encoders import load_towers
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.modules import PrivateModule
 from lit_dpret.modules.checkpointed import CLASS_KEY
-from lit_dpret.privacy.ledger.run import Position
+from lit_dpret.privacy.ledger.private_run import Position
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
 from lit_dpret.report.page import render
 from lit_dpret.settings import require_switch

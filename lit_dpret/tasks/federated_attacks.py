@@ -25,7 +25,7 @@ from lit_dpret.audit.statistics.evidence import check_confidence
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.start import model_folder
 from lit_dpret.datamodules import SiloDataModule
-from lit_dpret.datamodules.records import normalise
+from lit_dpret.datamodules.rows import normalise
 from lit_dpret.datamodules.silo_folder import read_manifest, silo_folders
 from lit_dpret.encoders import Side, TextEncoder
 from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError

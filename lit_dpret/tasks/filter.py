@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import get_args
 
 from lit_dpret.callbacks import ProgressLine
-from lit_dpret.cards.facts import environment_facts
+from lit_dpret.cards.provenance import environment_facts
 from lit_dpret.cards.tuning import TuningData
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.budget import require_choice

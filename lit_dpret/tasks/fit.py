@@ -28,7 +28,7 @@ from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.files import read_json, write_whole
 from lit_dpret.privacy.accounting.releases import Release
-from lit_dpret.privacy.ledger.run import require_run
+from lit_dpret.privacy.ledger.private_run import require_run
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, forthcoming_releases
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.tasks.checkpoints import WholeCheckpoints, newest_checkpoint

@@ -17,7 +17,7 @@ import numpy as np
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.page import Grid
 from lit_dpret.cards.start import model_folder
-from lit_dpret.datamodules.records import normalise
+from lit_dpret.datamodules.rows import normalise
 from lit_dpret.datamodules.silo_folder import Silo, SiloQuery, read_silo
 from lit_dpret.encoders import Towers, load_towers
 from lit_dpret.errors import ConfigurationError

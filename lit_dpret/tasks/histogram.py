@@ -13,7 +13,7 @@ import numpy as np
 
 from lit_dpret.callbacks.own_code import refuse_false_bound
 from lit_dpret.cards.card import CARD_NAME, RunFacts, build_card, read_card, subject_of, verify_card, write_card
-from lit_dpret.cards.facts import environment_facts
+from lit_dpret.cards.provenance import environment_facts
 from lit_dpret.cards.start import Start, note_start, read_start
 from lit_dpret.errors import BudgetExceededError, ConfigurationError, ResumeError
 from lit_dpret.privacy.accounting.releases import Release
@@ -27,8 +27,8 @@ from lit_dpret.privacy.histogram import (
 from lit_dpret.privacy.ledger.dataset_account import RunLock, note_not_counted, require_room
 from lit_dpret.privacy.ledger.dataset_file import TOTAL_EVENT, Charge, EarlierRun
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
-from lit_dpret.privacy.ledger.facts import leaks, owed_releases
-from lit_dpret.privacy.ledger.run import Fingerprints, PrivateRun
+from lit_dpret.privacy.ledger.judgement import leaks, owed_releases
+from lit_dpret.privacy.ledger.private_run import Fingerprints, PrivateRun
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
 from lit_dpret.privacy.modes import GaussianMode
 from lit_dpret.privacy.noise import load_secret, published_secret

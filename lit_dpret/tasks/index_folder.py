@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from lit_dpret.cards.card import CARD_NAME, CardFacts, card_sha256, inherit_card, subject_of, write_card
-from lit_dpret.cards.facts import environment_facts
 from lit_dpret.cards.file import card_names, check_dataset_card, file_sha256, names_behind, read_card
+from lit_dpret.cards.provenance import environment_facts
 from lit_dpret.distributed.job import Job
 from lit_dpret.encoders import Progress, Side, TextEncoder, cut, load_towers
 from lit_dpret.encoders.backbones import resolve_folder

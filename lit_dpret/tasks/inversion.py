@@ -27,7 +27,7 @@ from lit_dpret.audit.attacks.inversion import align, embedding_gain, identify, r
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.start import model_folder
 from lit_dpret.datamodules.readers import RecordFile
-from lit_dpret.datamodules.records import normalise
+from lit_dpret.datamodules.rows import normalise
 from lit_dpret.encoders import Side, TextEncoder, load_towers
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.files import write_whole

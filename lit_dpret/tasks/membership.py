@@ -20,8 +20,8 @@ from lit_dpret.audit.statistics.scores import CanaryScores
 from lit_dpret.audit.statistics.shadow import counterfactual_memorisation, shadow_scores
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.check import judge_card
-from lit_dpret.cards.decided import ceilings_of
 from lit_dpret.cards.file import CARD_NAME, file_sha256, read_card
+from lit_dpret.cards.recomputed import ceilings_of
 from lit_dpret.cards.start import model_folder
 from lit_dpret.cards.text import privacy_line
 from lit_dpret.encoders import load_towers

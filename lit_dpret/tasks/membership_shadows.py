@@ -31,7 +31,7 @@ from lit_dpret.audit.attacks.signals import (
 )
 from lit_dpret.audit.statistics.shadow import FEWEST, ShadowMatrix, balanced_halves
 from lit_dpret.callbacks import PrivacyAccountant, ProgressLine, StepProgress
-from lit_dpret.datamodules.records import normalise
+from lit_dpret.datamodules.rows import normalise
 from lit_dpret.encoders import load_towers
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.files import write_whole

@@ -31,8 +31,8 @@ from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode, SyntheticData
 from lit_dpret.privacy.noise import load_secret
 from lit_dpret.report.html import Artefact, RunReport, Sample
 from lit_dpret.report.table import RowResult, console_table, write_csv, write_json
-from lit_dpret.retrieval.runs import EvaluationResult
 from lit_dpret.retrieval.statistics import Interval
+from lit_dpret.retrieval.trec_runs import EvaluationResult
 from lit_dpret.synthesis.filters import load_released
 from lit_dpret.synthesis.pseudo_queries import write_pseudo_queries
 from lit_dpret.synthesis.writer import synthesize

@@ -19,8 +19,8 @@ from lit_dpret.files import write_whole
 from lit_dpret.retrieval.backends import check_search, make_search
 from lit_dpret.retrieval.bm25 import BM25, BM25Settings
 from lit_dpret.retrieval.metrics import Qrels, Values
-from lit_dpret.retrieval.runs import EvaluationResult, Ranking, evaluate, without_self_matches, write_run
 from lit_dpret.retrieval.search import SearchStream, TopK, lexicographic_rank, search
+from lit_dpret.retrieval.trec_runs import EvaluationResult, Ranking, evaluate, without_self_matches, write_run
 from lit_dpret.settings import built
 
 

@@ -18,7 +18,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.datamodules.records import SPLITS
+from lit_dpret.datamodules.rows import SPLITS
 from lit_dpret.datamodules.silo_folder import MANIFEST, Silo, SiloQuery, read_silo, silo_folders, write_silos
 from lit_dpret.errors import DataError
 from lit_dpret.federated.fitting import attempt_folder

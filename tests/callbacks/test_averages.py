@@ -28,7 +28,7 @@ from lit_dpret.cli import explain
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import ConfigurationError, LitDpretError
 from lit_dpret.privacy.ledger import gate as gate_module
-from lit_dpret.privacy.ledger import run as run_module
+from lit_dpret.privacy.ledger import private_run as run_module
 
 DECAY = 0.6
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from lit_dpret.callbacks import PrivacyAccountant
 from lit_dpret.errors import ResumeError
 from lit_dpret.privacy.ledger.gate import ReleaseGate
-from lit_dpret.privacy.ledger.run import PrivateRun
+from lit_dpret.privacy.ledger.private_run import PrivateRun
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, charged_releases
 from lit_dpret.privacy.noise import NOISE_STREAM, KeyedStream
 

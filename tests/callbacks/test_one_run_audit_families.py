@@ -22,7 +22,7 @@ from conftest import digit_module, digit_tokenizer
 from lit_dpret.callbacks import OneRunAudit
 from lit_dpret.cards.file import read_card
 from lit_dpret.datamodules import ImagesDataModule
-from lit_dpret.datamodules.records import Row
+from lit_dpret.datamodules.rows import Row
 from lit_dpret.encoders import Contract, TextEncoder
 from lit_dpret.encoders.vision import EmbeddingNet
 from lit_dpret.errors import ConfigurationError

@@ -253,7 +253,7 @@ def files(folder: Path) -> dict[str, bytes]:
 def slow_and_fast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> list[dict[str, bytes]]:
     """The files of two runs in one place that differ in nothing but how long a long text takes."""
     monkeypatch.setattr(
-        "lit_dpret.privacy.ledger.run.random_secrets", SimpleNamespace(token_hex=lambda size: "ab" * size)
+        "lit_dpret.privacy.ledger.private_run.random_secrets", SimpleNamespace(token_hex=lambda size: "ab" * size)
     )
     found = []
     for seconds in (SECONDS_PER_TOKEN, 0.0):

@@ -25,7 +25,7 @@ from lit_dpret.cards.text import statement
 from lit_dpret.cards.verification import Verification, verify_chain
 from lit_dpret.privacy.accounting import composition as accounting
 from lit_dpret.privacy.accounting import groups
-from lit_dpret.privacy.ledger.facts import leaks
+from lit_dpret.privacy.ledger.judgement import leaks
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 from lit_dpret.tasks import Fit
 

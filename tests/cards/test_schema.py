@@ -14,9 +14,9 @@ from cards import CHILD, Run, make_plan
 from lit_dpret.cards import card as card_module
 from lit_dpret.cards.amendments import note_not_covered
 from lit_dpret.cards.card import SCHEMA, Assumption, inherit_card, read_card, write_card
-from lit_dpret.cards.facts import note_protocols
+from lit_dpret.cards.provenance import note_protocols
 from lit_dpret.cards.start import note_start, read_start
-from lit_dpret.privacy.accounting.coupling import Coupling
+from lit_dpret.privacy.accounting.coupled_sensitivity import Coupling
 from lit_dpret.privacy.accounting.releases import FixedSize, FullBatch, Shuffle, TruncatedPoisson
 from lit_dpret.privacy.ledger.dataset_file import TOTAL_EVENT
 

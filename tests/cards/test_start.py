@@ -33,7 +33,7 @@ from lit_dpret.cards.verification import verify_chain
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.accounting.releases import FixedSize, GaussianRelease
-from lit_dpret.privacy.ledger.facts import RANDOM_WEIGHTS
+from lit_dpret.privacy.ledger.judgement import RANDOM_WEIGHTS
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
 from lit_dpret.privacy.ledger.trained import NOTE_NAME, TRAINED_KEY
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy, SyntheticData

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lit_dpret.datamodules.collection import Collection
-from lit_dpret.datamodules.records import Row
+from lit_dpret.datamodules.rows import Row
 from lit_dpret.errors import ConfigurationError, DataError
 
 KEY = bytes(range(32))

@@ -14,7 +14,7 @@ import pytest
 
 from lit_dpret.datamodules import HuggingFaceDataModule
 from lit_dpret.datamodules.readers import Problems
-from lit_dpret.datamodules.records import Unit
+from lit_dpret.datamodules.rows import Unit
 from lit_dpret.errors import ConfigurationError, DataError
 
 Write = Callable[..., Path]

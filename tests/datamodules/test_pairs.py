@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lit_dpret.datamodules.pairs import PairsDataModule
-from lit_dpret.datamodules.records import Unit
+from lit_dpret.datamodules.rows import Unit
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.privacy.batches import PADDING, Draw
 

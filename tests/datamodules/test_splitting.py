@@ -10,7 +10,7 @@ import pytest
 
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.datamodules.collection import Collection
-from lit_dpret.datamodules.records import SPLITS, normalise
+from lit_dpret.datamodules.rows import SPLITS, normalise
 from lit_dpret.datamodules.splitting import checked_fractions, split_collection, write_split
 from lit_dpret.errors import ConfigurationError, DataError
 

@@ -11,7 +11,7 @@ import pytest
 from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.layouts import folder_parts, read_parts
 from lit_dpret.datamodules.pair_file import read_pairs
-from lit_dpret.datamodules.records import Row, Unit
+from lit_dpret.datamodules.rows import Row, Unit
 from lit_dpret.datamodules.sampled import UnitItems
 from lit_dpret.datamodules.unit_dataset import GroupedUnitDataset
 from lit_dpret.errors import ConfigurationError, DataError

@@ -12,8 +12,8 @@ from tiny_models import WORDS, tiny_bert, tiny_t5, tiny_tokenizer
 
 from lit_dpret.encoders import Contract, TextEncoder
 from lit_dpret.encoders.st_folder import save_sentence_transformer
-from lit_dpret.retrieval.runs import Ranking, evaluate
 from lit_dpret.retrieval.search import lexicographic_rank, search
+from lit_dpret.retrieval.trec_runs import Ranking, evaluate
 
 MANY = 1040
 

@@ -92,7 +92,7 @@ def test_another_file_of_that_name_is_refused(cache: Path, monkeypatch: pytest.M
 
 
 def test_the_card_says_what_it_had_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lit_dpret.cards.facts import start_text
+    from lit_dpret.cards.provenance import start_text
 
     assert "InsuranceQA" in start_text(SimpleNamespace(records=[]), {}, SMOLLM2)["start"]  # type: ignore[arg-type]
     assert "InsuranceQA" not in start_text(SimpleNamespace(records=[]), {}, "t5-small")["start"]  # type: ignore[arg-type]

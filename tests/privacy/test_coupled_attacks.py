@@ -21,7 +21,7 @@ from lit_dpret.cards.plan_text import format_plan
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.losses import DeclaredPairLoss, SoftmaxPairLoss
 from lit_dpret.privacy.accounting.composition import epsilon
-from lit_dpret.privacy.accounting.coupling import least_n_max
+from lit_dpret.privacy.accounting.coupled_sensitivity import least_n_max
 from lit_dpret.privacy.accounting.releases import GaussianRelease, Poisson
 from lit_dpret.privacy.clipping.pairs import clipped_pair_factors, make_pair_norms, weighted_backward
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger

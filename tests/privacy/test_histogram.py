@@ -23,8 +23,8 @@ from lit_dpret.privacy.histogram import (
     release_histogram,
     shares,
 )
-from lit_dpret.privacy.ledger.facts import plan_of
-from lit_dpret.privacy.ledger.run import Fingerprints, PrivateRun
+from lit_dpret.privacy.ledger.judgement import plan_of
+from lit_dpret.privacy.ledger.private_run import Fingerprints, PrivateRun
 from lit_dpret.privacy.ledger.run_ledger import charged_releases
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.privacy.accounting.coupling import Coupling, change_of_a_sub_batch, resolve_n_max
+from lit_dpret.privacy.accounting.coupled_sensitivity import Coupling, change_of_a_sub_batch, resolve_n_max
 from lit_dpret.privacy.accounting.releases import FixedSize, FullBatch, Poisson, SamplingLaw, Shuffle, TruncatedPoisson
 from lit_dpret.privacy.batches import PADDING
 from lit_dpret.privacy.noise import KeyedStream

@@ -152,7 +152,7 @@ def test_a_root_without_any_of_the_sets_is_refused(tmp_path: Path) -> None:
 def test_evaluation_leaves_a_run_that_trec_eval_scores_alike(tmp_path: Path) -> None:
     pytrec_eval = pytest.importorskip("pytrec_eval")
     from lit_dpret.datamodules import BeirDataModule
-    from lit_dpret.retrieval.runs import read_qrels, read_run
+    from lit_dpret.retrieval.trec_runs import read_qrels, read_run
 
     write_set(tmp_path / "scifact", found=3)
     data = BeirDataModule(name="scifact", root=tmp_path)

@@ -9,8 +9,8 @@ import torch
 
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.retrieval.bm25 import BM25, BM25Settings
-from lit_dpret.retrieval.runs import Ranking, evaluate
 from lit_dpret.retrieval.search import MISSING
+from lit_dpret.retrieval.trec_runs import Ranking, evaluate
 
 PASSAGES = [
     "flood insurance covers water damage",

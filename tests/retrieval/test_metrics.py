@@ -9,8 +9,8 @@ import torch
 
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.retrieval.metrics import Metric, gains_of_indices, ideal_gains
-from lit_dpret.retrieval.runs import Ranking, evaluate
 from lit_dpret.retrieval.search import MISSING, TopK, lexicographic_rank, search
+from lit_dpret.retrieval.trec_runs import Ranking, evaluate
 
 Run = dict[str, dict[str, float]]
 Qrels = dict[str, dict[str, int]]

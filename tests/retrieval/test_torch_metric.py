@@ -15,8 +15,8 @@ from torchmetrics import MetricCollection
 from torchmetrics.retrieval import RetrievalMRR, RetrievalNormalizedDCG, RetrievalRecall
 
 from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.retrieval.runs import evaluate
 from lit_dpret.retrieval.torch_metric import RetrievalMetric
+from lit_dpret.retrieval.trec_runs import evaluate
 
 METRICS = ["ndcg@10", "map@5", "success@1", "recall@3"]
 

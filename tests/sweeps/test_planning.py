@@ -35,7 +35,7 @@ from lit_dpret.privacy.accounting.releases import Release, merge
 from lit_dpret.privacy.budget import PrivacyBudget
 from lit_dpret.privacy.ledger.dataset_file import compose_across_runs
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
-from lit_dpret.privacy.ledger.facts import owed_releases
+from lit_dpret.privacy.ledger.judgement import owed_releases
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 from lit_dpret.privacy.modes import NoPrivacy, SyntheticData
 from lit_dpret.sweeps import SweepFolder, write_result

@@ -20,7 +20,7 @@ from lit_dpret.errors import ResumeError, StorageError
 from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.ledger.chain import ChainedFile
 from lit_dpret.privacy.ledger.gate import ReleaseGate
-from lit_dpret.privacy.ledger.run import Position
+from lit_dpret.privacy.ledger.private_run import Position
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases, check_no_key_reuse, noise_keys
 from lit_dpret.tasks import checkpoints
 from lit_dpret.tasks.checkpoints import WholeCheckpoints, newest_checkpoint

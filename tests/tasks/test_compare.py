@@ -11,7 +11,7 @@ import pytest
 
 from lit_dpret.cli import with_task
 from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.retrieval.runs import write_run
+from lit_dpret.retrieval.trec_runs import write_run
 from lit_dpret.tasks import Compare
 from lit_dpret.tasks.parts import Parts
 

@@ -26,7 +26,7 @@ from lit_dpret.errors import BudgetExceededError, ConfigurationError, PrivateDat
 from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.histogram import ReleasedHistogram
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
-from lit_dpret.privacy.ledger.facts import claimed_releases
+from lit_dpret.privacy.ledger.judgement import claimed_releases
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy
 from lit_dpret.synthesis.filters import HistogramMatch, LabelBins, LengthBins, apply_filters, load_released

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from lit_dpret.datamodules.records import Row
+from lit_dpret.datamodules.rows import Row
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.files import read_json, write_whole
 

@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 from lit_dpret.audit.canaries.canary import CANARIES, CanarySet, Kind, check_all_fit, read_canaries, write_canaries
 from lit_dpret.audit.canaries.suite import CanarySuite, planted_facts
 from lit_dpret.datamodules.images import ImageRow
-from lit_dpret.datamodules.records import Row
+from lit_dpret.datamodules.rows import Row
 from lit_dpret.datamodules.unit_dataset import Planted
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.files import read_json, write_whole

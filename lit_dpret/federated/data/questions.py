@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.datamodules.records import SPLIT_NAMES, stable_hash
+from lit_dpret.datamodules.rows import SPLIT_NAMES, stable_hash
 from lit_dpret.datamodules.silo_folder import Silo, SiloQuery
 from lit_dpret.errors import DataError
 from lit_dpret.federated.data.collections import safe_name

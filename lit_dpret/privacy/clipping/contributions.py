@@ -159,7 +159,7 @@ class Dense:
 
     Args:
         value: The gradients.
-        spread: In an audit, the sums of the absolute values that ``value`` is a sum of, of the same shape.
+        spread: In a check of the recording, sums of the absolute values of which ``value`` is the sum, same shape.
         terms: How many there are to each of them.
     """
 

@@ -17,7 +17,6 @@ from torch.profiler import record_function
 
 from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.matmul_precision import whole_products
-from lit_dpret.privacy.clipping.audit import Audit, refuse_lost_gradients, roundoff_of, tolerance_of, unit_weights
 from lit_dpret.privacy.clipping.base import (
     ClippedSum,
     ClipSettings,
@@ -40,6 +39,13 @@ from lit_dpret.privacy.clipping.contributions import (
     write_out,
 )
 from lit_dpret.privacy.clipping.recorder import Layout, Recorder, Use, contributions_of, uncompiled
+from lit_dpret.privacy.clipping.recording_check import (
+    RecordingCheck,
+    refuse_lost_gradients,
+    roundoff_of,
+    tolerance_of,
+    unit_weights,
+)
 from lit_dpret.privacy.clipping.rules import WAYS_OUT, Plan, make_plan, refuse_functional_use
 from lit_dpret.privacy.clipping.units import UnitRows
 
@@ -79,13 +85,13 @@ class GhostClipping(ClippedSum):
           within the bound in fp32 even where the passes ran in bf16.
         - A loss that couples units, a tensor whose first axis is not the batch, and a parameter
           used outside its module are refused. The first batch and every later change of the
-          pattern of calls go through ``Audit``; the last of the three is noticed in every batch.
+          pattern of calls go through ``RecordingCheck``; the last of the three is noticed in every batch.
 
     Args:
         module: What is trained.
-        verify: Audit every batch, for about the cost of one more backward pass each.
+        verify: Check every batch, for about the cost of one more backward pass each.
         fixed_shapes: Every batch has a fixed shape (`units`), and no branch is taken by a value but in the first
-            batches and in an audit, so that XLA compiles one program. A unit whose terms cancel, whose norm
+            batches and in a check, so that XLA compiles one program. A unit whose terms cancel, whose norm
             would elsewhere be computed again in float64, gets an upper bound of its norm in place of that.
         **clipping: The arguments of `ClippedSum`.
     """
@@ -97,7 +103,7 @@ class GhostClipping(ClippedSum):
         self.fixed_shapes = fixed_shapes
         self._plan()
         self.zero()
-        self._audit = Audit(always=verify)
+        self._recording_check = RecordingCheck(always=verify)
 
     def _plan(self) -> Plan:
         return make_plan(self.module, self.parameters)
@@ -119,7 +125,7 @@ class GhostClipping(ClippedSum):
         """The Jacobian of ``outputs``, (rows, columns), as what each column contributes to each parameter's gradient.
 
         One forward pass, and for every column one backward pass to the outputs of layers. The first
-        time, a mixture of all columns is audited before. Where no output needs a gradient there are
+        time, a mixture of all columns is checked before. Where no output needs a gradient there are
         no columns.
         """
         batch = self._each_row(rows)
@@ -131,7 +137,7 @@ class GhostClipping(ClippedSum):
             if not values.requires_grad:
                 return values.detach(), []
             units = torch.eye(values.shape[1], dtype=values.dtype, device=values.device)
-            if self._audit.wants_parameters:
+            if self._recording_check.wants_parameters:
                 mixture = torch.linspace(1.0, 2.0, len(units), dtype=values.dtype, device=values.device)
                 units = torch.cat([mixture[None], units])
             found: list[Contributions] = []
@@ -200,7 +206,7 @@ class GhostClipping(ClippedSum):
             self._sums[name] = total
 
     def _backward(self, uses: list[Use], losses: Tensor, batch: UnitRows, *, keep: bool = False) -> Contributions:
-        """Gradients of the recorded outputs, audited where due, sorted by parameter.
+        """Gradients of the recorded outputs, checked where due, sorted by parameter.
 
         Args:
             uses: The recorded calls.
@@ -219,7 +225,7 @@ class GhostClipping(ClippedSum):
             use.refuse_changed_input()
         edges = [*(use.edge for use in uses), *map(get_gradient_edge, self.parameters.values())]
         real = torch.where(batch.row_is_real(), losses, torch.zeros_like(losses))
-        due = self._audit.may_be_due(uses, losses, batch)
+        due = self._recording_check.may_be_due(uses, losses, batch)
         with phase("backward"):
             found: Sequence[Tensor | None] = torch.autograd.grad(
                 real.sum(), edges, allow_unused=True, retain_graph=due or keep
@@ -227,9 +233,9 @@ class GhostClipping(ClippedSum):
         refuse_functional_use(list(self.parameters), found[len(uses) :])
         grads = self._shaped(uses, found)
         refuse_lost_gradients(uses, grads, losses)
-        if due and self._audit.is_due(uses, grads, batch):
+        if due and self._recording_check.is_due(uses, grads, batch):
             return self._audited(uses, grads, real, batch, keep=keep)
-        layouts = [self._audit.layout(use, batch) for use in uses]
+        layouts = [self._recording_check.layout(use, batch) for use in uses]
         return self._by_parameter(uses, grads, layouts, batch)
 
     def _audited(
@@ -242,7 +248,7 @@ class GhostClipping(ClippedSum):
         del tensors
         aliases = [(use.site.parameters[local], alias) for use in uses for local, alias in use.aliases.items()]
         leaves = [alias for _, alias in aliases]
-        with phase("check_backward"), self._audit.watching(uses, grads, batch) as layouts:
+        with phase("check_backward"), self._recording_check.watching(uses, grads, batch) as layouts:
             found: list[Tensor | None] = list(
                 torch.autograd.grad(weighted, leaves, allow_unused=True, retain_graph=keep)
             )
@@ -257,7 +263,7 @@ class GhostClipping(ClippedSum):
                 reference = reference.flatten(0, -2).sum(0)
             references[name] = references[name].add_(reference) if name in references else reference
         with phase("check_parameters"):
-            self._audit.check_parameters(contributions, references, batch, tolerance, roundoff)
+            self._recording_check.check_parameters(contributions, references, batch, tolerance, roundoff)
         return contributions
 
     @torch.no_grad()

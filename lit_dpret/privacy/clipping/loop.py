@@ -12,8 +12,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from lit_dpret.privacy.clipping.audit import ancestors, refuse_hidden_calls
 from lit_dpret.privacy.clipping.base import ClippedSum, ClipStats, RowLoss, accumulator_dtype, check_losses
+from lit_dpret.privacy.clipping.recording_check import ancestors, refuse_hidden_calls
 from lit_dpret.privacy.clipping.units import UnitRows
 
 

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
-from lit_dpret.privacy.clipping.audit import tolerance_of, unit_weights
 from lit_dpret.privacy.clipping.base import (
     ClippedSum,
     ClipSettings,
@@ -27,6 +26,7 @@ from lit_dpret.privacy.clipping.base import (
     broken_units,
     check_losses,
 )
+from lit_dpret.privacy.clipping.recording_check import tolerance_of, unit_weights
 from lit_dpret.privacy.clipping.rules import RELATIVE_ATTENTION, WAYS_OUT, qualified_name
 from lit_dpret.privacy.clipping.units import UnitRows
 

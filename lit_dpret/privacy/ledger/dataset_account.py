@@ -18,9 +18,9 @@ from lit_dpret.privacy.accounting.releases import NonPrivateRelease, Release
 from lit_dpret.privacy.ledger.chain import storage_error
 from lit_dpret.privacy.ledger.dataset_file import TOTAL_EVENT, Charge, EarlierRun, Total
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
-from lit_dpret.privacy.ledger.facts import owed_releases
 from lit_dpret.privacy.ledger.gate import ReleaseGate
-from lit_dpret.privacy.ledger.run import PrivateRun
+from lit_dpret.privacy.ledger.judgement import owed_releases
+from lit_dpret.privacy.ledger.private_run import PrivateRun
 from lit_dpret.privacy.ledger.run_ledger import (
     NOISE_KINDS,
     NOT_COUNTED_EVENT,

@@ -5,7 +5,7 @@ identity of the data set: it holds no name, size or fingerprint of the data, so 
 points two runs at one file says that they use the same data.
 
 A run *reserves* what it plans to release, and when it ends it *settles* to what its own ledger promises: its
-releases, and the steps that were planned where it ended early (`lit_dpret.privacy.ledger.facts.promised_releases`). A
+releases, and the steps that were planned where it ended early (`judgement.promised_releases`). A
 killed run cannot settle; its reservation stays charged until a resume of that run takes it over. A *sweep* reserves all
 of its trials before the first one starts; a trial that begins takes over the reservation for a run like it. All of this
 happens under a file lock, one transaction at a time, so that two runs never both take what is left. The lock is the

@@ -29,7 +29,7 @@ from lit_dpret.privacy.accounting.releases import (
 )
 from lit_dpret.privacy.clip_fraction import NAME
 from lit_dpret.privacy.ledger.noise_check import NoiseCheck
-from lit_dpret.privacy.ledger.run import Position, PrivateRun, sample_tag, sum_tag, update_hash
+from lit_dpret.privacy.ledger.private_run import Position, PrivateRun, sample_tag, sum_tag, update_hash
 from lit_dpret.privacy.ledger.run_ledger import UNITS_UNKNOWN, Key, charged_releases, forthcoming_releases
 from lit_dpret.privacy.modes import PrivacyMode, Update
 from lit_dpret.privacy.noise import KeyedStream

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_dpret.distributed.strategies import SUMS_ADD_UP, Supported
-from lit_dpret.privacy.accounting.coupling import Bounded, Change
+from lit_dpret.privacy.accounting.coupled_sensitivity import Bounded, Change
 from lit_dpret.privacy.clipping.base import LEAST_FACTOR, refuse_batch_mixing, room_for_rounding
 from lit_dpret.privacy.modes.base import GradientSums, trainable
 from lit_dpret.privacy.modes.coupled import CoupledMode, check_bounds

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Unpack
 from torch import nn
 
 from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError
-from lit_dpret.privacy.accounting.coupling import (
+from lit_dpret.privacy.accounting.coupled_sensitivity import (
     Bounded,
     Change,
     Coupling,
@@ -46,7 +46,7 @@ class CoupledMode(GaussianMode):
         sub_batches: Into how many parts a logical batch falls; negatives come from the own part.
         n_max: Most units of a part, public; null for one that is hardly ever reached. Units beyond it
             are left out of the step, uniformly. Where batches are drawn by coins, that must be next to impossible,
-            but under ``add_or_remove`` (`lit_dpret.privacy.accounting.coupling.least_n_max`).
+            but under ``add_or_remove`` (`lit_dpret.privacy.accounting.coupled_sensitivity.least_n_max`).
         **common: The arguments of `GaussianMode`.
 
     Raises:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from lit_dpret.distributed.strategies import SUMS_ADD_UP, Supported
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.evaluation_mode import evaluation_mode
-from lit_dpret.privacy.accounting.coupling import Bounded, Change, LossClaim
+from lit_dpret.privacy.accounting.coupled_sensitivity import Bounded, Change, LossClaim
 from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.clipping.base import room_for_rounding
 from lit_dpret.privacy.clipping.pairs import (

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_dpret.distributed.strategies import SUMS_ADD_UP, Supported
-from lit_dpret.privacy.accounting.coupling import Bounded, Change
+from lit_dpret.privacy.accounting.coupled_sensitivity import Bounded, Change
 from lit_dpret.privacy.batches import rows_in_turn
 from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.clipping import make_engine

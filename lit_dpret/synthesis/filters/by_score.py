@@ -18,7 +18,7 @@ import numpy as np
 
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.modules.token_scores import TokenScorer
-from lit_dpret.retrieval.runs import Ranking
+from lit_dpret.retrieval.trec_runs import Ranking
 from lit_dpret.synthesis.filters.cross_encoder import CrossEncoder
 from lit_dpret.synthesis.filters.released import ReleasedQueries, require_covered, require_released, shown
 

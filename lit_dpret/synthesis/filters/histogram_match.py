@@ -22,7 +22,7 @@ from lit_dpret.cards.text import contradicted
 from lit_dpret.errors import ConfigurationError, DataError, LedgerError, PrivateDataError
 from lit_dpret.privacy.accounting.releases import merge, release_from_dict
 from lit_dpret.privacy.histogram import ReleasedHistogram
-from lit_dpret.privacy.ledger.facts import every_unit_in_every_step
+from lit_dpret.privacy.ledger.judgement import every_unit_in_every_step
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, start_of
 from lit_dpret.synthesis.filters.bins import bins_from_spec
 from lit_dpret.synthesis.filters.by_score import Progress, QueryFilter

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lit_dpret.errors import UnsupportedModelError
-from lit_dpret.privacy.clipping import audit, base, contributions, ghost, make_engine
+from lit_dpret.privacy.clipping import base, contributions, ghost, make_engine, recording_check
 
 Patch = pytest.MonkeyPatch
 
@@ -104,7 +104,7 @@ def test_rows_that_are_picked_otherwise_than_in_the_audited_batch_are_audited_ag
     later = lib.Case(model, lambda b: 50 * model(b["ids"]), {"ids": all_in_one})
     with pytest.raises(UnsupportedModelError, match="cannot be told apart by unit"):
         later.run(engine_after_first_batch())
-    monkeypatch.setattr("lit_dpret.privacy.clipping.audit.row_pattern", lambda loss, rows: ())
+    monkeypatch.setattr("lit_dpret.privacy.clipping.recording_check.row_pattern", lambda loss, rows: ())
     clipping = engine_after_first_batch()
     later.run(clipping)
     whole = clipping.take()
@@ -153,7 +153,7 @@ def test_picks_along_the_batch_are_told_apart_and_picks_along_other_axes_are_not
     for index in ([0, 1, 2, 3], [3, 1, 0, 2]):
         h = torch.randn(4, 5 if same else 4, 3, requires_grad=True)
         h = h if same else torch.randn(4, 4, 3, requires_grad=True)
-        patterns.append(audit.row_pattern(pick(h * 1, torch.tensor(index)).sum(), 4))
+        patterns.append(recording_check.row_pattern(pick(h * 1, torch.tensor(index)).sum(), 4))
     assert (patterns[0] == patterns[1]) is same
 
 

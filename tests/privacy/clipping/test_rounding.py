@@ -154,6 +154,6 @@ def test_a_batch_that_decides_nothing_is_not_taken_for_a_check(lib: SimpleNamesp
         lib.Case(model, losses, rows).run(clipping)
     except UnsupportedModelError:
         return  # refused at once is as good
-    assert clipping._audit.wants_parameters
+    assert clipping._recording_check.wants_parameters
     with pytest.raises(UnsupportedModelError):
         lib.Case(model, losses, rows | {"v": torch.randn(4, 2048, 16), "own": torch.ones(4, 16)}).run(clipping)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from lit_dpret.privacy.ledger.facts import DECLARED_EVENT, PRIVATE_EVENT, leaks
+from lit_dpret.privacy.ledger.judgement import DECLARED_EVENT, PRIVATE_EVENT, leaks
 
 
 @pytest.mark.parametrize("mode", ["dp_sgd", "logit_dp", "batch_clip", "per_example_duplicated", "public_passages"])

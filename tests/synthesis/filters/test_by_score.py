@@ -22,8 +22,8 @@ from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import ConfigurationError, DataError, LitDpretError, PrivateDataError, UnsupportedModelError
 from lit_dpret.modules.token_scores import TokenScorer
 from lit_dpret.privacy.ledger.trained import NOTE_NAME, TRAINED_KEY
-from lit_dpret.retrieval.runs import Ranking
 from lit_dpret.retrieval.topk import TopK
+from lit_dpret.retrieval.trec_runs import Ranking
 from lit_dpret.synthesis.filters import (
     BestOf,
     CrossEncoderScore,

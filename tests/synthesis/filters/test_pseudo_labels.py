@@ -21,8 +21,8 @@ from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError, Re
 from lit_dpret.losses import MarginMSELoss
 from lit_dpret.negatives.drawn import LabelledNegatives, read_labels
 from lit_dpret.privacy.modes import SyntheticData
-from lit_dpret.retrieval.runs import Ranking
 from lit_dpret.retrieval.topk import TopK
+from lit_dpret.retrieval.trec_runs import Ranking
 from lit_dpret.synthesis.filters import ReleasedQueries, load_released
 from lit_dpret.synthesis.filters.cross_encoder import CrossEncoder
 from lit_dpret.synthesis.filters.pseudo_labels import LABELS, NEGATIVES, Labelling, label, mine

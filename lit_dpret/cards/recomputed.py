@@ -1,4 +1,4 @@
-"""What a ledger decides of a card: what ran, what it costs by every way of counting, where the chain ended.
+"""The entries of a card that are computed again from its ledger: what ran, what it costs, where the chain ended.
 
 Whoever makes a card and whoever checks one compute these facts from the records by the same functions. Nothing here
 reads a configuration.
@@ -14,7 +14,7 @@ from typing import Any
 
 from lit_dpret.cards.amendments import planted_by
 from lit_dpret.cards.claim import group_facts
-from lit_dpret.cards.facts import randomness_facts, registered, start_accounting, start_text
+from lit_dpret.cards.provenance import randomness_facts, registered, start_accounting, start_text
 from lit_dpret.errors import UnsupportedAccountingError
 from lit_dpret.privacy import clip_fraction
 from lit_dpret.privacy.accounting import composition as accounting
@@ -24,7 +24,7 @@ from lit_dpret.privacy.accounting.releases import GaussianRelease, NonPrivateRel
 from lit_dpret.privacy.budget import AccountantName
 from lit_dpret.privacy.ledger.chain import GENESIS
 from lit_dpret.privacy.ledger.dataset_file import noted_total
-from lit_dpret.privacy.ledger.facts import Judged, epsilon_by, plan_of
+from lit_dpret.privacy.ledger.judgement import Judged, epsilon_by, plan_of
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, charged_releases, noise_keys
 from lit_dpret.privacy.plan import PrivacyPlan
 

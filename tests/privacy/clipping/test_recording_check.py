@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lit_dpret.errors import UnsupportedModelError
-from lit_dpret.privacy.clipping import audit, ghost, recorder, rules, units
+from lit_dpret.privacy.clipping import ghost, recorder, recording_check, rules, units
 
 Patch = pytest.MonkeyPatch
 
@@ -75,6 +75,6 @@ def test_the_audit_alone_catches_a_shared_position_embedding(
 def test_the_weights_of_the_audit_differ_between_neighbouring_units() -> None:
     for count in (1, 2, 16, 40):
         batch = units.UnitRows.build(torch.arange(count), torch.ones(count, dtype=torch.bool))
-        weights = audit.unit_weights(batch)
+        weights = recording_check.unit_weights(batch)
         assert len(set(weights[:16].tolist())) == min(count, 16)
         assert (weights.abs().log2() % 1 == 0).all()

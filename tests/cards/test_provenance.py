@@ -17,10 +17,10 @@ from stand_ins import Regression, dp, fit
 from tiny_tasks import retriever, trainer
 
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
-from lit_dpret.cards import facts as environment
+from lit_dpret.cards import provenance as environment
 from lit_dpret.cards.card import inherit_card, read_card, subject_of, write_card
-from lit_dpret.cards.facts import PROTOCOL_EVENT, code_commit, environment_facts, note_protocols, registered
 from lit_dpret.cards.file import checksum, file_sha256
+from lit_dpret.cards.provenance import PROTOCOL_EVENT, code_commit, environment_facts, note_protocols, registered
 from lit_dpret.cards.verification import verify_chain
 from lit_dpret.errors import ConfigurationError, ResumeError
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger

@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.privacy.accounting.releases import FullBatch, Poisson, SamplingLaw
 from lit_dpret.privacy.batches import Draw, FixedShape, SeededDraws, UnitBatch, UnitCollator, copied_rows
-from lit_dpret.privacy.coins import generators_now, kept_generators, seed_generators, seed_torch
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.sampling import PrivateBatchSampler
+from lit_dpret.privacy.user_generators import generators_now, kept_generators, seed_generators, seed_torch
 
 UNITS, LONG = 12, 3
 COINS: dict[str, Callable[[], float]] = {
@@ -362,7 +362,7 @@ def test_seeds_of_batches_and_units_cannot_be_tried_out() -> None:
 
 OF_ONE_WORD = """
 import torch
-from lit_dpret.privacy import coins
+from lit_dpret.privacy import user_generators
 
 name, overload = {name!r}, {overload!r}
 
@@ -374,9 +374,9 @@ def of_one_word(target, p=None, *, generator=None):  # as MKL does it on process
 at_first = getattr(torch.empty(1000), name)(generator=torch.Generator().manual_seed(1))
 replaced = torch.library.Library("aten", "IMPL")
 replaced.impl(overload, of_one_word, "CPU")
-assert coins._draws_one_word(name)
-coins.seed_generators(7)
-assert not coins._draws_one_word(name)
+assert user_generators._draws_one_word(name)
+user_generators.seed_generators(7)
+assert not user_generators._draws_one_word(name)
 again = getattr(torch.empty(1000), name)(generator=torch.Generator().manual_seed(1))
 torch.testing.assert_close(again, at_first)
 if name == "bernoulli_":

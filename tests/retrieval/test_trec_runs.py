@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from lit_dpret.errors import DataError, StorageError
-from lit_dpret.retrieval.runs import (
+from lit_dpret.retrieval.search import MISSING, TopK
+from lit_dpret.retrieval.trec_runs import (
     Ranking,
     check_qrels,
     evaluate,
@@ -18,7 +19,6 @@ from lit_dpret.retrieval.runs import (
     without_self_matches,
     write_run,
 )
-from lit_dpret.retrieval.search import MISSING, TopK
 
 
 def awkward_run() -> dict[str, dict[str, float]]:

@@ -23,7 +23,7 @@ from lit_dpret.cards.text import show_delta, show_epsilon
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.privacy.accounting import composition as accounting
 from lit_dpret.privacy.accounting.releases import release_from_dict
-from lit_dpret.privacy.ledger.facts import RANDOM_WEIGHTS, Assumption, Judged, plan_of
+from lit_dpret.privacy.ledger.judgement import RANDOM_WEIGHTS, Assumption, Judged, plan_of
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, start_of
 from lit_dpret.privacy.plan import HISTOGRAM, PrivacyPlan
 

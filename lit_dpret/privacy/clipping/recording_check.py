@@ -1,4 +1,4 @@
-"""The audit of a recording: does what was recorded account for the gradient, row by row?
+"""The check of a recording: does what was recorded account for the gradient, row by row?
 
 The recorder sees calls of modules; it cannot see whether the first axis of their tensors is the batch, whether the loss
 couples two units, or whether a gradient takes another way. So the first batch of an engine, and any later one with a
@@ -14,10 +14,10 @@ bit-exact in any precision.
 
 A batch counts as seen before where the same modules are called in the same places and rows are picked in the same way
 (`row_pattern`). Operations that pick rows by values (``h[mask]``, sorting by length, slices of a ragged batch) can keep
-the first axis equally long and change whose rows stand there, so a batch in which they pick otherwise is audited again.
+the first axis equally long and change whose rows stand there, so a batch in which they pick otherwise is checked again.
 
 What stays unseen: a coupling, or a product with a permutation matrix, that starts after the first batch and changes
-neither (``verify=True`` audits every batch), a coupling weaker than ``SLIPPAGE``, and a row's loss that depends on the
+neither (``verify=True`` checks every batch), a coupling weaker than ``SLIPPAGE``, and a row's loss that depends on the
 others without a gradient between them, such as a division by their number: a training loop looks for these itself
 (`lit_dpret.modules.coupling_check`).
 """
@@ -156,7 +156,7 @@ def roundoff_of(tensors: Iterable[Tensor]) -> float:
     return max((torch.finfo(t.dtype).eps for t in tensors), default=0.0)
 
 
-class Audit:
+class RecordingCheck:
     """Remembers which calls were verified, and the layouts that were found.
 
     Args:

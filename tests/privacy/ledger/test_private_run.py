@@ -12,7 +12,7 @@ import pytest
 from lit_dpret.errors import ResumeError
 from lit_dpret.privacy.accounting.releases import NonPrivateRelease
 from lit_dpret.privacy.ledger import chain
-from lit_dpret.privacy.ledger.run import Fingerprints, Position, PrivateRun
+from lit_dpret.privacy.ledger.private_run import Fingerprints, Position, PrivateRun
 from lit_dpret.privacy.ledger.run_ledger import Key, PrivacyLedger, check_no_key_reuse
 
 DESCRIBED = {
