@@ -25,6 +25,7 @@ from typing import Any
 
 import hydra
 from hydra import compose, initialize_config_module
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
@@ -58,8 +59,10 @@ _MAY_CHANGE = {  # when a fit goes on: how fast it goes, and where files lie
 }  # fmt: skip
 _places: list[tuple[str, Path]] = []  # the setting and the folder of the command that runs
 _failed: list[Exception] = []  # what ended it
+_outcomes: list[Any] = []  # of a multirun: what its runs in this process have come to
 _CANNOT_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT)
 OmegaConf.register_new_resolver("new_name", rank_watch.new_name, use_cache=True, replace=True)
+OmegaConf.register_new_resolver("job_name", lambda number: _job_name(int(number)), replace=True)
 
 
 class _Studies(SearchPathPlugin):
@@ -397,13 +400,66 @@ def _own_overrides() -> list[str]:
     return _shown_overrides()
 
 
+def _swept() -> tuple[list[str], list[list[str]] | None]:
+    """Return the names that ``-m`` varies, and each run's settings; None for these where a sweeper chooses them."""
+    known: Any = HydraConfig.get()
+    params = [f"{name}={value}" for name, value in (known.sweeper.get("params") or {}).items()]
+    parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+    found = parser.parse_overrides([*params, *(a for a in sys.argv[1:] if "=" in a and a[:1] != "-")])
+    found = [one for one in found if not re.match("hydra[./]", one.key_or_group)]
+    runs = None
+    if known.sweeper._target_.endswith(".BasicSweeper"):
+        runs = BasicSweeper.split_arguments(found, None)[0]
+    return [one.get_key_element() for one in found if one.is_sweep_override()], runs
+
+
+def _job_name(number: int) -> str:
+    """Name the folder of a job: its number, which is unique, and a word for each setting that is varied."""
+    names, _ = _swept()
+    given = dict(setting.partition("=")[::2] for setting in HydraConfig.get().overrides.task)
+
+    def plain(text: str) -> str:
+        return re.sub(r"[^A-Za-z0-9_.-]+", "-", text).strip("-.")[:24]
+
+    words = [f"{plain(name.rpartition('.')[2])}_{plain(given.get(name, ''))}" for name in names]
+    return "-".join([str(number), *words])[:64].rstrip("-.")
+
+
+def _one_of_many(cfg: DictConfig) -> Any:
+    """Run one job of a multirun: before the first, tell what all cost; none begins where one of them cannot be made."""
+    from lit_dpret.tasks.multirun import Outcomes, tell_cost
+
+    _quieten()  # the import has let Lightning speak again
+    known: Any = HydraConfig.get()
+    result: Any = None
+    try:
+        if _failed:
+            raise _failed[0]
+        if known.job.num == 0 and rank_watch.is_first() and (runs := _swept()[1]) is not None:
+            try:
+                tell_cost([_composed(cfg, run) for run in runs])
+            except LitDpretError as error:
+                _failed.append(error)
+                raise
+        if not _outcomes:
+            _outcomes.append(Outcomes(Path(known.sweep.dir)))
+        result = run(cfg)
+        return _objective(cfg, result)
+    except BaseException as error:
+        result = error
+        raise
+    finally:
+        if _outcomes:
+            _outcomes[0].add(Path(cfg.run_dir), _own_overrides(), result)
+
+
 @hydra.main(version_base="1.3", config_path=f"pkg://{CONFIG_MODULE}", config_name="train")
 def _hydra_main(cfg: DictConfig) -> Any:
+    if HydraConfig.get().mode == RunMode.MULTIRUN:  # the other jobs run, and Hydra tells of one that failed at the end
+        return _one_of_many(cfg)
     try:
         return _objective(cfg, run(cfg))
     except Exception as error:
-        if HydraConfig.get().mode == RunMode.MULTIRUN:  # the other jobs run, and Hydra tells of this one at the end
-            raise
         # Hydra would print every override before the error, whose line says what it is about.
         _failed.append(error)
         return None
@@ -431,7 +487,12 @@ def main() -> None:
             return
         sys.argv[1:] = [quoted(argument) for argument in with_task(sys.argv[1:])]
         _failed.clear()
-        _hydra_main()
+        _outcomes.clear()
+        try:
+            _hydra_main()
+        finally:
+            if _outcomes and rank_watch.is_first():
+                _outcomes[0].tell()
         if _failed:
             raise _failed[0]
     except (Exception, KeyboardInterrupt, SystemExit) as error:

@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from lit_dpret.cards.card import read_card
@@ -64,13 +65,18 @@ def write_report(sweep: SweepFolder) -> Report:
 
 def _row(sweep: SweepFolder, name: str, found: Mapping[str, Any]) -> dict[str, Any]:
     """One trial: settings, the epsilon of its card, metrics."""
-    try:
-        claim = read_card(sweep.trial_folder(name))["claim"]
-        epsilon = claim["epsilon"] if claim["guarantee"] == "dp" else math.inf
-    except LitDpretError:
-        epsilon = None  # a task of several trainings has several cards, and no one claim
     settings = dict(setting.partition("=")[::2] for setting in found["settings"])
+    epsilon = claimed_epsilon(sweep.trial_folder(name))
     return {"trial": name, "settings": settings, "epsilon": epsilon, "metrics": dict(found["metrics"])}
+
+
+def claimed_epsilon(folder: Path) -> float | None:
+    """Return epsilon by the card in a run's folder; None where a run of several trainings has several cards."""
+    try:
+        claim = read_card(folder)["claim"]
+    except LitDpretError:
+        return None
+    return float(claim["epsilon"]) if claim["guarantee"] == "dp" else math.inf
 
 
 def _spent(sweep: SweepFolder) -> tuple[float | None, str | None]:

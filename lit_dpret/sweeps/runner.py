@@ -18,7 +18,7 @@ from lit_dpret.errors import ConfigurationError, LedgerError, StorageError
 from lit_dpret.privacy.ledger.dataset_account import RunLock
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
 from lit_dpret.sweeps.file import SweepFile, Trial
-from lit_dpret.sweeps.folder import SWEEP, SweepFolder
+from lit_dpret.sweeps.folder import SWEEP, TRIALS, SweepFolder
 
 LOG = "trial.log"
 _GRACE = 30.0  # seconds for a trial to end by itself, and to write its card, when the sweep is interrupted
@@ -99,6 +99,24 @@ def environment_of(sweep: SweepFolder, trial: Trial, *, offline: bool) -> dict[s
     return known | own | ({"WANDB_MODE": "offline"} if offline else {})
 
 
+def check_command(file: SweepFile, trial: Trial, folder: Path) -> None:
+    """Refuse a command whose trials would not know of the sweep in ``folder``, or lie where it does not look."""
+    known = {SWEEP_VARIABLE: str(folder), "WANDB_RUN_ID": trial.id}
+    given = dict(word.partition("=")[::2] for word in file.command_line(trial, known))
+    place = f"${{envvar:{SWEEP_VARIABLE}}}"
+    wanted = {"trial_of": (folder, place),
+              "hydra.run.dir": (folder / TRIALS / trial.id, f"{place}/{TRIALS}/${{oc.env:WANDB_RUN_ID}}")}  # fmt: skip
+    for name, (path, shown) in wanted.items():
+        value = given.get(name, "").strip("'\"")
+        for variable, text in known.items():
+            value = value.replace(f"${{oc.env:{variable}}}", text)
+        if Path(value).resolve() != path.resolve():
+            raise ConfigurationError(
+                f"task.file={file.path}: its command must say {name}={shown}. Otherwise its trials are none of this "
+                "sweep: nothing of what is reserved for them is taken, and their results are not found."
+            )
+
+
 def _run(sweep: SweepFolder, file: SweepFile, trial: Trial, folder: Path, offline: bool) -> str | None:
     """Run one trial to its end; the reason where it failed."""
     environment = environment_of(sweep, trial, offline=offline)
@@ -117,9 +135,7 @@ def _run(sweep: SweepFolder, file: SweepFile, trial: Trial, folder: Path, offlin
         raise StorageError(f"A trial cannot be started in {folder}: {error.strerror or error}.") from error
     if code == 0 and sweep.result(trial.id) is None:
         raise ConfigurationError(
-            f"A trial ended without a word in {folder}: the command of task.file={file.path} must say "
-            f"trial_of=${{envvar:{SWEEP_VARIABLE}}} and "
-            f"hydra.run.dir=${{envvar:{SWEEP_VARIABLE}}}/trials/${{oc.env:WANDB_RUN_ID}}."
+            f"task.file={file.path}: a trial ended without a result, so its command trains none. See {folder / LOG}."
         )
     return None if code == 0 else _reason(code, folder / LOG)
 

@@ -15,18 +15,17 @@ from lit_dpret.cards.tuning import TuningData
 from lit_dpret.errors import ConfigurationError, LedgerError, LitDpretError, WorkerError
 from lit_dpret.privacy.budget import PrivacyBudget, require_choice
 from lit_dpret.privacy.ledger.dataset_account import RunLock
-from lit_dpret.privacy.ledger.dataset_file import Charge, Total, compose_across_runs, composed
+from lit_dpret.privacy.ledger.dataset_file import Charge, Total
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.sweeps import SweepFile, SweepFolder, Trial, run_trials
 from lit_dpret.sweeps.folder import SWEEP, SweepTerms
 from lit_dpret.sweeps.report import write_report
+from lit_dpret.sweeps.runner import check_command
 from lit_dpret.tasks.fit import PlannedFit
+from lit_dpret.tasks.multirun import cost_together, planned_once
 from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.trial import check_trial, release_behind
-
-_PLANNED_BY = ("task", "privacy", "datamodule", "trainer", "callbacks", "canaries")
-_COUPLED_BY = ("model", "loss", "negatives")
 
 
 @dataclass(kw_only=True)
@@ -62,6 +61,8 @@ class Sweep:
         """Plan, reserve, run and report; returns how many trials are done and what they may cost."""
         check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
         trials = self.sweep.trials(seed=parts.seed)
+        if self.start and not self.give_back:
+            check_command(self.sweep, trials[0], parts.run_dir)
         with _alone(parts.run_dir):  # two calls that begin together plan one sweep
             sweep = self._planned(parts, trials)
             ledger = sweep.ledger()
@@ -123,11 +124,7 @@ class Sweep:
         budget = self._one_guarantee([planned.plan for planned in plans])
         planned_total = None
         if budget is not None:
-            accountant = plans[0].plan.accountant
-            value, how = compose_across_runs(
-                composed(Charge.of(one.releases, one.start.earlier() if one.start else ()) for one in plans),
-                delta=budget.delta, neighbours=budget.neighbours, accountant=accountant,
-            )  # fmt: skip
+            value, how = cost_together(plans)
             planned_total = {"epsilon": value, "delta": budget.delta, "unit": budget.unit,
                              "neighbours": budget.neighbours, "accountant": how}  # fmt: skip
             self._refuse_uncounted(parts, value, budget.delta)
@@ -168,11 +165,7 @@ class Sweep:
                 f"task.file={self.sweep.path} sets log_private_loss=true under privacy={mode.name}: such a trial "
                 "claims nothing, and no reservation bounds what it costs. Leave it out."
             )
-        groups = _PLANNED_BY + (_COUPLED_BY if mode.calibrated_to_loss else ())
-        key = composed.describe(groups)
-        if key not in known:
-            known[key] = task.planned_fits(own)
-        return known[key]
+        return planned_once(composed, task, own, known)
 
     def _one_guarantee(self, plans: Sequence[PrivacyPlan]) -> PrivacyBudget | None:
         """Return the budget whose units, neighbours and delta are those of all; None where no trial is private."""

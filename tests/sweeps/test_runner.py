@@ -48,14 +48,21 @@ result = {"settings": ["how=" + given["how"], "x=" + given["x"]], "metrics": {"l
 """
 
 
-def sweep(folder: Path, *hows: str, xs: tuple[float, ...] = (1.0,)) -> tuple[SweepFolder, SweepFile]:
+OF_THIS_SWEEP = (
+    "trial_of=${envvar:LIT_DPRET_SWEEP}", "hydra.run.dir=${envvar:LIT_DPRET_SWEEP}/trials/${oc.env:WANDB_RUN_ID}"
+)  # fmt: skip
+
+
+def sweep(
+    folder: Path, *hows: str, xs: tuple[float, ...] = (1.0,), told: bool = False
+) -> tuple[SweepFolder, SweepFile]:
     stub = folder / "stub.py"
     stub.write_text(STUB, encoding="utf-8")
     content = {
         "program": str(stub),
         "metric": {"name": "loss", "goal": "minimize"},
         "parameters": {"how": {"values": list(hows)}, "x": {"values": list(xs)}},
-        "command": ["${interpreter}", "${program}", "${args_no_hyphens}"],
+        "command": ["${interpreter}", "${program}", "${args_no_hyphens}", *(OF_THIS_SWEEP if told else ())],
     }
     (folder / "sweep.yaml").write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
     file = SweepFile.read(folder / "sweep.yaml")
@@ -88,7 +95,7 @@ def test_a_trial_that_fails_is_named_with_its_reason_and_the_others_run(tmp_path
 
 @pytest.mark.parametrize("how", ["refused", "killed_once", "crashed"])
 def test_the_reason_of_a_trial_that_failed_is_a_sentence_of_its_own(how: str, tmp_path: Path) -> None:
-    made, file = sweep(tmp_path, how)
+    made, file = sweep(tmp_path, how, told=True)
     with pytest.raises(WorkerError, match="1 of 1 trials") as found:
         Sweep(file=file.path, metric_data="public", min_free_mb=1).run(parts(tmp_path, run_dir=made.folder))
     assert re.search(r"[^.]\. Those", str(found.value)), found.value
@@ -129,10 +136,25 @@ def test_a_trial_that_somebody_else_is_at_is_left_to_them(tmp_path: Path) -> Non
     assert outcome.elsewhere == [file.trials()[0].id] and calls(made) == ["how=ok x=2.0"]
 
 
-def test_a_command_that_does_not_tell_its_trial_of_the_sweep_is_refused(tmp_path: Path) -> None:
-    made, file = sweep(tmp_path, "silent")
-    with pytest.raises(ConfigurationError, match="trial_of="):
+@pytest.mark.parametrize("left_out", ["trial_of=", "hydra.run.dir="])
+def test_a_command_that_does_not_tell_its_trials_of_the_sweep_is_refused_before_the_first(
+    left_out: str, tmp_path: Path
+) -> None:
+    _, file = sweep(tmp_path, "ok")
+    content = yaml.safe_load(file.path.read_text(encoding="utf-8"))
+    content["command"] += [word for word in OF_THIS_SWEEP if not word.startswith(left_out)]
+    file.path.write_text(yaml.safe_dump(content), encoding="utf-8")
+    new = tmp_path / "new"
+    with pytest.raises(ConfigurationError, match=left_out):
+        Sweep(file=file.path, metric_data="public", min_free_mb=1).run(parts(tmp_path, run_dir=new))
+    assert not (new / SWEEP).exists() and not (new / "calls").exists()
+
+
+def test_a_command_that_trains_no_trial_ends_the_sweep_with_the_first(tmp_path: Path) -> None:
+    made, file = sweep(tmp_path, "silent", "ok")
+    with pytest.raises(ConfigurationError, match=r"task\.file"):
         go(made, file)
+    assert len(calls(made)) == 1
 
 
 def test_an_interruption_ends_the_trial_too(tmp_path: Path) -> None:

@@ -1,0 +1,142 @@
+"""The runs of one command (``-m``, ``task=sweep``): their cost together before the first, a table after the last."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lit_dpret.errors import LitDpretError
+from lit_dpret.files import write_whole
+from lit_dpret.privacy.ledger.dataset_file import Charge, compose_across_runs, composed
+from lit_dpret.report.table import Table
+from lit_dpret.sweeps.report import claimed_epsilon
+from lit_dpret.tasks.fit import Fit, PlannedFit
+from lit_dpret.tasks.parts import ComposedRun, Parts, say
+
+RESULTS = "multirun.md"
+_PLANNED_BY = ("task", "privacy", "datamodule", "trainer", "callbacks", "canaries")
+_COUPLED_BY = ("model", "loss", "negatives")
+_MOST_RESULTS = 8  # columns that a terminal has room for
+
+
+def planned_once(run: ComposedRun, task: Any, parts: Parts, known: dict[str, list[PlannedFit]]) -> list[PlannedFit]:
+    """Return the private trainings of a run; those of an equal one where it was planned before."""
+    groups = _PLANNED_BY + (_COUPLED_BY if parts.make_privacy().calibrated_to_loss else ())
+    key = run.describe(groups)
+    if key not in known:
+        known[key] = task.planned_fits(parts)
+    return known[key]
+
+
+def cost_together(plans: Sequence[PlannedFit]) -> tuple[float, str]:
+    """Return epsilon of all trainings together, at the least of their deltas, and the accountant that composed it."""
+    budget = min((one.plan.budget for one in plans), key=lambda budget: budget.delta)
+    value, how = compose_across_runs(
+        composed(Charge.of(one.releases, one.start.earlier() if one.start else ()) for one in plans),
+        delta=budget.delta, neighbours=budget.neighbours, accountant=plans[0].plan.accountant,
+    )  # fmt: skip
+    return value, str(how)
+
+
+def tell_cost(runs: Sequence[ComposedRun]) -> None:
+    """Print how many runs begin, what they cost together, and how long they take, as far as it is known.
+
+    Raises:
+        LitDpretError: One of them cannot be made, so that none begins.
+    """
+    made = [run.make() for run in runs]
+    modes = [parts.make_privacy() for _, parts in made]
+    plans: list[PlannedFit] = []
+    known: dict[str, list[PlannedFit]] = {}
+    seconds = 0.0
+    try:
+        for run, (task, parts), mode in zip(runs, made, modes, strict=True):
+            if not hasattr(task, "planned_fits"):
+                say(f"{len(runs)} runs. What they cost together is not known beforehand for this task.")
+                return
+            found = planned_once(run, task, parts, known) if mode.guarantee == "dp" else []
+            plans += found
+            seconds += _seconds(task, parts, mode, found)
+    except LitDpretError as error:
+        say(f"{len(runs)} runs. What they cost together is not known beforehand: {error}")
+        return
+    bare = sum(mode.guarantee == "none" for mode in modes)
+    words = [f"{len(runs)} runs, {len(plans)} private trainings" + (f", {bare} runs without privacy" if bare else "")]
+    units = sorted({f"{one.plan.budget.unit} ({one.plan.budget.neighbours})" for one in plans})
+    if len(units) > 1:
+        words.append(f"Their epsilons are of different units and do not add up: {', '.join(units)}")
+    elif plans:
+        epsilon, how = cost_together(plans)
+        delta = min(one.plan.budget.delta for one in plans)
+        words.append(
+            f"Together epsilon {epsilon:.4g} at delta {delta:.3g} for one {units[0]}, composed by {how}: whoever sees "
+            "several of the models, or one that was chosen among them, has this and not the epsilon of one card"
+        )
+    if math.isfinite(seconds):
+        from lit_dpret.tasks.plan import FACTOR, duration
+
+        words.append(f"Training takes {duration(seconds)} here, give or take a factor of {FACTOR:g}")
+    say(". ".join(words) + ".")
+
+
+def _seconds(task: Any, parts: Parts, mode: Any, found: Sequence[PlannedFit]) -> float:
+    """Return how long a run takes by the formulas of ``task=plan``; NaN where they do not know it."""
+    if type(task) is not Fit or len(found) != 1:
+        return math.nan
+    from lit_dpret.tasks.plan import estimate
+
+    with suppress(LitDpretError):
+        trainer = parts.make_trainer(logger=False)
+        outline = parts.make_outline(privacy=mode)
+        facts = estimate(outline, found[0].plan, trainer.strategy.root_device, precision=str(trainer.precision))
+        return float(facts["seconds_of_run"])
+    return math.nan
+
+
+@dataclass
+class Outcomes:
+    """What the runs of a command have come to so far: one row each, in their order."""
+
+    folder: Path
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, run_dir: Path, settings: Sequence[str], result: Any) -> None:
+        """Note what a run returned, or the error that ended it."""
+        found = dict(result) if isinstance(result, Mapping) else {}
+        ended = " ".join(str(result).split()) if isinstance(result, BaseException) else ""
+        given = dict(setting.lstrip("+").partition("=")[::2] for setting in settings)
+        self.rows.append({"run": run_dir.name, "settings": given, "metrics": found, "error": ended,
+                          "epsilon": claimed_epsilon(run_dir)})  # fmt: skip
+
+    def tell(self) -> None:
+        """Print the table and write it into the folder of all runs, for its owner alone."""
+        table = self.table()
+        write_whole(self.folder / RESULTS, table.markdown() + "\n", owner_only=True)
+        say(table.markdown(), f"written: {self.folder / RESULTS}")
+
+    def table(self) -> Table:
+        """Return the settings and results in which the runs differ, each beside the epsilon of its card."""
+        settings = _differing([row["settings"] for row in self.rows])
+        metrics = _differing([row["metrics"] for row in self.rows if not row["error"]])[:_MOST_RESULTS]
+        failed = any(row["error"] for row in self.rows)
+        lines = [
+            [row["run"], *(row["settings"].get(name, "") for name in settings), _shown(row["epsilon"]),
+             *(_shown(row["metrics"].get(name)) for name in metrics), *([row["error"]] if failed else [])]
+            for row in self.rows
+        ]  # fmt: skip
+        numeric = frozenset(range(1 + len(settings), 2 + len(settings) + len(metrics)))
+        return Table(["run", *settings, "epsilon", *metrics, *(["error"] if failed else [])], lines, numeric=numeric)
+
+
+def _differing(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the names whose values are not the same in all rows; all names where there is one row."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return [name for name in names if len(rows) == 1 or len({str(row.get(name)) for row in rows}) > 1]
+
+
+def _shown(value: Any) -> str:
+    return "–" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,139 @@
+"""What `-m` tells: the cost of all runs before the first of them, and a table after the last."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hydra.types import RunMode
+from planned_sweeps import STEPS, trial_parts
+from test_cli import TINY, write_log
+
+from lit_dpret import cli
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.privacy.modes import NoPrivacy
+from lit_dpret.tasks import Evaluate, Fit
+from lit_dpret.tasks.fit import plan_fit
+from lit_dpret.tasks.multirun import Outcomes, cost_together, tell_cost
+from lit_dpret.tasks.parts import ComposedRun, Parts
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def composed(made: Parts, name: str = "", task: Any = None) -> ComposedRun:
+    return ComposedRun(lambda groups: name, lambda: (task or Fit(min_free_mb=1), made))
+
+
+def epsilon_of(runs: Sequence[Parts]) -> float:
+    plans = [
+        plan for one in runs
+        for plan in plan_fit(one.make_privacy(), one.read_data(), one.make_trainer(), make_module=one.make_module)
+    ]  # fmt: skip
+    return cost_together(plans)[0]
+
+
+def test_the_cost_of_all_runs_is_told_as_the_composition_of_what_each_releases(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [
+        trial_parts(tmp_path, tmp_path / name, settings={"noise_multiplier": sigma})
+        for name, sigma in (("a", 4.0), ("b", 2.0))
+    ]
+    bare = trial_parts(tmp_path, tmp_path / "c", make_privacy=NoPrivacy)
+    tell_cost([composed(one, str(i)) for i, one in enumerate([*runs, bare])])
+    told = capsys.readouterr().out
+    each = [epsilon_of([one]) for one in runs]
+    assert max(each) < epsilon_of(runs) < sum(each)
+    for said in (
+        "3 runs",
+        "2 private",
+        "1 runs without",
+        f"epsilon {epsilon_of(runs):.4g} at delta",
+        "query (zero_out)",
+    ):
+        assert said in told
+    assert not any((tmp_path / name).exists() for name in "abc"), "nothing began"
+
+
+def test_epsilons_of_different_units_are_not_added_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [trial_parts(tmp_path, tmp_path / unit, settings={"unit": unit}) for unit in ("query", "pair")]
+    tell_cost([composed(one, str(i)) for i, one in enumerate(runs)])
+    told = capsys.readouterr().out
+    assert "do not add up" in told and "pair (zero_out), query (zero_out)" in told and "ogether epsilon" not in told
+
+
+def test_no_run_begins_where_one_of_them_cannot_be_made(tmp_path: Path) -> None:
+    good, bad = (trial_parts(tmp_path, tmp_path / "run", settings={"eps": eps}) for eps in (8.0, -1.0))
+    with pytest.raises(ConfigurationError, match=r"privacy\.eps"):
+        tell_cost([composed(good, "good"), composed(bad, "bad")])
+
+
+@pytest.mark.parametrize("task", [Evaluate(), Fit(min_free_mb=1, membership_coins=True)], ids=["evaluate", "coins"])
+def test_a_cost_that_nobody_knows_beforehand_is_said_and_refuses_nothing(
+    task: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tell_cost([composed(trial_parts(tmp_path, tmp_path / "run"), task=task)] * 2)
+    assert "2 runs" in (told := capsys.readouterr().out) and "not known" in told
+
+
+def test_the_table_shows_what_differs_the_epsilon_of_each_card_and_why_a_run_failed(tmp_path: Path) -> None:
+    made = trial_parts(tmp_path, tmp_path / "0-lr_1")
+    Fit(min_free_mb=1).run(made)
+    card = json.loads((tmp_path / "0-lr_1" / "privacy_card.json").read_text(encoding="utf-8"))
+    outcomes = Outcomes(tmp_path)
+    outcomes.add(tmp_path / "0-lr_1", ["model=generator", "+x.lr=1"], {"loss": 0.5, "steps": STEPS})
+    outcomes.add(tmp_path / "1-lr_2", ["model=generator", "+x.lr=2"], {"loss": 0.25, "steps": STEPS})
+    outcomes.add(tmp_path / "2-lr_3", ["model=generator", "+x.lr=3"], ConfigurationError("lr=3 is\ntoo much"))
+    table = outcomes.table()
+    assert table.header == ["run", "x.lr", "epsilon", "loss", "error"]
+    assert list(table.rows[0]) == ["0-lr_1", "1", f"{card['claim']['epsilon']:.4g}", "0.5", ""]
+    assert list(table.rows[2]) == ["2-lr_3", "3", "–", "–", "lr=3 is too much"]
+    outcomes.tell()
+    assert (tmp_path / "multirun.md").stat().st_mode & 0o077 == 0, "a result may be of private queries"
+
+
+def test_the_folder_of_a_job_is_flat_short_and_unique(monkeypatch: pytest.MonkeyPatch) -> None:
+    varied = ["privacy.eps=3,8", "+model.lora={r:4},{r:8}", f"datamodule.pairs={'a/' * 60}x.jsonl,b.jsonl"]
+    monkeypatch.setattr(sys, "argv", ["train.py", "-m", "seed=1", *varied])
+    job = ["seed=1", "privacy.eps=3", "+model.lora={r:4}", f"datamodule.pairs={'a/' * 60}x.jsonl"]
+    known: Any = SimpleNamespace(
+        mode=RunMode.MULTIRUN, overrides=SimpleNamespace(task=job),
+        sweeper=SimpleNamespace(_target_="hydra.BasicSweeper", get=lambda name: None),
+    )  # fmt: skip
+    monkeypatch.setattr(cli, "HydraConfig", SimpleNamespace(get=lambda: known))
+    monkeypatch.setattr(cli.GlobalHydra, "instance", lambda: SimpleNamespace(config_loader=lambda: None))
+    first, second = cli._job_name(0), cli._job_name(1)
+    assert first.startswith("0-eps_3-lora_r-4") and first != second
+    assert len(first) <= 64 and not set(first) & set("/=,{}: ")
+    names, runs = cli._swept()
+    assert names == ["privacy.eps", "+model.lora", "datamodule.pairs"] and runs is not None and len(runs) == 8
+    assert runs[0] == job
+
+
+@pytest.mark.slow
+def test_a_multirun_tells_the_cost_first_then_a_table_and_refuses_a_setting_before_the_first_run(
+    tmp_path: Path,
+) -> None:
+    def call(*words: str) -> subprocess.CompletedProcess[str]:
+        environment = os.environ | {"XDG_STATE_HOME": str(tmp_path / "state"), "CUDA_VISIBLE_DEVICES": ""}
+        log = f"datamodule.pairs={write_log(tmp_path)}"
+        return subprocess.run(
+            [sys.executable, "train.py", "-m", *TINY, log, f"hydra.sweep.dir={tmp_path / 'sweep'}", *words],
+            cwd=ROOT, capture_output=True, text=True, check=False, env=environment,
+        )  # fmt: skip
+
+    refused = call("privacy.eps=3,-1", f"hydra.sweep.dir={tmp_path / 'refused'}")
+    assert refused.returncode == cli.USER_ERROR and "privacy.eps=-1" in refused.stderr
+    assert not list(tmp_path.rglob("privacy_ledger.jsonl"))
+    done = call("privacy.eps=3,8")
+    assert done.returncode == 0, done.stderr
+    cost, table = done.stdout.index("Together epsilon"), done.stdout.index("| run | privacy.eps |")
+    assert cost < done.stdout.index("privacy card: ") < table
+    assert {path.name for path in (tmp_path / "sweep").iterdir() if path.is_dir()} == {"0-eps_3", "1-eps_8"}
