@@ -23,6 +23,7 @@ from lit_dpret.callbacks.own_code import refuse_other_units, refuse_remembering_
 from lit_dpret.callbacks.planning import PlannedRun, accountant_of, plan_run
 from lit_dpret.callbacks.refusals import complaints, refuse_protected_queries
 from lit_dpret.callbacks.traps import SEVERITIES, TRAPS, Severity, Stage, Trap
+from lit_dpret.cards.forecast import cautions
 from lit_dpret.errors import LitDpretError
 from lit_dpret.privacy.batches import PADDING, UnitBatch
 from lit_dpret.privacy.noise import KeyedStream, load_secret
@@ -78,6 +79,7 @@ class Examination:
             "privacy": self.privacy,
             "verdict": "refused" if self.refused else "passed",
             "findings": [asdict(finding) for finding in self.findings],
+            "cautions": [] if plan is None else cautions(plan),
             "plan": None if plan is None else plan.to_dict(),
         }
 
@@ -102,6 +104,7 @@ class Examination:
                 f"Planned: {self.planned.steps} steps by {plan.law.describe()}, noise multiplier "
                 f"{plan.noise_multiplier:.4g}, {promise}"
             )
+            lines += [f"note: {caution}" for caution in cautions(plan)]
         return "\n".join(lines)
 
 

@@ -49,6 +49,9 @@ OTHER_BOUND = "the loss couples units, and under this law and relation one of th
 UNITS = (1, 2, 5, 10)
 """How many units together the table of user levels has rows for."""
 
+LARGE_DELTA, USUAL_DELTA = 1e-3, 1e-5
+LARGE_RATE = 0.5
+
 # Passes make stairs, and cost nothing to compute.
 _CURVE_POINTS, _STAIRS = 14, 80
 
@@ -278,6 +281,7 @@ def describe_plan(plan: PrivacyPlan, progress: Callable[[str], None] = lambda wh
         "fingerprint": plan.fingerprint(),
         "law": plan.law.describe(),
         "noise_std": plan.noise_std,
+        "cautions": cautions(plan),
     }
     noise = {
         "noise_multiplier": plan.noise_multiplier,
@@ -315,6 +319,37 @@ def describe_plan(plan: PrivacyPlan, progress: Callable[[str], None] = lambda wh
         "epsilon_by": _epsilon_by(plan, planned),
         "noise_for": [_noise_for(eps, plan, progress) for eps in sorted({*BUDGETS, budget.eps})],
     }
+
+
+def cautions(plan: PrivacyPlan) -> list[str]:
+    """Return what is weak or dear about a plan that is allowed: a large delta, batches that are most of the data."""
+    found = []
+    budget, law = plan.budget, plan.law
+    if budget.delta > LARGE_DELTA:
+        text = large_delta(budget.delta, plan.n_public)
+        releases = Planned.of(plan).releases(law)
+        same = _answer(
+            lambda: epsilon(releases, delta=USUAL_DELTA, neighbours=budget.neighbours, accountant=plan.accountant)
+        )
+        if plan.proved and same["epsilon"] is not None:
+            text += f" The noise planned here gives epsilon {same['epsilon']:.4g} at that delta."
+        found.append(text)
+    rate = _sample_rate(law)
+    if isinstance(plain(law), (Poisson, TruncatedPoisson, FixedSize)) and rate is not None and rate > LARGE_RATE:
+        found.append(
+            f"A step draws {rate:.0%} of the units. Above one half sampling hardly hides who took part, and the noise "
+            "is nearly that of full batches; usual is a quarter at most. Lower datamodule.expected_batch_size."
+        )
+    return found
+
+
+def large_delta(delta: float, units: int | None) -> str:
+    """Say why a delta is large for so many units, and what is usual."""
+    of = "" if units is None else f" for {units} units, where 1/n is {1 / units:.2g}"
+    return (
+        f"delta={delta:.3g} is large{of}: with up to that chance a unit is not protected at all, so that the usual "
+        f"delta is far below 1/n, as {USUAL_DELTA:g}. Set privacy.delta={USUAL_DELTA:g}, or train on more units."
+    )
 
 
 def _epochs(plan: PrivacyPlan) -> float | None:

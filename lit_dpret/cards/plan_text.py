@@ -56,6 +56,7 @@ def _claim(facts: Mapping[str, Any]) -> list[str]:
         f"  noise multiplier     {facts['noise_multiplier']:.6g}",
         f"  noise std on the sum {facts['noise_std']:.6g} (sensitivity {plan['sensitivity']:g})",
         f"  noise to batch       {facts['noise_to_batch']:.3g} (divided by {facts['expected_batch_size']:g})",
+        *(line for caution in facts["cautions"] for line in _paragraph(caution, "  note: ")),
     ]
 
 

@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from lit_dpret.cards.forecast import LARGE_DELTA, large_delta
 from lit_dpret.datamodules.collection import Collection, TextData
 from lit_dpret.datamodules.pairs import PairSettings
 from lit_dpret.datamodules.readers import Problems
@@ -26,6 +27,7 @@ from lit_dpret.settings import require_whole
 from lit_dpret.tasks.parts import Parts, check_run_dir
 
 Side = Literal["query", "passage"]
+SIDES: Mapping[Side, str] = {"query": "queries", "passage": "passages"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +54,27 @@ def make_rulers(parts: Parts, privacy: Any) -> tuple[dict[Side, Ruler], str]:
     words = Ruler(unit="words", count=count_words)
     try:
         module = parts.make_module(privacy=privacy)
-        rulers: dict[Side, Ruler] = {"query": _ruler(module, "query"), "passage": _ruler(module, "passage")}
+        rulers = rulers_of(module)
     except (LitDpretError, AttributeError) as error:
         why = str(error) if isinstance(error, LitDpretError) else "the model of model= reads no texts"
         return {"query": words, "passage": words}, f"words between white space ({why})"
     return rulers, f"tokens of {type(module).__name__}, with its prefix and special tokens"
+
+
+def rulers_of(module: Any) -> dict[Side, Ruler]:
+    """Return a ruler for each side by the tokenizer of a module.
+
+    Raises:
+        AttributeError: It reads no texts.
+    """
+    return {side: _ruler(module, side) for side in SIDES}
+
+
+def rulers_by_words(settings: Mapping[str, Any]) -> dict[Side, Ruler]:
+    """Return rulers where no model is loaded: a text has at least as many tokens as words."""
+    return {
+        side: Ruler(unit="words", count=count_words, limit=settings.get(f"model.max_{side}_length")) for side in SIDES
+    }
 
 
 def _ruler(module: Any, side: Side) -> Ruler:
@@ -84,6 +102,21 @@ def fitting_length(lengths: Sequence[int]) -> int:
 def fitting_batch(units: int, at_most: int) -> int:
     """Return the expected units of a step: at most a quarter of all, since sampling amplifies little above."""
     return min(at_most, max(1, units // 4))
+
+
+def cut_texts(data: Any, rulers: Mapping[Side, Ruler], *, at_most: int = 2000) -> list[str]:
+    """Say which side's texts are mostly cut by the model's length; for the terminal of the owner of the data alone."""
+    collection = getattr(data, "collection", None)
+    texts = {"query": getattr(collection, "queries", {}), "passage": getattr(collection, "passages", {})}
+    found = []
+    for side, ruler in rulers.items():
+        lengths = measure_lengths(texts[side].values(), count=ruler.count, limit=ruler.limit, at_most=at_most)
+        if (lengths["share_cut"] or 0) > 0.5:
+            least = "at least " if ruler.unit == "words" else ""
+            fits = "task=check_data says what fits" if least else f"{fitting_length([lengths['p95']])} cuts under 5 %"
+            share = f"{least}{lengths['share_cut']:.0%}"
+            found.append(f"model.max_{side}_length={ruler.limit} cuts {share} of the {SIDES[side]}; {fits}.")
+    return found
 
 
 SCHEMA = "lit-dpret/data-check/1"
@@ -187,6 +220,7 @@ class CheckData:
         unit = {"privacy.unit": "user", **chosen} if cap else {}
         is_split = set(collection.qrels) != {"train"}
         facts["command"] = _command(parts.command, {}, _fitting(data, collection, facts) | unit)
+        facts["cautions"] = _cautions(collection)
         if is_split and self.write_split is None:
             return
         if is_split and not self.resplit:
@@ -208,12 +242,25 @@ class CheckData:
             read_by = write_split(new, self.write_split, public_passages=_says(data, "has_public_passages"))
             facts["split"]["written"] = str(self.write_split)
             facts["command"] = _command(parts.command, read_by, _fitting(data, new, facts) | unit)
+            facts["cautions"] = _cautions(new)
+
+
+def _units(collection: Collection) -> int:
+    """Count whom the command protects: users where they are known, and train queries otherwise."""
+    users = count_users(collection)
+    return int(users["users"]) if users else len(collection.qrels.get("train", {}))
+
+
+def _cautions(collection: Collection) -> list[str]:
+    """Return what is weak about the promise that so many units can be given by default."""
+    units = _units(collection)
+    delta = 1 / (2 * max(1, units))
+    return [large_delta(delta, units)] if delta > LARGE_DELTA else []
 
 
 def _fitting(data: TextData, collection: Collection, facts: Mapping[str, Any]) -> dict[str, str]:
     """Return settings that this log needs: a batch that it has units for, and a length that cuts few passages."""
-    users = count_users(collection)
-    units = users["users"] if users else len(collection.qrels.get("train", {}))
+    units = _units(collection)
     more = {"hydra.run.dir": "runs/mine"}
     if (batch := fitting_batch(units, asked := getattr(data, "expected_batch_size", None) or 256)) < asked:
         more["datamodule.expected_batch_size"] = str(batch)

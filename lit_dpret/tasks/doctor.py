@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import suppress
 from typing import ClassVar
 
 import lightning as L
@@ -11,7 +12,8 @@ import lightning as L
 from lit_dpret.callbacks.doctor import examine
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.federated.trust import trust_table
-from lit_dpret.tasks.parts import Parts, check_run_dir
+from lit_dpret.tasks.check_data import cut_texts, rulers_of
+from lit_dpret.tasks.parts import Parts, check_run_dir, say
 
 REPORT = "doctor.json"
 
@@ -56,6 +58,8 @@ class Doctor:
         report = parts.run_dir / REPORT
         report.write_text(json.dumps(found.to_dict(), indent=2) + "\n", encoding="utf-8")
         sys.stdout.write(found.format() + "\n")
+        with suppress(AttributeError):  # a module or a datamodule without texts
+            say(*(f"note: {line}" for line in cut_texts(data, rulers_of(module))))
         if found.refused:
             names = ", ".join(finding.trap for finding in found.refused)
             raise ConfigurationError(f"A fit of this would be refused ({names}). See {report}.")

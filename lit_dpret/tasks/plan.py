@@ -32,7 +32,8 @@ from lit_dpret.privacy.sampling import steps_per_epoch
 from lit_dpret.report.figures import can_draw, require_matplotlib
 from lit_dpret.report.plan_figure import draw_plan
 from lit_dpret.settings import require_whole
-from lit_dpret.tasks.parts import Parts, check_run_dir
+from lit_dpret.tasks.check_data import cut_texts, rulers_by_words
+from lit_dpret.tasks.parts import Parts, check_run_dir, say
 
 OVERHEAD = 1.3
 """Products of a clipped batch over those of its linear layers in an ordinary one: what norms take."""
@@ -307,6 +308,9 @@ class Plan:
             progress("plan.png")
             draw_plan(facts, parts.run_dir / "plan.png")
         sys.stdout.write(f"{format_plan(facts)}\n\n{format_cost(costs)}\n")
+        if self.units is None:
+            for caution in cut_texts(data, rulers_by_words(parts.trained_settings())):
+                say(textwrap.fill(f"note: {caution}", 80))
         return {"noise_multiplier": plan.noise_multiplier, "epsilon": facts["epsilon"] if plan.proved else math.inf}
 
     def _costs(

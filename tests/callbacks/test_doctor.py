@@ -132,6 +132,7 @@ def test_the_task_writes_its_findings_and_raises_where_something_is_refused(
     told = capsys.readouterr().out
     assert all(f"{trap.name:5} " in told and trap.title in told for trap in TRAPS) and ("REFUSED" in told) is bad
     assert "Planned: 2 steps by Poisson sampling" in told
+    assert report["cautions"] and all(f"note: {caution}" in told for caution in report["cautions"])
 
 
 @pytest.mark.parametrize(("rule", "status"), [("proof", "passed"), ("paper", "declared")])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lit_dpret.cards import forecast
-from lit_dpret.cards.forecast import describe_plan
+from lit_dpret.cards.forecast import cautions, describe_plan
 from lit_dpret.cards.plan_text import format_plan
 from lit_dpret.errors import ConfigurationError, UnsupportedAccountingError
 from lit_dpret.privacy.accounting.accountant import Accountant
@@ -254,6 +254,33 @@ def test_a_plan_that_no_accountant_judges_is_refused(changes: dict[str, Any]) ->
 
 
 # -- describing --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("delta", "batch", "sampling", "named"),
+    [
+        (9e-4, 40, "poisson", []),
+        (1.1e-3, 40, "poisson", ["delta=0.0011"]),
+        (1e-5, 100, "poisson", []),
+        (1e-5, 101, "poisson", ["expected_batch_size"]),
+        (1.1e-3, 101, "poisson", ["delta=0.0011", "expected_batch_size"]),
+        (1e-5, None, "full_batch", []),
+    ],
+)
+def test_a_plan_cautions_of_a_large_delta_and_of_batches_that_are_most_of_the_data(
+    delta: float, batch: int | None, sampling: str, named: list[str]
+) -> None:
+    plan = build(
+        budget=budget(5.0, delta=delta), n_public=200, sampling=sampling, expected_batch_size=batch,
+        noise_multiplier=4.0, steps=3,
+    )  # fmt: skip
+    told = cautions(plan)
+    assert len(told) == len(named) and all(word in text for word, text in zip(named, told, strict=True))
+    if delta > 1e-3:
+        same = epsilon(
+            [GaussianRelease(noise_multiplier=4.0, law=plan.law, count=3)], delta=1e-5, neighbours="zero_out"
+        )
+        assert "200 units" in told[0] and f"epsilon {same:.4g}" in told[0]
 
 
 @pytest.fixture(scope="module")

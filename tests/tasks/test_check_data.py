@@ -21,7 +21,7 @@ from lit_dpret.datamodules import HuggingFaceDataModule, ImagesDataModule, MSMar
 from lit_dpret.datamodules.collection import Collection
 from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError
 from lit_dpret.tasks import CheckData
-from lit_dpret.tasks.check_data import PAGE, REPORT
+from lit_dpret.tasks.check_data import PAGE, REPORT, cut_texts, rulers_by_words
 from lit_dpret.tasks.parts import Parts
 
 HARBOUR = Path(__file__).resolve().parents[1] / "data" / "harbour"
@@ -268,6 +268,29 @@ def test_users_and_a_cap_are_told_and_stand_in_the_command(tmp_path: Path, progr
         f"{program} datamodule.pairs={log} hydra.run.dir=runs/mine datamodule.expected_batch_size=5 "
         "privacy.unit=user datamodule.max_rows_per_unit=5 callbacks.card.tuning_data=private"
     ), "a quarter of the users is a batch"
+
+
+@pytest.mark.parametrize("users", [False, True])
+def test_a_log_whose_default_delta_would_be_large_is_cautioned_of_it(users: bool, tmp_path: Path) -> None:
+    log = write_log(tmp_path, users=users)
+    CheckData(max_texts=5).run(job(tmp_path, pairs=log))
+    units = 20 if users else 60
+    (told,) = report(tmp_path)["cautions"]
+    assert f"{units} units" in told and "privacy.delta" in told
+
+
+def test_a_length_that_cuts_most_texts_is_said_and_one_that_does_not_is_not() -> None:
+    class Read:
+        collection = Collection(
+            passages={"p": "one two three four five", "r": "one two three four five six"},
+            queries={"q": "one", "s": "one two"},
+            qrels={},
+        )
+
+    told = cut_texts(Read(), rulers_by_words({"model.max_passage_length": 4, "model.max_query_length": 2}))
+    assert len(told) == 1 and "model.max_passage_length=4" in told[0] and "100%" in told[0]
+    assert cut_texts(Read(), rulers_by_words({"model.max_passage_length": 5, "model.max_query_length": 1})) == []
+    assert cut_texts(object(), rulers_by_words({})) == []
 
 
 @pytest.mark.parametrize("declared", [True, False])

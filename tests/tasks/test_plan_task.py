@@ -11,6 +11,7 @@ from typing import Any
 import lightning as L
 import pytest
 from tiny_generator import generator
+from tiny_tasks import write_log
 
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
@@ -121,3 +122,21 @@ def test_a_setting_out_of_range_is_refused_by_name(settings: dict[str, Any], nam
 def test_a_mode_that_promises_nothing_has_no_plan(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="promises nothing to plan"):
         Plan(units=1000).run(parts(tmp_path, make_privacy=NoPrivacy))
+
+
+def test_a_plan_of_data_that_are_read_cautions_of_lengths_that_cut_most_texts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = write_log(tmp_path / "log")
+    made = parts(
+        tmp_path,
+        make_datamodule=partial(PairsDataModule, folder=log, sampling="poisson", expected_batch_size=40),
+        make_privacy=partial(DPSGD, eps=8.0),
+        trained_settings=lambda: {"model.max_passage_length": 3, "model.max_query_length": 64},
+    )
+    Plan(plot=False).run(made)
+    told = " ".join(capsys.readouterr().out.split())
+    assert "model.max_passage_length=3" in told and "model.max_query_length" not in told
+    facts = json.loads((tmp_path / "run" / "plan.json").read_text(encoding="utf-8"))
+    assert len(facts["cautions"]) == 2 and all(" ".join(one.split()) in told for one in facts["cautions"])
+    assert "max_passage_length" not in json.dumps(facts["cautions"]), "a share of private texts is for the owner alone"
