@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from in_process_grid import InProcessGrid
 from messages import ByMessages
 from tiny_silos import SMALL
 
 from lit_dpret.federated.aggregation import Weights
 from lit_dpret.federated.flower.client_app import build_client_app
-from lit_dpret.federated.flower.grid import InProcessGrid
 from lit_dpret.federated.flower.library import Message, RecordDict
 from lit_dpret.federated.keys import Credentials, identity_of, new_identity
 from lit_dpret.federated.settings import PddAs2

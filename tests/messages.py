@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from in_process_grid import SUPERLINK_NODE_ID, Fate, InProcessGrid, acting_as
 from tiny_silos import SIZE, SMALL, maker
 
 from lit_dpret.datamodules.silo_folder import silo_folders, write_silos
@@ -15,8 +16,7 @@ from lit_dpret.federated.data import planted_silos
 from lit_dpret.federated.documents import Patience
 from lit_dpret.federated.federation import FedResult
 from lit_dpret.federated.flower.client_app import build_client_app
-from lit_dpret.federated.flower.grid import Fate, InProcessGrid
-from lit_dpret.federated.flower.library import SUPERLINK_NODE_ID, Context, Message, acting_as
+from lit_dpret.federated.flower.library import Context, Message
 from lit_dpret.federated.flower.server_app import FlowerFederation, build_server_app
 from lit_dpret.federated.settings import PddAs2
 from lit_dpret.federated.silo import SiloClient, Told

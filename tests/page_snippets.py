@@ -116,7 +116,7 @@ def by_messages(folder: Path) -> dict[str, Any]:
     from lit_dpret.datamodules.silo_folder import silo_folders, write_silos
     from lit_dpret.federated.data import planted_silos
     from lit_dpret.federated.documents import Patience
-    from lit_dpret.federated.flower import client_app, grid, server_app
+    from lit_dpret.federated.flower import client_app, server_app
     from lit_dpret.federated.silo import SiloClient
 
     size = replace(SIZE, entities=16)  # enough for a batch of the page's settings
@@ -127,7 +127,7 @@ def by_messages(folder: Path) -> dict[str, Any]:
     start = client(silos["cdc"], folder / "start", SMALL, maker(size)).model[0]
     return {
         "build_client_app": client_app.build_client_app, "build_server_app": server_app.build_server_app,
-        "FlowerFederation": server_app.FlowerFederation, "Patience": Patience, "InProcessGrid": grid.InProcessGrid,
+        "FlowerFederation": server_app.FlowerFederation, "Patience": Patience,
         "SiloClient": client, "make_module": maker(size), "start": start,
         "data_of": lambda context: silos[str(context.node_config["client"])],
         "state_of": lambda context: folder / "state" / str(context.node_config["client"]),

@@ -111,22 +111,6 @@ def test_synthesis_is_compared_with_generate_in_both_regimes(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_planted_silos_are_measured_for_every_system(tmp_path: Path) -> None:
-    report = results("fed_planted", "--seeds", 0, "--entities", 4, "--epochs", 1, out=tmp_path / "fed.json")
-    assert len(report["systems"]) == 5 and all(len(values) == 1 for values in report["systems"].values())
-
-
-@pytest.mark.slow
-def test_sealing_makes_requests_no_larger_and_answers_larger_only_where_the_server_merged_them(tmp_path: Path) -> None:
-    pytest.importorskip("flwr", reason="needs the extra federated (flwr)")
-    small = ["--silos", 3, "--queries", 40, "--sentences", 200]
-    rows = {row["request"]: row for row in results("fed_sealing", *small, out=tmp_path / "sealing.json")["rows"]}
-    assert rows["exact"]["sealed"]["up"] < 1.05 * rows["exact"]["clear"]["up"]
-    assert rows["exact"]["sealed"]["down"] > 1.05 * rows["exact"]["clear"]["down"]
-    assert rows["dp_centroid"]["sealed"]["down"] < 1.1 * rows["dp_centroid"]["clear"]["down"]
-
-
-@pytest.mark.slow
 def test_the_acts_of_a_secure_sum_are_timed_and_its_sum_is_right(tmp_path: Path) -> None:
     assert results("secure_sum", "--clients", 4, "--words", 1000, out=tmp_path / "sum.json")["mask_seconds"] >= 0
 

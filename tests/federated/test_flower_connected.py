@@ -8,12 +8,13 @@ import pytest
 
 pytest.importorskip("flwr", reason="needs the extra federated (flwr)")
 
+from in_process_grid import SUPERLINK_NODE_ID, InProcessGrid, acting_as
+
 from lit_dpret.errors import DataError
 from lit_dpret.federated.documents import Patience
 from lit_dpret.federated.federation import FedResult
 from lit_dpret.federated.flower.connected import ConnectedSilos
-from lit_dpret.federated.flower.grid import InProcessGrid
-from lit_dpret.federated.flower.library import SUPERLINK_NODE_ID, ClientApp, Context, Message, RecordDict, acting_as
+from lit_dpret.federated.flower.library import ClientApp, Context, Message, RecordDict
 from lit_dpret.federated.flower.payloads import envelope
 from lit_dpret.federated.settings import PddAs2
 

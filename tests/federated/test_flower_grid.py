@@ -7,10 +7,9 @@ import torch
 
 pytest.importorskip("flwr", reason="needs the extra federated (flwr)")
 
-from lit_dpret.errors import ConfigurationError
-from lit_dpret.federated.flower.grid import InProcessGrid, Mishap
+from in_process_grid import SUPERLINK_NODE_ID, InProcessGrid, Mishap, TaskIdentity, acting_as
+
 from lit_dpret.federated.flower.library import (
-    SUPERLINK_NODE_ID,
     ArrayRecord,
     ClientApp,
     ConfigRecord,
@@ -18,8 +17,6 @@ from lit_dpret.federated.flower.library import (
     ErrorCode,
     Message,
     RecordDict,
-    TaskIdentity,
-    acting_as,
 )
 
 app = ClientApp()
@@ -109,8 +106,3 @@ def test_who_this_process_is_for_flower_is_put_back_as_it_was() -> None:
         assert TaskIdentity.node_id == 2
     with pytest.raises(RuntimeError, match="not set"):
         _ = TaskIdentity.node_id
-
-
-def test_a_grid_without_nodes_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="needs nodes"):
-        InProcessGrid(app, {})

@@ -1,13 +1,12 @@
 """Everything that is used of Flower (the extra ``federated``); no other file imports it.
 
 ``flwr.app``, ``flwr.clientapp`` and ``flwr.serverapp`` are its public Message API. The rest is internal and may move in
-any release: our own grid creates messages outside of a Flower process, and copies them as the wire would.
+any release.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -37,49 +36,18 @@ try:
         RecordDict,
     )
     from flwr.clientapp import ClientApp
-    from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
-    from flwr.common.serde import context_from_proto, context_to_proto, message_from_proto, message_to_proto
-    from flwr.proto.message_pb2 import Context as ProtoContext
-    from flwr.proto.message_pb2 import Message as ProtoMessage
+    from flwr.common.constant import ErrorCode
     from flwr.serverapp import Grid, ServerApp
-    from flwr.supercore.run import Run
-    from flwr.supercore.task_identity import TaskIdentity
-
-    _IDENTITY = {name: getattr(TaskIdentity, f"_{name}") for name in ("run_id", "node_id", "task_id")}
-except (ImportError, AttributeError) as error:
+except ImportError as error:
     raise ConfigurationError(
         f"flwr {FLWR_VERSION} lacks something that lit-dpret uses of it ({error}). Run: pip install 'flwr{KNOWN}'."
     ) from error
 
 __all__ = [
-    "FLWR_VERSION", "SUPERLINK_NODE_ID", "Array", "ArrayRecord", "ClientApp", "ConfigRecord", "Context", "Error",
-    "ErrorCode", "Grid", "Message", "MetricRecord", "RecordDict", "Run", "ServerApp", "TaskIdentity", "acting_as",
-    "copied_context", "copied_message", "is_registered", "robust_rules", "run_one_task", "run_simulation",
-    "task_commands",
+    "FLWR_VERSION", "Array", "ArrayRecord", "ClientApp", "ConfigRecord", "Context", "Error", "ErrorCode", "Grid",
+    "Message", "MetricRecord", "RecordDict", "ServerApp", "is_registered", "robust_rules", "run_one_task",
+    "run_simulation", "task_commands",
 ]  # fmt: skip
-
-
-@contextmanager
-def acting_as(*, run_id: int, node_id: int, task_id: int = 0) -> Iterator[None]:
-    """Make messages as this node would; Flower keeps who a process is in one place for the whole process."""
-    before = {name: getattr(TaskIdentity, f"_{name}") for name in _IDENTITY}
-    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = run_id, node_id, task_id
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(TaskIdentity, f"_{name}", value)
-
-
-def copied_message(message: Message) -> tuple[Message, int]:
-    """Serialise and read a message; return what the other side gets, and its bytes on the wire."""
-    wire = message_to_proto(message).SerializeToString()
-    return message_from_proto(ProtoMessage.FromString(wire)), len(wire)
-
-
-def copied_context(context: Context) -> Context:
-    """Store and read a context."""
-    return context_from_proto(ProtoContext.FromString(context_to_proto(context).SerializeToString()))
 
 
 def task_commands() -> list[str]:

@@ -1,4 +1,4 @@
-"""A Flower grid without a server: every node in this process, one after the other, as if they were far away.
+"""A Flower grid without a server: every node in this process, one after the other; imported by path, not a test.
 
 The same apps run on it as on a SuperLink. A difference between the two could hide errors, so nothing is shared here:
 each message is serialised and read again, a node's context is stored and read between messages, a node that raises
@@ -10,31 +10,51 @@ from __future__ import annotations
 import traceback
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lit_dpret.errors import ConfigurationError
-from lit_dpret.federated.flower.library import (
-    SUPERLINK_NODE_ID,
-    ClientApp,
-    Context,
-    Error,
-    ErrorCode,
-    Grid,
-    Message,
-    RecordDict,
-    Run,
-    ServerApp,
-    acting_as,
-    copied_context,
-    copied_message,
-)
+import lit_dpret.federated.flower  # noqa: F401  (switches telemetry off before flwr is imported)
+
+# isort: split
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
+from flwr.common.serde import context_from_proto, context_to_proto, message_from_proto, message_to_proto
+from flwr.proto.message_pb2 import Context as ProtoContext
+from flwr.proto.message_pb2 import Message as ProtoMessage
+from flwr.serverapp import Grid, ServerApp
+from flwr.supercore.run import Run
+from flwr.supercore.task_identity import TaskIdentity
 
 Mishap = Literal["unavailable", "silent", "late"]
 """What can happen to a message: its node is gone; nobody ever answers; the answer comes after the waiting time."""
 
 Fate = Callable[[Message], Mishap | None]
+
+
+@contextmanager
+def acting_as(*, run_id: int, node_id: int, task_id: int = 0) -> Iterator[None]:
+    """Make messages as this node would; Flower keeps who a process is in one place for the whole process."""
+    before = {name: getattr(TaskIdentity, f"_{name}") for name in ("run_id", "node_id", "task_id")}
+    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = run_id, node_id, task_id
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(TaskIdentity, f"_{name}", value)
+
+
+def copied_message(message: Message) -> tuple[Message, int]:
+    """Serialise and read a message; return what the other side gets, and its bytes on the wire."""
+    wire = message_to_proto(message).SerializeToString()
+    return message_from_proto(ProtoMessage.FromString(wire)), len(wire)
+
+
+def copied_context(context: Context) -> Context:
+    """Store and read a context."""
+    return context_from_proto(ProtoContext.FromString(context_to_proto(context).SerializeToString()))
 
 
 @dataclass(frozen=True)
@@ -69,10 +89,6 @@ class InProcessGrid(Grid):  # type: ignore[misc]
         fate: Fate | None = None,
         run_id: int = 1,
     ) -> None:
-        if not nodes or any(number <= SUPERLINK_NODE_ID for number in nodes):
-            raise ConfigurationError(
-                f"A federation needs nodes, with numbers above {SUPERLINK_NODE_ID}, which is the server's."
-            )
         self._app, self._fate, self._run_id = client_app, fate, run_id
         self._run = Run.create_empty(run_id)
         self._contexts = {number: self._context(number, facts) for number, facts in nodes.items()}
