@@ -6,7 +6,8 @@
 6,980 queries (MS MARCO's dev set) against 200,000 vectors, k = 1000; the systems take turns. Seconds mean
 little on a shared machine, so the load is written down beside them, and the processor's seconds beside
 the clock's. ``--memory`` searches files of 50,000, 200,000 and 800,000 vectors, each in a process of its
-own, and reports how high its memory rose.
+own, and reports how high its memory rose. ``--grid`` takes 1 to 10,000 queries against 10,000 to 200,000 vectors
+of 384 numbers at k = 100 beside sentence-transformers alone: one question is what people wait for.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ import contextlib
 import io
 import json
 import os
+import statistics
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import apart, machine, options, say, timed, write
+from common import apart, in_turns, machine, median_ratio, options, say, timed, write
 from torch import Tensor
 
 from lit_dpret.costs.measure import peak, reset_peak, resident
@@ -110,6 +112,24 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"runs": runs, "ours_over_theirs": ratios}
 
 
+def grid(rounds: int) -> list[dict[str, Any]]:
+    """Return the ratio of our time to sentence-transformers' for each size, medians over rounds in turns."""
+    generator, found = torch.Generator().manual_seed(0), []
+    draw = torch.nn.functional.normalize(torch.randn(210_000, 384, generator=generator), dim=1)
+    for passages in (10_000, 50_000, 200_000):
+        for queries in (1, 10, 100, 1_000, 10_000):
+            both = systems(draw[200_000 : 200_000 + queries], draw[:passages], 100)
+            ours, theirs = "lit-dpret", "sentence-transformers semantic_search"
+            times = in_turns({ours: both[ours], theirs: both[theirs]}, rounds)
+            facts: dict[str, Any] = {"queries": queries, "passages": passages}
+            for unit in ("seconds", "processor_seconds"):
+                facts[unit] = statistics.median(each[ours][unit] for each in times)
+                facts[f"{unit}_over_theirs"] = median_ratio(times, ours, theirs, unit)
+            say(" ".join(f"{name} {value:.4g}" for name, value in facts.items()))
+            found.append(facts)
+    return found
+
+
 def climb(count: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """Search a file of so many vectors in a process of its own; how high its memory rose over its start."""
     words = ["--child", count, "--queries", arguments.queries, "--k", arguments.k, "--dim", arguments.dim]
@@ -147,6 +167,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--memory", type=int, nargs="*", help="corpus sizes; without any 50000 200000 800000")
+    parser.add_argument("--grid", action="store_true", help="many sizes, --rounds times each")
     parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -156,7 +177,10 @@ def main() -> None:
     report: dict[str, Any] = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
     facts = {key: getattr(arguments, key) for key in ("queries", "passages", "dim", "k", "threads")}
     facts |= machine("torch", "numpy", "sentence-transformers", "beir", "faiss-cpu")
-    if arguments.memory is None:
+    if arguments.grid:
+        del facts["queries"], facts["passages"]
+        report["grid"] = facts | {"dim": 384, "k": 100, "sizes": grid(arguments.rounds)}
+    elif arguments.memory is None:
         report["speed"] = facts | compare(arguments)
     else:
         sizes = arguments.memory or [50_000, 200_000, 800_000]

@@ -29,6 +29,7 @@ from lit_dpret.matmul_precision import whole_products
 _UNIT_ROUNDOFF = 2.0**-24
 _LARGEST = 1e10  # of embeddings in bfloat16: beyond it nobody has looked at what underflows
 _LEAST_GAIN = 1.3
+_PAYS_FROM = 512
 _PROBE = 256, 256, 4096
 
 
@@ -113,9 +114,10 @@ class Attempt:
     guess: Tensor | None
 
 
-def bfloat16_pays(device: torch.device) -> bool:
+def bfloat16_pays(device: torch.device, queries: int) -> bool:
     """Return whether products in bfloat16 are worth it: on a CPU where one measurement finds them faster."""
-    return device.type == "cpu" and _probe()
+    # Rounding a passage takes as long as its products with some 400 queries save.
+    return device.type == "cpu" and queries >= _PAYS_FROM and _probe()
 
 
 @cache

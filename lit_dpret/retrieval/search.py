@@ -13,6 +13,7 @@ fall as trec_eval lets them fall: by passage id, descending.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, get_args
 
@@ -53,6 +54,7 @@ __all__ = [
 
 QUERY_CHUNK, PASSAGE_CHUNK = 1024, 16_384  # of a matrix product
 _CPU_BLOCK = 4096  # passages whose scores stay in a processor's cache
+_FEW_QUERIES = 256  # up to so many, threads share out the passages: each is read once, and products are not too flat
 _BUFFER_BYTES = 256 * 2**20  # of candidates, for the queries that are searched together
 
 
@@ -147,7 +149,8 @@ class SearchStream:
         self.device = torch.device(device) if device is not None else query_embeddings.device
         self._queries = prepared(query_embeddings.detach().to(self.device).double(), self.cosine)
         self._products = Products(self._queries, torch.float32)
-        self._low = Products(self._queries, torch.bfloat16) if bfloat16_pays(self.device) else None
+        low = bfloat16_pays(self.device, len(self._queries))
+        self._low = Products(self._queries, torch.bfloat16) if low else None
         self._rank = tie_rank.cpu()
         self._exclude = None if exclude is None else exclude.to(self.device)
         self._best = torch.full((len(self._queries), k), EMPTY)
@@ -191,18 +194,39 @@ class SearchStream:
         products, width, guess = attempt.products, attempt.width, attempt.guess
         queries, kth = products.queries[chosen], self._kth()[chosen.cpu()].to(self.device)
         buffer = CandidateBuffer(len(chosen), width, self.device, guess)
-        longest, error = 0.0, 0.0
-        for start, part, length in self._parts(rows):
+        longest, error, lock = 0.0, 0.0, threading.Lock()
+        few = self.device.type == "cpu" and len(chosen) <= _FEW_QUERIES
+
+        def look(some: slice) -> None:
+            nonlocal longest, error
+            part, length = self._part(rows, some)
             low, lost = products.passages(part)
-            longest, error = max(longest, length), max(error, lost)
-            exclude = None if self._exclude is None else self._exclude[chosen] - self._seen - start
-            self._compare(buffer, queries, low, start, kth - products.slack(longest, error)[chosen], exclude)
+            scores = queries @ low.T if few else None
+            exclude = None if self._exclude is None else self._exclude[chosen] - self._seen - some.start
+            with lock:
+                longest, error = max(longest, length), max(error, lost)
+                at_least = kth - products.slack(longest, error)[chosen]
+                if scores is None:
+                    self._compare(buffer, queries, low, some.start, at_least, exclude)
+                    return
+                if exclude is not None:
+                    _hide(scores, exclude)
+                buffer.add(slice(0, len(chosen)), scores, some.start, at_least)
+
+        if few:
+            most = PASSAGE_CHUNK if len(chosen) <= _FEW_QUERIES // 4 else _CPU_BLOCK
+            rows_in_parallel(look, len(rows), max(1024, _share(len(rows), most)))
+        else:
+            for some in _slices(len(rows)):
+                look(some)
         slack = products.slack(longest, error)[chosen]
         short = torch.zeros(len(chosen), dtype=torch.bool, device=self.device)
         if guess is not None:
             short = (buffer.count < width) & (guess > kth - slack)
         enough = torch.nonzero(~short).flatten()
-        candidates = buffer.indices()[enough.cpu()]
+        # In float32 a passage more than twice the error behind the k-th best is not among the k best.
+        margin = None if products.low else 2 * slack
+        candidates = buffer.indices(self.k, margin)[enough.cpu()]
         of, reach = chosen[enough].cpu(), None
         if width < len(rows):
             reach = (products.at_most(buffer.floor[enough]) + slack[enough]).cpu()
@@ -245,14 +269,13 @@ class SearchStream:
         self._each(draw, len(guess))
         return Attempt(products, width, guess.to(products.dtype).float())
 
-    def _parts(self, rows: Rows) -> Iterator[tuple[int, Tensor, float]]:
-        """Yield each chunk's first index, its passages ready for the matrix product, and their greatest length."""
-        for start in range(0, len(rows), PASSAGE_CHUNK):
-            part = rows.chunk(start, min(start + PASSAGE_CHUNK, len(rows))).to(self.device).float()
-            longest = float(torch.linalg.vector_norm(part, dim=1).max())
-            if not math.isfinite(longest):
-                refuse_broken(part, "passage")
-            yield start, prepared(part, self.cosine), 1.0 if self.cosine else longest
+    def _part(self, rows: Rows, some: slice) -> tuple[Tensor, float]:
+        """Return some passages ready for the matrix product, and their greatest length."""
+        part = rows.chunk(some.start, some.stop).to(self.device).float()
+        longest = float(torch.linalg.vector_norm(part, dim=1).max())
+        if not math.isfinite(longest):
+            refuse_broken(part, "passage")
+        return prepared(part, self.cosine), 1.0 if self.cosine else longest
 
     def _compare(
         self,
@@ -318,8 +341,13 @@ class SearchStream:
     def _wide(self, rows: Rows, row: int, floor: float) -> Tensor:
         """Return every passage of the piece that can reach the score that ``floor`` was lowered from, by index."""
         query = self._products.queries[row]
-        kept = [torch.nonzero(part @ query >= floor).flatten().cpu() + start for start, part, _ in self._parts(rows)]
-        return torch.cat(kept)
+        parts = ((some.start, self._part(rows, some)[0]) for some in _slices(len(rows)))
+        return torch.cat([torch.nonzero(part @ query >= floor).flatten().cpu() + start for start, part in parts])
+
+
+def _slices(rows: int) -> Iterator[slice]:
+    """Yield slices of `PASSAGE_CHUNK`, the last one shorter."""
+    return (slice(start, min(start + PASSAGE_CHUNK, rows)) for start in range(0, rows, PASSAGE_CHUNK))
 
 
 def _sample_rank(width: int, sample: int, passages: int) -> int:

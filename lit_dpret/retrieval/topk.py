@@ -215,11 +215,17 @@ class CandidateBuffer:
         self.keys[rows].view(-1)[place] = packed(scores[row, column].float(), column + start)
         self.count[rows] += fresh
 
-    def indices(self) -> Tensor:
-        """Return the passages that are left, unordered, ``(queries, width)``, on the CPU; `MISSING` as filler."""
+    def indices(self, k: int = 0, margin: Tensor | None = None) -> Tensor:
+        """Return the passages that are left, unordered, ``(queries, width)``, on the CPU; `MISSING` as filler.
+
+        With ``margin``, for each query, those that score more than it below the ``k``-th best are left out.
+        """
         self._cut(slice(0, len(self.keys)))
-        ranks = unpacked(self.keys[:, : self.width])[1]
-        return ranks.masked_fill_(ranks == NO_RANK, MISSING).cpu()
+        scores, ranks = unpacked(self.keys[:, : self.width])
+        out = ranks == NO_RANK
+        if margin is not None and k < self.width:
+            out |= scores < scores.topk(k, dim=1).values[:, -1:] - margin[:, None]
+        return ranks.masked_fill_(out, MISSING).cpu()
 
     def _above(self, rows: slice, scores: Tensor, at_least: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Row and column of every score that matters, and how many there are in each row."""

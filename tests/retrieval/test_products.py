@@ -65,7 +65,7 @@ def test_passages_that_bfloat16_cannot_tell_apart_are_ranked_as_in_float64(
     similarity: str, sign: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without its slack the first look would name the wrong passages and believe them."""
-    monkeypatch.setattr(search_module, "bfloat16_pays", lambda device: True)
+    monkeypatch.setattr(search_module, "bfloat16_pays", lambda device, queries: True)
     monkeypatch.setattr(SearchStream, "_attempt", lambda self, rows: Attempt(self._low, 60, None))  # type: ignore[arg-type]
     queries = vectors(9, 32, 3).repeat_interleave(2, dim=1) * sign
     common = torch.tensor([100.0, -100.0]).repeat(32)  # takes bits of every passage, and no part in any score
@@ -83,7 +83,7 @@ def test_passages_that_bfloat16_cannot_tell_apart_are_ranked_as_in_float64(
 @pytest.mark.parametrize("low", [False, True])
 def test_a_sample_says_how_many_candidates_low_precision_needs(low: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Spread-out scores are searched in bfloat16, crowded ones in float32, with the same answer."""
-    monkeypatch.setattr(search_module, "bfloat16_pays", lambda device: low)
+    monkeypatch.setattr(search_module, "bfloat16_pays", lambda device, queries: low)
     original, used = SearchStream._narrow, []
 
     def watched(self: SearchStream, rows: object, chosen: Tensor, attempt: Attempt) -> Tensor:
@@ -121,7 +121,9 @@ def test_bfloat16_is_used_on_processors_that_gain_by_it_and_sum_in_float32(monke
 
     monkeypatch.setattr(torch.Tensor, "__matmul__", careless)
     assert not probe()
-    assert not bfloat16_pays(torch.device("meta"))
+    assert not bfloat16_pays(torch.device("meta"), 10_000)
+    monkeypatch.setattr(products_module, "_probe", lambda: True)
+    assert [bfloat16_pays(torch.device("cpu"), queries) for queries in (10, 10_000)] == [False, True]
 
 
 @pytest.mark.parametrize("shape", [(3, 8), (5, 7), (1, 1), (40, 96)])

@@ -18,7 +18,7 @@ from lit_dpret.retrieval.search import MISSING, SearchStream, TopK, lexicographi
 def first_attempt(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Every answer of this file, with candidates from float32 and with those from bfloat16 at first."""
     low = request.param == "bfloat16"
-    monkeypatch.setattr(search_module, "bfloat16_pays", lambda device: low)
+    monkeypatch.setattr(search_module, "bfloat16_pays", lambda device, queries: low)
     original = SearchStream._attempt
 
     def attempt(self: SearchStream, rows: Rows) -> Attempt:
@@ -121,13 +121,13 @@ def test_a_matrix_product_that_is_wrong_within_its_bound_does_not_change_the_ans
     queries = base.repeat(3, 1) * torch.tensor([[1.0], [3.0], [0.1]])
     ids = names(500)
     expected = search(queries, passages, 10, tie_rank=lexicographic_rank(ids))
-    original = SearchStream._parts
+    original = SearchStream._part
 
-    def noisy(self: SearchStream, rows: Any) -> object:
-        for start, part, longest in original(self, rows):
-            yield start, part * (1 + 2.0**-22 * (torch.rand(len(part), 1, generator=generator) - 0.5)), longest
+    def noisy(self: SearchStream, rows: Any, some: slice) -> tuple[Tensor, float]:
+        part, longest = original(self, rows, some)
+        return part * (1 + 2.0**-22 * (torch.rand(len(part), 1, generator=generator) - 0.5)), longest
 
-    monkeypatch.setattr(SearchStream, "_parts", noisy)
+    monkeypatch.setattr(SearchStream, "_part", noisy)
     actual = search(queries, passages, 10, tie_rank=lexicographic_rank(ids))
     assert torch.equal(actual.indices, expected.indices)
     assert torch.equal(actual.scores, expected.scores)
@@ -316,3 +316,22 @@ def test_arrays_of_numpy_are_searched_as_tensors_are() -> None:
     queries, passages = torch.randn(3, 8), torch.randn(20, 8)
     found, expected = search(queries.numpy(), passages.numpy(), 5), search(queries, passages, 5)
     assert torch.equal(found.indices, expected.indices) and torch.equal(found.scores, expected.scores)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_question_alone_gets_the_answer_that_it_gets_among_many(threads: int) -> None:
+    """Few queries share out the passages over threads, many the queries; near-ties show what either leaves out."""
+    generator = torch.Generator().manual_seed(4)
+    base = torch.randn(300, 24, generator=generator)
+    passages = base[torch.randint(300, (9_000,), generator=generator)]
+    passages = passages + 1e-7 * torch.randn(9_000, 24, generator=generator)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        together = search(base, passages, 10)
+        for part in (slice(0, 1), slice(1, 90), slice(90, 300)):
+            alone = search(base[part], passages, 10)
+            assert torch.equal(alone.indices, together.indices[part])
+            assert torch.equal(alone.scores, together.scores[part])
+    finally:
+        torch.set_num_threads(before)
