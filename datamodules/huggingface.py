@@ -21,7 +21,7 @@ from lit_dpret.datamodules.layouts import open_corpus
 from lit_dpret.datamodules.pair_file import PairColumns, PairReader
 from lit_dpret.datamodules.pairs import PairsDataModule, PairSettings
 from lit_dpret.datamodules.readers import FORMATS, Complain, RecordFile, Records, one_line, refuse
-from lit_dpret.datamodules.rows import SPLIT_NAMES, SPLITS, Unit
+from lit_dpret.datamodules.rows import SPLIT_NAMES, SPLITS, TextUnit
 from lit_dpret.errors import ConfigurationError, DataError
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -136,7 +136,7 @@ class HuggingFaceDataModule(PairsDataModule):
         """Whether the data is read from this machine's disk."""
         return Path(self.path).exists()
 
-    def use_unit(self, unit: Unit, neighbours: str | None = None) -> None:
+    def use_unit(self, unit: TextUnit, neighbours: str | None = None) -> None:
         self._refuse_sample(neighbours, "max_rows", several="a query or a user may have several rows")
         super().use_unit(unit, neighbours)
 

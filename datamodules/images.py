@@ -22,8 +22,9 @@ from torch.utils.data import Dataset
 
 from lit_dpret.datamodules.image_sources import SOURCES, ImageSplit, RawSplit, SourceName, read_hub, read_source
 from lit_dpret.datamodules.rows import stable_hash
-from lit_dpret.datamodules.sampled import Draw, SampledDataModule, SamplingSettings, UnitItems
+from lit_dpret.datamodules.sampled import SampledDataModule, SamplingSettings, UnitItems
 from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.privacy.batches import Draw
 
 Labels = Literal["fine", "coarse"]
 

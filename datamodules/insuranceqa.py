@@ -15,7 +15,7 @@ from typing import Any, Unpack
 
 from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.pairs import PairsDataModule, PairSettings
-from lit_dpret.datamodules.readers import Complain, read_json, refuse
+from lit_dpret.datamodules.readers import Complain, parse_json_file, refuse
 from lit_dpret.datamodules.rows import collapse_whitespace
 from lit_dpret.errors import ConfigurationError, DataError
 
@@ -110,7 +110,7 @@ def _package_folder() -> Path:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    found = read_json(path)
+    found = parse_json_file(path)
     if not isinstance(found, dict) or not found:
         raise DataError(f"{path} holds no entries.")
     return found

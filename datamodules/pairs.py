@@ -27,10 +27,11 @@ from lit_dpret.datamodules.left_out import LeftOut
 from lit_dpret.datamodules.pair_file import PairColumns, read_pairs
 from lit_dpret.datamodules.passage_store import PassageStore
 from lit_dpret.datamodules.readers import Complain, RecordFile, refuse
-from lit_dpret.datamodules.rows import SPLIT_NAMES, Duplicates, Row, Unit
+from lit_dpret.datamodules.rows import SPLIT_NAMES, Row, TextUnit
 from lit_dpret.datamodules.sampled import SampledDataModule, SamplingSettings
 from lit_dpret.datamodules.unit_dataset import GroupedUnitDataset, Planted
 from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.privacy.budget import Duplicates
 
 
 class PairSettings(SamplingSettings, total=False):
@@ -134,7 +135,7 @@ class PairsDataModule(SampledDataModule):
         self.max_passages = max_passages
         self.max_train_queries = max_train_queries
         self.max_eval_queries = max_eval_queries
-        self._unit: Unit | None = None
+        self._unit: TextUnit | None = None
         self._collection: Collection | None = None
         self._units: GroupedUnitDataset | None = None
         self._left_out: LeftOut | None = None
@@ -303,16 +304,17 @@ class PairsDataModule(SampledDataModule):
         queries = {query: text for query, text in everything.queries.items() if query in names}
         self._collection, self._units = replace(everything, qrels=kept, queries=queries), None
 
-    def use_unit(self, unit: Unit, neighbours: str | None = None) -> None:
+    def use_unit(self, unit: TextUnit, neighbours: str | None = None) -> None:
         """Group the rows by ``unit`` (``privacy.unit``); called for the run's privacy mode before training.
 
         Raises:
             ConfigurationError: The data settings make the claim unsound under ``neighbours``, or a
                 sampler for another unit is already attached.
         """
-        if unit not in get_args(Unit):
+        if unit not in get_args(TextUnit):
             raise ConfigurationError(
-                f"privacy.unit={unit}: rows of texts are grouped by {', '.join(get_args(Unit))}. Choose one of them."
+                f"privacy.unit={unit}: rows of texts are grouped by {', '.join(get_args(TextUnit))}. "
+                "Choose one of them."
             )
         if unit == "pair" and (self.max_passages is not None or self.drop_overlap):
             raise ConfigurationError(

@@ -405,7 +405,7 @@ class _ZstdStream(io.RawIOBase):
         return size
 
 
-def read_json(path: Path) -> Any:
+def parse_json_file(path: Path) -> Any:
     """Read a JSON file, compressed with gzip where its name ends in .gz.
 
     Raises:

@@ -11,8 +11,8 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import Literal
 
-Unit = Literal["query", "pair", "user"]
-Duplicates = Literal["keep", "merge"]
+#: Those of `lit_dpret.privacy.budget.Unit` by which rows of texts are grouped.
+TextUnit = Literal["query", "pair", "user"]
 
 SPLITS = ("train", "dev", "test")
 SPLIT_NAMES = {"train": "train", "dev": "dev", "valid": "dev", "validation": "dev", "test": "test"}

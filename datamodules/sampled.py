@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lit_dpret.datamodules.unit_dataset import Planted
 from lit_dpret.errors import ConfigurationError
+from lit_dpret.privacy.batches import PADDING, Draw
 
 SamplingName = Literal["truncated_poisson", "poisson", "fixed_size", "shuffle", "full_batch"]
 RowsPerUnit = Literal["one", "all"]
@@ -24,18 +25,6 @@ PhysicalBatchSize = int | Literal["auto"]
 
 #: The default, which also stands for ``physical_batch_size=auto`` until a fit finds it, before its first release.
 UNTIL_FOUND = 32
-
-
-class Draw(Protocol):
-    """One slot of a batch."""
-
-    @property
-    def unit(self) -> int:
-        """The number of the unit drawn for it, -1 for padding."""
-
-    @property
-    def pick(self) -> int:
-        """A random number of this draw, from the run's keyed stream."""
 
 
 class Units(Protocol):
@@ -59,7 +48,7 @@ class UnitItems(Dataset[tuple[Any, Sequence[Any]]]):
         return len(self.units)
 
     def __getitem__(self, draw: Draw) -> tuple[Any, Sequence[Any]]:
-        return draw, (() if draw.unit == -1 else self.units.rows(draw.unit))
+        return draw, (() if draw.unit == PADDING else self.units.rows(draw.unit))
 
 
 class SamplingSettings(TypedDict, total=False):
@@ -77,6 +66,8 @@ class SamplingSettings(TypedDict, total=False):
 
 class SampledDataModule(LightningDataModule):
     """A private data set that is drawn by the privacy plan and by nobody else.
+
+    What a fit asks of any DataModule is `lit_dpret.privacy.sampling.TrainingData`.
 
     A subclass offers its units (`train_units`) and, where a row depends on the draw, the items of
     its loader (`_train_items`).

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.datamodules.readers import NOT_UNICODE, Complain, RecordFile, as_id, is_unicode, read_json, refuse
+from lit_dpret.datamodules.readers import NOT_UNICODE, Complain, RecordFile, as_id, is_unicode, parse_json_file, refuse
 from lit_dpret.datamodules.rows import SPLITS
 from lit_dpret.errors import DataError, schema_problem
 from lit_dpret.files import new_folder
@@ -170,7 +170,7 @@ def read_manifest(folder: str | Path, *, knob: str = "federated.data") -> dict[s
         raise DataError(
             f"{path} does not exist; check {knob}. task=build_silos makes such a folder.", kind="missing file"
         )
-    found = read_json(path)
+    found = parse_json_file(path)
     if not isinstance(found, dict):
         raise DataError(f"{path} holds no JSON object.", kind="malformed JSON")
     if problem := schema_problem(found.get("schema"), SCHEMA):

@@ -17,7 +17,7 @@ from typing import Any, Literal, Unpack
 from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.layouts import find_part
 from lit_dpret.datamodules.pairs import PairsDataModule, PairSettings
-from lit_dpret.datamodules.readers import NOT_UNICODE, Complain, is_unicode, read_json, refuse
+from lit_dpret.datamodules.readers import NOT_UNICODE, Complain, is_unicode, parse_json_file, refuse
 from lit_dpret.datamodules.rows import collapse_whitespace, stable_hash
 from lit_dpret.errors import DataError
 
@@ -135,7 +135,7 @@ def _newest(folder: Path, split: str) -> Path | None:
 
 def _paragraphs(path: Path, complain: Complain) -> Iterator[tuple[str, str, list[Any]]]:
     """Title of the article, text and questions of each paragraph that has a text."""
-    content = read_json(path)
+    content = parse_json_file(path)
     articles = content.get("data") if isinstance(content, dict) else None
     if not isinstance(articles, list):
         raise DataError(f"{path} is not in SQuAD's format: an object with a list 'data' is expected.")

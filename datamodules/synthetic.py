@@ -16,12 +16,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.layouts import Passages, folder_parts, open_corpus, read_parts
 from lit_dpret.datamodules.pairs import PairsDataModule, PairSettings
-from lit_dpret.datamodules.readers import Complain, read_json, refuse
+from lit_dpret.datamodules.readers import Complain, parse_json_file, refuse
 from lit_dpret.errors import ConfigurationError, DataError, schema_problem
-
-CARD = "privacy_card.json"
-SUMMARY = "generation.json"
-SCHEMA = "lit-dpret/synthetic-data/1"
+from lit_dpret.files import CARD_NAME, SUMMARY_NAME, SYNTHETIC_SCHEMA
 
 
 class SyntheticDataModule(PairsDataModule):
@@ -76,15 +73,15 @@ class SyntheticDataModule(PairsDataModule):
         Raises:
             DataError: A card is required and missing, or the file is not a JSON object.
         """
-        path = Path(str(self.folder)) / CARD
+        path = Path(str(self.folder)) / CARD_NAME
         if not path.is_file():
             if not self.require_privacy_card:
                 return None
             raise DataError(
-                f"{self.folder} has no {CARD}, so the claim of its queries is unknown. Take the folder that "
+                f"{self.folder} has no {CARD_NAME}, so the claim of its queries is unknown. Take the folder that "
                 "task=synthesize wrote, or set datamodule.require_privacy_card=false to train without a claim."
             )
-        card = read_json(path)
+        card = parse_json_file(path)
         if not isinstance(card, dict) or not card:
             raise DataError(f"{path} is not a readable privacy card: a JSON object is expected.")
         return path
@@ -99,9 +96,9 @@ class SyntheticDataModule(PairsDataModule):
         found = folder_parts(str(self.folder), corpus=self.corpus, needs_corpus=self.evaluation is None)
         if "train" not in found["qrels"]:
             raise DataError(f"{self.folder} has no qrels/train.tsv: there is nothing to train on.")
-        _refuse_newer(Path(str(self.folder)) / SUMMARY)
+        _refuse_newer(Path(str(self.folder)) / SUMMARY_NAME)
         if self.privacy_card_path is None:
-            rank_zero_warn(f"{self.folder} has no {CARD}: what is trained on it has no privacy claim to inherit.")
+            rank_zero_warn(f"{self.folder} has no {CARD_NAME}: what is trained on it has no privacy claim to inherit.")
         return found
 
     def read_collection(self, complain: Complain = refuse) -> Collection:
@@ -144,8 +141,8 @@ def _refuse_newer(path: Path) -> None:
     """Refuse a folder whose summary says that a newer version wrote it; folders of others have no summary."""
     if not path.is_file():
         return
-    facts = read_json(path)
-    if isinstance(facts, dict) and "schema" in facts and (problem := schema_problem(facts["schema"], SCHEMA)):
+    facts = parse_json_file(path)
+    if isinstance(facts, dict) and "schema" in facts and (problem := schema_problem(facts["schema"], SYNTHETIC_SCHEMA)):
         raise DataError(f"{path} cannot be read: {problem}")
 
 

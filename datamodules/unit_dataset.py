@@ -27,8 +27,9 @@ from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from lit_dpret.datamodules.collection import Collection
-from lit_dpret.datamodules.rows import Duplicates, Row, Unit, normalise, stable_hash
+from lit_dpret.datamodules.rows import Row, TextUnit, normalise, stable_hash
 from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.privacy.budget import Duplicates
 
 
 class GroupedUnitDataset:
@@ -58,14 +59,14 @@ class GroupedUnitDataset:
         self,
         collection: Collection,
         *,
-        unit: Unit,
+        unit: TextUnit,
         duplicates: Duplicates = "keep",
         max_rows_per_unit: int | None = None,
         split: str = "train",
         planted: Sequence[Sequence[Row]] = (),
     ) -> None:
         for knob, value, choices in (
-            ("privacy.unit", unit, get_args(Unit)),
+            ("privacy.unit", unit, get_args(TextUnit)),
             ("datamodule.duplicates", duplicates, get_args(Duplicates)),
         ):
             if value not in choices:
@@ -75,7 +76,7 @@ class GroupedUnitDataset:
                 "datamodule.duplicates=merge cannot go with privacy.unit=user: it would put rows of different "
                 "users into one unit. Set datamodule.duplicates=keep."
             )
-        self.unit: Unit = unit
+        self.unit: TextUnit = unit
         self.duplicates: Duplicates = duplicates
         self._collection = collection
         self._split = split

@@ -13,6 +13,11 @@ from typing import Any
 
 from lit_dpret.errors import ConfigurationError, DataError, StorageError, schema_problem
 
+# Of a folder of synthetic data: one room writes it, and another one reads it, which may not import each other.
+CARD_NAME = "privacy_card.json"
+SUMMARY_NAME = "generation.json"
+SYNTHETIC_SCHEMA = "lit-dpret/synthetic-data/1"
+
 
 def write_whole(
     path: Path, content: str | bytes | Iterable[bytes], *, owner_only: bool = False, advice: str = ""

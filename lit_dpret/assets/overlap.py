@@ -3,7 +3,7 @@
 A public warm-up is free only while its text is public, so it must not contain the private queries.
 The holder of the private set cannot publish it, and the warm-up's questions need not be shipped: the
 warm-up publishes a short hash of each question it trained on, and the holder looks up its own.
-Two questions count as the same when they agree after `normalise`, so case, punctuation and spacing
+Two questions count as the same when they agree after `without_punctuation`, so case, punctuation and spacing
 do not hide a copy. The hashes are of public text; a hash of a private query is never written.
 
 False alarms: n hashes of 6 bytes answer "seen" for an unseen query with probability n / 2**48
@@ -26,10 +26,10 @@ HASH_FILE = "public_warmup_queries.sha256_48"
 _NOT_WORD = re.compile(r"[\W_]+")
 
 
-def normalise(text: str) -> str:
+def without_punctuation(text: str) -> str:
     """The text in NFKC, case-folded, without punctuation and white space.
 
-    >>> normalise("What's  a Deductible?") == normalise("whats a deductible")
+    >>> without_punctuation("What's  a Deductible?") == without_punctuation("whats a deductible")
     True
     """
     return _NOT_WORD.sub("", unicodedata.normalize("NFKC", text).casefold())
@@ -37,7 +37,7 @@ def normalise(text: str) -> str:
 
 def query_hash(text: str) -> bytes:
     """The first `HASH_BYTES` bytes of the SHA-256 of the normalised text."""
-    return hashlib.sha256(normalise(text).encode()).digest()[:HASH_BYTES]
+    return hashlib.sha256(without_punctuation(text).encode()).digest()[:HASH_BYTES]
 
 
 def overlap(queries: Iterable[str], hashes: Collection[bytes]) -> list[str]:

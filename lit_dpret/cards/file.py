@@ -16,13 +16,13 @@ from typing import Any, Literal, get_args
 
 from lit_dpret.cards.text import card_html, card_markdown
 from lit_dpret.errors import DataError, LedgerError, schema_problem
+from lit_dpret.files import CARD_NAME as CARD_NAME
 from lit_dpret.files import write_whole
 from lit_dpret.privacy.budget import Neighbours, Unit, require_choice
 from lit_dpret.privacy.ledger.chain import canonical_json
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
 
 SCHEMA = "lit-dpret/privacy-card/1"
-CARD_NAME = "privacy_card.json"
 SIGNATURE_NAME = "privacy_card.sig"
 
 ArtifactType = Literal["weights", "dataset", "index", "histogram"]

@@ -19,6 +19,7 @@ from typing import Any
 from lit_dpret.cards.amendments import text_sha256, versions
 from lit_dpret.cards.check import TOLERANCE
 from lit_dpret.cards.file import CARD_NAME, card_sha256, read_card
+from lit_dpret.cards.text import charges_every_unit
 from lit_dpret.cards.tuning import hides_earlier_tuning
 from lit_dpret.errors import DataError, LitDpretError
 from lit_dpret.privacy.accounting.composition import epsilon
@@ -204,7 +205,7 @@ def _other_start(child: Mapping[str, Any], parent: Mapping[str, Any], ledger: Pa
     claim, accounting = child["claim"], child["accounting"]
     try:
         releases = claimed_releases(PrivacyLedger.read(ledger).records)
-        if (parent["accounting"] or {}).get("basis") == "no_amplification":
+        if charges_every_unit(parent):
             releases = every_unit_in_every_step(releases)
         fresh = epsilon(
             releases, delta=claim["delta"], neighbours=claim["neighbours"], accountant=accounting["accountant"]

@@ -16,7 +16,7 @@ from typing import Any
 
 from lit_dpret.cards.check import verify_card
 from lit_dpret.cards.file import CARD_NAME, card_above, card_sha256, read_card
-from lit_dpret.cards.text import contradicted
+from lit_dpret.cards.text import charges_every_unit, contradicted
 from lit_dpret.errors import ConfigurationError, DataError, LedgerError, ResumeError
 from lit_dpret.privacy.accounting import composition as accounting
 from lit_dpret.privacy.accounting.releases import GaussianRelease, Release, release_from_dict
@@ -138,7 +138,7 @@ class Start:
                 "claim is about its people too. Set privacy.delta to that, or to null."
             )
         if (units := self.facts.get("n_public")) is not None:
-            plan.budget.check_delta(units)
+            plan.budget.refuse_large_delta(units)
 
 
 def note_start(ledger: PrivacyLedger, start: Start | None) -> None:
@@ -281,7 +281,7 @@ def read_start(run: str | Path, *, public: bool, knob: str = "init_from") -> Sta
         releases = claimed_releases(records)
     except LedgerError as error:
         raise DataError(f"{knob}={run}: {error}") from error
-    if (card["accounting"] or {}).get("basis") == "no_amplification":
+    if charges_every_unit(card):
         releases = every_unit_in_every_step(releases)
     facts["head"] = _last_noise(records) or card["ledger"]["head"]
     facts["runs"] = [ledger_identity(records), *(start_of(records) or {}).get("runs", [])]
@@ -295,7 +295,7 @@ def read_start(run: str | Path, *, public: bool, knob: str = "init_from") -> Sta
         sizes = (card["mechanism"].get("n_public"), (start_of(records) or {}).get("n_public"))
         facts["n_public"] = max((size for size in sizes if size is not None), default=None)
         runs = [(promised_releases(records), claim.get("max_units_per_user")), *units_before(start_of(records))]
-        if (card["accounting"] or {}).get("basis") == "no_amplification":
+        if charges_every_unit(card):
             runs = [(every_unit_in_every_step(own), most) for own, most in runs]
         facts["units"] = [
             {"max_units_per_user": most, "releases": [release.to_dict() for release in own]} for own, most in runs

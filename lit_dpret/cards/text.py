@@ -179,6 +179,11 @@ def show_delta(value: float) -> str:
     return f"{math.ceil(value / unit * (1 - 1e-12)) * unit:.3g}"
 
 
+def charges_every_unit(card: Card) -> bool:
+    """Whether the claim charges every unit for every step, because amplification by sampling cannot be claimed."""
+    return (card["accounting"] or {}).get("basis") == "no_amplification"
+
+
 def printed_epsilon(card: Card) -> str:
     """Return the printed epsilon: a number only where one is proved."""
     guarantee = card["claim"]["guarantee"]
@@ -314,7 +319,7 @@ def _grouped(mechanism: Mapping[str, Any]) -> str:
 def _claim_sentence(card: Card) -> str:
     claim, accounting = card["claim"], card["accounting"]
     how = f"computed with the {accounting['accountant']} accountant of {accounting['library']} {accounting['version']}"
-    if accounting.get("basis") == "no_amplification":
+    if charges_every_unit(card):
         how += ", without counting on amplification by sampling"
     return (
         f"The result satisfies (epsilon = {printed_epsilon(card)}, delta = {show_delta(claim['delta'])})-differential "

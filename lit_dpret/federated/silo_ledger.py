@@ -421,7 +421,7 @@ def silo_budget(
         eps=eps, delta=1 / (2 * (public or 1)) if delta is None else delta, unit=unit, neighbours=neighbours
     )
     if public is not None:
-        budget.check_delta(public)
+        budget.refuse_large_delta(public)
     return budget
 
 

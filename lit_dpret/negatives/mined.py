@@ -23,8 +23,8 @@ from lit_dpret.negatives.base import PassageSource, Seat, Towers, TrainTexts
 from lit_dpret.negatives.mining import (
     SCHEMA,
     Mined,
+    MinedShards,
     Ranker,
-    ShardStore,
     bm25_ranker,
     check_private_place,
     dense_ranker,
@@ -125,7 +125,7 @@ class MinedSource(PassageSource):
         places = places[self.filter.keep(scores, positive)]
         return self.some_of(places, number, seat.text)
 
-    def _store(self, facts: dict[str, Any], *, private: bool) -> ShardStore | None:
+    def _store(self, facts: dict[str, Any], *, private: bool) -> MinedShards | None:
         """Return where rankings are kept that are made of these facts and of the texts."""
         if self.cache_dir is None:
             return None
@@ -134,9 +134,9 @@ class MinedSource(PassageSource):
         answers = [texts.positives(i) for i in range(len(texts.queries))]
         sizes = [len(texts.passages), len(texts.queries), self.depth]
         key = content_hash({"schema": SCHEMA, "sizes": sizes, "answers": answers, **facts}, {}, content)
-        return ShardStore(self.cache_dir, name=self.name, key=key, count=len(texts.queries), private=private)
+        return MinedShards(self.cache_dir, name=self.name, key=key, count=len(texts.queries), private=private)
 
-    def _mine(self, rank: Callable[[], Ranker], store: ShardStore | None, *, private: bool) -> Mined:
+    def _mine(self, rank: Callable[[], Ranker], store: MinedShards | None, *, private: bool) -> Mined:
         label = f"mining {self.name} negatives"
         return mine(rank, self._texts, label=label, shard_size=self.shard_size, store=store, private=private)
 
@@ -217,7 +217,7 @@ class StaticNegatives(MinedSource):
         self._mined, self.mined_in, self.weights = store.read(), epoch, weights
         return True
 
-    def _store_of(self, weights: str) -> ShardStore | None:
+    def _store_of(self, weights: str) -> MinedShards | None:
         return self._store({"source": self.name, "weights": weights}, private=self._private)
 
 

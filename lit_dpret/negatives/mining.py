@@ -31,7 +31,7 @@ def mine(
     *,
     label: str,
     shard_size: int,
-    store: ShardStore | None,
+    store: MinedShards | None,
     private: bool,
 ) -> Mined:
     """Return the best passages of every train query.
@@ -91,7 +91,7 @@ def bm25_ranker(texts: TrainTexts, *, depth: int, settings: BM25Settings) -> Ran
     return rank
 
 
-def dense_ranker(texts: TrainTexts, towers: Towers, *, depth: int, store: ShardStore | None) -> Ranker:
+def dense_ranker(texts: TrainTexts, towers: Towers, *, depth: int, store: MinedShards | None) -> Ranker:
     """By the encoders; all queries are encoded at once, so that an embedding does not depend on the shards."""
     folder = None if store is None else store.folder
     passages = towers.embeddings(texts.passages, "passage", folder)
@@ -170,7 +170,7 @@ class Mined:
         )
 
 
-class ShardStore:
+class MinedShards:
     """The shards of one mining: a folder with a file for each range of queries.
 
     A ranking of public passages for a private query says what was asked, so the folder is as private as the queries.

@@ -14,6 +14,8 @@ Neighbours = Literal["zero_out", "add_or_remove", "replace_one"]
 Duplicates = Literal["keep", "merge"]
 AccountantName = Literal["pld", "rdp", "prv"]
 NoiseName = Literal["gaussian", "discrete"]
+ClipName = Literal["abadi", "automatic"]
+ClipGroups = Literal["flat", "per_layer"]
 
 #: The fields that name the unit of a row, by ``privacy.unit``.
 NAMES: Mapping[str, tuple[str, ...]] = {
@@ -32,6 +34,12 @@ ROUNDING_SHARE = 2.0**-16
 def charged(sensitivity: float, noise: NoiseName) -> float:
     """Return the sensitivity of what is noised, where that of the sum is given: rounding is paid for."""
     return sensitivity * (1 + ROUNDING_SHARE) if noise == "discrete" else sensitivity
+
+
+def require_delta(delta: float) -> None:
+    """Refuse a delta outside (0, 1)."""
+    if not (isinstance(delta, (int, float)) and 0 < delta < 1):
+        raise ConfigurationError(f"privacy.delta={delta} must lie strictly between 0 and 1.")
 
 
 def require_choice(knob: str, value: object, choices: tuple[str, ...]) -> None:
@@ -72,8 +80,7 @@ class PrivacyBudget:
                 f"privacy.eps={self.eps} is not a positive, finite number. "
                 "For training without a guarantee choose privacy=none."
             )
-        if not (isinstance(self.delta, (int, float)) and 0 < self.delta < 1):
-            raise ConfigurationError(f"privacy.delta={self.delta} must lie strictly between 0 and 1.")
+        require_delta(self.delta)
         # 3 and 3.0 are one budget, in JSON and in a fingerprint too.
         object.__setattr__(self, "eps", float(self.eps))
         object.__setattr__(self, "delta", float(self.delta))
@@ -81,7 +88,7 @@ class PrivacyBudget:
         require_choice("privacy.neighbours", self.neighbours, get_args(Neighbours))
         require_choice("datamodule.duplicates", self.duplicates, get_args(Duplicates))
 
-    def check_delta(self, units: int) -> None:
+    def refuse_large_delta(self, units: int) -> None:
         """Refuse a delta that permits publishing one whole unit of ``units`` public many."""
         if self.delta >= 1 / units:
             raise ConfigurationError(

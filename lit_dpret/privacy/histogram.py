@@ -81,7 +81,7 @@ def histogram_plan(
     if not (number and math.isfinite(noise_multiplier) and noise_multiplier > 0):
         raise ConfigurationError(f"task.noise_multiplier={noise_multiplier} is not a positive, finite number.")
     if n_public is not None:
-        budget.check_delta(n_public)
+        budget.refuse_large_delta(n_public)
     bound = histogram_sensitivity(max_count, budget.neighbours)
     release = GaussianRelease(noise_multiplier=noise_multiplier, law=FullBatch(), label=HISTOGRAM)
     counter = Accountant(delta=budget.delta, neighbours=budget.neighbours, name=accountant)

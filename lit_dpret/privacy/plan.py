@@ -29,7 +29,16 @@ from lit_dpret.privacy.accounting.releases import (
     Shuffle,
     TruncatedPoisson,
 )
-from lit_dpret.privacy.budget import AccountantName, Neighbours, NoiseName, PrivacyBudget, charged, require_choice
+from lit_dpret.privacy.budget import (
+    AccountantName,
+    ClipGroups,
+    ClipName,
+    Neighbours,
+    NoiseName,
+    PrivacyBudget,
+    charged,
+    require_choice,
+)
 
 SAMPLINGS = ("truncated_poisson", "poisson", "fixed_size", "shuffle", "full_batch")
 
@@ -123,8 +132,8 @@ class PrivacyPlan:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigurationError(f"{knob}: {name}={value!r} is not a whole number of at least 1.")
         require_choice("privacy.accountant", self.accountant, get_args(AccountantName))
-        require_choice("privacy.clip", self.clip, ("abadi", "automatic"))
-        require_choice("privacy.clip_groups", self.clip_groups, ("flat", "per_layer"))
+        require_choice("privacy.clip", self.clip, get_args(ClipName))
+        require_choice("privacy.clip_groups", self.clip_groups, get_args(ClipGroups))
         require_choice("privacy.noise", self.noise, get_args(NoiseName))
         if self.max_units_per_user is not None:
             check_max_units(self.max_units_per_user)
@@ -192,7 +201,7 @@ class PrivacyPlan:
         if n_public is not None:
             if n_public < 1:
                 raise ConfigurationError("The data set has no unit: nothing can be planned.")
-            budget.check_delta(n_public)
+            budget.refuse_large_delta(n_public)
         if clip_fraction_budget != 0:
             clip_fraction.check_budget(clip_fraction_budget)
         law = _law(request, budget=budget, n=n_public)

@@ -9,7 +9,7 @@ for that is a Protocol here, `TrainingData`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,7 +25,7 @@ from lit_dpret.privacy.plan import SamplingRequest
 
 
 class Row(Protocol):
-    """One (query, passage) row of a unit; modules read its texts, the sampler reads nothing."""
+    """One (query, passage) row of a unit, as modules read it; `lit_dpret.datamodules.rows.Row` is one."""
 
     @property
     def query_id(self) -> str: ...
@@ -37,13 +37,6 @@ class Row(Protocol):
     def passage(self) -> str: ...
     @property
     def positives(self) -> frozenset[str]: ...
-
-
-class UnitDataset(Protocol):
-    """A data set seen as units of privacy: each unit has one row or more."""
-
-    def __len__(self) -> int: ...
-    def rows(self, unit: int) -> Sequence[Row]: ...
 
 
 class TrainingData(SamplingRequest, Protocol):

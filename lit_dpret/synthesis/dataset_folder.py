@@ -9,7 +9,6 @@ is claimed there that is not claimed in the privacy card.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -20,11 +19,12 @@ from typing import Any
 
 from lit_dpret.cards.hub import check_license, claim_metadata, front_matter, stated_languages
 from lit_dpret.cards.text import show_delta, show_epsilon
+from lit_dpret.datamodules.rows import stable_hash
 from lit_dpret.errors import DataError
+from lit_dpret.files import SUMMARY_NAME, SYNTHETIC_SCHEMA
 from lit_dpret.privacy.plan import HISTOGRAM
-from lit_dpret.synthesis.shards import SCHEMA, json_line, write_chunks
+from lit_dpret.synthesis.shards import json_line, write_chunks
 
-SUMMARY_NAME = "generation.json"
 DATA_FILES = ("queries.jsonl", "qrels/train.tsv", "qrels/train.jsonl", "pairs/train.jsonl", "corpus.jsonl")
 
 
@@ -162,7 +162,7 @@ def write_summary(
 ) -> None:
     """Write ``generation.json``: how the data set was made, what was counted, its files, its language and licence."""
     facts = {
-        "schema": SCHEMA,
+        "schema": SYNTHETIC_SCHEMA,
         "configuration": dict(configuration),
         "counts": asdict(counts),
         "sha256": dict(hashes),
@@ -196,19 +196,13 @@ def _entries(queries: Iterable[SyntheticQuery], counts: Counts) -> Iterator[Rele
 
 
 def passages_hash(passages: Mapping[str, str]) -> str:
-    """Return the SHA-256 of ids and texts, whatever order they come in; lengths keep neighbours apart.
+    """Return the SHA-256 of ids and texts, whatever order they come in.
 
     Example:
         >>> passages_hash({"1": "ab", "2": "c"}) == passages_hash({"2": "c", "1": "ab"})
         True
     """
-    digest = hashlib.sha256()
-    for name in sorted(passages):
-        for part in (name, passages[name]):
-            data = part.encode("utf-8", "surrogatepass")
-            digest.update(len(data).to_bytes(8, "big"))
-            digest.update(data)
-    return digest.hexdigest()
+    return stable_hash(*chain.from_iterable(sorted(passages.items()))).hex()
 
 
 _SIZES = (

@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from lit_dpret.errors import DataError, ResumeError, StorageError, schema_problem
-from lit_dpret.files import append_fact, read_facts, write_whole
+from lit_dpret.files import SYNTHETIC_SCHEMA, append_fact, read_facts, write_whole
 from lit_dpret.privacy.ledger.chain import sync_folder
 
 MANIFEST_NAME = "manifest.jsonl"
 SHARDS_NAME = "shards"
-SCHEMA = "lit-dpret/synthetic-data/1"
 _ADVICE = (
     "What is finished is kept: mend this (free some space, or give another out folder) and run the same command again."
 )
@@ -50,11 +49,11 @@ def write_chunks(path: Path, chunks: Iterable[str]) -> str:
     try:
         sync_folder(path.parent)
     except OSError as error:
-        raise storage_error(path, error) from error
+        raise unwritable(path, error) from error
     return digest.hexdigest()
 
 
-def storage_error(path: Path, error: OSError) -> StorageError:
+def unwritable(path: Path, error: OSError) -> StorageError:
     """Put an ``OSError`` into words that say which file, why, and what to do."""
     return StorageError(f"{path} cannot be written: {error.strerror or error}. {_ADVICE}")
 
@@ -134,7 +133,7 @@ class ShardStore:
         return sorted(self.folder.glob(f".{MANIFEST_NAME}.rank*"))
 
     def _first_line(self) -> str:
-        return json_line({"schema": SCHEMA, "configuration": self._configuration})
+        return json_line({"schema": SYNTHETIC_SCHEMA, "configuration": self._configuration})
 
     def _is_whole(self, index: int) -> bool:
         if index not in self._known:
@@ -149,7 +148,7 @@ class ShardStore:
         try:
             append_fact(self._manifest, fact)
         except OSError as error:
-            raise storage_error(self._manifest, error) from error
+            raise unwritable(self._manifest, error) from error
 
     def _read_manifest(self) -> dict[int, str]:
         """SHA-256 by shard. Lines that a crash or a full disk tore are skipped: their shards count as missing."""
@@ -164,9 +163,9 @@ class ShardStore:
             write_chunks(self._manifest, [self._first_line()])
             return {}
         except OSError as error:
-            raise storage_error(self._manifest, error) from error
+            raise unwritable(self._manifest, error) from error
         first = next((fact for fact in facts if "configuration" in fact or "schema" in fact), {})
-        if problem := schema_problem(first.get("schema"), SCHEMA):
+        if problem := schema_problem(first.get("schema"), SYNTHETIC_SCHEMA):
             raise ResumeError(f"{self._manifest} cannot be gone on with: {problem}")
         before = first.get("configuration")
         if not isinstance(before, dict):
@@ -216,7 +215,7 @@ class RankShards:
                 append_fact(self._journal, {"configuration": configuration_hash(self._configuration)})
             append_fact(self._journal, {"shard": index, "sha256": sha256})
         except OSError as error:
-            raise storage_error(self._journal, error) from error
+            raise unwritable(self._journal, error) from error
         self.made[index] = sha256
 
 

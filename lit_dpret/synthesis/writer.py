@@ -44,7 +44,7 @@ from lit_dpret.synthesis.dataset_folder import (
 )
 from lit_dpret.synthesis.groups import Drawn, Generation, canonical_groups, draw_groups
 from lit_dpret.synthesis.sampler import Decoding
-from lit_dpret.synthesis.shards import MANIFEST_NAME, SHARDS_NAME, RankShards, ShardStore, storage_error
+from lit_dpret.synthesis.shards import MANIFEST_NAME, SHARDS_NAME, RankShards, ShardStore, unwritable
 
 
 def synthesize(
@@ -324,7 +324,7 @@ def check_disk(folder: Path, texts: Mapping[str, str], *, draws: int, max_new_to
         free = shutil.disk_usage(folder).free
         finished = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     except OSError as error:
-        raise storage_error(folder, error) from error
+        raise unwritable(folder, error) from error
     if foreign:
         raise StorageError(
             f"{folder / foreign[0]} exists and was not made by this; it will not be replaced. Give another out."

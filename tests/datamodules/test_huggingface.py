@@ -14,7 +14,7 @@ import pytest
 
 from lit_dpret.datamodules import HuggingFaceDataModule
 from lit_dpret.datamodules.readers import Problems
-from lit_dpret.datamodules.rows import Unit
+from lit_dpret.datamodules.rows import TextUnit
 from lit_dpret.errors import ConfigurationError, DataError
 
 Write = Callable[..., Path]
@@ -118,7 +118,7 @@ def test_the_first_rows_of_each_split_can_be_asked_for(folder: Path) -> None:
     assert texts(data) == {"train": [("How deep?", "Four metres.")], "dev": [("Who paints?", "The crew.")]}
     assert len(HuggingFaceDataModule(path=folder, max_rows=2, **COLUMNS).collection.qrels["train"]) == 2
     for neighbours in ("add_or_remove", "replace_one"):
-        for unit in get_args(Unit)[:3]:
+        for unit in get_args(TextUnit)[:3]:
             with pytest.raises(
                 ConfigurationError, match=rf"max_rows=1 cannot go with privacy\.neighbours={neighbours}"
             ):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lit_dpret.datamodules.pairs import PairsDataModule
-from lit_dpret.datamodules.rows import Unit
+from lit_dpret.datamodules.rows import TextUnit
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.privacy.batches import PADDING, Draw
 
@@ -163,7 +163,7 @@ def test_without_a_unit_of_privacy_there_are_no_units(harbour: Path) -> None:
 def test_the_unit_decides_the_number_of_units(harbour: Path) -> None:
     datamodule = PairsDataModule(folder=harbour)
     sizes = {}
-    for unit in get_args(Unit):
+    for unit in get_args(TextUnit):
         datamodule.use_unit(unit)
         sizes[unit] = datamodule.n_units
     assert sizes == {"query": 5, "pair": 8, "user": 3}

@@ -11,7 +11,7 @@ import pytest
 from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.layouts import folder_parts, read_parts
 from lit_dpret.datamodules.pair_file import read_pairs
-from lit_dpret.datamodules.rows import Row, Unit
+from lit_dpret.datamodules.rows import Row, TextUnit
 from lit_dpret.datamodules.sampled import UnitItems
 from lit_dpret.datamodules.unit_dataset import GroupedUnitDataset
 from lit_dpret.errors import ConfigurationError, DataError
@@ -58,7 +58,7 @@ def test_all_rows_of_a_user_are_one_unit(data: Collection) -> None:
 
 
 @pytest.mark.parametrize("unit", ["query", "pair", "user"])
-def test_every_positive_pair_is_in_exactly_one_unit(data: Collection, unit: Unit) -> None:
+def test_every_positive_pair_is_in_exactly_one_unit(data: Collection, unit: TextUnit) -> None:
     rows = list(itertools.chain(*grouped(GroupedUnitDataset(data, unit=unit))))
     expected = [(query, passage) for query in data.qrels["train"] for passage in data.positives("train", query)]
     assert sorted(rows) == sorted(expected) and ("t2", "p8") not in rows
@@ -82,7 +82,9 @@ def test_under_pair_a_row_knows_no_positive_but_its_own(data: Collection) -> Non
 
 @pytest.mark.parametrize("unit", ["query", "pair", "user"])
 @pytest.mark.parametrize("limit", [None, 1])
-def test_removing_one_record_changes_its_owner_s_units_only(data: Collection, unit: Unit, limit: int | None) -> None:
+def test_removing_one_record_changes_its_owner_s_units_only(
+    data: Collection, unit: TextUnit, limit: int | None
+) -> None:
     def by_owner(found: Collection) -> dict[str, list[Sequence[Row]]]:
         units = GroupedUnitDataset(found, unit=unit, max_rows_per_unit=limit)
         owned: dict[str, list[Sequence[Row]]] = {}

@@ -13,7 +13,7 @@ from stand_ins import Killed
 
 from lit_dpret.errors import ConfigurationError, StorageError
 from lit_dpret.negatives import BM25Negatives, MinedSource, RowNegatives, StaticNegatives
-from lit_dpret.negatives.mining import Mined, ShardStore
+from lit_dpret.negatives.mining import Mined, MinedShards
 from lit_dpret.privacy.modes import BatchClip, NoPrivacy, SyntheticData
 from lit_dpret.retrieval.bm25 import BM25
 
@@ -67,20 +67,20 @@ def test_the_result_does_not_depend_on_the_size_of_shards_nor_on_the_disk(kind: 
 @pytest.mark.parametrize("kind", [BM25Negatives, StaticNegatives])
 def test_after_a_kill_only_what_is_missing_is_mined(kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = mined(kind(depth=7))
-    write, done = ShardStore.write, []
+    write, done = MinedShards.write, []
 
-    def killed(self: ShardStore, span: range, part: Mined) -> None:
+    def killed(self: MinedShards, span: range, part: Mined) -> None:
         if len(done) == 2:
             raise Killed
         done.append(span)
         write(self, span, part)
 
-    monkeypatch.setattr(ShardStore, "write", killed)
+    monkeypatch.setattr(MinedShards, "write", killed)
     with pytest.raises(Killed):
         mined(kind(depth=7, shard_size=2, cache_dir=tmp_path))
     assert shards(tmp_path) == ["000000000-000000002.npz", "000000002-000000004.npz"]
     again: list[range] = []
-    monkeypatch.setattr(ShardStore, "write", lambda self, span, part: again.append(span) or write(self, span, part))
+    monkeypatch.setattr(MinedShards, "write", lambda self, span, part: again.append(span) or write(self, span, part))
     assert same(whole, mined(kind(depth=7, shard_size=3, cache_dir=tmp_path)))
     assert again == [range(4, 7), range(7, 8)]
 
@@ -125,7 +125,7 @@ def test_a_shard_of_another_version_is_mined_again(tmp_path: Path, monkeypatch: 
     with monkeypatch.context() as patch:
         patch.setattr("lit_dpret.negatives.mining.SCHEMA", "lit-dpret/mined-negatives/2")
         (folder,) = stores(tmp_path)
-        store = ShardStore(tmp_path, name="bm25", key=folder.name.rpartition("-")[2], count=8, private=True)
+        store = MinedShards(tmp_path, name="bm25", key=folder.name.rpartition("-")[2], count=8, private=True)
         wrong = Mined(whole.places[:4] * 0, whole.scores[:4], *_answers(whole, 0, 4))
         store.write(range(4), wrong)
     assert same(whole, mined(BM25Negatives(cache_dir=tmp_path, shard_size=4)))
@@ -134,7 +134,7 @@ def test_a_shard_of_another_version_is_mined_again(tmp_path: Path, monkeypatch: 
 def test_overlapping_shards_are_not_counted_twice(tmp_path: Path) -> None:
     whole = mined(BM25Negatives(cache_dir=tmp_path, shard_size=4))
     (folder,) = stores(tmp_path)
-    store = ShardStore(tmp_path, name="bm25", key=folder.name.rpartition("-")[2], count=8, private=True)
+    store = MinedShards(tmp_path, name="bm25", key=folder.name.rpartition("-")[2], count=8, private=True)
     wide = Mined(whole.places[2:6], whole.scores[2:6], *_answers(whole, 2, 6))
     store.write(range(2, 6), wide)
     assert same(whole, mined(BM25Negatives(cache_dir=tmp_path, shard_size=4)))

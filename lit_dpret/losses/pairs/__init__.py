@@ -1,6 +1,6 @@
 """Losses of the table of all similarities in a batch, and their sensitivity to one record."""
 
-from lit_dpret.losses.pairs.base import Claim, PairwiseLoss, Relation
+from lit_dpret.losses.pairs.base import LossClaim, PairwiseLoss, Relation
 from lit_dpret.losses.pairs.declared import (
     DeclaredPairLoss,
     WorstCase,
@@ -12,9 +12,9 @@ from lit_dpret.losses.pairs.separate import KernelPairLoss, SigmoidPairLoss, Spr
 from lit_dpret.losses.pairs.softmax import NullMassSoftmaxPairLoss, SoftmaxPairLoss, SymmetricSoftmaxPairLoss
 
 __all__ = [
-    "Claim",
     "DeclaredPairLoss",
     "KernelPairLoss",
+    "LossClaim",
     "NullMassSoftmaxPairLoss",
     "PairwiseLoss",
     "Relation",

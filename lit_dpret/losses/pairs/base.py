@@ -37,7 +37,7 @@ from lit_dpret.errors import ConfigurationError
 from lit_dpret.losses.similarity import checked_mask
 
 Relation = Literal["add_or_remove", "replace_one"]
-Claim = Literal["proved", "declared", "refuted"]
+LossClaim = Literal["proved", "declared", "refuted"]
 
 
 _PROVED_IN = __name__.rpartition(".")[0]
@@ -111,7 +111,7 @@ class PairwiseLoss(ABC):
         return -self.high
 
     @property
-    def claim(self) -> Claim:
+    def claim(self) -> LossClaim:
         """Where `sensitivity` comes from: ``proved`` here, ``declared`` by the user, or known to be ``refuted``.
 
         A class from outside this package declares, whatever it inherits: nobody here has proved what it changes.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError, PrivacyViolation
-from lit_dpret.losses.pairs.base import Claim, PairwiseLoss, Relation
+from lit_dpret.losses.pairs.base import LossClaim, PairwiseLoss, Relation
 
 Bound = Callable[[int, float, float], float]
 """``(n, low, high)`` to a bound over all tables of n records with scores in ``[low, high]``."""
@@ -69,7 +69,7 @@ class DeclaredPairLoss(PairwiseLoss):
     l: Bound  # noqa: E741
 
     @property
-    def claim(self) -> Claim:
+    def claim(self) -> LossClaim:
         """``declared``: the guarantee is as good as its author's proof."""
         return "declared"
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.losses.pairs.base import (
-    Claim,
+    LossClaim,
     PairwiseLoss,
     Relation,
     checked_normaliser,
@@ -86,7 +86,7 @@ class SoftmaxPairLoss(_TemperedLoss):
             raise ConfigurationError(f"loss.sensitivity_from={self.sensitivity_from!r} is not one of proof, paper.")
 
     @property
-    def claim(self) -> Claim:
+    def claim(self) -> LossClaim:
         """``refuted`` for the paper's constant."""
         return super().claim if self.sensitivity_from == "proof" else "refuted"
 

@@ -37,7 +37,7 @@ from lit_dpret.privacy.accounting.releases import (
     Shuffle,
     TruncatedPoisson,
 )
-from lit_dpret.privacy.budget import AccountantName, Neighbours, require_choice
+from lit_dpret.privacy.budget import AccountantName, Neighbours, require_choice, require_delta
 
 RELATIONS: dict[Neighbours, NeighboringRelation] = {
     "zero_out": NeighboringRelation.REPLACE_SPECIAL,
@@ -264,7 +264,7 @@ def epsilon(
         UnsupportedAccountingError: A law that ``accountant`` does not judge under ``neighbours``.
     """
     releases = list(releases)
-    check_delta(delta)
+    require_delta(delta)
     parts = _checked_parts(releases, neighbours, accountant)
     if parts is None:
         return math.inf
@@ -351,7 +351,7 @@ def underreported_epsilon(releases: Iterable[Release], *, delta: float, neighbou
     Raises:
         UnsupportedAccountingError: A law or relation for which no such limit is known.
     """
-    check_delta(delta)
+    require_delta(delta)
     squares = 0.0
     for release in releases:
         if not isinstance(release, GaussianRelease) or release.noise_multiplier == 0:
@@ -389,9 +389,3 @@ def _checked_parts(
         if isinstance(release, GaussianRelease):
             check_supported(release.law, accountant, neighbours)
     return parts_of(releases)
-
-
-def check_delta(delta: float) -> None:
-    """Refuse a delta outside (0, 1)."""
-    if not 0 < delta < 1:
-        raise ConfigurationError(f"privacy.delta={delta} must lie strictly between 0 and 1.")

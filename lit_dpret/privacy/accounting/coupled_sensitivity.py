@@ -31,7 +31,8 @@ from lit_dpret.privacy.accounting.releases import FixedSize, FullBatch, Poisson,
 from lit_dpret.privacy.budget import Neighbours
 
 Bounded = Literal["sub_batch", "row", "pair"]
-Change = Literal["add_or_remove", "replace_one"]
+# As in `lit_dpret.losses.pairs.base`: neither room imports the other, and accounting loads no torch.
+Relation = Literal["add_or_remove", "replace_one"]
 LossClaim = Literal["proved", "declared", "refuted"]
 
 BOUNDED_TEXTS: Mapping[Bounded, str] = {
@@ -171,7 +172,7 @@ def least_n_max(law: SamplingLaw, *, sub_batches: int, steps: int, units: int, d
     return low
 
 
-def change_of_a_sub_batch(neighbours: Neighbours, law: SamplingLaw, *, n_max: int) -> Change:
+def change_of_a_sub_batch(neighbours: Neighbours, law: SamplingLaw, *, n_max: int) -> Relation:
     """By what two sub-batches of neighbouring data differ at most, where one of them has the unit and one has not.
 
     Args:

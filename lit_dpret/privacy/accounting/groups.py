@@ -35,7 +35,6 @@ from lit_dpret.privacy.accounting.composition import (
     LARGEST_EPSILON,
     Part,
     beyond_reach,
-    check_delta,
     delta_at,
     epsilon,
     parts_of,
@@ -51,7 +50,7 @@ from lit_dpret.privacy.accounting.releases import (
     SamplingLaw,
     TruncatedPoisson,
 )
-from lit_dpret.privacy.budget import Neighbours
+from lit_dpret.privacy.budget import Neighbours, require_delta
 
 MOST_UNITS = 1000
 
@@ -107,7 +106,7 @@ def epsilon_of_several(
         UnsupportedAccountingError: As `group_epsilon` does.
         ConfigurationError: A number is no whole number from 1 to 1000, or delta is out of range.
     """
-    check_delta(delta)
+    require_delta(delta)
     made = [(list(releases), units) for releases, units in runs]
     for _, units in made:
         check_max_units(units)

@@ -30,14 +30,13 @@ from lit_dpret.privacy.accounting.composition import (
     RELATIONS,
     Part,
     beyond_reach,
-    check_delta,
     check_supported,
     parts_of,
     plain,
     rdp_event,
 )
 from lit_dpret.privacy.accounting.releases import GaussianRelease, Poisson, Release, TruncatedPoisson
-from lit_dpret.privacy.budget import Neighbours
+from lit_dpret.privacy.budget import Neighbours, require_delta
 
 _SHAPES: dict[str, float] = {"poisson": math.inf, "geometric": 1.0, "logarithmic": 0.0}
 
@@ -105,7 +104,7 @@ def selection_epsilon(
     Raises:
         UnsupportedAccountingError: A law that RDP does not judge under ``neighbours``.
     """
-    check_delta(delta)
+    require_delta(delta)
     releases = list(releases)
     for release in releases:
         if isinstance(release, GaussianRelease):

@@ -7,7 +7,8 @@ from typing import Any
 from torch import nn
 
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.privacy.clipping.base import ClipGroups, ClippedSum, ClipStats
+from lit_dpret.privacy.budget import ClipGroups
+from lit_dpret.privacy.clipping.base import ClippedSum, ClipStats
 from lit_dpret.privacy.clipping.ghost import GhostClipping
 from lit_dpret.privacy.clipping.loop import LoopClipping
 from lit_dpret.privacy.clipping.opacus import OpacusClipping

@@ -16,16 +16,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, Required, TypedDict, get_args
+from typing import Required, TypedDict, get_args
 
 import torch
 from torch import Tensor, nn
 
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+from lit_dpret.privacy.budget import ClipGroups, ClipName, require_choice
 from lit_dpret.privacy.clipping.rules import refuse_renormalising
 from lit_dpret.privacy.clipping.units import UnitRows
-
-ClipGroups = Literal["flat", "per_layer"]
 
 
 def group_parameters(names: Iterable[str], clip_groups: ClipGroups) -> tuple[tuple[str, ...], ...]:
@@ -47,7 +46,6 @@ def group_parameters(names: Iterable[str], clip_groups: ClipGroups) -> tuple[tup
     return tuple(map(tuple, groups.values()))
 
 
-ClipName = Literal["abadi", "automatic"]
 #: A smaller clip factor would lose its digits in fp32, and with them the bound; such a unit is dropped.
 LEAST_FACTOR = 1e-30
 RowLoss = Callable[[], Tensor]
@@ -212,13 +210,10 @@ class ClippedSum(ABC):
     ) -> None:
         if not (isinstance(max_grad_norm, (int, float)) and math.isfinite(max_grad_norm) and max_grad_norm > 0):
             raise ConfigurationError(f"privacy.max_grad_norm={max_grad_norm} is not a positive, finite number.")
-        if clip not in get_args(ClipName):
-            raise ConfigurationError(f"privacy.clip={clip!r} is not one of {', '.join(get_args(ClipName))}.")
+        require_choice("privacy.clip", clip, get_args(ClipName))
         if clip == "automatic" and not (math.isfinite(gamma) and gamma > 0):
             raise ConfigurationError(f"privacy.gamma={gamma} is not a positive, finite number.")
-        if clip_groups not in get_args(ClipGroups):
-            names = ", ".join(get_args(ClipGroups))
-            raise ConfigurationError(f"privacy.clip_groups={clip_groups!r} is not one of {names}.")
+        require_choice("privacy.clip_groups", clip_groups, get_args(ClipGroups))
         self.module = module
         self.max_grad_norm = float(max_grad_norm)
         self.clip: ClipName = clip

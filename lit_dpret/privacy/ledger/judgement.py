@@ -38,6 +38,7 @@ from lit_dpret.privacy.ledger.run_ledger import (
     departed_attempts,
     forthcoming_releases,
     noise_keys,
+    realised_multiplier,
     start_of,
     with_earlier_releases,
 )
@@ -128,7 +129,7 @@ def _recorded(records: Sequence[Record], plan: PrivacyPlan) -> list[Assumption]:
         ),
         Assumption("No noise was used for two different steps.", "holds"),
     ]
-    weak = [r for r in releases if _multiplier(r) < plan.noise_multiplier * (1 - ROUNDING)]
+    weak = [r for r in releases if realised_multiplier(r) < plan.noise_multiplier * (1 - ROUNDING)]
     text = "Each confirmed step added at least the planned noise, once, to the sum over the batch."
     if weak:
         text += f" {len(weak)} of {len(releases)} added less; they are charged with what they added."
@@ -381,16 +382,6 @@ def epsilon_by(accountant: AccountantName, releases: Sequence[Release], plan: Pr
     """Return the epsilon of releases at the delta and under the relation of a plan."""
     budget = plan.budget
     return accounting.epsilon(releases, delta=budget.delta, neighbours=budget.neighbours, accountant=accountant)
-
-
-def _multiplier(record: Record) -> float:
-    """The realised noise multiplier of a release record that the key book has passed."""
-    noise_std, sensitivity = record.get("noise_std"), record.get("sensitivity")
-    if noise_std is None:
-        return math.inf
-    if sensitivity is None:
-        return 0.0
-    return math.inf if sensitivity == 0 else float(noise_std) / float(sensitivity)
 
 
 PRIVATE_EVENT = "private_evaluation"

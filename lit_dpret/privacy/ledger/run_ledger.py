@@ -114,7 +114,7 @@ class KeyBook:
                     raise LedgerError(
                         f"attempt {record['attempt']}, step {record['step']} was released twice after one announcement."
                     )
-                _realised_multiplier(record)
+                realised_multiplier(record)
                 law = _realised_law(record)
                 if step.law is not None and law is not None and law != step.law:
                     raise LedgerError(
@@ -132,7 +132,7 @@ class KeyBook:
         elif kind == "release":
             step = self._announced(record)
             step.confirmed += 1
-            step.noise_multiplier = min(step.noise_multiplier, _realised_multiplier(record))
+            step.noise_multiplier = min(step.noise_multiplier, realised_multiplier(record))
             step.law = step.law or _realised_law(record)
             for name in step.hashes:
                 if step.hashes[name] is None:
@@ -290,7 +290,7 @@ def _intended(record: Mapping[str, Any]) -> Release:
         raise LedgerError(f"intent record: release={record.get('release')!r} is not a release ({error}).") from error
 
 
-def _realised_multiplier(record: Mapping[str, Any]) -> float:
+def realised_multiplier(record: Mapping[str, Any]) -> float:
     """Noise standard deviation over sensitivity as stated; infinite where no noise is stated.
 
     A sensitivity of null is an unbounded one (JSON has no infinity): no noise covers it.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_dpret.distributed.strategies import SUMS_ADD_UP, Supported
-from lit_dpret.privacy.accounting.coupled_sensitivity import Bounded, Change
+from lit_dpret.privacy.accounting.coupled_sensitivity import Bounded, Relation
 from lit_dpret.privacy.clipping.base import LEAST_FACTOR, refuse_batch_mixing, room_for_rounding
 from lit_dpret.privacy.modes.base import GradientSums, trainable
 from lit_dpret.privacy.modes.coupled import CoupledMode, check_bounds
@@ -62,7 +62,7 @@ class BatchClip(CoupledMode):
         self.max_grad_norm = max_grad_norm
         self.l2_sensitivity = l2_sensitivity
 
-    def _sensitivity(self, n_max: int, change: Change, loss: Any) -> float:
+    def _sensitivity(self, n_max: int, change: Relation, loss: Any) -> float:
         return 2.0
 
     def _denominator(self, draft: PrivacyPlan, parts: int) -> float:

@@ -17,9 +17,9 @@ from torch import nn
 from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError
 from lit_dpret.privacy.accounting.coupled_sensitivity import (
     Bounded,
-    Change,
     Coupling,
     LossClaim,
+    Relation,
     change_of_a_sub_batch,
     least_n_max,
     resolve_n_max,
@@ -136,7 +136,7 @@ class CoupledMode(GaussianMode):
         return getattr(module, "loss", None)
 
     @abstractmethod
-    def _sensitivity(self, n_max: int, change: Change, loss: Any) -> float:
+    def _sensitivity(self, n_max: int, change: Relation, loss: Any) -> float:
         """How far one unit moves the sum of a sub-batch (L2), where what is clipped is bounded by 1."""
 
     def _bounds(self, unit_sensitivity: float) -> tuple[float, float]:

@@ -17,14 +17,13 @@ from lit_dpret.distributed.strategies import Supported, every_strategy
 from lit_dpret.distributed.xla import read
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.privacy import clip_fraction
-from lit_dpret.privacy.budget import require_choice
-from lit_dpret.privacy.clipping import ClipGroups, ClipStats, make_engine
+from lit_dpret.privacy.budget import ClipGroups, ClipName, require_choice
+from lit_dpret.privacy.clipping import ClipStats, make_engine
 from lit_dpret.privacy.modes.gaussian import GaussianMode, GaussianSettings
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan, SamplingRequest
 
 Engine = Literal["ghost", "vmap", "opacus", "loop"]
-Clip = Literal["abadi", "automatic"]
 
 
 class DPSGD(GaussianMode):
@@ -62,14 +61,14 @@ class DPSGD(GaussianMode):
         *,
         max_grad_norm: float = 1.0,
         engine: Engine = "ghost",
-        clip: Clip = "abadi",
+        clip: ClipName = "abadi",
         clip_groups: ClipGroups = "flat",
         clip_fraction_budget: float | None = None,
         **common: Unpack[GaussianSettings],
     ) -> None:
         super().__init__(**common)
         require_choice("privacy.engine", engine, get_args(Engine))
-        require_choice("privacy.clip", clip, get_args(Clip))
+        require_choice("privacy.clip", clip, get_args(ClipName))
         require_choice("privacy.clip_groups", clip_groups, get_args(ClipGroups))
         if not (math.isfinite(max_grad_norm) and max_grad_norm > 0):
             raise ConfigurationError(f"privacy.max_grad_norm={max_grad_norm} is not a positive, finite number.")

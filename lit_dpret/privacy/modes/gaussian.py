@@ -162,7 +162,7 @@ class GaussianMode(PrivacyMode):
             delta = min(delta, self.delta_at_most)
         budget = PrivacyBudget(eps=self.eps, delta=delta, unit=self.unit, neighbours=self.neighbours)
         if public_units is not None:
-            budget.check_delta(public_units)
+            budget.refuse_large_delta(public_units)
         return budget
 
     @abstractmethod

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from lit_dpret.distributed.strategies import SUMS_ADD_UP, Supported
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.evaluation_mode import evaluation_mode
-from lit_dpret.privacy.accounting.coupled_sensitivity import Bounded, Change, LossClaim
+from lit_dpret.privacy.accounting.coupled_sensitivity import Bounded, LossClaim, Relation
 from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.clipping.base import room_for_rounding
 from lit_dpret.privacy.clipping.pairs import (
@@ -54,7 +54,7 @@ class PairLoss(Protocol):
     def claim(self) -> LossClaim: ...
     def row_losses(self, scores: Tensor, mask: Tensor | None = None) -> Tensor: ...
     def coefficients(self, scores: Tensor, mask: Tensor | None = None) -> Tensor: ...
-    def sensitivity(self, n_max: int, *, relation: Change) -> float: ...
+    def sensitivity(self, n_max: int, *, relation: Relation) -> float: ...
 
 
 class LogitDP(CoupledMode):
@@ -136,7 +136,7 @@ class LogitDP(CoupledMode):
         found: PairLoss = loss
         return found
 
-    def _sensitivity(self, n_max: int, change: Change, loss: Any) -> float:
+    def _sensitivity(self, n_max: int, change: Relation, loss: Any) -> float:
         found: float = loss.sensitivity(n_max, relation=change)
         return found
 

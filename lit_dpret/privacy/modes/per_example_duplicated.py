@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_dpret.distributed.strategies import SUMS_ADD_UP, Supported
-from lit_dpret.privacy.accounting.coupled_sensitivity import Bounded, Change
+from lit_dpret.privacy.accounting.coupled_sensitivity import Bounded, Relation
 from lit_dpret.privacy.batches import rows_in_turn
 from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.clipping import make_engine
@@ -27,7 +27,7 @@ from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
 
 
-def duplicated_sensitivity(n_max: int, change: Change) -> float:
+def duplicated_sensitivity(n_max: int, change: Relation) -> float:
     """How far one unit moves a sum of n row gradients of norm at most 1 that all depend on it.
 
     Example:
@@ -86,7 +86,7 @@ class PerExampleDuplicated(CoupledMode):
         self.engine = engine
         self.rows_at_once = max(1, rows_at_once)
 
-    def _sensitivity(self, n_max: int, change: Change, loss: Any) -> float:
+    def _sensitivity(self, n_max: int, change: Relation, loss: Any) -> float:
         return duplicated_sensitivity(n_max, change)
 
     def attach(self, module: nn.Module, plan: PrivacyPlan | None, stream: KeyedStream) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from lit_dpret.cards.amendments import names_before_evidence
 from lit_dpret.cards.card import CARD_NAME, card_sha256, read_card, verify_card
 from lit_dpret.cards.lineage import Lineage
-from lit_dpret.cards.text import contradicted
+from lit_dpret.cards.text import charges_every_unit, contradicted
 from lit_dpret.errors import ConfigurationError, DataError, LedgerError, PrivateDataError
 from lit_dpret.privacy.accounting.releases import merge, release_from_dict
 from lit_dpret.privacy.histogram import ReleasedHistogram
@@ -215,7 +215,7 @@ def _the_same_card(named: str, released: ReleasedQueries, *, near: Sequence[Path
 def _releases(facts: Any, card: Mapping[str, Any] | None = None) -> list[str]:
     """Releases in an order of their own, without labels; as the card's accounting charges them."""
     found = [release_from_dict(one) for one in facts]
-    if card is not None and (card["accounting"] or {}).get("basis") == "no_amplification":
+    if card is not None and charges_every_unit(card):
         found = every_unit_in_every_step(found)
     bare = [release_from_dict({**release.to_dict(), "label": "any"}) for release in found]
     return sorted(str(release.to_dict()) for release in merge(bare))

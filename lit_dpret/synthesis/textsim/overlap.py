@@ -12,7 +12,7 @@ from typing import Any
 
 from scipy.special import betaincinv
 
-from lit_dpret.assets.overlap import normalise
+from lit_dpret.assets.overlap import without_punctuation
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.synthesis.textsim.words import check_n, check_texts, ngrams, words
 
@@ -54,12 +54,12 @@ def overlap(texts: Sequence[str], references: Sequence[str], *, n: int = 8) -> O
     check_n(n)
     check_texts(texts, "synthetic queries")
     check_texts(references, "original queries")
-    whole = {normalise(text) for text in references} - {""}
+    whole = {without_punctuation(text) for text in references} - {""}
     runs = {gram for text in references for gram in ngrams(words(text), n)}
     split = [words(text) for text in texts]
     long = [tokens for tokens in split if len(tokens) >= n]
     return Overlap(
-        exact=Share(sum(normalise(text) in whole for text in texts), len(texts)),
+        exact=Share(sum(without_punctuation(text) in whole for text in texts), len(texts)),
         ngram=Share(sum(any(gram in runs for gram in ngrams(tokens, n)) for tokens in long), len(long)),
         n=n,
         references=len(references),

@@ -18,7 +18,7 @@ def words(text: str) -> list[str]:
     """Return the words of a text: in NFKC, case-folded, without punctuation; ``what's`` is one word.
 
     Guarantees:
-        - Joined without spaces they are `lit_dpret.assets.overlap.normalise` of the text, so that equal
+        - Joined without spaces they are `lit_dpret.assets.overlap.without_punctuation` of the text, so that equal
           words mean equal normalised texts.
 
     >>> words("What's  a co-pay?")
