@@ -48,7 +48,7 @@ class Case:
         from lit_dpret.modules import OptimizerSpec
         from lit_dpret.modules.outline import GeneratorOutline
         from lit_dpret.privacy.budget import PrivacyBudget
-        from lit_dpret.privacy.plan import PrivacyPlan, Sampling
+        from lit_dpret.privacy.plan import PlainSamplingRequest, PrivacyPlan
 
         size, rows, label = name.split(":")
         self.rows = int(rows)
@@ -58,7 +58,7 @@ class Case:
         )
         self.plan = PrivacyPlan.build(
             PrivacyBudget(eps=3.0, delta=1e-5),
-            Sampling(sampling="poisson", expected_batch_size=64, physical_batch_size=self.rows),
+            PlainSamplingRequest(sampling="poisson", expected_batch_size=64, physical_batch_size=self.rows),
             steps=60, max_grad_norm=0.1, n_public=10_000, noise_multiplier=5.0,
         )  # fmt: skip
         config: Any = self.outline.model.config

@@ -20,8 +20,8 @@ from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, ledger_identity, 
 from lit_dpret.privacy.ledger.trained import (
     TrainedIn,
     fingerprints,
-    held,
-    mark,
+    mark_trained,
+    modules_and_tensors_in,
     noted_in,
     remember,
     runs_behind,
@@ -48,7 +48,7 @@ class OwnWeights:
         """Mark a module that the run has trained, with all runs behind it; once."""
         if not self._marked:
             self._marked = True
-            mark(module, [self._itself, *self._began_with, *runs_behind(module)])
+            mark_trained(module, [self._itself, *self._began_with, *runs_behind(module)])
 
     def remember(self, values: Iterable[tuple[str, Any]]) -> None:
         """Remember the values that the run has given its weights."""
@@ -111,7 +111,7 @@ def _some(names: list[str]) -> str:
 def _origins(module: Any, start: Start | None) -> list[Path]:
     """Return the folders, other than the start's, that a module's settings or transformers say weights came from."""
     own = None if start is None else model_folder(start.folder).resolve()
-    parts = [part for part in held(module) if isinstance(part, nn.Module)]
+    parts = [part for part in modules_and_tensors_in(module) if isinstance(part, nn.Module)]
     remembered = (getattr(getattr(part, "config", None), "_name_or_path", None) for part in parts)
     adapted = (base for part in parts for base in _adapted(getattr(part, "peft_config", None)))
     places = _folders([*(getattr(part, "pretrained", None) for part in parts), *remembered, *adapted])

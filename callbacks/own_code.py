@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError
 from lit_dpret.privacy.batches import ALONE, Draw, SeededDraws, UnitOwners, answer_of, names_its_unit, row_keys
-from lit_dpret.privacy.ledger.trained import reached
+from lit_dpret.privacy.ledger.trained import objects_in
 from lit_dpret.privacy.sampling import PrivateBatchSampler
 from lit_dpret.privacy.user_generators import kept_generators, own_generators
 
@@ -277,7 +277,7 @@ def _refuse_remembering(dataset: Any, sampler: PrivateBatchSampler) -> None:
         for first in (before, before, before, other):
             _ask(dataset, first)
             found.append(_content(_ask(dataset, unit)[1]))
-            own.append(own_generators(islice(reached(dataset), _OBJECTS)))
+            own.append(own_generators(islice(objects_in(dataset), _OBJECTS)))
         # The first answer may have filled a cache, and be another object than the next ones.
         if found[1] != found[2] or own[1] != own[2]:
             raise DataError(

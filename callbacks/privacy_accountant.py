@@ -52,7 +52,7 @@ from lit_dpret.privacy.ledger.gate import ReleaseGate, SharedGate, undeclared_me
 from lit_dpret.privacy.ledger.judgement import PRIVATE_LOG_EVENT, UNITS_UNNAMED
 from lit_dpret.privacy.ledger.private_run import Fingerprints, Position, PrivateRun, state_hash
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, ledger_identity
-from lit_dpret.privacy.ledger.trained import TrainedIn, mark, values_of
+from lit_dpret.privacy.ledger.trained import TrainedIn, mark_trained, values_of
 from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.noise import KeyedStream, load_secret, published_secret
 from lit_dpret.privacy.plan import PrivacyPlan
@@ -362,7 +362,7 @@ class PrivacyAccountant(Callback):
         if self.counted_by_others or module.privacy.guarantee == "none":
             return
         if position is None or position.run_id != self._gate.position.run_id:
-            mark(pl_module, [TrainedIn("another checkpoint", "unknown")], whole=True)
+            mark_trained(pl_module, [TrainedIn("another checkpoint", "unknown")], whole=True)
             whose = "no run that was counted" if position is None else f"run {position.run_id}"
             raise ResumeError(
                 f"The checkpoint belongs to {whose}, and the ledger in {self.run_dir} to run "
@@ -471,7 +471,7 @@ class PrivacyAccountant(Callback):
         if not batch.last:
             return
         if (found := next(filter(None, self._ranks.gather(self._strange, quick=True)), None)) is not None:
-            self._gate.forfeit()  # on all ranks: all of them gathered it
+            self._gate.void_attempt()  # on all ranks: all of them gathered it
             raise DataError(found, trap="T38")
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
@@ -505,7 +505,7 @@ class PrivacyAccountant(Callback):
     def _forfeit_alone(self) -> None:
         """Give up the claim of this attempt, on a rank that found out why; the others may not have found it."""
         if self._ranks.is_first:
-            self._gate.own.forfeit()
+            self._gate.own.void_attempt()
         else:
             self._ranks.leave_word(self._forfeited)
 
@@ -587,7 +587,7 @@ class PrivacyAccountant(Callback):
     def _take_word(self) -> None:
         """Forfeit the claim where another rank, which may be gone by now, left word that it has to be."""
         if self._ranks.word_was_left(self._forfeited):
-            self._gate.own.forfeit()
+            self._gate.own.void_attempt()
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """End a run that went on from its very last step: Lightning then skips training, and ``on_train_end``."""

@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader
 from lit_dpret.callbacks import PrivacyAccountant, examine
 from lit_dpret.callbacks.doctor import Examination
 from lit_dpret.privacy.batches import copied_rows
-from lit_dpret.privacy.ledger.trained import TrainedIn, mark, note_built
+from lit_dpret.privacy.ledger.trained import TrainedIn, mark_trained, note_built
 from lit_dpret.privacy.modes import SyntheticData
 from lit_dpret.privacy.noise import load_secret
 from lit_dpret.tasks.fit import Training, train
@@ -273,7 +273,7 @@ def with_private_start(folder: Path) -> dict[str, Any]:
 
 
 def trained_before(module: Any) -> Any:
-    mark(module, [TrainedIn("another run", "none")])
+    mark_trained(module, [TrainedIn("another run", "none")])
     return module
 
 

@@ -139,9 +139,7 @@ def _of_units(units: int, judged: Judged, plan: PrivacyPlan) -> dict[str, Any]:
     if units == 1:
         return {**fact, "epsilon": judged.verdict.epsilon, "why": None}
     try:
-        value = group_epsilon(
-            judged.charged, delta=plan.budget.delta, max_units=units, neighbours=plan.budget.neighbours
-        )
+        value = group_epsilon(judged.charged, delta=plan.budget.delta, units=units, neighbours=plan.budget.neighbours)
     except UnsupportedAccountingError as error:
         return {**fact, "why": f"not proved: {error}"}
     if math.isfinite(value):
@@ -158,7 +156,7 @@ def _wider(units: int, charged: Sequence[Release], plan: PrivacyPlan) -> dict[st
     steps, delta = sum(release.count for release in own), plan.budget.delta
     cap = cap_for_copies(law, steps=steps, delta=delta, copies=units)
     rest = [replace(r, law=replace(law, cap=cap)) if r in own else r for r in charged]
-    value = group_epsilon(rest, delta=delta, max_units=units, neighbours=plan.budget.neighbours)
+    value = group_epsilon(rest, delta=delta, units=units, neighbours=plan.budget.neighbours)
     return {"cap": cap, "epsilon": value} if math.isfinite(value) else None
 
 

@@ -27,8 +27,8 @@ from lit_dpret.privacy.accounting.composition import (
     check_supported,
     epsilon,
     epsilon_without_amplification,
-    plain,
     rough_epsilon,
+    simplest_law,
 )
 from lit_dpret.privacy.accounting.groups import group_epsilon
 from lit_dpret.privacy.accounting.releases import (
@@ -101,7 +101,7 @@ class Planned:
 
     def laws(self) -> list[SamplingLaw]:
         """The planned law, then the other ones with the same expected batch."""
-        law, found = plain(self.law), [self.law]
+        law, found = simplest_law(self.law), [self.law]
         if isinstance(law, FullBatch) or self.n is None:
             return found + ([Poisson(sample_rate=law.sample_rate)] if isinstance(law, TruncatedPoisson) else [])
         rate = law.sample_rate if isinstance(law, (Poisson, TruncatedPoisson)) else self.batch / self.n
@@ -142,7 +142,7 @@ def epsilon_matrix(plan: Planned, heartbeat: Callable[[], None] = lambda: None) 
                     "sampling": law.kind,
                     "law": law.describe(),
                     "neighbours": relation,
-                    "amplified": not isinstance(plain(law), (Shuffle, FullBatch)),
+                    "amplified": not isinstance(simplest_law(law), (Shuffle, FullBatch)),
                     **_cell(plan, law, relation),
                 }
             )
@@ -152,7 +152,7 @@ def epsilon_matrix(plan: Planned, heartbeat: Callable[[], None] = lambda: None) 
 
 def _cell(plan: Planned, law: SamplingLaw, relation: Neighbours) -> dict[str, Any]:
     accountants: tuple[AccountantName, ...] = ("pld", "rdp", "prv")
-    judges = [name for name in accountants if relation in SUPPORTED[name].get(type(plain(law)), ())]
+    judges = [name for name in accountants if relation in SUPPORTED[name].get(type(simplest_law(law)), ())]
     if not judges:
         try:
             check_supported(law, "pld", relation)
@@ -191,7 +191,7 @@ def user_levels(plan: Planned, heartbeat: Callable[[], None] = lambda: None) -> 
                 "sampling": law.kind,
                 "law": law.describe(),
                 "cap": law.cap if isinstance(law, TruncatedPoisson) else None,
-                "amplified": not isinstance(plain(law), (Shuffle, FullBatch)),
+                "amplified": not isinstance(simplest_law(law), (Shuffle, FullBatch)),
                 "rows": rows,
             }
         )
@@ -204,7 +204,7 @@ def _level(plan: Planned, law: SamplingLaw, units: int) -> dict[str, Any]:
     if not plan.holds(law, plan.neighbours):
         return {"epsilon": None, "why": OTHER_BOUND}
     try:
-        value = group_epsilon(plan.releases(law), delta=plan.delta, max_units=units, neighbours=plan.neighbours)
+        value = group_epsilon(plan.releases(law), delta=plan.delta, units=units, neighbours=plan.neighbours)
     except UnsupportedAccountingError as error:
         return {"epsilon": None, "why": str(error)}
     lost = isinstance(law, TruncatedPoisson) and units * truncation_delta(law, plan.steps) >= plan.delta
@@ -213,7 +213,7 @@ def _level(plan: Planned, law: SamplingLaw, units: int) -> dict[str, Any]:
 
 def _roomy(plan: Planned) -> TruncatedPoisson | None:
     """The planned law with a cap that costs the largest group a thousandth of delta; None where it has one."""
-    law = plain(plan.law)
+    law = simplest_law(plan.law)
     if not isinstance(law, TruncatedPoisson) or plan.neighbours != "zero_out":
         return None
     most = max(UNITS)
@@ -235,7 +235,7 @@ def epsilon_over_steps(plan: Planned) -> list[dict[str, Any]]:
     """
     lines = []
     for law, relation in _lines(plan):
-        amplified = not isinstance(plain(law), (Shuffle, FullBatch))
+        amplified = not isinstance(simplest_law(law), (Shuffle, FullBatch))
         shares = np.geomspace(1e-3, 1, _CURVE_POINTS if amplified else _STAIRS)
         steps = sorted({max(1, round(plan.steps * share)) for share in shares})
         values = [rough_epsilon(plan.releases(law, count), plan.delta, relation) for count in steps]
@@ -258,7 +258,8 @@ def _lines(plan: Planned) -> Iterator[tuple[SamplingLaw, Neighbours]]:
     for kind in ("poisson", "shuffle", "full_batch"):
         for relation in relations:
             law = laws.get(kind)
-            if law is not None and plan.holds(law, relation) and relation in SUPPORTED["pld"].get(type(plain(law)), ()):
+            judged = law is not None and relation in SUPPORTED["pld"].get(type(simplest_law(law)), ())
+            if law is not None and judged and plan.holds(law, relation):
                 yield law, relation
 
 
@@ -444,5 +445,5 @@ def _sample_rate(law: SamplingLaw) -> float | None:
 
 
 def _uncapped(law: SamplingLaw) -> SamplingLaw:
-    law = plain(law)
+    law = simplest_law(law)
     return Poisson(sample_rate=law.sample_rate) if isinstance(law, TruncatedPoisson) else law

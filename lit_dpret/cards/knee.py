@@ -18,7 +18,7 @@ from typing import Any
 
 from dp_accounting.gaussian_mechanism import get_sigma_gaussian
 
-from lit_dpret.privacy.accounting.composition import FINE, epsilon_of, parts_of
+from lit_dpret.privacy.accounting.composition import FINE, composable_parts, epsilon_of
 from lit_dpret.privacy.accounting.releases import GaussianRelease, Poisson
 from lit_dpret.privacy.budget import Neighbours
 
@@ -175,7 +175,7 @@ def least_noise(
     law = Poisson(sample_rate=rate)
 
     def spent(noise: float) -> float:
-        parts = parts_of([GaussianRelease(noise_multiplier=noise, law=law, count=steps)])
+        parts = composable_parts([GaussianRelease(noise_multiplier=noise, law=law, count=steps)])
         return epsilon_of(parts, delta, neighbours, "pld", _width(noise, rate, eps)) if parts else math.inf
 
     noise = max(start, 0.2)

@@ -131,7 +131,7 @@ class Banner:
 
 
 @dataclass(frozen=True)
-class Claim:
+class ClaimBox:
     """The number, never without the words that give it a meaning."""
 
     epsilon: str

@@ -16,7 +16,7 @@ from lit_dpret.cards.page import (
     Block,
     Bullets,
     Checks,
-    Claim,
+    ClaimBox,
     Code,
     Facts,
     Grid,
@@ -361,7 +361,7 @@ def claim_blocks(card: Card) -> list[Block]:
     claim = card["claim"]
     facts = [("delta (δ)", f"{show_delta(claim['delta'])}")] if claim["delta"] is not None else []
     facts += [(name, str(claim[name])) for name in ("unit", "neighbours") if claim[name] is not None]
-    number = Claim(printed_epsilon(card), facts, guaranteed=claim["guarantee"] == "dp")
+    number = ClaimBox(printed_epsilon(card), facts, guaranteed=claim["guarantee"] == "dp")
     return [
         *(Banner(text) for text in card["banners"]),
         *([Banner(attacks_sentence(card))] if contradicted(card) else []),

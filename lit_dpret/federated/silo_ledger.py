@@ -34,7 +34,7 @@ from lit_dpret.errors import (
 from lit_dpret.privacy.accounting.accountant import DecimalGrid, calibrate_noise, least
 from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.accounting.releases import FullBatch, GaussianRelease, Release, SamplingLaw, merge
-from lit_dpret.privacy.budget import AccountantName, Neighbours, NoiseName, PrivacyBudget, Unit, charged
+from lit_dpret.privacy.budget import AccountantName, Neighbours, NoiseName, PrivacyBudget, Unit, with_rounding_paid
 from lit_dpret.privacy.ledger.dataset_account import RunLock
 from lit_dpret.privacy.ledger.dataset_file import Charge, DatasetFile, Entry, Total, compose_across_runs, composed
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
@@ -183,7 +183,7 @@ class SiloLedger:
                 if done == count:
                     raise ConfigurationError(f"{label}: {count} releases were reserved, and all of them are made.")
                 # Rounding to a grid moves the table a little further, which the noise covers.
-                sensitivity = charged(sensitivity, self.noise)
+                sensitivity = with_rounding_paid(sensitivity, self.noise)
                 std = noise_multiplier * sensitivity
                 # Before the noise is drawn: a kill in between leaves a release that is charged, never one that is not.
                 ledger.append("intent", attempt=0, step=done, release=release.to_dict(), state_hash=None, sum_tag=None)

@@ -31,7 +31,7 @@ from lit_dpret.federated.storage import copy_once, newest_round
 from lit_dpret.federated.transport import ELSEWHERE, run_federation, silo_state
 from lit_dpret.modules.as2 import AS2DualEncoder
 from lit_dpret.privacy.budget import AccountantName
-from lit_dpret.privacy.ledger.trained import TrainedIn, mark
+from lit_dpret.privacy.ledger.trained import TrainedIn, mark_trained
 from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.progress import ProgressLine
 
@@ -112,7 +112,7 @@ class SystemRunner:
         made = self.plan.model(privacy=NoPrivacy(), optimizer_lr=1e-3, towers="shared", passage_tower="trained")
         made.put_global(load_file(found[-1]))
         # Its rounds have a ledger for each silo, which no single run could count as its start.
-        mark(made, [TrainedIn(f"federation {file_sha256(found[-1])[:16]}", "federated")], whole=True)
+        mark_trained(made, [TrainedIn(f"federation {file_sha256(found[-1])[:16]}", "federated")], whole=True)
         return made
 
     def spent(

@@ -15,7 +15,7 @@ import lightning as L
 from lit_dpret.distributed.handover import refuse_zero_state
 from lit_dpret.errors import DataError, ResumeError, first_line
 from lit_dpret.modules.optimizers import OptimizerSpec
-from lit_dpret.privacy.ledger.trained import mark, note, note_built, noted, remember_loaded
+from lit_dpret.privacy.ledger.trained import mark_trained, note, note_built, noted, remember_loaded
 from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
 
 #: Where a checkpoint names the class that wrote it.
@@ -92,7 +92,7 @@ class Checkpointed(L.LightningModule, metaclass=NotesItsStart):
         return module
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        mark(self, noted(checkpoint), whole=True)
+        mark_trained(self, noted(checkpoint), whole=True)
         trainer = self._trainer
         if trainer is not None and trainer.state.fn == "fit" and type(trainer.strategy).__name__ != "ZeroStrategy":
             refuse_zero_state(checkpoint)
@@ -134,7 +134,7 @@ class Checkpointed(L.LightningModule, metaclass=NotesItsStart):
         self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any, **named: Any
     ) -> None:
         if runs := noted(local_metadata):
-            mark(self, runs, whole=True)
+            mark_trained(self, runs, whole=True)
             # A part's own state dict, taken from here, names nobody.
             inside = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
             remember_loaded(inside, self, runs)

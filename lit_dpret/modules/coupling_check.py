@@ -28,7 +28,7 @@ from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.memory import is_out_of_memory
 from lit_dpret.modules.module_state import KeptState, Looks
 from lit_dpret.privacy.batches import ALONE, FixedShape, UnitBatch, copied_rows, take_rows
-from lit_dpret.privacy.ledger.trained import held, reached
+from lit_dpret.privacy.ledger.trained import modules_and_tensors_in, objects_in
 from lit_dpret.privacy.state_watch import same_values
 from lit_dpret.privacy.user_generators import kept_generators, own_generators, python_and_numpy_now, seed_everywhere
 
@@ -356,7 +356,7 @@ class _Passes:
             coins = python_and_numpy_now()
             found = module.collate_rows(rows)
             draws = coins != python_and_numpy_now()
-        return _Collated(found, own_generators(islice(reached(module), _OBJECTS)), draws)
+        return _Collated(found, own_generators(islice(objects_in(module), _OBJECTS)), draws)
 
     def compare_collated(self, rows: _Rows, own: list[Any], others: list[Any]) -> None:
         """Compare the losses of rows that were collated alone with those of the same rows before and after others."""
@@ -518,7 +518,7 @@ class _FixedCoins(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _copy_without_weights(module: Any) -> Any:
     """Return a copy of all that a module keeps, but for the tensors; the module itself where it cannot be copied."""
-    kept = {id(each): each for each in held(module) if isinstance(each, Tensor)} | {
+    kept = {id(each): each for each in modules_and_tensors_in(module) if isinstance(each, Tensor)} | {
         id(module._trainer): module._trainer
     }
     try:

@@ -196,7 +196,7 @@ class ModuleTowers:
         apart: Whether no query may have a say in another one's embedding.
     """
 
-    holds_module = True  # not followed by `trained.reached`: it may serve another module next
+    holds_module = True  # not followed by `trained.objects_in`: it may serve another module next
 
     def __init__(
         self, module: Any, device: torch.device | None, passage_cache_dir: Path | None, *, keep: bool, apart: bool

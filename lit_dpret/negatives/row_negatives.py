@@ -28,7 +28,7 @@ from lit_dpret.negatives.base import (
 )
 from lit_dpret.negatives.drawn import LabelledNegatives
 from lit_dpret.negatives.mined import DynamicNegatives, MinedSource, StaticNegatives
-from lit_dpret.privacy.ledger.trained import reached
+from lit_dpret.privacy.ledger.trained import objects_in
 from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.user_generators import kept_generators, seed_generators
 
@@ -323,7 +323,7 @@ def _refuse_memory(source: PassageSource, texts: TrainTexts, mode: str) -> None:
     """
     seats = [_seat(texts, query) for query in range(len(texts.queries)) if texts.positives(query)][:_ASKED]
     asked, histories = seats[0:1], (seats[1::2], seats[2::2])
-    shared = {id(each): each for each in (texts, *filter(_is_shared, reached(source)))}
+    shared = {id(each): each for each in (texts, *filter(_is_shared, objects_in(source)))}
     for epoch in (0, 1):
         answers = []
         for history in histories:

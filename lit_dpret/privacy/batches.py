@@ -7,7 +7,7 @@ A compiler like XLA makes one program for each shape, and in low precision anoth
 matrices round otherwise, in rows that are in both batches too, by more than any allowance for rounding covers. With a
 `FixedShape` every physical batch has the same number of slots, every slot the same number of rows, and every text its
 maximal length. Padding changes nothing: a slot without a unit is masked, a row without data has a loss of zero, and a
-gradient of it, which zero times infinity may make NaN, is charged to no unit (`UnitBatch.charged`).
+gradient of it, which zero times infinity may make NaN, is charged to no unit (`UnitBatch.owners_of_rows`).
 
 An accountant counts units: draws of a query, a user, an image. A data set that spreads the rows of a query over several
 units multiplies that query's part in a step, so the names of rows are remembered with their units (`UnitOwners`).
@@ -320,7 +320,7 @@ class UnitBatch:
     digests: Mapping[str, tuple[torch.dtype, int]] = field(default_factory=dict)
     origin: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
-    def charged(self) -> tuple[Tensor, Tensor]:
+    def owners_of_rows(self) -> tuple[Tensor, Tensor]:
         """Whose gradient each row's is, ``(rows,)``, and which slots are real, for a clipping engine.
 
         Rows that fill the batch up stand in a slot of nobody, one more than ``mask`` has. Their loss is zero and their
@@ -378,7 +378,7 @@ def rows_in_turn(count: int, at_once: int) -> Iterator[slice]:
         yield slice(first, min(first + at_once, count))
 
 
-def parts_of(batch: UnitBatch, *, units_at_once: int) -> Iterator[UnitBatch]:
+def split_batch(batch: UnitBatch, *, units_at_once: int) -> Iterator[UnitBatch]:
     """A physical batch in smaller ones, no unit split between two; parts without a row are passed over.
 
     The rows of a batch stand in the order of their units, as `UnitCollator` puts them.

@@ -31,7 +31,7 @@ ROUNDING_SHARE = 2.0**-16
 """The share of the sensitivity, and so of the noise, that is paid for rounding a sum to the grid of `noise_source`."""
 
 
-def charged(sensitivity: float, noise: NoiseName) -> float:
+def with_rounding_paid(sensitivity: float, noise: NoiseName) -> float:
     """Return the sensitivity of what is noised, where that of the sum is given: rounding is paid for."""
     return sensitivity * (1 + ROUNDING_SHARE) if noise == "discrete" else sensitivity
 

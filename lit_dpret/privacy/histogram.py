@@ -31,7 +31,7 @@ import torch
 from lit_dpret.errors import BudgetExceededError, ConfigurationError, DataError, schema_problem
 from lit_dpret.privacy.accounting.accountant import Accountant
 from lit_dpret.privacy.accounting.releases import FullBatch, GaussianRelease
-from lit_dpret.privacy.budget import AccountantName, Neighbours, NoiseName, PrivacyBudget, charged
+from lit_dpret.privacy.budget import AccountantName, Neighbours, NoiseName, PrivacyBudget, with_rounding_paid
 from lit_dpret.privacy.ledger.private_run import PrivateRun, sum_tag
 from lit_dpret.privacy.noise import noise_source
 from lit_dpret.privacy.plan import HISTOGRAM, PrivacyPlan
@@ -92,7 +92,7 @@ def histogram_plan(
         )
     return PrivacyPlan(
         budget=budget, law=FullBatch(), steps=1, noise_multiplier=noise_multiplier, max_grad_norm=bound,
-        sensitivity=charged(bound, noise), denominator=1.0, physical_batch_size=1, accountant=accountant,
+        sensitivity=with_rounding_paid(bound, noise), denominator=1.0, physical_batch_size=1, accountant=accountant,
         engine="counting", mode=HISTOGRAM, n_public=n_public, max_units_per_user=max_units_per_user, noise=noise,
     )  # fmt: skip
 
@@ -127,7 +127,7 @@ def release_histogram(
     Returns:
         Noised counts, whole numbers, some of them below zero; shape ``(bins,)``.
     """
-    if plan.sensitivity < charged(histogram_sensitivity(max_count, plan.budget.neighbours), plan.noise):
+    if plan.sensitivity < with_rounding_paid(histogram_sensitivity(max_count, plan.budget.neighbours), plan.noise):
         raise ConfigurationError(
             f"max_count={max_count} is more than the plan's sensitivity {plan.sensitivity:g} covers."
         )

@@ -74,9 +74,8 @@ NOISE_STREAM = 2
 """How keys become noise: 1 drew a parameter at once, 2 in blocks. Whatever changes a number raises it: a ledger says
 which one drew its noise, and no step is repeated under another one."""
 
-# A constant part of the key. It once told the shares of several ranks apart; it stays, since without it every number
-# would change.
-_WHOLE = 0
+# Part of every key of floating-point noise. It tells nothing apart any more; without it every number would change.
+_KEY_CONSTANT = 0
 
 
 def default_secret_file() -> Path:
@@ -218,7 +217,7 @@ class KeyedStream:
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         drawn = np.empty(math.prod(shape), dtype=np.float64 if wide == torch.float64 else np.float32)
         draw = _shake_normal if self.secure_rng else _philox_normal
-        self._fill(drawn, draw, ("noise", attempt, step, parameter, _WHOLE, salt), start)
+        self._fill(drawn, draw, ("noise", attempt, step, parameter, _KEY_CONSTANT, salt), start)
         return torch.from_numpy(drawn).reshape(shape).to(device)
 
     def rounded_normal(

@@ -36,8 +36,8 @@ from lit_dpret.privacy.budget import (
     Neighbours,
     NoiseName,
     PrivacyBudget,
-    charged,
     require_choice,
+    with_rounding_paid,
 )
 
 SAMPLINGS = ("truncated_poisson", "poisson", "fixed_size", "shuffle", "full_batch")
@@ -58,7 +58,7 @@ class SamplingRequest(Protocol):
 
 
 @dataclass(kw_only=True)
-class Sampling:
+class PlainSamplingRequest:
     """A `SamplingRequest` where there is no DataModule, as in a test of one step."""
 
     sampling: str
@@ -239,7 +239,7 @@ class PrivacyPlan:
             steps=steps,
             noise_multiplier=noise_multiplier,
             max_grad_norm=max_grad_norm,
-            sensitivity=charged(
+            sensitivity=with_rounding_paid(
                 clip_fraction.sensitivity(max_grad_norm, clip_fraction_budget), fields.get("noise", "gaussian")
             ),
             denominator=_denominator(law, budget, n_public, request.expected_batch_size),

@@ -114,7 +114,7 @@ def limits_by_copies(
         facts: dict[str, float | None] = {"eps": claim["epsilon"], "delta": claim["delta"], "group_eps": None}
         try:
             ceiling = SecretCeiling(releases, copies=k, **group)
-            together = group_epsilon(releases, delta=claim["delta"], max_units=k, **group)
+            together = group_epsilon(releases, delta=claim["delta"], units=k, **group)
         except UnsupportedAccountingError:
             found[k] = Limits(eps=claim["epsilon"], delta=claim["delta"])
             continue

@@ -127,7 +127,7 @@ def test_a_random_generator_that_is_reset_on_resume_fails(
 
 
 def test_a_resume_that_forgets_to_begin_a_new_attempt_is_refused(tmp_path: Path, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(PrivateRun, "settle_attempt", lambda self, step, state: None)
+    monkeypatch.setattr(PrivateRun, "resume_or_begin_attempt", lambda self, step, state: None)
     with pytest.raises(ResumeError, match="its noise must not be used again"):
         noise_of_a_resumed_run(tmp_path, "never", monkeypatch)
 

@@ -35,7 +35,7 @@ def test_the_card_of_a_run_states_the_epsilon_of_a_user(tmp_path: Path) -> None:
     folder = run(tmp_path, users=20, bound=3)
     claim = read_card(folder)["claim"]
     releases = charged_releases(PrivacyLedger.read(folder / "privacy_ledger.jsonl").records)
-    assert claim["user_level_epsilon"] == group_epsilon(releases, delta=claim["delta"], max_units=3) > claim["epsilon"]
+    assert claim["user_level_epsilon"] == group_epsilon(releases, delta=claim["delta"], units=3) > claim["epsilon"]
     assert verify_card(read_card(folder), folder / "privacy_ledger.jsonl") == []
 
 

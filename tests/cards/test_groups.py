@@ -34,7 +34,7 @@ def trained(folder: Path, law: SamplingLaw = LAW, **facts: Any) -> Run:
 
 
 def of(units: int, neighbours: Neighbours = "zero_out") -> float:
-    return group_epsilon(RELEASES, delta=DELTA, max_units=units, neighbours=neighbours)
+    return group_epsilon(RELEASES, delta=DELTA, units=units, neighbours=neighbours)
 
 
 def test_a_declared_bound_puts_the_user_level_epsilon_on_the_card(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_where_copies_have_no_number_the_line_names_a_cap_that_gives_them_one(tm
     for group in infinite:
         wider = group["wider"]
         fitting = replace(RELEASES[0], law=replace(law, cap=wider["cap"]))
-        assert group_epsilon([fitting], delta=DELTA, max_units=group["units"]) == wider["epsilon"]
+        assert group_epsilon([fitting], delta=DELTA, units=group["units"]) == wider["epsilon"]
         for text in (gap, card_markdown(card), card_html(card)):
             assert f"datamodule.cap={wider['cap']}" in text and show_epsilon(wider["epsilon"]) in text
     child = inherit_card(

@@ -84,7 +84,7 @@ def test_every_level_is_the_group_epsilon_of_its_law(levels: dict[str, Any]) -> 
                 assert row["epsilon"] is None and "fixed_size" in row["why"]
                 continue
             release = GaussianRelease(noise_multiplier=NOISE, law=law, count=STEPS)
-            value = group_epsilon([release], delta=DELTA, max_units=row["units"])
+            value = group_epsilon([release], delta=DELTA, units=row["units"])
             assert row["epsilon"] == (value if math.isfinite(value) else None)
             assert ("why" in row) == (row["epsilon"] is None)
 
@@ -95,7 +95,7 @@ def test_the_roomy_cap_keeps_nearly_the_epsilon_of_poisson_sampling(levels: dict
     assert tight[3]["epsilon"] is None and "cut" in tight[3]["why"]
     for row in roomy:
         release = GaussianRelease(noise_multiplier=NOISE, law=Poisson(sample_rate=0.02), count=STEPS)
-        plain = group_epsilon([release], delta=DELTA, max_units=row["units"])
+        plain = group_epsilon([release], delta=DELTA, units=row["units"])
         assert row["epsilon"] == pytest.approx(plain, rel=1e-3)
     enough = replace(PLAN, law=TruncatedPoisson(sample_rate=0.02, cap=300, n=N))
     assert user_levels(enough)["roomy_cap"] is None

@@ -12,11 +12,10 @@ from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.layouts import folder_parts, read_parts
 from lit_dpret.datamodules.pair_file import read_pairs
 from lit_dpret.datamodules.rows import Row, TextUnit
-from lit_dpret.datamodules.sampled import UnitItems
+from lit_dpret.datamodules.sampled import UnitItems, Units
 from lit_dpret.datamodules.unit_dataset import GroupedUnitDataset
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.privacy.batches import PADDING, Draw, UnitCollator
-from lit_dpret.privacy.sampling import UnitDataset
 
 
 @pytest.fixture
@@ -173,7 +172,7 @@ def test_unknown_choices_and_splits_are_refused(data: Collection) -> None:
 
 
 def test_a_drawn_item_is_the_draw_with_its_rows_and_padding_has_none(data: Collection) -> None:
-    units: UnitDataset = GroupedUnitDataset(data, unit="query")
+    units: Units = GroupedUnitDataset(data, unit="query")
     items = UnitItems(GroupedUnitDataset(data, unit="query"))
     draw, padding = Draw(unit=3, step=0, part=0, last=True), Draw(unit=PADDING, step=0, part=0, last=True)
     assert len(items) == len(units) == 5

@@ -15,7 +15,7 @@ from lit_dpret.modules import OptimizerSpec
 from lit_dpret.privacy.budget import PrivacyBudget
 from lit_dpret.privacy.clipping import make_engine
 from lit_dpret.privacy.noise import KeyedStream
-from lit_dpret.privacy.plan import PrivacyPlan, Sampling
+from lit_dpret.privacy.plan import PlainSamplingRequest, PrivacyPlan
 
 LORA: dict[str, Any] = {"lora": {"r": 2, "target_modules": ["q", "v"]}}
 PROMPT: dict[str, Any] = {"prompt_tuning": {"num_virtual_tokens": 3}}
@@ -139,7 +139,7 @@ def test_a_relative_bias_over_many_positions_passes_the_check_in_bfloat16() -> N
 def test_noised_gradients_of_bfloat16_weights_are_float32(tmp_path: Path) -> None:
     module = Regression(privacy=dp(tmp_path)).bfloat16()
     plan = PrivacyPlan.build(
-        PrivacyBudget(eps=3.0, delta=1e-3), Sampling(sampling="poisson", expected_batch_size=10),
+        PrivacyBudget(eps=3.0, delta=1e-3), PlainSamplingRequest(sampling="poisson", expected_batch_size=10),
         steps=1, max_grad_norm=1.0, n_public=100, noise_multiplier=5.0,
     )  # fmt: skip
     module.privacy.attach(module, plan, KeyedStream(b"0" * 32, "x"))

@@ -20,7 +20,7 @@ from lit_dpret.modules.optimizers import DPAdamBC
 from lit_dpret.privacy.budget import PrivacyBudget
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy, SyntheticData
 from lit_dpret.privacy.noise import KeyedStream
-from lit_dpret.privacy.plan import PrivacyPlan, Sampling
+from lit_dpret.privacy.plan import PlainSamplingRequest, PrivacyPlan
 
 Array = NDArray[np.float64]
 START = np.array([[0.5, -1.0, 2.0], [1.5, 0.25, -0.75]])
@@ -152,7 +152,12 @@ def test_the_noise_that_is_subtracted_is_the_noise_that_arrives() -> None:
     """Measured on the update of an empty step, not read from the plan."""
     budget = PrivacyBudget(eps=2.0, delta=1e-4, unit="query", neighbours="zero_out")
     plan = PrivacyPlan.build(
-        budget, Sampling(sampling="full_batch"), steps=1, max_grad_norm=0.7, n_public=50, noise_multiplier=3.0
+        budget,
+        PlainSamplingRequest(sampling="full_batch"),
+        steps=1,
+        max_grad_norm=0.7,
+        n_public=50,
+        noise_multiplier=3.0,
     )
     module = torch.nn.Linear(200, 100)
     mode = DPSGD(eps=2.0, max_grad_norm=0.7)

@@ -27,7 +27,7 @@ from lit_dpret.privacy.batches import Draw, UnitCollator
 from lit_dpret.privacy.budget import Neighbours, PrivacyBudget
 from lit_dpret.privacy.modes import DPSGD, PublicPassages, StepCounts, Update
 from lit_dpret.privacy.noise import KeyedStream
-from lit_dpret.privacy.plan import PrivacyPlan, Sampling
+from lit_dpret.privacy.plan import PlainSamplingRequest, PrivacyPlan
 
 SHARE = 0.1
 
@@ -35,7 +35,7 @@ SHARE = 0.1
 def plan(share: float = SHARE, **changes: Any) -> PrivacyPlan:
     settings: dict[str, Any] = {
         "budget": PrivacyBudget(eps=2.0, delta=1e-5),
-        "request": Sampling(sampling="full_batch", expected_batch_size=100),
+        "request": PlainSamplingRequest(sampling="full_batch", expected_batch_size=100),
         "steps": 1, "max_grad_norm": 0.7, "n_public": 100, "noise_multiplier": 3.0,
     }  # fmt: skip
     return PrivacyPlan.build(clip_fraction_budget=share, **settings | changes)
@@ -80,7 +80,7 @@ def test_the_budget_and_the_noise_multiplier_stay_and_the_gradient_pays_with_mor
     settings = {
         "budget": PrivacyBudget(eps=1.0, delta=1e-5),
         "noise_multiplier": None,
-        "request": Sampling(sampling="poisson", expected_batch_size=100),
+        "request": PlainSamplingRequest(sampling="poisson", expected_batch_size=100),
         "steps": 20,
     }
     without, with_count = plan(0.0, **settings), plan(**settings)

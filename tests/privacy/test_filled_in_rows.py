@@ -72,6 +72,6 @@ def test_what_fills_a_slot_up_is_its_units_own_and_charged_to_nobody() -> None:
     collate = UnitCollator(lambda rows: {"n": torch.tensor(rows)}, "all", shape=shape)
     batch = collate([(Draw(unit, 0, 0, True), rows) for unit, rows in enumerate([[5, 6], [], [7]])])
     assert batch.rows["n"].view(4, 3)[[0, 2]].tolist() == [[5, 6, 5], [7, 7, 7]]
-    owners, real = batch.charged()
+    owners, real = batch.owners_of_rows()
     assert owners[batch.data_rows].tolist() == [0, 0, 2] and not real[owners[~batch.data_rows]].any()
     assert real[:4].tolist() == batch.mask.tolist() == [True, True, True, False]

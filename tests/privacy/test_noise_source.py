@@ -17,12 +17,12 @@ from lit_dpret.callbacks import strategies
 from lit_dpret.cards.card import build_card, subject_of
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.losses import SoftmaxPairLoss
-from lit_dpret.privacy.budget import ROUNDING_SHARE, NoiseName, PrivacyBudget, charged
+from lit_dpret.privacy.budget import ROUNDING_SHARE, NoiseName, PrivacyBudget, with_rounding_paid
 from lit_dpret.privacy.histogram import histogram_plan
 from lit_dpret.privacy.modes import DPSGD, BatchClip, LogitDP, PerExampleDuplicated, PublicPassages
 from lit_dpret.privacy.modes.base import Update
 from lit_dpret.privacy.noise import BLOCK, FloatNoise, GridNoise, KeyedStream, grid_bits, noise_source
-from lit_dpret.privacy.plan import PrivacyPlan, Sampling
+from lit_dpret.privacy.plan import PlainSamplingRequest, PrivacyPlan
 
 SECRET = bytes(range(32))
 STREAM = KeyedStream(SECRET, "run")
@@ -53,7 +53,7 @@ def test_rounding_never_moves_neighbours_further_apart_than_was_charged(
     """Random sums, and ones beside a half of a grid step, where all coordinates are rounded apart."""
     bits = grid_bits(noise_multiplier, coordinates)
     sensitivity = 1.0
-    std = noise_multiplier * charged(sensitivity, "discrete")
+    std = noise_multiplier * with_rounding_paid(sensitivity, "discrete")
     grid, random = std * 2.0**-bits, torch.Generator().manual_seed(0)
     worst = 0.0
     for trial in range(20):
@@ -65,7 +65,7 @@ def test_rounding_never_moves_neighbours_further_apart_than_was_charged(
         step = ((step / grid - 0.001).floor() + 0.001) * grid if trial % 4 == 1 else step
         moved = (on_grid(base + step, std=std, bits=bits) - on_grid(base, std=std, bits=bits)).norm()
         assert step.norm() <= sensitivity * (1 + 1e-9)
-        assert moved <= charged(sensitivity, "discrete") * (1 + 1e-10)
+        assert moved <= with_rounding_paid(sensitivity, "discrete") * (1 + 1e-10)
         worst = max(worst, float(moved - step.norm()))
     if coordinates == 40_000:
         assert worst > 0.1 * grid * math.sqrt(coordinates), "rounding does move sums apart, or nothing was tested"
@@ -120,7 +120,7 @@ def attached(noise: NoiseName, module: nn.Module | None = None, **settings: Any)
     module = nn.Linear(64, 64, bias=False) if module is None else module
     mode = DPSGD(eps=50.0, noise=noise, **settings)
     plan = PrivacyPlan.build(
-        PrivacyBudget(eps=50.0, delta=1e-3), Sampling(sampling="poisson", expected_batch_size=64),
+        PrivacyBudget(eps=50.0, delta=1e-3), PlainSamplingRequest(sampling="poisson", expected_batch_size=64),
         steps=1, max_grad_norm=1.0, n_public=128, noise_multiplier=1.0, noise=noise,
     )  # fmt: skip
     mode.attach(module, plan, STREAM)
@@ -209,7 +209,9 @@ def test_the_count_of_clipped_units_gets_noise_on_the_grid_as_well() -> None:
     update = attached("discrete").privatize({"weight": torch.zeros(64, 64)}, attempt=0, step=0)
     assert update.clip_fraction is None
     mode = attached("discrete")
-    mode._plan = replace(mode._plan, clip_fraction_budget=0.1, sensitivity=charged(1 / math.sqrt(0.9), "discrete"))
+    mode._plan = replace(
+        mode._plan, clip_fraction_budget=0.1, sensitivity=with_rounding_paid(1 / math.sqrt(0.9), "discrete")
+    )
     counted = {"weight": torch.zeros(64, 64), **mode.extra_sums()}
     fractions = [mode.privatize(dict(counted), attempt=0, step=step).clip_fraction for step in range(3)]
     assert len(set(fractions)) == 3 and all(f is not None and math.isfinite(f) for f in fractions)
@@ -231,7 +233,7 @@ def test_an_unknown_noise_is_refused_by_name_and_an_untried_strategy_too(monkeyp
 
 def grid_plan() -> PrivacyPlan:
     plain = make_plan()
-    return replace(plain, noise="discrete", sensitivity=charged(plain.sensitivity, "discrete"))
+    return replace(plain, noise="discrete", sensitivity=with_rounding_paid(plain.sensitivity, "discrete"))
 
 
 def card_of(folder: Path, plan: PrivacyPlan, start: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from lit_dpret.privacy.accounting.releases import (
     TruncatedPoisson,
 )
 from lit_dpret.privacy.budget import PrivacyBudget
-from lit_dpret.privacy.plan import SAMPLINGS, PrivacyPlan, Sampling
+from lit_dpret.privacy.plan import SAMPLINGS, PlainSamplingRequest, PrivacyPlan
 
 N = 2000
 
@@ -39,7 +39,7 @@ def build(**changes: Any) -> PrivacyPlan:
         "max_grad_norm": 0.5,
         "n_public": N,
     }
-    request = Sampling(sampling="poisson", expected_batch_size=40)
+    request = PlainSamplingRequest(sampling="poisson", expected_batch_size=40)
     for name in set(changes) & set(vars(request)):
         setattr(request, name, changes.pop(name))
     return PrivacyPlan.build(**{**settings, "request": request, **changes})

@@ -12,7 +12,7 @@ from lit_dpret.privacy.accounting.coupled_sensitivity import Coupling, change_of
 from lit_dpret.privacy.accounting.releases import FixedSize, FullBatch, Poisson, SamplingLaw, Shuffle, TruncatedPoisson
 from lit_dpret.privacy.batches import PADDING
 from lit_dpret.privacy.noise import KeyedStream
-from lit_dpret.privacy.plan import PrivacyPlan, Sampling
+from lit_dpret.privacy.plan import PlainSamplingRequest, PrivacyPlan
 from lit_dpret.privacy.sampling import PrivateBatchSampler
 
 LAWS: list[SamplingLaw] = [
@@ -118,7 +118,7 @@ def test_a_plan_with_a_coupling_survives_json() -> None:
     from lit_dpret.privacy.budget import PrivacyBudget
 
     plan = PrivacyPlan.build(
-        PrivacyBudget(eps=1.0, delta=1e-5), Sampling(sampling="poisson", expected_batch_size=20),
+        PrivacyBudget(eps=1.0, delta=1e-5), PlainSamplingRequest(sampling="poisson", expected_batch_size=20),
         steps=2, max_grad_norm=1.0, n_public=200, noise_multiplier=30.0,
     )  # fmt: skip
     import dataclasses

@@ -9,7 +9,7 @@ import pytest
 
 from lit_dpret.cards.forecast import describe_plan
 from lit_dpret.privacy.budget import PrivacyBudget
-from lit_dpret.privacy.plan import PrivacyPlan, Sampling
+from lit_dpret.privacy.plan import PlainSamplingRequest, PrivacyPlan
 from lit_dpret.report.figures import STYLES
 from lit_dpret.report.plan_figure import draw_plan
 
@@ -18,7 +18,7 @@ pytest.importorskip("matplotlib")
 
 def facts(neighbours: Any = "zero_out", **changes: Any) -> dict[str, Any]:
     settings: dict[str, Any] = {"steps": 20, "max_grad_norm": 0.5, "n_public": 2000, "noise_multiplier": 8.0}
-    request = Sampling(sampling="poisson", expected_batch_size=40)
+    request = PlainSamplingRequest(sampling="poisson", expected_batch_size=40)
     budget = PrivacyBudget(eps=3.0, delta=1e-5, neighbours=neighbours)
     for name in set(changes) & set(vars(request)):
         setattr(request, name, changes.pop(name))

@@ -17,7 +17,7 @@ from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.encoders import Contract, TextEncoder
 from lit_dpret.encoders.st_folder import save_sentence_transformer
 from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError, ResumeError
-from lit_dpret.privacy.ledger.trained import NOTE_NAME, TRAINED_KEY, TrainedIn, mark
+from lit_dpret.privacy.ledger.trained import NOTE_NAME, TRAINED_KEY, TrainedIn, mark_trained
 from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.synthesis.filters import load_released
 from lit_dpret.tasks import Pipeline
@@ -99,7 +99,7 @@ def test_the_row_of_an_encoder_promises_what_its_folder_tells_and_no_other_row_t
 
 def test_a_row_promises_nothing_for_an_encoder_that_was_trained_in_this_process(tmp_path: Path) -> None:
     trained = tower()
-    mark(trained, [TrainedIn("a run", "dp_sgd")], whole=True)
+    mark_trained(trained, [TrainedIn("a run", "dp_sgd")], whole=True)
     assert promised(tmp_path, retriever=partial(retriever, encoder=trained)) == "privacy not proved (no epsilon)"
 
 

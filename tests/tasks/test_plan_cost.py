@@ -21,7 +21,7 @@ from lit_dpret.modules import OptimizerSpec, QueryGenerator
 from lit_dpret.privacy.budget import PrivacyBudget
 from lit_dpret.privacy.clipping.ghost import PHASES
 from lit_dpret.privacy.modes import DPSGD
-from lit_dpret.privacy.plan import PrivacyPlan, Sampling
+from lit_dpret.privacy.plan import PlainSamplingRequest, PrivacyPlan
 from lit_dpret.tasks.plan import FACTOR, estimate, format_cost, from_slices, measure
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 def plan(rows: int = 4, batch: int = 16) -> PrivacyPlan:
     return PrivacyPlan.build(
         PrivacyBudget(eps=3.0, delta=1e-5),
-        Sampling(sampling="poisson", expected_batch_size=batch, physical_batch_size=rows),
+        PlainSamplingRequest(sampling="poisson", expected_batch_size=batch, physical_batch_size=rows),
         steps=60, max_grad_norm=0.1, n_public=10_000, noise_multiplier=5.0,
     )  # fmt: skip
 

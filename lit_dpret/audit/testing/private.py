@@ -17,7 +17,7 @@ from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.private_module import PrivateModule
 from lit_dpret.privacy.budget import PrivacyBudget
 from lit_dpret.privacy.modes import DPSGD
-from lit_dpret.privacy.plan import PrivacyPlan, Sampling
+from lit_dpret.privacy.plan import PlainSamplingRequest, PrivacyPlan
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def assert_private(
     inputs = Inputs.build(batch, unit_ids)
     plan = PrivacyPlan.build(
         PrivacyBudget(eps=eps, delta=delta, unit=mode.unit, neighbours=mode.neighbours),
-        Sampling(sampling="full_batch", expected_batch_size=inputs.units),
+        PlainSamplingRequest(sampling="full_batch", expected_batch_size=inputs.units),
         steps=1,
         max_grad_norm=mode.max_grad_norm,
         n_public=None,

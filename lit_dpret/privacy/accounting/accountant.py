@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from scipy import stats
 
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.privacy.accounting.composition import check_supported, delta_at, epsilon, plain, rough_epsilon
+from lit_dpret.privacy.accounting.composition import check_supported, delta_at, epsilon, rough_epsilon, simplest_law
 from lit_dpret.privacy.accounting.releases import GaussianRelease, Poisson, Release, SamplingLaw, TruncatedPoisson
 from lit_dpret.privacy.budget import AccountantName, Neighbours
 
@@ -236,7 +236,7 @@ def calibrate_noise(
     if not eps > 0:
         raise ConfigurationError(f"privacy.eps={eps} is not a positive number.")
     check_supported(law, accountant, neighbours)
-    law = plain(law)
+    law = simplest_law(law)
     digits = math.ceil(-math.log10(tolerance) - 1e-9)
     grid = DecimalGrid(digits=digits)
     most = grid.index(MOST_NOISE)

@@ -86,7 +86,7 @@ class SecretCeiling:
     def __init__(self, releases: Iterable[Release], *, copies: int = 1, neighbours: Neighbours) -> None:
         # Beyond 50, exp(e) times a prior of 1e-20 is above 1: no larger e can be the minimum.
         points = [float(x) for x in np.linspace(0.0, 50.0, _POINTS)]
-        self._deltas = np.array(group_delta_at(points, releases, max_units=copies, neighbours=neighbours))
+        self._deltas = np.array(group_delta_at(points, releases, units=copies, neighbours=neighbours))
         self._odds = np.exp(np.array(points))
 
     def success(self, prior: float) -> float:

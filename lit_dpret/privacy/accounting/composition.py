@@ -69,7 +69,7 @@ FINE, COARSE = 1e-4, 1e-3
 _LEAST_NOISE: dict[type[SamplingLaw], float] = {Poisson: 0.1, TruncatedPoisson: 0.2, FixedSize: 0.2}
 
 
-def plain(law: SamplingLaw) -> SamplingLaw:
+def simplest_law(law: SamplingLaw) -> SamplingLaw:
     """The simplest law that draws exactly as ``law`` does: a cap at n cuts nothing, a rate of 1 samples nothing."""
     if isinstance(law, TruncatedPoisson) and law.cap == law.n:
         law = Poisson(sample_rate=law.sample_rate)
@@ -87,7 +87,7 @@ def check_supported(law: SamplingLaw, accountant: AccountantName, neighbours: Ne
     """
     require_choice("privacy.accountant", accountant, get_args(AccountantName))
     require_choice("privacy.neighbours", neighbours, get_args(Neighbours))
-    law = plain(law)
+    law = simplest_law(law)
     if neighbours in SUPPORTED[accountant].get(type(law), ()):
         return
     ways = [
@@ -111,7 +111,7 @@ class Part:
     count: int
 
 
-def parts_of(releases: Iterable[Release]) -> tuple[Part, ...] | None:
+def composable_parts(releases: Iterable[Release]) -> tuple[Part, ...] | None:
     """The releases, labels dropped, in an order that does not depend on theirs; None when one is not private.
 
     The shuffled steps of a release become the epochs they begin, and all unsampled Gaussians become
@@ -121,7 +121,7 @@ def parts_of(releases: Iterable[Release]) -> tuple[Part, ...] | None:
     for release in releases:
         if isinstance(release, NonPrivateRelease) or release.noise_multiplier == 0:
             return None
-        law, count = plain(release.law), release.count
+        law, count = simplest_law(release.law), release.count
         if isinstance(law, Shuffle):
             count, law = law.epochs(count), FullBatch()
         key = (law, release.noise_multiplier)
@@ -329,7 +329,7 @@ def epsilon_without_amplification(releases: Iterable[Release], *, delta: float, 
     unsampled: list[Release] = []
     for release in releases:
         if isinstance(release, GaussianRelease):
-            law = plain(release.law)
+            law = simplest_law(release.law)
             if neighbours == "add_or_remove" and not isinstance(law, FullBatch):
                 raise UnsupportedAccountingError(
                     f"Without amplification, {law.kind} sampling has no bound under privacy.neighbours=add_or_remove: "
@@ -356,7 +356,7 @@ def underreported_epsilon(releases: Iterable[Release], *, delta: float, neighbou
     for release in releases:
         if not isinstance(release, GaussianRelease) or release.noise_multiplier == 0:
             return math.inf
-        law, sigma = plain(release.law), release.noise_multiplier
+        law, sigma = simplest_law(release.law), release.noise_multiplier
         if neighbours == "replace_one" or isinstance(law, (FixedSize, Shuffle)):
             raise UnsupportedAccountingError(
                 f"datamodule.sampling={law.kind} under privacy.neighbours={neighbours}: no central limit is known."
@@ -388,4 +388,4 @@ def _checked_parts(
     for release in releases:
         if isinstance(release, GaussianRelease):
             check_supported(release.law, accountant, neighbours)
-    return parts_of(releases)
+    return composable_parts(releases)

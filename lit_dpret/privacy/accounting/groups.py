@@ -35,10 +35,10 @@ from lit_dpret.privacy.accounting.composition import (
     LARGEST_EPSILON,
     Part,
     beyond_reach,
+    composable_parts,
     delta_at,
     epsilon,
-    parts_of,
-    plain,
+    simplest_law,
 )
 from lit_dpret.privacy.accounting.pld import compose_times, connect_dots, deltas_at, read_deltas, read_epsilon
 from lit_dpret.privacy.accounting.releases import (
@@ -60,32 +60,32 @@ _MOST_TERMS = 4_000_000
 
 
 def group_epsilon(
-    releases: Iterable[Release], *, delta: float, max_units: int, neighbours: Neighbours = "zero_out"
+    releases: Iterable[Release], *, delta: float, units: int, neighbours: Neighbours = "zero_out"
 ) -> float:
-    """The epsilon of all ``releases`` together for somebody who contributed up to ``max_units`` units.
+    """The epsilon of all ``releases`` together for somebody who contributed up to ``units`` units.
 
     Guarantees:
         - An upper bound, discretised pessimistically.
-        - For one unit it is `epsilon` by ``pld``; it rises with ``max_units``.
+        - For one unit it is `epsilon` by ``pld``; it rises with ``units``.
         - Under Poisson sampling never above what group privacy makes of the curve for one unit
           (Vadhan 2017, "The Complexity of Differential Privacy", Lemma 2.2).
-        - Without sampling, and under ``shuffle``, that of a noise multiplier divided by ``max_units``.
+        - Without sampling, and under ``shuffle``, that of a noise multiplier divided by ``units``.
         - Infinite above `LARGEST_EPSILON`, where a release is not private, and where truncation alone
           uses up ``delta``.
 
     Args:
         releases: What was let out.
         delta: Of the statement.
-        max_units: The most units that one person contributed, or copies that one text has.
+        units: The most units that one person contributed, or copies that one text has.
         neighbours: ``zero_out`` blanks all of them at once, ``add_or_remove`` takes them out.
 
     Raises:
         UnsupportedAccountingError: Where several units together have no known bound: for sampled
             batches under ``replace_one``, for ``fixed_size`` ones, and for ``truncated_poisson`` and
             ``shuffle`` under ``add_or_remove``.
-        ConfigurationError: ``max_units`` is no whole number from 1 to 1000, or delta is out of range.
+        ConfigurationError: ``units`` is no whole number from 1 to 1000, or delta is out of range.
     """
-    return epsilon_of_several([(releases, max_units)], delta=delta, neighbours=neighbours)
+    return epsilon_of_several([(releases, units)], delta=delta, neighbours=neighbours)
 
 
 def epsilon_of_several(
@@ -116,12 +116,12 @@ def epsilon_of_several(
     for release in releases:
         if isinstance(release, GaussianRelease):
             _check_law(release.law, neighbours)
-    together = parts_of(releases)
+    together = composable_parts(releases)
     if together is None or beyond_reach(together, neighbours):
         return math.inf
     if not together:
         return 0.0
-    parts = [(part, units) for own, units in made for part in parts_of(own) or ()]
+    parts = [(part, units) for own, units in made for part in composable_parts(own) or ()]
     if all(isinstance(part.law, FullBatch) for part, _ in parts):
         wider = [GaussianRelease(noise_multiplier=p.noise_multiplier / units, law=p.law) for p, units in parts]
         return epsilon(wider, delta=delta, neighbours=neighbours)
@@ -130,12 +130,10 @@ def epsilon_of_several(
     return _composed_epsilon(tuple(parts), spare) if spare > 0 else math.inf
 
 
-def check_max_units(max_units: int) -> None:
+def check_max_units(units: int) -> None:
     """Refuse a number of units that is no whole number from 1 to `MOST_UNITS`."""
-    if isinstance(max_units, bool) or not isinstance(max_units, int) or not 1 <= max_units <= MOST_UNITS:
-        raise ConfigurationError(
-            f"privacy.max_units_per_user={max_units!r} is not a whole number from 1 to {MOST_UNITS}."
-        )
+    if isinstance(units, bool) or not isinstance(units, int) or not 1 <= units <= MOST_UNITS:
+        raise ConfigurationError(f"privacy.max_units_per_user={units!r} is not a whole number from 1 to {MOST_UNITS}.")
 
 
 def _check_law(law: SamplingLaw, neighbours: Neighbours) -> None:
@@ -144,7 +142,7 @@ def _check_law(law: SamplingLaw, neighbours: Neighbours) -> None:
         "add_or_remove": ("poisson", "full_batch"),
         "replace_one": ("shuffle", "full_batch"),
     }
-    law = plain(law)
+    law = simplest_law(law)
     if law.kind not in kinds[neighbours]:
         raise UnsupportedAccountingError(
             f"datamodule.sampling={law.kind} under privacy.neighbours={neighbours}: no epsilon for several units "
@@ -154,43 +152,43 @@ def _check_law(law: SamplingLaw, neighbours: Neighbours) -> None:
 
 
 def group_delta_at(
-    epsilons: Sequence[float], releases: Iterable[Release], *, max_units: int, neighbours: Neighbours = "zero_out"
+    epsilons: Sequence[float], releases: Iterable[Release], *, units: int, neighbours: Neighbours = "zero_out"
 ) -> list[float]:
-    """The delta of all ``releases`` together at each epsilon, for somebody who contributed up to ``max_units`` units.
+    """The delta of all ``releases`` together at each epsilon, for somebody who contributed up to ``units`` units.
 
     The same mixture as in `group_epsilon`, read the other way round: an upper bound, 1 where none is known to be lower.
 
     Args:
         epsilons: In ascending order.
         releases: What was let out.
-        max_units: The most units that one person contributed, or copies that one text has.
+        units: The most units that one person contributed, or copies that one text has.
         neighbours: As in `group_epsilon`.
 
     Raises:
         UnsupportedAccountingError: As `group_epsilon` does.
-        ConfigurationError: ``max_units`` is no whole number from 1 to 1000.
+        ConfigurationError: ``units`` is no whole number from 1 to 1000.
     """
-    check_max_units(max_units)
+    check_max_units(units)
     releases = list(releases)
-    if max_units == 1:
+    if units == 1:
         return delta_at(epsilons, releases, neighbours=neighbours)
     for release in releases:
         if isinstance(release, GaussianRelease):
             _check_law(release.law, neighbours)
-    parts = parts_of(releases)
+    parts = composable_parts(releases)
     if parts is None or beyond_reach(parts, neighbours):
         return [1.0] * len(epsilons)
     if not parts:
         return [0.0] * len(epsilons)
     if all(isinstance(part.law, FullBatch) for part in parts):
-        wider = [GaussianRelease(noise_multiplier=p.noise_multiplier / max_units, law=p.law)
+        wider = [GaussianRelease(noise_multiplier=p.noise_multiplier / units, law=p.law)
                  for p in parts for _ in range(p.count)]  # fmt: skip
         return delta_at(epsilons, wider, neighbours=neighbours)
-    total = _composed(tuple((part, max_units) for part in parts))
+    total = _composed(tuple((part, units) for part in parts))
     if total is None:
         return [1.0] * len(epsilons)
     lost = [truncation_delta(part.law, part.count) for part in parts if isinstance(part.law, TruncatedPoisson)]
-    extra = max_units * math.fsum(lost)
+    extra = units * math.fsum(lost)
     return [min(1.0, max(0.0, float(value)) + extra) for value in read_deltas(total, epsilons)]
 
 

@@ -31,9 +31,9 @@ from lit_dpret.privacy.accounting.composition import (
     Part,
     beyond_reach,
     check_supported,
-    parts_of,
-    plain,
+    composable_parts,
     rdp_event,
+    simplest_law,
 )
 from lit_dpret.privacy.accounting.releases import GaussianRelease, Poisson, Release, TruncatedPoisson
 from lit_dpret.privacy.budget import Neighbours, require_delta
@@ -108,10 +108,10 @@ def selection_epsilon(
     releases = list(releases)
     for release in releases:
         if isinstance(release, GaussianRelease):
-            law = plain(release.law)
+            law = simplest_law(release.law)
             cut = isinstance(law, TruncatedPoisson) and neighbours == "zero_out"
             check_supported(Poisson(sample_rate=law.sample_rate) if cut else law, "rdp", neighbours)  # type: ignore[attr-defined]
-    parts = parts_of(releases)
+    parts = composable_parts(releases)
     if parts is None or beyond_reach(parts, neighbours):
         return math.inf
     if not parts:

@@ -53,7 +53,7 @@ RowLoss = Callable[[], Tensor]
 #: What rounding may add to a unit's contribution, as a share of it, by the type of the sums. In float32 an engine
 #: tolerates 1e-3 in a norm and 1e-3 in the sum of the unit's own terms (`ghost.ERROR`), and a factor and its product
 #: are rounded by 6e-8 each: (1 + 1e-3) (1 + 1.2e-7) / (1 - 1e-3) < 1 + 2.1e-3.
-ROUNDING = {torch.float64: 1e-9, torch.float32: 2.1e-3}
+CLIP_ROUNDING = {torch.float64: 1e-9, torch.float32: 2.1e-3}
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def room_for_rounding(bound: float, parameters: Iterable[Tensor]) -> float:
         >>> room_for_rounding(1.0, [torch.zeros(1)]) < 0.998
         True
     """
-    return bound / (1 + max(ROUNDING[accumulator_dtype(parameter)] for parameter in parameters))
+    return bound / (1 + max(CLIP_ROUNDING[accumulator_dtype(parameter)] for parameter in parameters))
 
 
 def _zeros(parameter: Tensor) -> Tensor:

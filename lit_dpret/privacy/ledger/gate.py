@@ -30,7 +30,13 @@ from lit_dpret.privacy.accounting.releases import (
 from lit_dpret.privacy.clip_fraction import NAME
 from lit_dpret.privacy.ledger.noise_check import NoiseCheck
 from lit_dpret.privacy.ledger.private_run import Position, PrivateRun, sample_tag, sum_tag, update_hash
-from lit_dpret.privacy.ledger.run_ledger import UNITS_UNKNOWN, Key, charged_releases, forthcoming_releases
+from lit_dpret.privacy.ledger.run_ledger import (
+    SAMPLING_DEPARTURE,
+    WRONG_UNITS_SEEN,
+    Key,
+    charged_releases,
+    forthcoming_releases,
+)
 from lit_dpret.privacy.modes import PrivacyMode, Update
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
@@ -53,7 +59,7 @@ class Permit:
 
 
 class Guard(Protocol):
-    """Who grants releases and writes them down; the ``ReleaseGate`` is one."""
+    """The gate as a training loop sees it: it grants releases and writes them down."""
 
     @property
     def stream(self) -> KeyedStream: ...
@@ -153,7 +159,7 @@ class ReleaseGate:
             self._accountant = Accountant(
                 delta=plan.budget.delta, neighbours=plan.budget.neighbours, name=plan.accountant
             )
-            self._allowance = self._affordable()
+            self._steps_left = self._affordable()
 
     @property
     def stream(self) -> KeyedStream:
@@ -183,7 +189,7 @@ class ReleaseGate:
         if position is not None:
             self.run.go_on_from(position, must_be_known=self._guarantee != "inherited")
             self.steps_done = position.steps_done
-        self.run.settle_attempt(self.steps_done, state)
+        self.run.resume_or_begin_attempt(self.steps_done, state)
         self.sampler.next_step = self.steps_done
         self.sampler.attempt = self.run.attempt
 
@@ -236,7 +242,7 @@ class ReleaseGate:
             "intent", attempt=attempt, step=step, release=self._release.to_dict(), state_hash=state, sum_tag=tag
         )
         if self.plan is not None:
-            self._allowance -= 1
+            self._steps_left -= 1
         return Permit(*key, salt)
 
     def record(self, permit: Permit, update: Update) -> None:
@@ -268,11 +274,11 @@ class ReleaseGate:
         )
         if self.plan is not None and update.noise_std < self.plan.noise_std:
             self.departures += 1
-            self._allowance = self._affordable()
+            self._steps_left = self._affordable()
 
-    def forfeit(self) -> None:
+    def void_attempt(self) -> None:
         """Charge every step of this attempt as one without noise: nobody knows how often a unit took part in it."""
-        self.run.ledger.append("event", name=UNITS_UNKNOWN, attempt=self.run.attempt, step=self.steps_done)
+        self.run.ledger.append("event", name=WRONG_UNITS_SEEN, attempt=self.run.attempt, step=self.steps_done)
 
     def epsilon(self) -> float:
         """Epsilon spent so far, from the ledger; infinite where none may be stated."""
@@ -308,7 +314,7 @@ class ReleaseGate:
     def _covers(self, key: Key) -> bool:
         """Whether the budget covers one more release."""
         if self.plan is None or not isinstance(self.plan.law, Shuffle):
-            return self._allowance > 0
+            return self._steps_left > 0
         # A shuffled epoch costs as a whole, so what a step adds depends on where in its epoch it is.
         due = {"kind": "intent", "attempt": key[0], "step": key[1], "release": self._release.to_dict()}
         return self._accountant.epsilon(charged_releases([*self.run.ledger.records, due])) <= self.plan.budget.eps
@@ -341,7 +347,7 @@ class ReleaseGate:
         if law != self._release.law:
             self.departures += 1
             self._release = replace(self._release, law=law)
-            self._allowance = min(self._allowance, self._affordable())
+            self._steps_left = min(self._steps_left, self._affordable())
         if not isinstance(law, (Poisson, TruncatedPoisson)) or self.plan.budget.neighbours == "add_or_remove":
             return
         trials = self.sampler.units * self._seen_steps
@@ -350,7 +356,7 @@ class ReleaseGate:
         if rate > law.sample_rate + 8 * sd + 1 / trials:
             self.run.ledger.append(
                 "event",
-                name="sampling_departure",
+                name=SAMPLING_DEPARTURE,
                 attempt=self.run.attempt,
                 step=step,
                 law=Poisson(sample_rate=min(1.0, rate)).to_dict(),
@@ -406,7 +412,7 @@ class SharedGate:
         self._whole, self._parts = whole, parts
         self._noise = None if plan is None else NoiseCheck(plan)
         self.granted = 0
-        self._told: float | None = None
+        self._last_epsilon: float | None = None
         self.clip_fraction: float | None = None
         if gate is not None:
             self.attempt, self.steps_done = gate.attempt, gate.steps_done
@@ -492,14 +498,14 @@ class SharedGate:
         self.steps_done = permit.step + 1
         self.clip_fraction = update.clip_fraction
 
-    def forfeit(self) -> None:
-        """As `ReleaseGate.forfeit`; called by all ranks."""
-        self.ranks.share(lambda: self.own.forfeit(), quick=True)
+    def void_attempt(self) -> None:
+        """As `ReleaseGate.void_attempt`; called by all ranks."""
+        self.ranks.share(lambda: self.own.void_attempt(), quick=True)
 
     def share_epsilon(self) -> float:
         """Epsilon spent so far, asked for by all ranks."""
-        self._told = self.ranks.share(lambda: self.own.epsilon())
-        return self._told
+        self._last_epsilon = self.ranks.share(lambda: self.own.epsilon())
+        return self._last_epsilon
 
     def epsilon(self) -> float:
         """Epsilon spent so far; on another rank than 0, as it was when all ranks last asked for it.
@@ -507,6 +513,6 @@ class SharedGate:
         Raises:
             LedgerError: On such a rank, before they did.
         """
-        if self._own is not None or self._told is None:
+        if self._own is not None or self._last_epsilon is None:
             return self.own.epsilon()
-        return self._told
+        return self._last_epsilon

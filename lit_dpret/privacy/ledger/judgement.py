@@ -33,9 +33,10 @@ from lit_dpret.privacy.accounting.releases import (
 )
 from lit_dpret.privacy.budget import NAMES, ROUNDING_SHARE, AccountantName
 from lit_dpret.privacy.ledger.run_ledger import (
-    ROUNDING,
+    FLOAT_SLACK,
+    SAMPLING_DEPARTURE,
+    attempts_with,
     charged_releases,
-    departed_attempts,
     forthcoming_releases,
     noise_keys,
     realised_multiplier,
@@ -129,7 +130,7 @@ def _recorded(records: Sequence[Record], plan: PrivacyPlan) -> list[Assumption]:
         ),
         Assumption("No noise was used for two different steps.", "holds"),
     ]
-    weak = [r for r in releases if realised_multiplier(r) < plan.noise_multiplier * (1 - ROUNDING)]
+    weak = [r for r in releases if realised_multiplier(r) < plan.noise_multiplier * (1 - FLOAT_SLACK)]
     text = "Each confirmed step added at least the planned noise, once, to the sum over the batch."
     if weak:
         text += f" {len(weak)} of {len(releases)} added less; they are charged with what they added."
@@ -150,7 +151,7 @@ def _recorded(records: Sequence[Record], plan: PrivacyPlan) -> list[Assumption]:
 
 def _law_assumption(records: Sequence[Record], releases: Sequence[Record], plan: PrivacyPlan) -> Assumption:
     text = "Batches were drawn by the planned law, as the sampler itself reports"
-    if departed := departed_attempts(records):
+    if departed := attempts_with(SAMPLING_DEPARTURE, records):
         where = ", ".join(map(str, sorted(departed)))
         why = f"in attempt {where} the draws departed from it; every unit is charged for every step of that attempt"
         consequence: Consequence = "no_guarantee" if plan.budget.neighbours == "add_or_remove" else "charged"

@@ -81,7 +81,7 @@ POSITION_SCHEMA = "lit-dpret/accountant-state/1"
 # What the claim of a ledger was made for; a resume that differs in one of them is refused.
 _FIXED = ("mode", "unit", "neighbours", "plan", "law", "planned_steps", "rows_per_unit", "secure_rng", "mode_facts")
 # How a sum of single units is cut into forward passes changes no claim; where units see each other, it does.
-_CUT = "physical_batch_size"
+_BATCHING_KEY = "physical_batch_size"
 # Said first, because the rest (the cap of the law, say) follows from them.
 _CAUSES = ("budget", "eps", "delta", "noise_multiplier", "max_grad_norm", "sample_rate", "n")
 
@@ -256,8 +256,12 @@ class PrivateRun:
     def _compare_with(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         if before.get("plan") is not None:
             plan = dict(before["plan"])
-            if plan["coupling"] is None and isinstance(now["plan"], dict) and plan[_CUT] != now["plan"].get(_CUT):
-                plan[_CUT] = now["plan"].get(_CUT)
+            if (
+                plan["coupling"] is None
+                and isinstance(now["plan"], dict)
+                and plan[_BATCHING_KEY] != now["plan"].get(_BATCHING_KEY)
+            ):
+                plan[_BATCHING_KEY] = now["plan"].get(_BATCHING_KEY)
             before = {**before, "plan": plan}
         for key in _FIXED:
             if before.get(key) != now.get(key):
@@ -320,7 +324,7 @@ class PrivateRun:
                 "ledger does not know: the ledger is older than the checkpoint. Restore both from one moment."
             )
 
-    def settle_attempt(self, step: int, state: Callable[[], str] | None) -> None:
+    def resume_or_begin_attempt(self, step: int, state: Callable[[], str] | None) -> None:
         """Repeat the steps from ``step`` on where everything matches, else begin a fresh attempt.
 
         Args:

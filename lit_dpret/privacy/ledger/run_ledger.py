@@ -43,11 +43,14 @@ START_EVENT = "init_from"
 NOISE_KINDS = ("intent", "release", "replay")
 """The records without which no noise is drawn: each stands in a ledger before, or right after, a step's noise."""
 
-UNITS_UNKNOWN = "units_unknown"
-"""The event of an attempt whose data set gave rows of other units than were drawn."""
+WRONG_UNITS_SEEN = "units_unknown"
+"""The event of an attempt whose data set gave rows of other units than were drawn; it voids the attempt."""
+
+SAMPLING_DEPARTURE = "sampling_departure"
+"""The event of an attempt whose loader was seen to draw more units than the law allows."""
 
 # A realised noise multiplier is a quotient of two floats; a difference of this size is rounding.
-ROUNDING = 1e-9
+FLOAT_SLACK = 1e-9
 
 
 @dataclass
@@ -67,7 +70,7 @@ class _Step:
             return self.release
         intended = self.release
         multiplier = intended.noise_multiplier
-        if self.noise_multiplier < multiplier * (1 - ROUNDING):
+        if self.noise_multiplier < multiplier * (1 - FLOAT_SLACK):
             multiplier = self.noise_multiplier
         if multiplier <= 0:
             return NonPrivateRelease(label=intended.label, count=intended.count)
@@ -192,7 +195,7 @@ def charged_releases(records: Iterable[Mapping[str, Any]]) -> list[Release]:
         LedgerError: The records contradict each other.
     """
     records = list(records)
-    departed, unknown = departed_attempts(records), departed_attempts(records, UNITS_UNKNOWN)
+    departed, unknown = attempts_with(SAMPLING_DEPARTURE, records), attempts_with(WRONG_UNITS_SEEN, records)
     releases: list[Release] = []
     shuffled: dict[GaussianRelease, list[Key]] = {}
     for (attempt, step), state in read_keys(records).steps.items():
@@ -263,8 +266,8 @@ def with_earlier_releases(records: Iterable[Mapping[str, Any]], own: Sequence[Re
     return merge([*own, *earlier])
 
 
-def departed_attempts(records: Iterable[Mapping[str, Any]], event: str = "sampling_departure") -> set[int]:
-    """The attempts whose loader was seen to draw by no known law, or in which another ``event`` was seen."""
+def attempts_with(event: str, records: Iterable[Mapping[str, Any]]) -> set[int]:
+    """Return the attempts in which ``event`` was seen."""
     return {
         int(record["attempt"]) for record in records if record.get("kind") == "event" and record.get("name") == event
     }

@@ -8,9 +8,9 @@ dicts, checkpoints and model folders (into another process), and as fingerprints
 average or a file of plain tensors, have no known origin where they are set after the module was built (`set_later`);
 what a constructor makes or reads is what the card calls declared.
 
-A run looks for them in all that its module holds, also beside the module tree (`held`): an encoder that is frozen
-there, a teacher in a list, a table in a buffer. A model that trains on another one's outputs learns what that one has
-learned.
+A run looks for them in all that its module holds, also beside the module tree (`modules_and_tensors_in`): an encoder
+that is frozen there, a teacher in a list, a table in a buffer. A model that trains on another one's outputs learns what
+that one has learned.
 """
 
 from __future__ import annotations
@@ -78,12 +78,12 @@ def _note_step(optimizer: Optimizer, *_: Any) -> None:
 register_optimizer_step_post_hook(_note_step)
 
 
-def held(module: nn.Module) -> Iterator[nn.Module | Tensor]:
-    """Every module and tensor that ``module`` can read: in its tree, and in the attributes of its parts (`reached`)."""
-    return (each for each in reached(module) if isinstance(each, (nn.Module, Tensor)))
+def modules_and_tensors_in(module: nn.Module) -> Iterator[nn.Module | Tensor]:
+    """Every module and tensor that ``module`` can read: in its tree, and in attributes of its parts (`objects_in`)."""
+    return (each for each in objects_in(module) if isinstance(each, (nn.Module, Tensor)))
 
 
-def reached(root: object) -> Iterator[Any]:
+def objects_in(root: object) -> Iterator[Any]:
     """Every object that ``root`` can read, itself first.
 
     Attributes are followed through lists, tuples, sets, dicts, bound methods, `functools.partial` and the attributes of
@@ -126,7 +126,7 @@ def weights(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and saved buffers by their names, and likewise those of modules that are held beside the tree."""
     names = {id(part): name for name, part in module.named_modules()}
     found = {}
-    for part in held(module):
+    for part in modules_and_tensors_in(module):
         if isinstance(part, nn.Module):
             prefix = names.get(id(part), f"beside {id(part)}")
             for name, tensor in (*part._parameters.items(), *part._buffers.items()):
@@ -135,7 +135,7 @@ def weights(module: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def mark(module: nn.Module, runs: Iterable[TrainedIn], *, whole: bool = False) -> None:
+def mark_trained(module: nn.Module, runs: Iterable[TrainedIn], *, whole: bool = False) -> None:
     """Leave the names of ``runs`` on whatever of ``module`` is trained, beside those that are there.
 
     With ``whole`` on all of it: for weights from a file it is not known which of them were trained.
@@ -156,7 +156,7 @@ def mark(module: nn.Module, runs: Iterable[TrainedIn], *, whole: bool = False) -
 def runs_behind(module: nn.Module) -> frozenset[TrainedIn]:
     """The runs that are known to have trained something that ``module`` holds."""
     found: set[TrainedIn] = set()
-    for each in held(module):
+    for each in modules_and_tensors_in(module):
         found |= _marks(each)
         if isinstance(each, Tensor) and (known := _values.get(tuple(each.shape))):
             found |= known.get(fingerprint(each) or b"", frozenset())

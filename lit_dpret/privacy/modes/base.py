@@ -86,7 +86,7 @@ class PrivacyMode(ABC):
 
     name: ClassVar[str]
     guarantee: ClassVar[Guarantee]
-    # Keeps the module of its last run. `trained.reached` skips such an object when it looks for weights, or a module
+    # Keeps the module of its last run. `trained.objects_in` skips such an object when it looks for weights, or a module
     # would seem to hold all that was trained under its mode before.
     holds_module: ClassVar[bool] = True
     candidates: ClassVar[Candidates] = "rows"
@@ -169,7 +169,7 @@ class PrivacyMode(ABC):
             batch: A `UnitBatch` with at least one row.
         """
         # An engine for a compiler takes slots of equally many rows; a unit's own rows fill up its slot there.
-        owners, real = (batch.unit_ids, batch.mask) if self.fixed_shapes else batch.charged()
+        owners, real = (batch.unit_ids, batch.mask) if self.fixed_shapes else batch.owners_of_rows()
         self.add(module.unit_loss(batch), owners, real)
 
     @abstractmethod

@@ -25,7 +25,7 @@ from lit_dpret.privacy.accounting.coupled_sensitivity import (
     resolve_n_max,
 )
 from lit_dpret.privacy.accounting.releases import FullBatch, Shuffle
-from lit_dpret.privacy.budget import charged
+from lit_dpret.privacy.budget import with_rounding_paid
 from lit_dpret.privacy.modes.base import Candidates
 from lit_dpret.privacy.modes.gaussian import GaussianMode, GaussianSettings
 from lit_dpret.privacy.noise import KeyedStream
@@ -102,7 +102,7 @@ class CoupledMode(GaussianMode):
         return replace(
             draft,
             max_grad_norm=bound,
-            sensitivity=charged(sensitivity, self.noise),
+            sensitivity=with_rounding_paid(sensitivity, self.noise),
             denominator=self._denominator(draft, parts),
             physical_batch_size=n_max,
             coupling=Coupling(

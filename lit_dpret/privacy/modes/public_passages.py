@@ -18,7 +18,7 @@ from torch import nn
 
 from lit_dpret.distributed.strategies import SUMS_ADD_UP, Supported
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
-from lit_dpret.privacy.batches import parts_of
+from lit_dpret.privacy.batches import split_batch
 from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.modes.base import Candidates, PassageGradient
 from lit_dpret.privacy.modes.dp_sgd import DPSGD
@@ -88,5 +88,5 @@ class PublicPassages(DPSGD):
         if self.passage_gradient != "full":
             super().contribute(module, batch)
             return
-        for part in parts_of(batch, units_at_once=self.units_at_once):
+        for part in split_batch(batch, units_at_once=self.units_at_once):
             super().contribute(module, part)

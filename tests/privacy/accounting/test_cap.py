@@ -78,7 +78,7 @@ def of_copies(cap: int, copies: int, noise: float = 0.6882, **law: float) -> flo
     s = QUICKSTART | law
     drawn = TruncatedPoisson(sample_rate=s["sample_rate"], cap=cap, n=int(s["n"]))
     release = GaussianRelease(noise_multiplier=noise, law=drawn, count=int(s["steps"]))
-    return group_epsilon([release], delta=s["delta"], max_units=copies)
+    return group_epsilon([release], delta=s["delta"], units=copies)
 
 
 def test_a_hundredth_of_the_cap_gives_five_and_ten_copies_a_number_at_the_quickstarts_settings(

@@ -38,7 +38,7 @@ def drawn(noise: float = 1.5, law: SamplingLaw | None = None, count: int = 100) 
 
 
 def group(*releases: Release, units: int, delta: float = DELTA, neighbours: Neighbours = "zero_out") -> float:
-    return group_epsilon(releases, delta=delta, max_units=units, neighbours=neighbours)
+    return group_epsilon(releases, delta=delta, units=units, neighbours=neighbours)
 
 
 # -- recorded numbers --------------------------------------------------------------------------

@@ -52,8 +52,8 @@ def test_more_copies_are_easier_to_name_and_rank_lower() -> None:
 def test_the_curve_read_one_way_agrees_with_the_other() -> None:
     for law in (Poisson(sample_rate=0.05), TruncatedPoisson(n=1000, sample_rate=0.05, cap=110)):
         releases: list[Release] = [GaussianRelease(noise_multiplier=2.0, law=law)] * 40
-        eps = group_epsilon(releases, delta=1e-5, max_units=3)
-        assert group_delta_at([eps], releases, max_units=3)[0] == pytest.approx(1e-5, rel=0.02)
+        eps = group_epsilon(releases, delta=1e-5, units=3)
+        assert group_delta_at([eps], releases, units=3)[0] == pytest.approx(1e-5, rel=0.02)
 
 
 def test_nothing_private_leaves_nothing_to_guess_against() -> None:

@@ -83,7 +83,7 @@ def test_no_contribution_that_a_search_finds_is_above_the_bound(engine: str, siz
         monkeypatch.setattr("lit_dpret.privacy.clipping.opacus.OpacusClipping._compare", lambda *a: None)
     reached = largest_share(engine, seeds=4, **SIZES[sizes])
     assert 0.99 < reached <= 1.0
-    monkeypatch.setattr(base, "ROUNDING", dict.fromkeys(base.ROUNDING, 0.0))
+    monkeypatch.setattr(base, "CLIP_ROUNDING", dict.fromkeys(base.CLIP_ROUNDING, 0.0))
     assert largest_share(engine, seeds=4, **SIZES[sizes]) > 1.0, "the search finds what rounding adds"
 
 
@@ -114,7 +114,7 @@ def test_in_float64_too_a_unit_whose_terms_cancel_is_within_the_bound(level: flo
 
 def test_the_room_covers_what_an_engine_tolerates() -> None:
     u = torch.finfo(torch.float32).eps / 2
-    assert (1 + ghost.ERROR) * (1 + u) ** 2 / (1 - ghost.ERROR) <= 1 + base.ROUNDING[torch.float32]
+    assert (1 + ghost.ERROR) * (1 + u) ** 2 / (1 - ghost.ERROR) <= 1 + base.CLIP_ROUNDING[torch.float32]
 
 
 def test_a_first_batch_whose_terms_cancel_refuses_no_honest_model(lib: SimpleNamespace) -> None:

@@ -88,7 +88,7 @@ def test_a_ledger_knows_every_checkpoint_that_was_taken_before_it_and_none_that_
             position, inside, _ = coins.choice(moments)
             run.go_on_from(position, must_be_known=True)
             step = position.steps_done
-        run.settle_attempt(step, None)
+        run.resume_or_begin_attempt(step, None)
         for due in range(step, step + coins.choice((1, 1, 2, 4))):
             if due > step:
                 key = (run.attempt, due - 1)
