@@ -67,7 +67,7 @@ def measure(way: str, shape: str, steps: int, units: int) -> dict[str, Any]:
     if way != "ddp":
         if way == "fsdp, one piece":
             fsdp.own_blocks = lambda module: []
-        shards = fsdp.Shards(model, mesh, compute_dtype=torch.bfloat16 if way.endswith("bf16") else None)
+        shards = fsdp.ShardedParameters(model, mesh, compute_dtype=torch.bfloat16 if way.endswith("bf16") else None)
         with shards.whole():
             engine = make_engine("ghost", model, max_grad_norm=0.1, clip="abadi", clip_groups="flat")
     else:

@@ -13,7 +13,7 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities import find_shared_parameters, set_shared_parameters
 
-from lit_dpret.distributed.xla import cut, is_lazy, use_full_precision
+from lit_dpret.distributed.xla import is_lazy, sync_device, use_full_precision
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.matmul_precision import shortened_products
 from lit_dpret.privacy.batches import Collate, FixedShape, RowsAlone, UnitCollator, copied_rows
@@ -132,7 +132,7 @@ def place_early(trainer: L.Trainer, module: L.LightningModule) -> Shared:
     module.to(device)
     set_shared_parameters(module, shared)
     use_full_precision(device)
-    cut(device)
+    sync_device(device)
     return list(shared)
 
 

@@ -131,7 +131,7 @@ def generate(
 
 
 def pieces(folder: Path, rank: int, world: int) -> dict[str, Any]:
-    """`Shards` and what it is used with, beside whole tensors."""
+    """`ShardedParameters` and what it is used with, beside whole tensors."""
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -164,7 +164,7 @@ def pieces(folder: Path, rank: int, world: int) -> dict[str, Any]:
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
             tensor.add_(rank)  # rank 0's are taken
-    shards = fsdp.Shards(module, mesh)
+    shards = fsdp.ShardedParameters(module, mesh)
     first = [id(p) for p in module.parameters()]
     with shards.whole():
         gathered = {name: p.detach().clone() for name, p in module.named_parameters()}
@@ -209,7 +209,7 @@ def pieces(folder: Path, rank: int, world: int) -> dict[str, Any]:
     seen["optimizers"] = {}
     for name, knobs in {"sgd": {"momentum": 0.9}, "adam": {}, "adamw": {"weight_decay": 0.1}, "adam_bc": {}}.items():
         left, right = Tied(), Tied()
-        over = fsdp.Shards(right, mesh)
+        over = fsdp.ShardedParameters(right, mesh)
         spec = OptimizerSpec(name=name, lr=0.05, **knobs)  # type: ignore[arg-type]
         stepped = [spec.build(net.parameters(), steps=0, noise_std=0.1) for net in (left, right)]
         for _ in range(3):
@@ -236,7 +236,7 @@ def pieces(folder: Path, rank: int, world: int) -> dict[str, Any]:
             self.scale = nn.Parameter(torch.tensor(1.0))
 
     try:
-        fsdp.Shards(Number(), mesh)
+        fsdp.ShardedParameters(Number(), mesh)
     except UnsupportedModelError as error:
         seen["refused"] = str(error)
     return seen

@@ -26,7 +26,7 @@ from lit_dpret.privacy.accounting.composition import (
     SUPPORTED,
     check_supported,
     epsilon,
-    epsilon_without_amplification,
+    epsilon_if_shuffled,
     rough_epsilon,
     simplest_law,
 )
@@ -312,10 +312,8 @@ def describe_plan(plan: PrivacyPlan, progress: Callable[[str], None] = lambda wh
         "audit_power": audit_power(budget.eps, budget.delta),
         "knee": _knee(plan, planned.batch, doing),
         "ceilings": _ceilings(plan),
-        "epsilon_without_amplification": _answer(
-            lambda: epsilon_without_amplification(
-                planned.releases(law), delta=budget.delta, neighbours=budget.neighbours
-            )
+        "epsilon_if_shuffled": _answer(
+            lambda: epsilon_if_shuffled(planned.releases(law), delta=budget.delta, neighbours=budget.neighbours)
         ),
         "epsilon_by": _epsilon_by(plan, planned),
         "noise_for": [_noise_for(eps, plan, progress) for eps in sorted({*BUDGETS, budget.eps})],

@@ -99,7 +99,7 @@ def _matrix(facts: Mapping[str, Any]) -> list[str]:
         cells = [found[kind, relation] for relation in _RELATIONS]
         shown = [_number(cell) + ("*" if cell["accountant"] == "rdp" else " ") for cell in cells]
         lines.append(f"  {kind:<22}" + "".join(f"{text:>15}" for text in shown))
-    unproved = facts["epsilon_without_amplification"]
+    unproved = facts["epsilon_if_shuffled"]
     lines.append(
         f"  {'no amplification':<22}" + f"{_number(unproved):>14}   under {facts['plan']['budget']['neighbours']}"
     )

@@ -163,9 +163,9 @@ def accounting_facts(judged: Judged, plan: PrivacyPlan) -> dict[str, Any]:
             {"release": r.to_dict(), "text": describe_release(r), "count": r.count, "epsilon_alone": alone(r)}
             for r in releases
         ],
-        "epsilon_if_no_amplification": answer(
-            "epsilon_if_no_amplification",
-            lambda: accounting.epsilon_without_amplification(releases, delta=delta, neighbours=neighbours),
+        "epsilon_if_shuffled": answer(
+            "epsilon_if_shuffled",
+            lambda: accounting.epsilon_if_shuffled(releases, delta=delta, neighbours=neighbours),
         ),
         "epsilon_rdp": answer("epsilon_rdp", lambda: epsilon_by("rdp", releases, plan)),
         "epsilon_replace_one": answer("epsilon_replace_one", lambda: _replace_one_epsilon(releases, plan)),

@@ -152,7 +152,9 @@ Card = Mapping[str, Any]
 
 
 def show_epsilon(value: float | None) -> str:
-    """An epsilon rounded up to four significant digits; ``infinite`` for None or infinity.
+    """An epsilon rounded up to four significant digits; ``infinite`` for infinity, and for None, as JSON writes it.
+
+    For the epsilon of a claim use `printed_epsilon`: there None may also mean that nothing is proved.
 
     Example:
         >>> show_epsilon(2.99961), show_epsilon(0.123412), show_epsilon(None)
@@ -438,7 +440,7 @@ def _accounting_blocks(card: Card) -> list[Block]:
     if accounting.get("error_bound"):
         rows.insert(1, ("exactness", accounting["error_bound"]))
     labels = {
-        "epsilon_if_no_amplification": "epsilon if the batches had come from shuffled passes",
+        "epsilon_if_shuffled": "epsilon if the batches had come from shuffled passes",
         "epsilon_rdp": "epsilon by the RDP accountant",
         "epsilon_replace_one": "epsilon for replacing one unit",
         "epsilon_underreported_by_gdp": "NOT A GUARANTEE: the central limit of Gaussian DP, which under-reports",

@@ -40,7 +40,7 @@ BUCKET = 25_000_000
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class Shards:
+class ShardedParameters:
     """The shards of one module's parameters, on one rank.
 
     Guarantees:
@@ -172,9 +172,9 @@ class Shards:
 class _ShardHandover(GradHandover):
     """Shards of the sums, as ``DTensor`` s; whole parameters from the first physical batch of a step to the last."""
 
-    in_parts = True
+    in_shards = True
 
-    def __init__(self, shards: Shards, ranks: Ranks) -> None:
+    def __init__(self, shards: ShardedParameters, ranks: Ranks) -> None:
         super().__init__(shards.module, ranks)
         self._shards = shards
 

@@ -23,8 +23,8 @@ class Handover(Protocol):
     """The owner of parameters, gradients and optimizer, as a training loop calls it, on all ranks in the same order."""
 
     @property
-    def in_parts(self) -> bool:
-        """Whether ``add_up`` leaves each rank a part of the sums."""
+    def in_shards(self) -> bool:
+        """Whether ``add_up`` leaves each rank its shards of the sums."""
 
     @property
     def starts(self) -> Mapping[str, int] | None:
@@ -54,7 +54,7 @@ class GradHandover:
         ranks: Who takes part.
     """
 
-    in_parts: bool = False
+    in_shards: bool = False
     starts: Mapping[str, int] | None = None
 
     def __init__(self, module: nn.Module, ranks: Ranks) -> None:

@@ -32,7 +32,7 @@ class Shard:
     count: int
 
 
-class Shards:
+class ShardLayout:
     """Which rank has which shard of which parameter.
 
     Guarantees:
@@ -57,7 +57,7 @@ class Shards:
         self.starts = {name: shard.start for name, shard in self.own.items()}
 
     @classmethod
-    def agree(cls, own: Sequence[Shard], sizes: Mapping[str, int], ranks: Ranks) -> Shards:
+    def agree(cls, own: Sequence[Shard], sizes: Mapping[str, int], ranks: Ranks) -> ShardLayout:
         """Tell the others what this rank has; called by all ranks.
 
         Raises:

@@ -18,8 +18,8 @@ ONE_DEVICE: Supported = {"one_device": None}
 SUMS_ADD_UP: Supported = {**ONE_DEVICE, "ddp": None, "fsdp": None, "deepspeed": None}
 
 
-def every_strategy(engines: frozenset[str] | None = None) -> Supported:
-    """Declare, beside `SUMS_ADD_UP`, XLA devices: no shape and no branch follows from a value with these engines."""
+def with_xla(engines: frozenset[str] | None = None) -> Supported:
+    """Add XLA devices to `SUMS_ADD_UP`, for engines of which no shape and no branch follows from a value."""
     return {**SUMS_ADD_UP, "xla": engines, "xla_processes": engines}
 
 
@@ -35,7 +35,8 @@ class Strategy:
     """One row: a strategy of Lightning, and what is true under it.
 
     Args:
-        name: As ``trainer.strategy`` names it.
+        name: Of the strategy in refusals and tables. ``fsdp`` is FSDP2, Lightning's ``ModelParallelStrategy``; its
+            ``FSDPStrategy`` is ``custom``.
         how: What becomes of sums and noise, as a sentence; empty where every mode is refused.
         refused: Why every mode is refused; None where one may declare it.
         undeclared: Why a mode that does not declare it is refused.

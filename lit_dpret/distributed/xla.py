@@ -23,7 +23,7 @@ def is_lazy(device: torch.device) -> bool:
     return device.type == "xla"
 
 
-def cut(device: torch.device) -> None:
+def sync_device(device: torch.device) -> None:
     """End a graph: compute everything that was promised on an XLA device, without waiting for it."""
     if is_lazy(device):
         _torch_xla().sync()
@@ -32,7 +32,7 @@ def cut(device: torch.device) -> None:
 def read(tensors: Sequence[Tensor]) -> list[Any]:
     """Return the values of tensors of one element, as plain numbers, by one transfer.
 
-    On XLA they are best read after a `cut`: what else was promised would be computed twice.
+    On XLA they are best read after `sync_device`: what else was promised would be computed twice.
     """
     if not tensors:
         return []

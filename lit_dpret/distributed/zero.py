@@ -6,7 +6,7 @@ step runs no backward pass of its own. So nothing is left to DeepSpeed that a cl
 
 * the clipping engine gets its gradients from PyTorch, inside the forward pass of DeepSpeed's engine;
 * the clipped sums are added up in float32 or wider, in one message that gives each rank the coordinates whose master
-  weights it keeps (`Shards`), whatever DeepSpeed was told about communication;
+  weights it keeps (`ShardLayout`), whatever DeepSpeed was told about communication;
 * each rank adds the noise of its coordinates, which is the noise that one process would add there;
 * the result is laid where ZeRO's optimizer would have put an averaged gradient, and its ``step`` does the rest.
 
@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 
 from lit_dpret.distributed.handover import is_zero_state
 from lit_dpret.distributed.ranks import Ranks
-from lit_dpret.distributed.shards import Shard, Shards
+from lit_dpret.distributed.shards import Shard, ShardLayout
 from lit_dpret.errors import ConfigurationError, ResumeError, UnsupportedModelError
 
 
@@ -91,13 +91,13 @@ class ZeroHandover(ABC):
                  shapes: Mapping[str, torch.Size]) -> None:  # fmt: skip
         self._zero, self._module, self._ranks = engine.optimizer, module, ranks
         self._groups, self._shapes = groups, dict(shapes)
-        self._shards = Shards.agree(own, {name: shape.numel() for name, shape in shapes.items()}, ranks)
+        self._shards = ShardLayout.agree(own, {name: shape.numel() for name, shape in shapes.items()}, ranks)
 
     @property
     def starts(self) -> Mapping[str, int] | None:
         return self._shards.starts
 
-    in_parts = True
+    in_shards = True
 
     def whole(self) -> AbstractContextManager[object]:
         return nullcontext()

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lit_dpret.distributed.handover import GradHandover, Handover, in_float32, keep_masters
 from lit_dpret.distributed.ranks import Ranks
-from lit_dpret.distributed.xla import cut, read
+from lit_dpret.distributed.xla import read, sync_device
 from lit_dpret.distributed.xla import seed as seed_xla
 from lit_dpret.errors import ConfigurationError, DeviceMemoryError, LitDpretError, UnsupportedModelError
 from lit_dpret.evaluation_mode import evaluation_mode
@@ -44,7 +44,7 @@ from lit_dpret.privacy.sampling import Row
 from lit_dpret.privacy.user_generators import kept_generators, seed_everywhere
 
 if TYPE_CHECKING:
-    from lit_dpret.distributed.fsdp import Shards
+    from lit_dpret.distributed.fsdp import ShardedParameters
 
 
 # What `PrivateModule._leave_run` sets.
@@ -112,7 +112,7 @@ class PrivateModule(Checkpointed):
         """Be in no run: nobody to ask, nothing added up."""
         self._guard: Guard | None = None
         self._ranks = Ranks()
-        self._shards: Shards | None = None
+        self._shards: ShardedParameters | None = None
         self._handover: Handover = GradHandover(self, self._ranks)
         self._physical = PhysicalBatches(self._add_piece, self._forget_step)
         self._held_error: LitDpretError | None = None
@@ -201,10 +201,10 @@ class PrivateModule(Checkpointed):
     def configure_model(self) -> None:
         """Shard the parameters over the ranks, once, where the strategy does so (``trainer=fsdp``)."""
         if self._shards is None and self.device_mesh is not None:
-            from lit_dpret.distributed.fsdp import Shards  # not for runs on one process
+            from lit_dpret.distributed.fsdp import ShardedParameters  # not for runs on one process
 
             compute = torch.bfloat16 if str(self.trainer.precision) == "bf16-mixed" else None
-            self._shards = Shards(self, self.device_mesh["data_parallel"], compute_dtype=compute)
+            self._shards = ShardedParameters(self, self.device_mesh["data_parallel"], compute_dtype=compute)
             self.receive_handover(self._shards.handover(Ranks.here()))
 
     def _planned_steps(self) -> int:
@@ -236,7 +236,7 @@ class PrivateModule(Checkpointed):
     @property
     def in_shards(self) -> bool:
         """Whether this process finishes and keeps a part of each parameter only."""
-        return self._handover.in_parts
+        return self._handover.in_shards
 
     def whole(self) -> AbstractContextManager[object]:
         """Within it, every rank can run the module; all ranks enter it."""
@@ -364,7 +364,7 @@ class PrivateModule(Checkpointed):
             return
         with self._replayable_dropout(seed):
             self._contribute_rows(batch, seed)
-        cut(self.device)
+        sync_device(self.device)
 
     def _contribute_rows(self, batch: UnitBatch, seed: int) -> None:
         self.before_batch(batch)

@@ -14,7 +14,7 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
-from lit_dpret.distributed.xla import cut, fetch, is_lazy
+from lit_dpret.distributed.xla import fetch, is_lazy, sync_device
 from lit_dpret.errors import UnsupportedModelError
 
 #: Buffers up to this many bytes are compared by value in every batch.
@@ -153,7 +153,7 @@ def checksums(tensors: Iterable[Tensor]) -> list[int]:
     """
     found = list(tensors)
     if lazy := [tensor for tensor in found if is_lazy(tensor.device)]:
-        cut(lazy[0].device)
+        sync_device(lazy[0].device)
         fetched = iter(fetch(lazy))
         found = [next(fetched) if is_lazy(tensor.device) else tensor for tensor in found]
     sums = [checksum(tensor).cpu() if has_memory(tensor) else torch.tensor(0) for tensor in found]

@@ -263,7 +263,7 @@ def test_the_other_readings_of_the_same_noise_are_printed_beside_the_claim(run: 
     facts = card["accounting"]
     assert facts["epsilon_replace_one"] == epsilon(releases, "replace_one") > card["claim"]["epsilon"]
     assert facts["epsilon_rdp"] == accounting.epsilon(releases, delta=DELTA, neighbours="zero_out", accountant="rdp")
-    assert facts["epsilon_if_no_amplification"] > card["claim"]["epsilon"]
+    assert facts["epsilon_if_shuffled"] > card["claim"]["epsilon"]
     assert facts["composition"][0]["epsilon_alone"] == card["claim"]["epsilon"]
     assert card["claim"]["curve"] == sorted(card["claim"]["curve"])
 
@@ -284,7 +284,7 @@ def test_the_central_limit_stands_on_the_card_as_no_guarantee_and_never_as_the_c
 
 def test_a_reading_that_has_no_proof_has_no_number(tmp_path: Path) -> None:
     card = Run(tmp_path / "run", make_plan(neighbours="add_or_remove")).train().card()
-    assert card["accounting"]["epsilon_if_no_amplification"] is None
+    assert card["accounting"]["epsilon_if_shuffled"] is None
     assert "no accountant judges this" in card_markdown(card)
 
 

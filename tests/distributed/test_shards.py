@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lit_dpret.distributed import shards as shards_module
 from lit_dpret.distributed.ranks import Ranks
-from lit_dpret.distributed.shards import Shard, Shards
+from lit_dpret.distributed.shards import Shard, ShardLayout
 from lit_dpret.errors import UnsupportedModelError
 
 
@@ -39,13 +39,13 @@ def add_up(layout: Sequence[Sequence[Shard]], sums: Sequence[dict[str, Tensor]])
     world = len(layout)
     sent: list[list[Tensor]] = [[] for _ in layout]
     for rank in range(world):
-        Shards(layout, sizes, Wire(rank, world, sent)).add_up(sums[rank])
+        ShardLayout(layout, sizes, Wire(rank, world, sent)).add_up(sums[rank])
     found = []
     for rank in range(world):
         known = [list(messages) for messages in sent]
         wire = Wire(rank, world, known)
         known[rank] = []  # sends it again
-        found.append(Shards(layout, sizes, wire).add_up(sums[rank]))
+        found.append(ShardLayout(layout, sizes, wire).add_up(sums[rank]))
     return found
 
 
@@ -98,4 +98,4 @@ def test_bfloat16_sums_are_added_up_in_float32() -> None:
 )
 def test_a_cut_that_would_miss_noise_or_add_it_twice_is_refused(layout: list[list[Shard]]) -> None:
     with pytest.raises(UnsupportedModelError):
-        Shards(layout, {"w": 6}, Ranks(0, 2))
+        ShardLayout(layout, {"w": 6}, Ranks(0, 2))

@@ -308,7 +308,7 @@ def test_a_description_counts_the_same_noise_by_every_accountant_and_relation(fa
     assert plain < table["prv", "zero_out", "poisson"] < plain + 0.02
     assert table["pld", "add_or_remove", "poisson"] == pytest.approx(plain)
     assert plain < table["rdp", "zero_out", "poisson"] < table["pld", "replace_one", "poisson"] * 1.5
-    assert table["pld", "zero_out", "shuffle"] == facts["epsilon_without_amplification"]["epsilon"] > stated
+    assert table["pld", "zero_out", "shuffle"] == facts["epsilon_if_shuffled"]["epsilon"] > stated
     assert facts["ceilings"]["accountant"] == "pld"
     assert 0.5 < facts["ceilings"]["membership_accuracy"] < 1
 
@@ -387,7 +387,7 @@ def test_what_cannot_be_computed_is_empty_and_says_why(monkeypatch: pytest.Monke
     private = build(
         budget=budget(neighbours="add_or_remove"), n_public=None, sample_rate=0.02, noise_multiplier=9.0, steps=5
     )
-    answer = describe_plan(private)["epsilon_without_amplification"]
+    answer = describe_plan(private)["epsilon_if_shuffled"]
     assert answer["epsilon"] is None
     assert "add_or_remove" in answer["why"]
 
@@ -400,7 +400,7 @@ def test_the_text_holds_the_claim_with_its_relation_and_every_number(facts: dict
     for row in facts["noise_for"]:
         assert f"{row['noise_multiplier']:.4g}" in text
     assert f"{facts['ceilings']['membership_accuracy']:.3g}" in text
-    assert f"{facts['epsilon_without_amplification']['epsilon']:.4g}" in text
+    assert f"{facts['epsilon_if_shuffled']['epsilon']:.4g}" in text
     assert max(map(len, text.splitlines())) <= 80
     assert "clipping bound       0.5 (abadi)" in text
     grouped = format_plan({**facts, "plan": {**facts["plan"], "clip_groups": "per_layer"}})

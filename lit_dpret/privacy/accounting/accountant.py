@@ -1,8 +1,9 @@
-"""How much noise a budget asks for, how many steps it covers, and which cap on batches costs next to nothing.
+"""`Accountant`, and what is searched for with it: noise for a budget, steps that it covers, a cap that costs little.
 
-Every answer is one of `composition.epsilon`, the function that states the claim, at the same discretisation. One
-evaluation can take seconds, so searches interpolate where they can. They work on integers (a number of steps, an index
-of a grid of decimals), so that an answer is exact and no tolerance has to be explained.
+An `Accountant` is the arithmetic; the callback `PrivacyAccountant` is who feeds it from a ledger. Every answer
+is one of `composition.epsilon`, the function that states the claim, at the same discretisation. One evaluation can take
+seconds, so searches interpolate where they can. They work on integers (a number of steps, an index of a grid of
+decimals), so that an answer is exact and no tolerance has to be explained.
 """
 
 from __future__ import annotations

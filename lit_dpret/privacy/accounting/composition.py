@@ -316,7 +316,7 @@ def epsilon_curve(
     return [(epsilon(releases, delta=d, neighbours=neighbours, accountant=accountant), d) for d in deltas]
 
 
-def epsilon_without_amplification(releases: Iterable[Release], *, delta: float, neighbours: Neighbours) -> float:
+def epsilon_if_shuffled(releases: Iterable[Release], *, delta: float, neighbours: Neighbours) -> float:
     """Return the epsilon of the same noise if batches had come from shuffled passes instead of coins.
 
     Each pass over the data that the steps amount to is charged as one unsampled Gaussian. This is

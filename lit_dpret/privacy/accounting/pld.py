@@ -96,11 +96,11 @@ def truncated_pld(
 ) -> PrivacyLossDistribution:
     """The library's ``from_truncated_subsampled_gaussian_mechanism`` (Ganesh et al. 2025, arXiv 2508.15089)."""
     whole = gaussian_pld(noise, rate, relation, width)
-    cut = float(stats.binom.sf(cap - 1, n - 1, rate))
-    if cut == 0.0:
+    p_truncated = float(stats.binom.sf(cap - 1, n - 1, rate))
+    if p_truncated == 0.0:
         return whole
-    drawn = float(stats.binom.sf(cap, n, rate)) * cap / cut / n
-    return gaussian_pld(noise / 2, drawn, NeighboringRelation.REPLACE_ONE, width).compute_mixture(whole, cut)
+    drawn = float(stats.binom.sf(cap, n, rate)) * cap / p_truncated / n
+    return gaussian_pld(noise / 2, drawn, NeighboringRelation.REPLACE_ONE, width).compute_mixture(whole, p_truncated)
 
 
 def _pmf(noise: float, rate: float, width: float, kind: AdjacencyType) -> Any:

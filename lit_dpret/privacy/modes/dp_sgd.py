@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, Unpack, get_args
 
 from torch import Tensor, nn
 
-from lit_dpret.distributed.strategies import Supported, every_strategy
+from lit_dpret.distributed.strategies import Supported, with_xla
 from lit_dpret.distributed.xla import read
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.privacy import clip_fraction
@@ -54,7 +54,7 @@ class DPSGD(GaussianMode):
     """
 
     name: ClassVar[str] = "dp_sgd"
-    strategies: ClassVar[Supported] = every_strategy(frozenset({"ghost"}))
+    strategies: ClassVar[Supported] = with_xla(frozenset({"ghost"}))
 
     def __init__(
         self,

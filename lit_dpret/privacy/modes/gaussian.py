@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_dpret.distributed.shards import like, place_of
-from lit_dpret.distributed.xla import cut
+from lit_dpret.distributed.xla import sync_device
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy import clip_fraction
 from lit_dpret.privacy.accounting.groups import check_max_units
@@ -261,7 +261,7 @@ class GaussianMode(PrivacyMode):
             ).div_(self._plan.denominator)  # no narrower than the sum
             gradients[name] = like(sums[name], noised) if starts is None else noised
         for device in {gradient.device for gradient in gradients.values()}:
-            cut(device)
+            sync_device(device)
         fraction = None
         if counted is not None:  # on every rank the same, from the counts of all
             with_noise = float(self._noise.noised(

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from lit_dpret.distributed.strategies import Supported, every_strategy
+from lit_dpret.distributed.strategies import Supported, with_xla
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.modes.base import Candidates, GradientSums, Guarantee, PrivacyMode, StepCounts, Update, trainable
 from lit_dpret.privacy.noise import KeyedStream
@@ -24,7 +24,7 @@ class PlainGradients(PrivacyMode):
     """
 
     candidates: ClassVar[Candidates] = "batch"
-    strategies: ClassVar[Supported] = every_strategy()
+    strategies: ClassVar[Supported] = with_xla()
 
     def __init__(self, *, sub_batches: int | None = None) -> None:
         super().__init__()

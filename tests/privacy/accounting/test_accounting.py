@@ -36,7 +36,7 @@ from lit_dpret.privacy.accounting.composition import (
     delta_at,
     epsilon,
     epsilon_curve,
-    epsilon_without_amplification,
+    epsilon_if_shuffled,
 )
 from lit_dpret.privacy.accounting.releases import (
     FixedSize,
@@ -285,10 +285,10 @@ def test_without_amplification_every_pass_is_charged_whole() -> None:
     ten = eps(gaussian(2.0, FullBatch(), 10))
     for law in LAWS.values():
         steps = 10 if isinstance(law, FullBatch) else 500
-        assert epsilon_without_amplification([gaussian(2.0, law, steps)], **args) == ten  # type: ignore[arg-type]
-    assert epsilon_without_amplification([gaussian(2.0)], **args) == eps(gaussian(2.0, FullBatch()))  # type: ignore[arg-type]
+        assert epsilon_if_shuffled([gaussian(2.0, law, steps)], **args) == ten  # type: ignore[arg-type]
+    assert epsilon_if_shuffled([gaussian(2.0)], **args) == eps(gaussian(2.0, FullBatch()))  # type: ignore[arg-type]
     with pytest.raises(UnsupportedAccountingError, match="add_or_remove"):
-        epsilon_without_amplification([gaussian(2.0)], delta=DELTA, neighbours="add_or_remove")
+        epsilon_if_shuffled([gaussian(2.0)], delta=DELTA, neighbours="add_or_remove")
 
 
 # -- limits and calibration --------------------------------------------------------------------
@@ -531,7 +531,7 @@ def test_the_papers_run_costs_what_was_recorded(
     assert budget * 0.99 <= eps(release, delta=PAPER_DELTA) <= budget
     assert eps(release, delta=PAPER_DELTA, accountant="rdp") == pytest.approx(rdp, rel=1e-3)
     assert eps(release, delta=PAPER_DELTA, neighbours="replace_one") == pytest.approx(replaced, rel=1e-3)
-    plain = epsilon_without_amplification([release], delta=PAPER_DELTA, neighbours="zero_out")
+    plain = epsilon_if_shuffled([release], delta=PAPER_DELTA, neighbours="zero_out")
     assert plain == pytest.approx(unamplified, rel=1e-3)
     calibrated = calibrate_noise(eps=budget, delta=PAPER_DELTA, neighbours="zero_out", law=PAPER_LAW, steps=PAPER_STEPS)
     # The recorded noise was searched to 1e-3 and rounded up; ours is the least four-digit decimal.
