@@ -227,6 +227,7 @@ def copied_rows(features: Any, places: Sequence[int], rows: int) -> Any:
     """
     if isinstance(features, dict):
         return {name: copied_rows(value, places, rows) for name, value in features.items()}
+    # Copies of real features, because zeros may be no text that a model takes (a mask without a token).
     of = torch.zeros(rows, dtype=torch.long)
     of[list(places)] = torch.arange(len(features))
     return features[of]
@@ -394,6 +395,7 @@ def split_batch(batch: UnitBatch, *, units_at_once: int) -> Iterator[UnitBatch]:
             unit_ids=batch.unit_ids[rows] - slots.start,
             mask=batch.mask[slots],
             data_rows=None if batch.data_rows is None else batch.data_rows[rows],
+            # It speaks of the first units of the whole batch.
             alone=None,
         )
 
@@ -459,12 +461,14 @@ class UnitCollator:
         """Collate the rows of some units, at least one of each: at once, or each unit's alone where coins are drawn."""
         with kept_generators():
             if not self._draws:
+                # Under the first unit's seed, which stands where units are not kept apart.
                 seed_generators(drawn[0][0].seed)
                 before = generators_now()
                 together = [row for _, rows in drawn for row in rows]
                 features = self._collate_rows(together)
                 if not self._apart:
                     return features
+                # From here on for good: who draws once may draw in any batch.
                 self._draws = generators_now() != before or (
                     self._looks and not self._is_the_same(features, together, drawn[0][0].seed)
                 )
@@ -488,6 +492,7 @@ class UnitCollator:
             return {}
         together, seed = [row for _, rows in drawn for row in rows], drawn[0][0].seed
         found = []
+        # Any constant does: a second seed that differs, and is the same in a repeated step.
         for each in (seed, seed ^ 0x5DEECE66D) if self._looks else (seed,):
             seed_generators(each)
             found.append(self._collate_rows(together)["answers"])
@@ -512,6 +517,7 @@ class UnitCollator:
         """Return what ``collate_rows`` makes of the rows of some units alone; None where it draws at random."""
         if self._draws:
             return None
+        # Twice: what differs from itself draws coins, and its features alone would prove nothing.
         found, again = self._collated(drawn), self._collated(drawn)
         return found if not self._draws and _equal(found, again) else None
 
@@ -549,10 +555,12 @@ class UnitCollator:
         drawn: list[tuple[Draw, list[Any]]] = []
         items = [answer_of(item) for item in items]
         for slot, (draw, unit_rows) in enumerate(items):
+            # `pick` has 62 bits, so the remainder favours no row by more than 2^-30.
             if chosen := [unit_rows[draw.pick % len(unit_rows)]] if self._one and unit_rows else list(unit_rows):
                 drawn.append((draw, chosen))
                 slots.extend([slot] * len(chosen))
         first = items[0][0]
+        # Of all its rows, not of the one that was taken: the others must be its own as well.
         origin = tuple((draw.unit, row_keys(unit_rows, self._unit)) for draw, unit_rows in items)
         real = [draw.unit != PADDING for draw, _ in items]
         self._looks = bool(drawn) and self._is_looked_at(first.step)
@@ -566,6 +574,7 @@ class UnitCollator:
             if alone is not None:
                 alone, _ = self._placed(shape, alone, slots[: sum(len(rows) for _, rows in drawn[:ALONE])])
                 self._placed(shape, self._collated(drawn[-1:]), slots[-len(drawn[-1][1]) :])  # for its sizes
+            # From here on each row has the slot that its place is in, whether or not it is data.
             slots = [slot for slot in range(shape.slots) for _ in range(shape.rows_of_a_slot)]
             real += [False] * (shape.slots - len(real))
         return UnitBatch(

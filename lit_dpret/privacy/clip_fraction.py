@@ -53,6 +53,7 @@ def sensitivity(max_grad_norm: float, share: float) -> float:
         >>> round(sensitivity(0.6, 0.1), 6)
         0.632456
     """
+    # Gradient and bit are orthogonal: C^2 + s^2 with s^2 = share / (1 - share) C^2.
     return max_grad_norm / math.sqrt(1 - share)
 
 
@@ -63,6 +64,7 @@ def _scale(max_grad_norm: float, share: float) -> float:
 
 def coordinate(clipped: int, within: int, *, max_grad_norm: float, share: float) -> float:
     """The coordinate of ``clipped`` units with a norm above the bound and ``within`` units with another above 0."""
+    # Plus and minus instead of 1 and 0: the same reach with half the movement of a missing unit.
     return _scale(max_grad_norm, share) * (clipped - within)
 
 

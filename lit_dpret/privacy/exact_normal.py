@@ -66,6 +66,7 @@ def rounded_normals(seed: bytes, target: np.ndarray, bits: int) -> None:
     found = np.empty(0, dtype=np.int64)
     while len(found) < len(target):
         found = _kept(seed, candidates, bits)
+        # From the beginning again: what the seed gives must not depend on how often there were too few.
         candidates *= 2
     target[:] = found[: len(target)]
 
@@ -77,6 +78,7 @@ def _words(seed: bytes, dtype: np.dtype[Any], count: int) -> np.ndarray:
 def _kept(seed: bytes, candidates: int, bits: int) -> np.ndarray:
     """The rounded normals among the first so many candidates of a seed."""
     drawn = _words(b"x" + seed, np.dtype("<u8"), candidates)
+    # Streams of their own by a prefix, so that more candidates move none of the earlier ones.
     k, v = (_words(name + seed, np.dtype("<u4"), candidates) for name in (b"k", b"v"))
     x, whole, tie = drawn >> np.uint64(1), np.zeros(candidates, dtype=np.int8), np.zeros(candidates, dtype=bool)
     for value in _BELOW:
@@ -86,6 +88,7 @@ def _kept(seed: bytes, candidates: int, bits: int) -> np.ndarray:
     ahead = np.exp(-0.5 * share * (2.0 * whole + share)) * 2.0**_WORD - v
     # The number that decides lies between v and v + 1, and `np.exp` is trusted to 1.
     kept = ahead >= 2
+    # Where floats or 32 bits cannot tell, once in some hundred million, exact arithmetic decides.
     for place in np.flatnonzero((ahead < 2) & (ahead > -1) | tie):
         found = decide(seed, int(place), x=int(x[place]), k=int(k[place]), v=int(v[place]))
         whole[place], kept[place] = found
@@ -119,6 +122,7 @@ def decide(seed: bytes, place: int, *, x: int, k: int, v: int) -> tuple[int, boo
         )
         below, off = _weights(digits)
         whole = sum(Fraction(value) + off <= k_low for value in below)
+        # The bits so far do not decide the whole part: take more.
         if whole == len(below) or not k_high <= Fraction(below[whole]) - off:
             continue
         least, most = (_exp_minus(t * (2 * whole + t) / 2, digits) for t in (x_high, x_low))

@@ -131,10 +131,13 @@ def release_histogram(
         raise ConfigurationError(
             f"max_count={max_count} is more than the plan's sensitivity {plan.sensitivity:g} covers."
         )
+    # Whole numbers up to 2^53 are exact in float64.
     counts = torch.zeros(bins, dtype=torch.float64)
     for unit in contributions:
+        # Cut here and not by the caller, for the sensitivity rests on it.
         for place in list(unit)[:max_count]:
             counts[place] += 1
+    # The bins are part of the tag: the same counts over other bins must not share noise.
     tag = sum_tag(run.stream, {f"{HISTOGRAM} {spec}": counts})
     known = run.intents.get((run.attempt, 0))
     if known is not None and known.get("sum_tag") != tag:
@@ -142,6 +145,7 @@ def release_histogram(
         known = None
     key = {"attempt": run.attempt, "step": 0}
     if known is None:
+        # Before the intent, so that a refusal by the data set's ledger leaves no charge.
         grant()
         release = GaussianRelease(noise_multiplier=plan.noise_multiplier, law=plan.law, label=HISTOGRAM).to_dict()
         announced = run.ledger.append("intent", **key, release=release, state_hash=None, sum_tag=tag)
@@ -149,6 +153,7 @@ def release_histogram(
     else:
         run.ledger.append("replay", **key)
     source = noise_source(plan.noise, run.stream, noise_multiplier=plan.noise_multiplier, coordinates=bins)
+    # Rounding after the noise is post-processing.
     noised: np.ndarray = np.rint(
         source.noised(counts, std=plan.noise_std, parameter=HISTOGRAM, salt=tag, **key).numpy()
     )
@@ -170,6 +175,7 @@ def shares(counts: np.ndarray) -> np.ndarray:
     Raises:
         DataError: No count is above zero.
     """
+    # Post-processing of what was released, so it costs nothing.
     positive = np.maximum(counts, 0.0)
     if positive.sum() == 0:
         raise DataError("No bin of the histogram is above zero: its noise hides everything. Take fewer bins or less.")

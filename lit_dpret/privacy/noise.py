@@ -157,15 +157,18 @@ class KeyedStream:
         self.secure_rng = secure_rng
 
     def __getstate__(self) -> dict[str, object]:
+        # A checkpoint or a worker that pickles it would carry the secret out of this process.
         raise ResumeError("A keyed stream holds the privacy secret and is never written to a file.")
 
     def _digest(self, purpose: str, *key: object, size: int = 32) -> bytes:
         parts = [str(part).encode() for part in (purpose, self.run_id, *key)]
+        # Length-prefixed, or ("ab", "c") and ("a", "bc") would share a stream.
         message = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
         return hashlib.blake2b(message, key=self._secret, digest_size=size).digest()
 
     def tag(self, purpose: str, *parts: bytes | memoryview) -> str:
         """A keyed fingerprint of private bytes: equal inputs are recognised, nothing else is learnt."""
+        # The tag is of a private sum, so it needs a key: a plain hash could be compared with guesses.
         mac = hmac.new(self._digest(purpose, size=32), digestmod=hashlib.blake2b)
         for part in parts:
             mac.update(part)
@@ -173,6 +176,7 @@ class KeyedStream:
 
     def coins(self, attempt: int, step: int, purpose: str = "sampling") -> np.random.Generator:
         """The generator for the sampling coins of one logical step."""
+        # These 128 bits are Philox's key as they are, with no `SeedSequence` in between.
         seed = int.from_bytes(self._digest(purpose, attempt, step, size=16), "little")
         return np.random.Generator(np.random.Philox(key=seed))
 
@@ -214,6 +218,7 @@ class KeyedStream:
             device: Where the noise is wanted.
             dtype: Of the sum; float64 gets float64, all else float32.
         """
+        # Never in half precision: its coarse steps would show in the noise.
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         drawn = np.empty(math.prod(shape), dtype=np.float64 if wide == torch.float64 else np.float32)
         draw = _shake_normal if self.secure_rng else _philox_normal
@@ -254,6 +259,7 @@ class KeyedStream:
 
         def fill(block: int) -> None:
             purpose, *rest = key
+            # By block, not by rank or thread: whoever holds these coordinates draws the same numbers.
             seed = self._digest(str(purpose), *rest, block)
             begin = block * BLOCK
             first, last = max(begin, start), min(begin + BLOCK, start + count)
@@ -261,6 +267,7 @@ class KeyedStream:
             if first == begin:
                 draw(seed, target)
             else:
+                # Normals come by rejection, so nobody can jump into a block: its head is drawn and thrown away.
                 upto = np.empty(last - begin, dtype=drawn.dtype)
                 draw(seed, upto)
                 target[:] = upto[first - begin :]
@@ -272,6 +279,7 @@ class KeyedStream:
                 fill(block)
         else:
             with ThreadPoolExecutor(workers) as pool:
+                # Emptied for its exceptions alone, which `map` raises where a result is taken.
                 deque(pool.map(fill, blocks), maxlen=0)
 
 
@@ -285,6 +293,7 @@ def _shake_normal(seed: bytes, target: np.ndarray) -> None:
     """Fill ``target`` by Box-Muller in float64 from pairs of 64-bit words of SHAKE-256, the first numbers first."""
     pairs = (len(target) + 1) // 2
     words = np.frombuffer(hashlib.shake_256(seed).digest(16 * pairs), dtype="<u8")
+    # 53 bits and half a step up: never 0, of which the logarithm below is infinite.
     uniform = ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
     radius = np.sqrt(-2.0 * np.log(uniform[0::2]))
     angle = 2.0 * np.pi * uniform[1::2]
@@ -307,7 +316,9 @@ def grid_bits(noise_multiplier: float, coordinates: int) -> int:
         ConfigurationError: So much noise would need a finer grid than 64-bit integers hold.
     """
     steps = 2 * math.sqrt(coordinates) * noise_multiplier * (1 + ROUNDING_SHARE) / ROUNDING_SHARE
+    # A little upwards, so that rounding of the logarithm gives no grid that is too coarse.
     bits = max(0, math.ceil(math.log2(steps) + 1e-9))
+    # Some bits of room below the finest grid that `rounded_normals` draws on.
     if bits > MOST_BITS - 8:
         raise ConfigurationError(
             f"privacy.noise=discrete: {coordinates} coordinates under a noise multiplier of {noise_multiplier:g} need "

@@ -178,8 +178,10 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
         coins = self._stream.coins(self.attempt, step)
         law = self.law
         if isinstance(law, (Poisson, TruncatedPoisson)):
+            # Binomial size, then a uniform choice: the law of one coin per unit, without drawing `units` coins.
             size = int(coins.binomial(self.units, law.sample_rate))
             if isinstance(law, TruncatedPoisson):
+                # The choice below is uniform, so fewer of it is what cutting a larger choice at random would leave.
                 size = min(size, law.cap)
             return coins.choice(self.units, size=size, replace=False)
         if isinstance(law, FixedSize):
@@ -187,6 +189,7 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
         if isinstance(law, Shuffle):
             per_epoch = math.ceil(self.units / law.batch_size)
             epoch, position = divmod(step, per_epoch)
+            # The order is of an epoch and not of a step: a resume in its middle goes on in the same one.
             key = (self.attempt, epoch)
             if self._order is None or self._order[0] != key:
                 order = self._stream.coins(*key, purpose="shuffle").permutation(self.units)
@@ -216,6 +219,7 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
     def physical_batches(self, step: int) -> list[list[Draw]]:
         """This rank's part of logical step ``step`` as a list of physical batches, never empty."""
         units = self.draw(step)
+        # Of a purpose of its own, so that which row is taken does not follow from who was drawn.
         picks = self._stream.coins(self.attempt, step, purpose="rows").integers(0, 2**62, size=len(units))
         if self.scatters and self.sub_batches is None:
             members = self._scattered(len(units), step)
@@ -234,6 +238,7 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
                 else Draw(PADDING, step, part, last, attempt=self.attempt)
                 for at in chosen
             ]
+            # Padding where nobody was drawn: the step still adds its noise, or an empty batch would show.
             batches.append(batch or [Draw(PADDING, step, part, last, attempt=self.attempt)])
         return batches
 
@@ -258,6 +263,7 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
         """
         size, world = self.physical_batch_size, self.ranks.world_size
         coins = self._stream.coins(self.attempt, step, purpose="places").integers(0, size * world, size=count)
+        # Stable: ties are broken by the order of the draw, which is random itself.
         order = np.argsort(coins, kind="stable")
         turns = np.empty(count, dtype=np.int64)
         turns[order] = np.arange(count) - np.searchsorted(coins[order], coins[order])
@@ -272,6 +278,7 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
         # A coin for every unit, drawn or not, so that another unit's absence moves no one.
         coins = self._stream.coins(self.attempt, step, purpose="sub_batches")
         assigned = coins.integers(0, self.sub_batches, size=self.units)[units]
+        # By these a part that is too full loses units uniformly, and not by their place in the draw.
         rank = coins.random(self.units)[units]
         found = [np.flatnonzero(assigned == part) for part in range(self.sub_batches)]
         if self.n_max is None:

@@ -105,6 +105,7 @@ class StateWatch:
 
     def _read_values(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
         """A checksum of every XLA tensor in batches 1, 2, 4, 8 and so on; all of them are fetched at once."""
+        # A power of two has one bit: later looks get rarer, and each costs a transfer.
         if self._batches & (self._batches - 1):
             return {}
         promised = {name: tensor for name, tensor in tensors.items() if is_lazy(tensor.device)}
@@ -114,6 +115,7 @@ class StateWatch:
         if not has_memory(tensor):
             return _Seen(tensor, None, _version(tensor), None)
         value = self._value(tensor)
+        # `bits_of` is a view, which a write would change along; a checksum is a number of its own.
         kept = value.clone() if value is not None and self._is_small_buffer(tensor) else value
         return _Seen(tensor, tensor.detach(), _version(tensor), kept)
 
@@ -125,6 +127,7 @@ class StateWatch:
             return False
         value = None if old.value is None else self._value(tensor)
         same = value is None or old.value is None or torch.equal(value, old.value)
+        # `.data = other` swaps the memory and counts no version.
         return not (same and tensor.is_set_to(old.alias))
 
     def _is_small_buffer(self, tensor: Tensor) -> bool:
@@ -187,6 +190,7 @@ def checksum(tensor: Tensor) -> Tensor:
         weights = _weights(tensor.device)[: len(part)]
         # On a CPU in one pass; elsewhere there is none for integers.
         product = torch.dot(part.long(), weights) if part.device.type == "cpu" else (part * weights).sum()
+        # Horner over the pieces, so that swapped pieces change the sum; int64 wraps around, which is meant.
         total = total * 31 + product
     return total
 
@@ -195,4 +199,5 @@ def checksum(tensor: Tensor) -> Tensor:
 def _weights(device: torch.device) -> Tensor:
     """Fixed odd numbers, from a generator of their own: the model's random streams stay as they are."""
     drawn = torch.randint(-(1 << 62), 1 << 62, (_CHUNK,), generator=torch.Generator().manual_seed(0))
+    # Odd numbers are invertible modulo 2^64, so any single change shows.
     return (drawn * 2 + 1).to(device)

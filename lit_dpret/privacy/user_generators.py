@@ -49,6 +49,7 @@ def seed_generators(seed: int) -> None:
     if _uses_cuda():
         torch.cuda.manual_seed_all(seed & _DEVICE_SEED)
     random.seed(seed)
+    # NumPy takes an array of 32-bit words, of any length.
     np.random.seed([seed >> shift & 0xFFFFFFFF for shift in range(0, max(64, seed.bit_length()), 32)])
 
 
@@ -65,6 +66,7 @@ def seed_torch(generator: torch.Generator, seed: int) -> None:
     """
     hashed = hashlib.shake_256(b"%x" % seed).digest(8 + 4 * _WORDS)
     state = _fresh_state().copy()
+    # Where torch keeps what `initial_seed()` returns.
     state[:8].view(np.uint64)[:] = int.from_bytes(hashed[:8], "little") & _DEVICE_SEED
     state[_FIRST_WORD : _FIRST_WORD + 8 * _WORDS].view(np.uint64)[:] = np.frombuffer(hashed, dtype="<u4", offset=8)
     generator.set_state(torch.from_numpy(state))
@@ -76,6 +78,7 @@ def _fresh_state() -> np.ndarray:
     state: np.ndarray = torch.Generator().manual_seed(5).get_state().numpy()
     words = state[_FIRST_WORD : _FIRST_WORD + 8 * _WORDS].view(np.uint64)
     _, same, *_ = np.random.RandomState(5).get_state()  # of the same twister, seeded in the same way
+    # The offsets above are torch's private layout: checked once, against a twister that is documented.
     if not np.array_equal(words, same):
         raise ConfigurationError(
             f"torch {torch.__version__} keeps the state of its generator in another way than this program knows, so "
@@ -89,6 +92,7 @@ def _bernoulli(target: Tensor, p: float = 0.5, *, generator: torch.Generator | N
 
 
 def _exponential(target: Tensor, lambd: float = 1.0, *, generator: torch.Generator | None = None) -> Tensor:
+    # log1p(-u) keeps the digits of a small u, and u is never 1.
     return target.copy_(-torch.log1p(-_uniform(target, generator)) / lambd)
 
 

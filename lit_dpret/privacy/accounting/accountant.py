@@ -39,6 +39,7 @@ class DecimalGrid:
 
     def index(self, value: float) -> int:
         """The index of the least decimal of the grid that is at least ``value``."""
+        # A guess that floats may put one off; the loop below ends at the right one.
         exponent = math.floor(math.log10(value))
         index = exponent * 9 * self._low + math.floor(value / 10.0 ** (exponent - self._digits)) - self._low - 1
         while self[index] < value:
@@ -66,6 +67,7 @@ def boundary(
     while abs(good - bad) > 1:
         low, high = known[good], known[bad]
         guess = (good + bad) // 2
+        # Interpolation may creep along one end; after three slow steps bisection halves for certain.
         if slow < 3 and 0 < low < high < math.inf:
             share = math.log(target / low) / math.log(high / low)
             wanted = math.exp((1 - share) * math.log(place(good)) + share * math.log(place(bad)))
@@ -178,8 +180,10 @@ class Accountant:
 
         if at_most < 1:
             return 0
+        # First the answer that calibrated noise gives: one evaluation instead of a search.
         if at_most < MOST_STEPS and spent(-at_most) <= eps:
             return at_most
+        # A coarse PLD says little of what RDP will find, and RDP is fast.
         start = _aim(rough, spent, eps, start=-1, most=-1, stride=1, place=_share) if self.name != "rdp" else -1
         found = least(spent, eps, start=-1 if start is None else start, most=-1, stride=1, place=_share)
         return 0 if found is None else -found
@@ -238,6 +242,7 @@ def calibrate_noise(
         raise ConfigurationError(f"privacy.eps={eps} is not a positive number.")
     check_supported(law, accountant, neighbours)
     law = simplest_law(law)
+    # Few digits: the multiplier is printed in full, and whoever types it in gets the same epsilon.
     digits = math.ceil(-math.log10(tolerance) - 1e-9)
     grid = DecimalGrid(digits=digits)
     most = grid.index(MOST_NOISE)
@@ -346,6 +351,7 @@ def choose_cap(
     allowed = (1 + max_increase) * epsilon(released(None), delta=delta, neighbours=neighbours)
     if not math.isfinite(allowed):
         return n
+    # What the larger epsilon leaves of delta may be spent on truncation.
     spare = delta - delta_at([allowed], released(None), neighbours=neighbours)[0]
     least_cap = max(1, math.ceil(sample_rate * n))
 
@@ -363,6 +369,7 @@ def choose_cap(
         return rough_epsilon(released(cap_at(index)), delta, neighbours) <= rough_allowed
 
     index = _first(roughly, 0, math.ceil((enough - least_cap) / stride))
+    # The coarse search may be one stride off; the claim's own function decides.
     while cap_at(index) < enough and epsilon(released(cap_at(index)), delta=delta, neighbours=neighbours) > allowed:
         index += 1
     chosen = TruncatedPoisson(sample_rate=sample_rate, cap=cap_at(index), n=n)

@@ -129,8 +129,10 @@ def composable_parts(releases: Iterable[Release]) -> tuple[Part, ...] | None:
     unsampled = [(noise, count) for (law, noise), count in counts.items() if isinstance(law, FullBatch)]
     parts = [Part(law, noise, count) for (law, noise), count in counts.items() if not isinstance(law, FullBatch)]
     if unsampled:
+        # fsum, so that the order of the releases does not change a digit.
         precision = math.fsum(count / noise**2 for noise, count in unsampled)
         parts.append(Part(FullBatch(), precision**-0.5, 1))
+    # Sorted, so that the caches below know equal ledgers again.
     return tuple(sorted(parts, key=repr))
 
 
@@ -141,6 +143,7 @@ def _mean_loss(part: Part, neighbours: Neighbours) -> float:
     if isinstance(part.law, FullBatch):
         return mu**2 / 2
     rate = part.law.batch_size / part.law.n if isinstance(part.law, FixedSize) else getattr(part.law, "sample_rate", 1)
+    # Twelve deviations beyond both means: what lies outside is below rounding.
     x = np.linspace(-12, mu + 12, 20_001)
     loss = np.logaddexp(math.log1p(-rate) if rate < 1 else -math.inf, math.log(rate) + mu * x - mu**2 / 2)
     base = np.exp(-(x**2) / 2) / math.sqrt(2 * math.pi)
@@ -149,6 +152,7 @@ def _mean_loss(part: Part, neighbours: Neighbours) -> float:
 
 def beyond_reach(parts: Sequence[Part], neighbours: Neighbours) -> bool:
     """Whether epsilon is above `LARGEST_EPSILON`, or the noise too small for any accountant to tell."""
+    # So little noise has losses of thousands, and grids of gigabytes.
     if any(part.noise_multiplier < _LEAST_NOISE.get(type(part.law), 0.0) for part in parts):
         return True
     return sum(_mean_loss(part, neighbours) for part in parts) > LARGEST_EPSILON
@@ -221,6 +225,7 @@ def _prv_epsilon(parts: tuple[Part, ...], delta: float) -> float:
 
 def _gaussian_epsilon(noise: float, delta: float, neighbours: Neighbours) -> float:
     """The exact epsilon of one unsampled Gaussian (Balle and Wang 2018, Theorem 8), plus the solver's tolerance."""
+    # Noise is over C, and a replacement moves the sum by 2C.
     return float(get_epsilon_gaussian(noise / 2 if neighbours == "replace_one" else noise, delta)) + 1e-11
 
 
@@ -362,6 +367,7 @@ def underreported_epsilon(releases: Iterable[Release], *, delta: float, neighbou
                 f"datamodule.sampling={law.kind} under privacy.neighbours={neighbours}: no central limit is known."
             )
         rate = law.sample_rate if isinstance(law, (Poisson, TruncatedPoisson)) else 1.0
+        # 700: above it exp() is no float, and epsilon far beyond `LARGEST_EPSILON`.
         sampled = math.expm1(min(sigma**-2, 700.0))
         squares += release.count * (rate**2 * sampled if rate < 1 else sigma**-2)
     mu = math.sqrt(squares)
@@ -379,6 +385,7 @@ def _passes(law: SamplingLaw, steps: int) -> int:
         rate = law.sample_rate
     else:
         rate = law.batch_size / law.n if isinstance(law, FixedSize) else 1.0
+    # A little less before rounding up: a pass that ends exactly at a step must not begin the next one.
     return max(1, math.ceil(rate * (steps - 1) - 1e-9) if rate < 1 else steps)
 
 

@@ -111,6 +111,7 @@ def epsilon_of_several(
     for _, units in made:
         check_max_units(units)
     releases = [release for own, _ in made for release in own]
+    # One unit is the ordinary claim, which more laws and relations have.
     if all(units == 1 for _, units in made):
         return epsilon(releases, delta=delta, neighbours=neighbours)
     for release in releases:
@@ -121,11 +122,13 @@ def epsilon_of_several(
         return math.inf
     if not together:
         return 0.0
+    # Run by run: each has its own number of units, and one law may stand in several.
     parts = [(part, units) for own, units in made for part in composable_parts(own) or ()]
     if all(isinstance(part.law, FullBatch) for part, _ in parts):
         wider = [GaussianRelease(noise_multiplier=p.noise_multiplier / units, law=p.law) for p, units in parts]
         return epsilon(wider, delta=delta, neighbours=neighbours)
     lost = [units * truncation_delta(p.law, p.count) for p, units in parts if isinstance(p.law, TruncatedPoisson)]
+    # A cut batch may give each of the units away; what is left of delta goes to the untruncated law.
     spare = delta - math.fsum(lost)
     return _composed_epsilon(tuple(parts), spare) if spare > 0 else math.inf
 
@@ -245,11 +248,13 @@ class _MixtureLoss(MixtureGaussianPrivacyLoss):  # type: ignore[misc]
 
     def inverse_privacy_losses(self, privacy_losses: np.ndarray, precision: float = 1e-7) -> np.ndarray:
         """The points at which the privacy loss has the given values, in the same order."""
+        # Beyond it both densities are zero in floating point.
         reach = 40 * self._standard_deviation + 2 * self._max_sens
         sign = 1.0 if self.adjacency_type == AdjacencyType.REMOVE else -1.0
         # Both losses fall with x; as functions of y = -sign x their logarithmic sum rises and is convex.
         grid = np.linspace(-reach, reach, 20_001)
         wanted = sign * np.asarray(privacy_losses, dtype=float)
+        # A start so near that Newton's method on a convex function cannot overshoot for long.
         y = np.interp(wanted, self._log_sum(grid)[0], grid)
         for _ in range(50):
             value, slope = self._log_sum(y)
@@ -266,6 +271,7 @@ class _MixtureLoss(MixtureGaussianPrivacyLoss):  # type: ignore[misc]
         """The logarithm of the mixture's density over the Gaussian's, ``y`` towards it, and its slope."""
         scaled = self.sensitivities[:, None] / self._variance
         terms = np.log(self.sampling_probs)[:, None] + scaled * (y[None, :] - self.sensitivities[:, None] / 2)
+        # logsumexp by hand, since its weights are the slope's too.
         top = terms.max(axis=0)
         weights = np.exp(terms - top)
         mass = weights.sum(axis=0)

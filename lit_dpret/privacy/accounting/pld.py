@@ -40,6 +40,7 @@ class GaussianLoss(GaussianPrivacyLoss):  # type: ignore[misc]
         if self.adjacency_type == AdjacencyType.REPLACE:
             return self._points_of_replace(losses, rate, variance)
         towards = 1.0 if self.adjacency_type == AdjacencyType.REMOVE else -1.0
+        # The loss of adding is minus that of removing, read from the other side.
         unsampled = losses if rate == 1 else towards * _unsampled(towards * losses, rate)
         if towards > 0:
             return np.asarray(-0.5 - unsampled * variance)
@@ -49,8 +50,10 @@ class GaussianLoss(GaussianPrivacyLoss):  # type: ignore[misc]
     def _points_of_replace(losses: np.ndarray, rate: float, variance: float) -> np.ndarray:
         if rate == 1:
             return np.asarray(-losses * variance / 2)
+        # By size and sign: the loss of replacing is an odd function.
         size = np.abs(losses)
         with np.errstate(divide="ignore"):
+            # log(sinh(size / 2)) without the exponential, which would overflow.
             log_sinh = size / 2 + np.log1p(-np.exp(-size)) - math.log(2)
         log = 0.5 / variance + math.log1p(-rate) - math.log(rate) + log_sinh
         # asinh(exp(log)), which for a large log is log + ln 2.
@@ -72,12 +75,14 @@ def deltas_at(loss: Any, points: Callable[[np.ndarray], np.ndarray], epsilons: n
     deltas = np.zeros(epsilons.shape)
     if rate < 1 and loss.adjacency_type == AdjacencyType.ADD:
         inside = epsilons < -math.log1p(-rate)
+    # Sampling bounds the loss on one side: outside of it there is no point to look up.
     elif rate < 1 and loss.adjacency_type == AdjacencyType.REMOVE:
         inside = epsilons > math.log1p(-rate)
         deltas[~inside] = -np.expm1(epsilons[~inside])
     chosen = epsilons[inside]
     found = points(chosen)
     deltas[inside] = loss.mu_upper_cdf(found) - np.exp(chosen + loss.mu_lower_log_cdf(found))
+    # A difference of two nearly equal numbers may come out a little below zero.
     return np.clip(deltas, 0, 1)
 
 
@@ -99,6 +104,7 @@ def truncated_pld(
     p_truncated = float(stats.binom.sf(cap - 1, n - 1, rate))
     if p_truncated == 0.0:
         return whole
+    # As the library has it: where the batch was cut, a missing unit lets another one in, which is a replacement.
     drawn = float(stats.binom.sf(cap, n, rate)) * cap / p_truncated / n
     return gaussian_pld(noise / 2, drawn, NeighboringRelation.REPLACE_ONE, width).compute_mixture(whole, p_truncated)
 
@@ -117,6 +123,7 @@ def connect_dots(width: float, low: int, deltas: np.ndarray) -> Any:
     """
     if len(deltas) <= _SPARSE or np.any(np.diff(deltas) > _ROUNDING):  # few are kept and composed in another way
         return pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(width, low, low + len(deltas) - 1, deltas)
+    # Rises within rounding are evened out downwards; larger ones went to the library above.
     deltas = np.minimum.accumulate(deltas)
     steps = np.diff(deltas)
     probs = np.empty_like(deltas)
@@ -143,10 +150,12 @@ def _times(pmf: Any, count: int) -> Any:
     probs = np.asarray(pmf._probs)
     low, high = _bounds(probs, count)
     length = fft.next_fast_len(max(high - low + 1, len(probs)))
+    # Composition is convolution; `count` of them are a power after Fourier's transform.
     half = fft.rfft(probs, length) ** count
     # The other half is the mirror image. The inverse is given both, because the one for halves rounds otherwise.
     spectrum = np.concatenate([half, np.conj(half[1 : (length + 1) // 2][::-1])])
     whole = np.real(fft.ifft(spectrum))
+    # What the bounds leave out counts as an infinite loss, so the answer stays an upper bound.
     infinite = _TAIL - math.expm1(count * math.log1p(-pmf._infinity_mass))
     first = pmf._lower_loss * count + low
     return DensePLDPmf(
@@ -157,6 +166,7 @@ def _times(pmf: Any, count: int) -> Any:
 def _bounds(probs: np.ndarray, count: int) -> tuple[int, int]:
     """Outside of them lies less than `_TAIL` of the mass of the composition, by Chernoff's bound."""
     low, high = 0, (len(probs) - 1) * count
+    # Orders of the moment generating function that keep exp() finite for any length.
     base = np.exp(np.arange(len(probs)) / len(probs))
     for power in (base, 1 / base):
         sign = 1 if power is base else -1
@@ -203,6 +213,7 @@ def _masses(distribution: Any) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def _epsilon(losses: np.ndarray, upper: np.ndarray, lower: np.ndarray, delta: float) -> float:
+    # An infinite loss alone has more mass than delta.
     if upper[0] > delta:
         return math.inf
     with np.errstate(all="ignore"):

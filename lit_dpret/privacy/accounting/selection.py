@@ -109,6 +109,7 @@ def selection_epsilon(
     for release in releases:
         if isinstance(release, GaussianRelease):
             law = simplest_law(release.law)
+            # RDP judges no truncated law; it is judged as plain Poisson, and pays for truncation out of delta.
             cut = isinstance(law, TruncatedPoisson) and neighbours == "zero_out"
             check_supported(Poisson(sample_rate=law.sample_rate) if cut else law, "rdp", neighbours)  # type: ignore[attr-defined]
     parts = composable_parts(releases)

@@ -151,6 +151,7 @@ class ReleaseGate:
         self.reserved_until = reserved_until
         self._guarantee = mode.guarantee
         self._state: Callable[[], str] | None = None
+        # Where no sum can be tagged, noise is of this process: a copy of the run folder draws other noise.
         self._nonce = random_secrets.token_hex(16)
         self._release: GaussianRelease | NonPrivateRelease = NonPrivateRelease(label="train")
         self._seen, self._seen_steps = 0, 0
@@ -186,6 +187,7 @@ class ReleaseGate:
             ResumeError: The checkpoint and the ledger do not belong together.
         """
         self._state = state
+        # Before the first coin: the attempt keys them, and it may change here.
         if position is not None:
             self.run.go_on_from(position, must_be_known=self._guarantee != "inherited")
             self.steps_done = position.steps_done
@@ -201,6 +203,7 @@ class ReleaseGate:
         """
         key = (self.run.attempt, step)
         self._require_reservation(step)
+        # A step that was announced before is paid for, and may be repeated beyond the budget.
         if self.plan is not None and key not in self.run.intents and not self._covers(key):
             self._refuse_overspending()
 
@@ -211,6 +214,7 @@ class ReleaseGate:
             BudgetExceededError: The budget does not cover it.
             ResumeError: A repeated step is not the same step, or a batch is not the one that is due.
         """
+        # Out of order would be another sampling law than the one that is charged.
         if step != self.steps_done or attempt != self.run.attempt:
             raise ResumeError(
                 f"A batch of step {step}, attempt {attempt}, arrived where step {self.steps_done}, attempt "
@@ -226,6 +230,7 @@ class ReleaseGate:
         salt = tag or self._nonce
         intent = self.run.intents.get(key)
         if intent is not None:
+            # The same noise under another sum would let anybody subtract the two.
             if tag is None or intent.get("sum_tag") != tag or intent.get("state_hash") != state:
                 self.run.ledger.append("event", name="replay_failed", attempt=attempt, step=step)
                 raise ResumeError(
@@ -237,7 +242,9 @@ class ReleaseGate:
         self._require_reservation(step)
         if self.plan is not None and not self._covers(key):
             self._refuse_overspending()
+        # Before the intent: draws that break the law are charged by an event, and this noise is never drawn.
         self._check_sampling(step, units)
+        # `append` returns once the record is on the disk; only then may noise be drawn.
         self.run.intents[key] = self.run.ledger.append(
             "intent", attempt=attempt, step=step, release=self._release.to_dict(), state_hash=state, sum_tag=tag
         )
@@ -267,11 +274,13 @@ class ReleaseGate:
             attempt=permit.attempt,
             step=permit.step,
             noise_std=update.noise_std,
+            # JSON has no infinity; null reads as "no noise covers it".
             sensitivity=None if update.sensitivity == float("inf") else update.sensitivity,
             denominator=update.denominator,
             law=self.sampler.law.to_dict(),
             update_hash=found,
         )
+        # It is charged for what it did, so fewer steps are left than were planned.
         if self.plan is not None and update.noise_std < self.plan.noise_std:
             self.departures += 1
             self._steps_left = self._affordable()
@@ -291,6 +300,7 @@ class ReleaseGate:
     def forthcoming(self, until: int) -> list[Release]:
         """Return the total charge of the ledger once the steps before ``until`` are made as planned."""
         first = self.steps_done
+        # Steps ahead of this one that an earlier process announced are in the records already.
         while (self.run.attempt, first) in self.run.intents:
             first += 1
         return forthcoming_releases(
@@ -313,6 +323,7 @@ class ReleaseGate:
 
     def _covers(self, key: Key) -> bool:
         """Whether the budget covers one more release."""
+        # Counted down instead of composed anew: one composition may take longer than a step.
         if self.plan is None or not isinstance(self.plan.law, Shuffle):
             return self._steps_left > 0
         # A shuffled epoch costs as a whole, so what a step adds depends on where in its epoch it is.
@@ -353,6 +364,7 @@ class ReleaseGate:
         trials = self.sampler.units * self._seen_steps
         rate = self._seen / trials
         sd = (law.sample_rate * (1 - law.sample_rate) / trials) ** 0.5
+        # Eight deviations, so a false alarm is all but impossible. Too few units are no danger: they are overcharged.
         if rate > law.sample_rate + 8 * sd + 1 / trials:
             self.run.ledger.append(
                 "event",
@@ -455,10 +467,12 @@ class SharedGate:
             LedgerError: The ranks ask for different steps, or hold different sums. Nothing is charged, and no noise
                 is drawn.
         """
+        # First, since what differs between ranks would be charged and then noised twice.
         self._refuse_parted(attempt, step, units, sums)
         permit = self.ranks.share(lambda: self.own.authorise(attempt, step, units, sums), quick=True)
         self.granted += 1
         if self._noise is not None:
+            # Now, while the sums are without noise; `record` compares.
             self._noise.expect(sums)
         return permit
 
@@ -486,6 +500,7 @@ class SharedGate:
         wrong = next(filter(None, verdicts), None)
         if wrong is None and self._noise is not None:
             wrong = self._noise.compare(samples)
+        # The weakest rank is charged; where the measurement fails nobody's word for the noise counts.
         update = replace(update, noise_std=min(stds) if wrong is None else 0.0)
         self.ranks.share(lambda: self.own.record(permit, update), quick=True)
         if wrong is not None:

@@ -103,6 +103,7 @@ def plan_of(records: Sequence[Record]) -> tuple[PrivacyPlan | None, dict[str, An
     plans = [PrivacyPlan.from_dict(record["plan"]) if record.get("plan") else None for record in found]
     claims = {None if p is None else (p.budget.delta, p.budget.unit, p.budget.neighbours, p.budget.duplicates,
                                       p.accountant) for p in plans}  # fmt: skip
+    # An attempt may change noise or length, but one epsilon has one meaning.
     if len(claims) > 1:
         raise LedgerError("The ledger's plans differ in delta, unit, neighbours, duplicates or accountant.")
     return plans[-1], found[-1]
@@ -130,6 +131,7 @@ def _recorded(records: Sequence[Record], plan: PrivacyPlan) -> list[Assumption]:
         ),
         Assumption("No noise was used for two different steps.", "holds"),
     ]
+    # Slack, for a quotient of floats that equals the plan's on paper may be a last digit below it.
     weak = [r for r in releases if realised_multiplier(r) < plan.noise_multiplier * (1 - FLOAT_SLACK)]
     text = "Each confirmed step added at least the planned noise, once, to the sum over the batch."
     if weak:
@@ -154,6 +156,7 @@ def _law_assumption(records: Sequence[Record], releases: Sequence[Record], plan:
     if departed := attempts_with(SAMPLING_DEPARTURE, records):
         where = ", ".join(map(str, sorted(departed)))
         why = f"in attempt {where} the draws departed from it; every unit is charged for every step of that attempt"
+        # Without a law every unit is charged in every step, and `judge` says why that is no bound here.
         consequence: Consequence = "no_guarantee" if plan.budget.neighbours == "add_or_remove" else "charged"
         return Assumption(f"{text}: {why}.", "refuted", consequence)
     stated = [record["law"] for record in releases if record.get("law") is not None]
@@ -306,6 +309,7 @@ def judge(
         return Verdict("not_proved", None, "nothing"), assumptions
     if not amplified:
         value = epsilon_by("pld", every_unit_in_every_step(releases), plan)
+    # Infinite is no number to print: such a run promises nothing, whatever it assumed.
     if not math.isfinite(value):
         return Verdict("none", None, "nothing"), assumptions
     return Verdict("dp", value, "as_charged" if amplified else "no_amplification"), assumptions
@@ -341,10 +345,12 @@ def promised_releases(records: Sequence[Record]) -> list[Release]:
     plan, last = plan_of(records) if keys and any(r.get("kind") == "plan" for r in records) else (None, {})
     if plan is None or any(isinstance(release, NonPrivateRelease) for release in charged):
         return charged
+    # Steps of earlier attempts are charged already; what is still planned belongs to the last one.
     attempt = max(attempt for attempt, _ in keys)
     first = 1 + max(step for each, step in keys if each == attempt)
     planned = int(last.get("planned_steps") or plan.steps)
     intents = [record["release"] for record in records if record.get("kind") == "intent"]
+    # As the last step was announced: a departure from the planned law goes on in those not made.
     step = release_from_dict(intents[-1])
 
     def until(end: int) -> list[Release]:
@@ -354,6 +360,7 @@ def promised_releases(records: Sequence[Record]) -> list[Release]:
         return epsilon_by(plan.accountant, until(end), plan) <= plan.budget.eps
 
     try:
+        # The usual case in one evaluation; each further one may take seconds.
         if planned <= first or covered(planned):
             return until(planned)
     except UnsupportedAccountingError:  # which the verdict will tell
@@ -463,6 +470,7 @@ def owed_releases(records: Sequence[Mapping[str, Any]], *, as_made: bool = False
         return charged
     refuted = [a for a in (*derived_assumptions(records, plan), *leaks(records)) if a.refuted]
     broken = {assumption.consequence for assumption in refuted}
+    # A total with this run must not be finite where its own card states nothing.
     if "no_guarantee" in broken or ("no_amplification" in broken and plan.budget.neighbours == "add_or_remove"):
         return [*charged, NonPrivateRelease(label="a run whose card proves nothing")]
     return every_unit_in_every_step(charged) if "no_amplification" in broken else charged

@@ -86,11 +86,13 @@ class NoiseCheck:
 
     def expect(self, sums: Mapping[str, Tensor]) -> None:
         """Remember what the noise of the step is going to be added to."""
+        # By reference: a copy of all sums would double their memory.
         self._sums = {name: (total, _version(total)) for name, total in sums.items()}
 
     def verdict(self, update: Update) -> str | None:
         """Return what is wrong with the noise of the step, without a number that was measured; None if nothing is."""
         sums, self._sums = self._sums, {}
+        # A mode that admits less is charged with less; one that says more is still held to the plan.
         std = min(self._plan.noise_std, update.noise_std)
         if not std > 0:
             return None  # it is charged as what it says: no noise
@@ -103,6 +105,7 @@ class NoiseCheck:
             total, version = sums.get(name, (None, None))
             if total is None:
                 return f"{name} was released and its clipped sum was not shown"
+            # Changed in place, the sum is gone, and the difference below would be zero or noise of nobody knows what.
             if version != _version(total):
                 return f"the sum of {name} was changed in place, so its noise cannot be measured: return new tensors"
             total = place_of(total)[0].detach().reshape(-1)
@@ -143,7 +146,9 @@ class NoiseCheck:
     def _look(self, gradient: Tensor, total: Tensor, std: float) -> Tensor:
         """The energy of each block of the standardised noise, and its first coordinates."""
         wide = torch.promote_types(torch.promote_types(gradient.dtype, total.dtype), torch.float32)
+        # (gradient * denominator - sum) / std in one temporary: standard normal, if the plan was kept.
         noise = torch.sub(total.to(wide), gradient, alpha=self._plan.denominator).div_(-std)
+        # Blocks too: weak noise on a small part of a large parameter does not show in the whole.
         whole = len(noise) - len(noise) % BLOCK
         energies = [torch.linalg.vector_norm(noise[:whole].view(-1, BLOCK), dim=1)]
         if whole < len(noise):
@@ -189,6 +194,7 @@ class _State:
         self._others, self._neighbours = self._references()
         self._before: np.ndarray | None = None
         self._repeated = np.zeros((len(_SOURCES), len(parameters), len(CORRELATIONS)))
+        # A union bound over all statistics; each is a martingale, so the level holds for all steps at once (Ville).
         self._alarm = math.log((len(self._per_step) + self._repeated[..., 0].size) / LEVEL)
 
     def _references(self) -> tuple[np.ndarray, np.ndarray]:
@@ -196,6 +202,7 @@ class _State:
         others, neighbours = [], []
         latest: dict[tuple[int, ...], int] = {}
         for index, parameter in enumerate(self.parameters):
+            # Of equal shape where there is one: a mode that keys noise by shape would give both the same.
             other = latest.get(parameter.shape, index - 1)
             latest[parameter.shape] = index
             common = min(parameter.sampled, self.parameters[other].sampled) if index else 0
@@ -247,6 +254,7 @@ def _gains(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 def _average(evidence: np.ndarray) -> np.ndarray:
     """The logarithm of the average over a grid, the last axis."""
+    # logsumexp: evidence grows with every step and would overflow.
     top = evidence.max(-1)
     top = np.where(np.isfinite(top), top, 0.0)
     with np.errstate(divide="ignore", over="ignore"):  # no evidence at all is -inf, without end inf

@@ -41,6 +41,7 @@ def state_hash(module: nn.Module, optimizer: torch.optim.Optimizer, *, summed: t
         optimizer: Whose state counts.
         summed: How many units are summed at once at most, and on how many ranks.
     """
+    # How many are summed at once decides the order of additions, and with it the last bits.
     digest = hashlib.sha256("{} units, {} ranks".format(*summed).encode())
     state_dict = sorted(module.state_dict().items())
     tensors: list[tuple[str, Tensor]] = [(name, value) for name, value in state_dict if isinstance(value, Tensor)]
@@ -227,11 +228,13 @@ class PrivateRun:
         ledger = PrivacyLedger.open(path)
         try:
             earlier = [record for record in ledger.records if record["kind"] == "plan"]
+            # Of the first attempt for ever: it is in every key, and other streams would make other noise.
             run_id = earlier[0]["run_id"] if earlier else run_id or random_secrets.token_hex(8)
             stream = KeyedStream(secret, run_id, secure_rng=bool(described["secure_rng"]))
             run = cls(ledger, stream, run_id)
             now = dict(described)
             now["secret_tag"], now["noise_stream"] = stream.tag("secret"), NOISE_STREAM
+            # Keyed, or the fingerprint in a published ledger would confirm a guess of the data set.
             key = bytes.fromhex(stream.tag("data-fingerprint"))
             now["data_fingerprint"] = fingerprints.data(key)
             if fingerprints.unplanted is not None:
@@ -269,6 +272,7 @@ class PrivateRun:
                     f"resume=true with another {_difference(key, before.get(key), now.get(key))}. The ledger's claim "
                     "was made for the first. Restore it, or start a new run in another hydra.run.dir."
                 )
+        # Fingerprints are keyed by the secret, so with another one nobody can compare the data either.
         if before["secret_tag"] != now["secret_tag"]:
             self.ledger.append(
                 "event",
@@ -335,6 +339,7 @@ class PrivateRun:
         ahead = [known for known in steps if known >= step]
         if ahead:
             known = self.intents.get((self.attempt, step), {}).get("state_hash")
+            # One failure is enough: a machine that rounds differently would fail at every further step.
             failed = any(r["kind"] == "event" and r.get("name") == "replay_failed" for r in self.ledger.records)
             if state is not None and known is not None and not failed and known == state():
                 return

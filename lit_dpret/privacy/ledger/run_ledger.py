@@ -59,6 +59,7 @@ class _Step:
 
     release: Release
     hashes: dict[str, Any]
+    # Infinite until a release states less: an announced step that nobody confirmed is charged as planned.
     noise_multiplier: float = math.inf
     law: SamplingLaw | None = None
     runs: int = 1
@@ -72,6 +73,7 @@ class _Step:
         multiplier = intended.noise_multiplier
         if self.noise_multiplier < multiplier * (1 - FLOAT_SLACK):
             multiplier = self.noise_multiplier
+        # No noise is no Gaussian release of infinite epsilon, which no accountant composes.
         if multiplier <= 0:
             return NonPrivateRelease(label=intended.label, count=intended.count)
         return replace(intended, noise_multiplier=multiplier, law=self.law or intended.law)
@@ -113,6 +115,7 @@ class KeyBook:
                         "first execution, so this is no bit-identical replay. Resume as a new attempt."
                     )
             if kind == "release":
+                # A replay counts one run more, so that a second release without it is a second noise.
                 if step.confirmed >= step.runs:
                     raise LedgerError(
                         f"attempt {record['attempt']}, step {record['step']} was released twice after one announcement."
@@ -135,6 +138,7 @@ class KeyBook:
         elif kind == "release":
             step = self._announced(record)
             step.confirmed += 1
+            # Of several executions under one key the weakest is charged.
             step.noise_multiplier = min(step.noise_multiplier, realised_multiplier(record))
             step.law = step.law or _realised_law(record)
             for name in step.hashes:
@@ -203,6 +207,7 @@ def charged_releases(records: Iterable[Mapping[str, Any]]) -> list[Release]:
         if attempt in unknown:
             release = NonPrivateRelease(label=release.label, count=release.count)
         if isinstance(release, GaussianRelease) and attempt in departed:
+            # A full batch is what anything that took a unit once in a step is bounded by.
             release = replace(release, law=FullBatch())
         if isinstance(release, GaussianRelease) and isinstance(release.law, Shuffle):
             covered = [(attempt, step + offset) for offset in range(release.count)]
@@ -355,5 +360,6 @@ class PrivacyLedger(ChainedFile):
 
 def ledger_identity(records: Sequence[Mapping[str, Any]]) -> str:
     """Return the identity of a ledger, unique to it; empty where it holds no plan."""
+    # A nonce, since runs with one published seed share their run id.
     first = next((record for record in records if record["kind"] == "plan"), {})
     return str(first.get("nonce") or first.get("run_id") or "")

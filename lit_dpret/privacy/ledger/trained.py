@@ -204,6 +204,7 @@ def _sample(tensor: Tensor) -> Tensor | None:
         return None
     if not tensor.numel() or not tensor.is_floating_point():
         return None
+    # Evenly spread, so that a change in any one region of a large tensor is seen.
     return tensor.detach().reshape(-1)[:: -(-tensor.numel() // _LOOKED_AT)].cpu()
 
 
@@ -212,6 +213,7 @@ def _casts(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _digest(values: Tensor) -> bytes:
+    # bfloat16 first: a copy that was cast there and back has the same digest.
     plain = values.float() if len(values) < _FEW else values.to(torch.bfloat16)
     return hashlib.blake2b(plain.contiguous().view(torch.uint8).numpy().tobytes(), digest_size=16).digest()
 

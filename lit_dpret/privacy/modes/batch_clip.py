@@ -63,9 +63,11 @@ class BatchClip(CoupledMode):
         self.l2_sensitivity = l2_sensitivity
 
     def _sensitivity(self, n_max: int, change: Relation, loss: Any) -> float:
+        # Whatever a missing unit does to the mean gradient, both vectors are of norm C at most.
         return 2.0
 
     def _denominator(self, draft: PrivacyPlan, parts: int) -> float:
+        # Each sub-batch gives one mean, so the sum is over sub-batches and not over units.
         return float(parts)
 
     def attach(self, module: nn.Module, plan: PrivacyPlan | None, stream: KeyedStream) -> None:
@@ -91,9 +93,11 @@ class BatchClip(CoupledMode):
             if gradient is not None
         }
         self.counts.units += int(mask.sum())
+        # float64: the norm decides the factor, and squares of large float32 gradients overflow.
         norm = torch.stack([gradient.double().norm() for gradient in wide.values()]).norm() if wide else torch.zeros(1)
         bound = room_for_rounding(self._plan.max_grad_norm, parameters.values())
         factor = float((bound / norm).clamp(max=1.0))
+        # NaN times zero is NaN, so such a sub-batch is left out and not scaled down.
         if not bool(norm.isfinite()) or not bool(loss.isfinite()) or factor < LEAST_FACTOR:
             self.counts.non_finite += 1
             return

@@ -74,6 +74,7 @@ class CoupledMode(GaussianMode):
                 f"datamodule.rows_per_unit={request.rows_per_unit} cannot go with privacy={self.name}: several rows of "
                 "one unit would be each other's negatives, and the sensitivity holds for one row. Set it to one."
             )
+        # With a bound of 1: law, steps and noise do not depend on it, and the sensitivity needs them first.
         draft = self._build_plan(request, units=units, steps=steps, max_grad_norm=1.0, engine=self.bounded)
         parts = int(self.sub_batches or 1)
         n_max = resolve_n_max(
@@ -125,6 +126,7 @@ class CoupledMode(GaussianMode):
                 f"place. Set privacy.n_max to {least} or more, or to null, raise privacy.sub_batches, or choose "
                 "datamodule.sampling=shuffle."
             )
+        # A larger n_max only adds noise, so it may always be raised.
         return max(n_max, least)
 
     def attach(self, module: nn.Module, plan: PrivacyPlan | None, stream: KeyedStream) -> None:
@@ -169,6 +171,7 @@ class CoupledMode(GaussianMode):
 
 def named(loss: Any) -> str:
     """A loss with its settings, the same in every process: no address of a function stands in it."""
+    # An address differs in every process, and the plan would never match on a resume.
     return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(loss))
 
 

@@ -119,9 +119,11 @@ class DPSGD(GaussianMode):
         stats = self._clipper.add(row_loss, unit_ids, mask)
         self._watch.after()
         self.counts.units += int(mask.sum())
+        # Read in `take`, once a step: to read a count is to wait for the device.
         self._stats.append(stats)
 
     def take(self) -> dict[str, Tensor]:
+        # All counts in one transfer.
         found = read([count for stats in self._stats for count in (stats.clipped, stats.non_finite, stats.within)])
         self.counts.clipped += sum(found[::3])
         self.counts.non_finite += sum(found[1::3])

@@ -137,6 +137,7 @@ class GaussianMode(PrivacyMode):
         self.noise_multiplier = noise_multiplier
         self.accountant: AccountantName = accountant
         self.noise: NoiseName = noise
+        # Whole numbers are drawn from SHAKE-256 alone: their proof needs exact bits.
         self.secure_rng = secure_rng or noise == "discrete"
         self.secret_file = None if secret_file is None else Path(secret_file)
         self.dataset_ledger = None if dataset_ledger is None else Path(dataset_ledger)
@@ -157,8 +158,10 @@ class GaussianMode(PrivacyMode):
                     "number of units is private. Set privacy.delta to a constant below 1/n.",
                     trap="T5",
                 )
+            # Half of 1/n: at 1/n, publishing one unit at random would be allowed.
             delta = 1 / (2 * public_units)
         if self.delta_at_most is not None:
+            # The smaller one covers the people of both runs.
             delta = min(delta, self.delta_at_most)
         budget = PrivacyBudget(eps=self.eps, delta=delta, unit=self.unit, neighbours=self.neighbours)
         if public_units is not None:
@@ -237,6 +240,7 @@ class GaussianMode(PrivacyMode):
         value = clip_fraction.coordinate(
             self.counts.clipped, self.counts.within, max_grad_norm=plan.max_grad_norm, share=plan.clip_fraction_budget
         )
+        # float64: counts of all ranks are added, and float32 would round large ones.
         return {clip_fraction.NAME: torch.tensor(value, dtype=torch.float64)}
 
     def privatize(
@@ -248,10 +252,12 @@ class GaussianMode(PrivacyMode):
         salt: str = "",
         starts: Mapping[str, int] | None = None,
     ) -> Update:
+        # Read before anything is noised: where it is missing, nothing may be released.
         counted = self._counted(sums)
         self.counts = StepCounts()
         std = self._plan.noise_std
         gradients: dict[str, Tensor] = {}
+        # Of the module and not of the sums: what has no sum must fail, and not stay without noise.
         for name in trainable(self._module):
             if starts is not None and name not in sums:
                 continue  # other ranks have it
@@ -261,6 +267,7 @@ class GaussianMode(PrivacyMode):
             ).div_(self._plan.denominator)  # no narrower than the sum
             gradients[name] = like(sums[name], noised) if starts is None else noised
         for device in {gradient.device for gradient in gradients.values()}:
+            # On XLA the graph of the step ends here, so that every step is the same program.
             sync_device(device)
         fraction = None
         if counted is not None:  # on every rank the same, from the counts of all

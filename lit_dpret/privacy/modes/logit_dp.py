@@ -176,14 +176,17 @@ class LogitDP(CoupledMode):
         self._watch.before()
         with evaluation_mode(self._module):
             pairs = module.pair_batch(batch.rows)
+            # Norms first, since the second pass weighs each pair's gradient by its factor.
             norms = self._norms.table(pairs)
             queries, passages = embed_all(pairs, rows_at_once=self.rows_at_once)
+            # Scores in float32: coefficients of scores that were rounded otherwise are those of another function.
             with torch.no_grad(), torch.autocast(queries.device.type, enabled=False):
                 scores = queries @ passages.T
                 coefficients = self._loss.coefficients(scores, answers)
                 bound = room_for_rounding(self._plan.max_grad_norm, parameters.values())
                 factors, broken = clipped_pair_factors(norms, bound)
                 module.note_loss(float(self._loss.row_losses(scores, answers).nan_to_num().sum()))
+            # One backward pass of the weighted similarities is the sum of all clipped gradients.
             weights = coefficients.to(factors) * factors
             found = weighted_backward(pairs, weights, parameters, rows_at_once=self.rows_at_once)
         self._watch.after()
@@ -206,6 +209,7 @@ class LogitDP(CoupledMode):
 
 def _refuse_learned_loss(module: Any) -> None:
     """Refuse parameters outside the similarities: their gradient is not made of pairs, and no clipping bounds it."""
+    # By identity: a parameter may be registered under several names.
     inside = {id(p) for p in module.pair_parameters()}
     learned = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in inside]
     if learned:

@@ -99,6 +99,7 @@ class PerExampleDuplicated(CoupledMode):
         self._refuse_large(int(batch.mask.sum()))
         ids, real = batch.unit_ids, batch.mask[batch.unit_ids]
         for part in rows_in_turn(len(ids), self.rows_at_once):
+            # Each row is a unit of its own to the engine: its gradient holds copies of all passages.
             slots = torch.arange(part.stop - part.start, device=ids.device)
             self.add(module.copied_loss(batch, part), slots, real[part])
         self.counts.units += int(batch.mask.sum()) - int(real.sum())  # units of which no row is left

@@ -60,9 +60,11 @@ class PlainGradients(PrivacyMode):
         salt: str = "",
         starts: Mapping[str, int] | None = None,
     ) -> Update:
+        # The realised number, which is private: nothing is promised here.
         units = max(self.counts.units, 1)
         self.counts = StepCounts()
         gradients = {name: total / units for name, total in sums.items()}
+        # Infinite, so that a ledger without noise is never read as one with it.
         return Update(gradients, noise_std=0.0, sensitivity=float("inf"), denominator=float(units))
 
 

@@ -88,5 +88,6 @@ class PublicPassages(DPSGD):
         if self.passage_gradient != "full":
             super().contribute(module, batch)
             return
+        # Each query gets a copy of the pool for exact gradients through it; few at a time bound the memory.
         for part in split_batch(batch, units_at_once=self.units_at_once):
             super().contribute(module, part)
