@@ -334,7 +334,7 @@ def cautions(plan: PrivacyPlan) -> list[str]:
             text += f" The noise planned here gives epsilon {same['epsilon']:.4g} at that delta."
         found.append(text)
     rate = _sample_rate(law)
-    if isinstance(plain(law), (Poisson, TruncatedPoisson, FixedSize)) and rate is not None and rate > LARGE_RATE:
+    if isinstance(simplest_law(law), (Poisson, TruncatedPoisson, FixedSize)) and rate is not None and rate > LARGE_RATE:
         found.append(
             f"A step draws {rate:.0%} of the units. Above one half sampling hardly hides who took part, and the noise "
             "is nearly that of full batches; usual is a quarter at most. Lower datamodule.expected_batch_size."
