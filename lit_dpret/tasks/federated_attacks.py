@@ -40,7 +40,7 @@ from lit_dpret.modules import AS2DualEncoder
 from lit_dpret.privacy.accounting.accountant import calibrate_noise
 from lit_dpret.privacy.accounting.releases import FullBatch
 from lit_dpret.privacy.modes import NoPrivacy
-from lit_dpret.report.federated_attacks import write_federated_attacks
+from lit_dpret.report.page import INTERNAL, render, write_short
 from lit_dpret.settings import require_whole
 from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.stages import Stages, settings_fingerprint
@@ -124,7 +124,11 @@ class FederatedAttacks:
             facts["requests"] = self._requests(parts, stages, folders, make)
         if "updates" in self.attacks:
             facts["updates"] = self._updates(parts, stages, folders, make)
-        written = write_federated_attacks(facts, parts.run_dir)
+        written = write_short(
+            parts.run_dir, "federated_attacks", "Attacks from inside a federation", facts,
+            render("federated_attacks.md", facts).splitlines(),
+            internal=INTERNAL.format(what="queries") if facts["internal"] else "",
+        )  # fmt: skip
         console = Console()
         for line in written.lines:
             console.print(line, highlight=False, soft_wrap=True)
