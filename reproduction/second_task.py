@@ -29,9 +29,8 @@ from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.settings import picked, require_number, require_whole
 from lit_dpret.tasks.parts import Parts
 from reproduction.published import PAPER_002
-from reproduction.report.metrics_table import MetricsTable
-from reproduction.report.variant_report import SETTINGS, VariantReport, beside_the_paper, made_by
 from reproduction.report.variant_runs import UNTRAINED, VariantRun
+from reproduction.report.variants import SETTINGS, MetricsTable, VariantReport, beside_the_paper, made_by
 from reproduction.study import Study
 from reproduction.variant_study import START
 
@@ -92,9 +91,6 @@ def train_second_task(
         classes: How many classes there are; the width of the last layer.
         seed: Of the classifier's first weights and the order of the images.
         how: Its settings.
-
-    Raises:
-        DataError: Labels do not fit the images or the classes, or an embedding is not finite.
     """
     how = how or Classifier()
     known, unseen = (embed(net, images) for images, _ in (train, test))

@@ -35,8 +35,8 @@ from lit_dpret.tasks.fit import Training, train
 from lit_dpret.tasks.parts import Parts
 from lit_dpret.tasks.pipeline_stages import is_begun
 from reproduction.curve_recorder import CurveRecorder, HeldOutLoss, read_curve
-from reproduction.report.variant_report import Finished, write_study
 from reproduction.report.variant_runs import UNTRAINED, VariantRun
+from reproduction.report.variants import Finished, write_study
 from reproduction.study import Study
 
 START = "untrained"
@@ -177,7 +177,7 @@ class VariantStudy(Study):
     def _finished(self, name: str, seed: int) -> Finished:
         result = self._stages.run(_stage(name, seed), lambda folder, resume: self._train(name, seed, folder, resume))
         part = self.variants[name].part
-        return Finished(name=name, part=part, run=VariantRun(**result["run"]), **result["more"])
+        return Finished(name=name, part=part, run=VariantRun(**result["run"]), facts=result["facts"])
 
     def _start(self, seed: int) -> list[VariantRun]:
         """Return the encoder that the variants of ``seed`` start from; none where `report_only` finds it missing."""
@@ -247,14 +247,14 @@ class VariantStudy(Study):
             seed=seed,
             steps=curve.steps,
             losses=curve.losses,
+            held_out=curve.held_out,
             examples=[batch * step for step in curve.steps],
             seconds=curve.seconds,
             metrics={**knn.scores.to_dict(), "held_out_loss": curve.held_out[-1]},
             confusion=knn.confusion.tolist(),
             batch_size=batch,
         )
-        facts = self._facts(module, accountant, folder, curve.seconds)
-        return {"run": asdict(run), "more": {"held_out": curve.held_out, "facts": facts}}
+        return {"run": asdict(run), "facts": self._facts(module, accountant, folder, curve.seconds)}
 
     def _facts(
         self, module: Any, accountant: PrivacyAccountant, folder: Path, seconds: Sequence[float]

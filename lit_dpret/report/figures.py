@@ -17,7 +17,11 @@ from lit_dpret.errors import ConfigurationError
 from lit_dpret.files import write_whole
 
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#666666"
-STYLES = ((BLUE, "-", "o"), (ORANGE, "--", "s"), (GREEN, ":", "^"), (PURPLE, "-.", "D"))
+# Lines are told apart by dashes and markers as well as by colour.
+STYLES: tuple[tuple[str, Any, str], ...] = (
+    (BLUE, "-", "o"), (ORANGE, "--", "s"), (GREEN, ":", "^"), (PURPLE, "-.", "D"), ("#000000", (0, (5, 1)), "v"),
+    ("#E69F00", (0, (3, 1, 1, 1)), "P"), ("#56B4E9", (0, (1, 1)), "X"),
+)  # fmt: skip
 
 
 def can_draw() -> bool:

@@ -11,23 +11,20 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 from lit_dpret.cards.page import Banner, Block, Bullets, Code, Grid, Paragraph, Section
 from lit_dpret.errors import DataError
 from lit_dpret.privacy.ledger.chain import today
-from lit_dpret.report.figures import new_figure, save_png, tidy
+from lit_dpret.report.figures import STYLES, new_figure, save_png, tidy
 from lit_dpret.report.page import Page, Picture
 from lit_dpret.report.paper_004 import COLUMNS
 from lit_dpret.report.table import Table, ends
 from lit_dpret.retrieval.statistics import Interval, seed_interval
 
 SHOWN = "sentence/success@1"
-_STYLES = (
-    ("#0072B2", "-", "o"), ("#D55E00", "--", "s"), ("#009E73", "-.", "^"), ("#CC79A7", ":", "D"),
-    ("#000000", (0, (5, 1)), "v"), ("#E69F00", (0, (1, 1)), "P"),
-)  # fmt: skip
 _GREY = "#777777"
 _ASIDE = 0.008  # of the axis, from one line to the next, so that their intervals can be told apart
 INTERNAL = (
@@ -130,9 +127,6 @@ def write_study(page: StudyPage, folder: Path, name: str, *, picture: Path | Non
 
     Returns:
         The files by name.
-
-    Raises:
-        StorageError: A file cannot be written.
     """
     facts = asdict(page)
     del facts["axis"]
@@ -143,11 +137,7 @@ def write_study(page: StudyPage, folder: Path, name: str, *, picture: Path | Non
 
 
 def read_study(path: Path) -> StudyPage:
-    """Read the page that `write_study` wrote as JSON; without its axis.
-
-    Raises:
-        DataError: The file cannot be read, or is no study.
-    """
+    """Read the page that `write_study` wrote as JSON; without its axis."""
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
         for row in facts["rows"]:
@@ -237,11 +227,7 @@ def _sheet(page: StudyPage) -> Table:
 
 
 def draw_study(page: StudyPage, path: Path) -> Path:
-    """Write the picture of a study as a PNG: gains (the paper's Figure 4), quality against bytes, or lines (Figure 5).
-
-    Raises:
-        StorageError: The file cannot be written.
-    """
+    """Write the picture of a study: gains (the paper's Figure 4), quality against bytes, or lines (Figure 5)."""
     return save_png(figure_of(page), path, owner_only=True)
 
 
@@ -264,7 +250,7 @@ def _lines(axis: Any, page: StudyPage) -> None:
     places = sorted({row.at for row in page.rows if row.at is not None})
     if len(places) > 1 and places[0] > 0 and places[-1] / places[0] >= 8:
         axis.set_xscale("log")
-    for number, (style, (line, rows)) in enumerate(zip(_cycled(), _by_line(page).items(), strict=False)):
+    for number, (style, (line, rows)) in enumerate(zip(cycle(STYLES), _by_line(page).items(), strict=False)):
         colour, dashes, marker = style
         if all(row.at is None for row in rows):
             axis.axhline(rows[0].interval(SHOWN).mean, color=_GREY, linestyle=dashes, linewidth=1.0, label=line)
@@ -296,7 +282,7 @@ def _aside(at: float, number: int, places: list[float], *, logarithmic: bool) ->
 def _clients(axis: Any, page: StudyPage) -> None:
     lines = list(page.gains[0].gains)
     width = 0.8 / len(lines)
-    for number, ((colour, _, _), line) in enumerate(zip(_cycled(), lines, strict=False)):
+    for number, ((colour, _, _), line) in enumerate(zip(cycle(STYLES), lines, strict=False)):
         found = [seed_interval(gain.gains[line]) for gain in page.gains]
         places = [place + (number - (len(lines) - 1) / 2) * width for place in range(len(found))]
         axis.bar(
@@ -318,7 +304,7 @@ def _clients(axis: Any, page: StudyPage) -> None:
 
 def _bytes(axis: Any, page: StudyPage) -> None:
     sent = [row.stage2_bytes for row in page.rows if row.stage2_bytes > 0]
-    lines = zip(_cycled(), _by_line(page).items(), strict=False)
+    lines = zip(cycle(STYLES), _by_line(page).items(), strict=False)
     for number, ((colour, dashes, marker), (line, rows)) in enumerate(lines):
         if all(row.stage2_bytes == 0 for row in rows):
             axis.axhline(
@@ -363,7 +349,3 @@ def _by_line(page: StudyPage) -> dict[str, list[StudyRow]]:
 
 def _reach(interval: Interval) -> float:
     return 0.0 if math.isnan(interval.high) else interval.high - interval.mean
-
-
-def _cycled() -> list[Any]:
-    return [*_STYLES, *_STYLES]

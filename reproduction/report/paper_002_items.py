@@ -6,13 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from lit_dpret.cards.page import Block, Paragraph
-from lit_dpret.report.page import Picture, copied_picture
+from lit_dpret.report.page import Picture
 from reproduction.published import PAPER_002 as PUBLISHED
 from reproduction.report import variant_figures as figures
-from reproduction.report.metrics_table import MetricsTable
 from reproduction.report.reproduction import Show, read_paper
-from reproduction.report.variant_report import UNTRAINED_RUNS
 from reproduction.report.variant_runs import UNTRAINED, VariantRun, read_runs
+from reproduction.report.variants import UNTRAINED_RUNS, MetricsTable, equal_negatives
 
 BASELINE = "Non-private"
 
@@ -52,12 +51,6 @@ def _table(paper: Mapping[str, Sequence[float]], *, relative: bool) -> Show:
     return show
 
 
-def _equal_negatives(results: Path, picture: Path) -> list[Block]:
-    table = MetricsTable.read(results / "equal_negatives.json")
-    drawn = copied_picture(results / "equal_negatives.png", picture, "Held-out loss with as many negatives for all")
-    return [drawn, table.grid(relative=False), Paragraph(table.caption(relative=False), small=True)]
-
-
 def _shows() -> dict[str, Show]:
     """Return by number what shows each table and figure."""
     absolute, relative, confusions = PUBLISHED["table_3"], PUBLISHED["table_1"], _figure(figures.draw_confusions)
@@ -74,7 +67,7 @@ def _shows() -> dict[str, Show]:
         "Table 3, ResNet18": _table(absolute["ResNet18"], relative=False),
         "Figure 5": _figure(figures.draw_runtime),
         "Table 4": _table(PUBLISHED["table_4"], relative=False),
-        "Beyond the paper, equal negatives": _equal_negatives,
+        "Beyond the paper, equal negatives": equal_negatives,
     }
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy import signal, stats
 
 from lit_dpret.errors import DataError
-from lit_dpret.report.figures import new_figure, save_png, tidy
+from lit_dpret.report.figures import STYLES, new_figure, save_png, tidy
 from reproduction.report.variant_runs import VariantRun, by_variant
 
 Band = Literal["interval", "range"]
@@ -148,10 +148,6 @@ def _plain(values: Floats) -> tuple[float, ...]:
 
 # -- the figures -----------------------------------------------------------------------------------
 
-_STYLES = (
-    ("#0072B2", "-"), ("#D55E00", "--"), ("#009E73", "-."), ("#CC79A7", ":"), ("#56B4E9", (0, (5, 1))),
-    ("#E69F00", (0, (3, 1, 1, 1))), ("#000000", (0, (1, 1))),
-)  # fmt: skip
 _AXES = {"steps": "steps", "examples": "examples seen", "seconds": "seconds"}
 _MOST_NUMBERED = 12  # classes up to which a confusion matrix shows its numbers
 _RELATIVE = "the observed loss divided by the lowest loss of all runs shown."
@@ -172,6 +168,11 @@ def draw_relative_loss(
     return f"{_counts(curves)}. Relative {of}: {_RELATIVE} Lines are means over runs; {_INTERVAL}."
 
 
+def draw_held_out(runs: Sequence[VariantRun], path: Path) -> str:
+    """Draw the same of the loss of images that were not trained on."""
+    return draw_relative_loss([replace(run, losses=run.held_out) for run in runs], path, of="held-out loss")
+
+
 def draw_batch_sizes(runs: Sequence[VariantRun], path: Path, *, variant: str) -> str:
     """Figure 1, right: single runs of one variant with different batch sizes, relative to the lowest loss of ``runs``.
 
@@ -188,7 +189,7 @@ def draw_batch_sizes(runs: Sequence[VariantRun], path: Path, *, variant: str) ->
     for number, (size, run) in enumerate(sorted(found.items())):
         # Small batches are noisy, where dashes would not show: widths tell the lines apart, thin behind thick.
         wide = 0.6 + 1.6 * number / max(1, len(found) - 1)
-        colour = _STYLES[number % len(_STYLES)][0]
+        colour = STYLES[number % len(STYLES)][0]
         values = np.asarray(run.losses) / lowest
         panel.plot(observed(run, "examples"), values, color=colour, linewidth=wide, label=f"n = {size:,}")
     _dress(panel, xlabel=_AXES["examples"], ylabel="relative training loss", title=variant)
@@ -202,7 +203,7 @@ def draw_smoothed_loss(runs: Sequence[VariantRun], path: Path, *, axis: Axis = "
     lowest = lowest_loss(single)
     figure, (panel,) = _figure(1)
     windows: dict[str, str] = {}
-    for run, (colour, dashes) in zip(single, itertools.cycle(_STYLES), strict=False):
+    for run, (colour, dashes, _) in zip(single, itertools.cycle(STYLES), strict=False):
         x, values = observed(run, axis), np.asarray(run.losses) / lowest
         smoothed, window = smooth(values)
         windows[run.variant] = "with too few observations to smooth" if window is None else f"window {window}"
@@ -284,7 +285,7 @@ def _figure(
 
 
 def _draw_curves(panel: Any, curves: Sequence[Curve], *, bands: bool = True, scale: float = 1) -> None:
-    for curve, (colour, dashes) in zip(curves, itertools.cycle(_STYLES), strict=False):
+    for curve, (colour, dashes, _) in zip(curves, itertools.cycle(STYLES), strict=False):
         marker = "o" if len(curve.x) == 1 else None
         mean, low, high = (scale * np.asarray(values) for values in (curve.mean, curve.low, curve.high))
         panel.plot(curve.x, mean, color=colour, linestyle=dashes, marker=marker, label=curve.variant)

@@ -21,8 +21,8 @@ from lit_dpret.errors import DataError, schema_problem
 from lit_dpret.files import write_whole
 
 SCHEMA = "lit-dpret/variant-run/1"
+# The variant of encoders before their first step: what a score is without any training, private or not.
 UNTRAINED = "Untrained"
-"""The variant of encoders before their first step: what a score is without any training, private or not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +34,9 @@ class VariantRun:
         seed: Of the run; a variant has each seed once.
         steps: Optimizer steps taken at each observation, increasing.
         losses: Training loss at each observation, per example.
+        held_out: The loss of images that were not trained on; empty where it was not measured.
         examples: Examples seen at each observation; empty where it was not counted.
-        seconds: Wall time since the first step began, at each observation, increasing; empty where not measured.
+        seconds: Wall time since the first step began, increasing; empty where not measured.
         metrics: Test metrics at the last evaluation, by name.
         confusion: Counts at the last evaluation; row: true, column: predicted. None where not measured.
         batch_size: Examples of a batch; None where it was not recorded.
@@ -45,6 +46,7 @@ class VariantRun:
     seed: int
     steps: Sequence[int]
     losses: Sequence[float]
+    held_out: Sequence[float] = ()
     examples: Sequence[int] = ()
     seconds: Sequence[float] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -53,13 +55,13 @@ class VariantRun:
 
     def __post_init__(self) -> None:
         name = f"The run {self.variant!r} of seed {self.seed}"
-        for of in ("steps", "losses", "examples", "seconds"):
+        for of in ("steps", "losses", "held_out", "examples", "seconds"):
             values = getattr(self, of)
             if len(values) != len(self.losses) and (values or of == "steps"):
                 raise DataError(f"{name} has {len(self.losses)} losses and {len(values)} {of}.")
             if not all(math.isfinite(value) for value in values):
                 raise DataError(f"{name} has {of} that are not finite: it diverged, or was written wrongly.")
-            if of != "losses" and any(b <= a for a, b in itertools.pairwise(values)):
+            if of not in ("losses", "held_out") and any(b <= a for a, b in itertools.pairwise(values)):
                 raise DataError(f"{name} has {of} that do not increase.")
         if not self.losses:
             raise DataError(f"{name} has no losses.")

@@ -23,7 +23,6 @@ from lit_dpret.privacy.modes import BatchClip, LogitDP, NoPrivacy
 from lit_dpret.tasks.parts import Parts
 from reproduction import SecondTask, Variant, VariantStudy
 from reproduction.curve_recorder import HeldOutLoss, read_curve
-from reproduction.report.metrics_table import MetricsTable
 from reproduction.report.variant_runs import read_runs
 from reproduction.second_task import fitted
 
@@ -104,7 +103,7 @@ def test_a_study_ends_with_the_papers_figures_tables_and_what_was_promised(finis
         assert all(map(torch.equal, kept.net.state_dict().values(), fresh.net.state_dict().values()))
         assert start.metrics["held_out_loss"] == start.losses[0] and len(start.metrics) == len(runs[0].metrics)
     for name in ("metrics", "losses", "equal_negatives"):
-        assert "Untrained" in MetricsTable.read(report / f"{name}.json").rows, name
+        assert "\nUntrained," in (report / f"{name}.csv").read_text(encoding="utf-8"), name
     page = (report / "README.md").read_text(encoding="utf-8")
     assert "Twelve images." in page and "python train.py experiment=tiny" in page
     assert "/ 0.819" in page and "/ 0.212" in page  # the paper's, beside ours
@@ -231,5 +230,5 @@ def test_a_variant_out_of_range_is_refused(changes: dict[str, Any]) -> None:
 def test_variants_beside_the_papers_can_be_run_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As where several processes share the work, each with some of the variants."""
     study(only=["sigmoid"], seeds=[0]).run(parts(tmp_path))
-    assert "Sigmoid" in (tmp_path / "run" / "report" / "losses.md").read_text()
+    assert "Sigmoid" in (tmp_path / "run" / "report" / "losses.csv").read_text()
     assert f"written: {tmp_path / 'run' / 'report' / 'README.md'}\n" in capsys.readouterr().out

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +9,8 @@ from variant_runs import run
 
 from lit_dpret.errors import DataError
 from reproduction.published import PAPER_002
-from reproduction.report.metrics_table import PAPER_METRICS, MetricsTable
 from reproduction.report.variant_runs import VariantRun
+from reproduction.report.variants import PAPER_METRICS, MetricsTable
 
 TITLES = {"accuracy": "Accuracy", "best_recall": "Recall"}
 
@@ -42,15 +40,8 @@ def test_means_stand_with_their_deviation_or_divided_by_those_of_the_baseline() 
     assert single.caption(relative=False).startswith("Test metrics over 1 run. Recall")
 
 
-def test_files_hold_every_number_and_read_back(tmp_path: Path) -> None:
-    of().write(tmp_path)
-    rows = list(csv.DictReader((tmp_path / "metrics.csv").open()))
-    assert len(rows) == 4 and float(rows[0]["relative"]) == pytest.approx(0.5) and rows[0]["runs"] == "2"
-    assert (tmp_path / "metrics.md").read_text().count("| Logit-DP |") == 2
-    assert MetricsTable.read(tmp_path / "metrics.json") == of()
-    (tmp_path / "metrics.json").write_text("[]")
-    with pytest.raises(DataError, match=r"metrics\.json"):
-        MetricsTable.read(tmp_path / "metrics.json")
+def test_the_sheet_holds_every_number() -> None:
+    assert [row[-2:] for row in of().sheet().rows] == [[pytest.approx(0.5), 2], [1.0, 2], [1.0, 2], [1.0, 2]]
 
 
 def test_a_baseline_of_zero_gives_no_ratio() -> None:

@@ -13,8 +13,8 @@ from variant_runs import run
 from lit_dpret.errors import ConfigurationError, DataError
 from reproduction.report import variant_figures as figures
 from reproduction.report.variant_figures import relative_curves, smooth, speed_curves
-from reproduction.report.variant_report import VariantReport
 from reproduction.report.variant_runs import VariantRun, read_runs
+from reproduction.report.variants import VariantReport
 
 pytest.importorskip("matplotlib")
 
@@ -127,7 +127,8 @@ def test_the_loss_picture_holds_the_mean_of_each_variant_and_a_band(drawn: list[
 
 
 def test_lines_differ_in_dashes_and_not_only_in_colour() -> None:
-    assert len({str(dashes) for _, dashes in figures._STYLES}) == len({c for c, _ in figures._STYLES}) == 7
+    for distinct in zip(*figures.STYLES, strict=True):
+        assert len(set(map(str, distinct))) == len(figures.STYLES) == 7
 
 
 def test_the_batch_picture_holds_one_run_of_each_size(drawn: list[Any], tmp_path: Path) -> None:

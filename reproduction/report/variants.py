@@ -1,0 +1,365 @@
+"""Runs of several variants of one training as a table in the form of paper 002's tables 1 to 4, and as a page.
+
+`VariantReport` takes runs from anywhere; `write_study` adds what `task=variants` knows beside them: the
+held-out loss, the variants that go beyond the paper, the paper's numbers, settings and privacy.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lit_dpret.cards.page import Block, Code, Grid, Paragraph, Section
+from lit_dpret.errors import DataError
+from lit_dpret.files import write_whole
+from lit_dpret.report.page import Page, Picture, Sheet
+from reproduction.published import PAPER_002
+from reproduction.report import variant_figures as figures
+from reproduction.report.variant_runs import UNTRAINED, VariantRun, by_variant, read_runs, write_runs
+
+PAGE, SETTINGS = "README", "settings.json"
+RUNS, BATCH_RUNS, UNTRAINED_RUNS = "runs.jsonl", "batch_runs.jsonl", "untrained.jsonl"
+# In the order of the paper's columns. Its recall, precision and F-beta are those of the best class of each run.
+PAPER_METRICS: Mapping[str, str] = {
+    "accuracy": "Accuracy",
+    "best_recall": "Recall (best class)",
+    "best_precision": "Precision (best class)",
+    "best_f_beta": "F-beta (best class)",
+}
+
+
+# -- the table -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One metric of one variant over its runs; ``relative`` is its mean over the baseline's, None where that is 0."""
+
+    values: Sequence[float]
+    relative: float | None
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.values)
+
+    @property
+    def deviation(self) -> float | None:
+        """The standard deviation over the runs (divided by runs - 1); None for one run."""
+        return statistics.stdev(self.values) if len(self.values) > 1 else None
+
+    def show(self, *, relative: bool) -> str:
+        if relative:
+            return _number(self.relative)
+        return _number(self.mean) if self.deviation is None else f"{self.mean:.3f} / {self.deviation:.3f}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricsTable:
+    """Metrics by variant; tables 1 and 2 of the paper divide by Non-Private, tables 3 and 4 show the numbers."""
+
+    baseline: str | None
+    metrics: Mapping[str, str]
+    rows: Mapping[str, Mapping[str, Cell]]
+
+    @classmethod
+    def of(
+        cls, runs: Sequence[VariantRun], *, baseline: str | None, metrics: Mapping[str, str] = PAPER_METRICS
+    ) -> MetricsTable:
+        """Return the table of all runs of a comparison."""
+        groups = by_variant(runs)
+        if baseline is not None and baseline not in groups:
+            raise DataError(f"The baseline {baseline!r} is not among the variants {', '.join(groups)}.")
+        for run, name in ((run, name) for run in runs for name in metrics if name not in run.metrics):
+            raise DataError(f"The run {run.variant!r} of seed {run.seed} has no metric {name!r}.")
+        values = {v: {name: [run.metrics[name] for run in group] for name in metrics} for v, group in groups.items()}
+        base = {name: statistics.fmean(values[baseline][name]) for name in metrics} if baseline is not None else {}
+        rows = {
+            variant: {
+                name: Cell(values=found, relative=statistics.fmean(found) / base[name] if base.get(name) else None)
+                for name, found in by_name.items()
+            }
+            for variant, by_name in values.items()
+        }
+        return cls(baseline=baseline, metrics=dict(metrics), rows=rows)
+
+    def sheet(self) -> Grid:
+        """Return every number, a line for each variant and metric."""
+        lines = [
+            [variant, metric, cell.mean, cell.deviation, cell.relative, len(cell.values)]
+            for variant, cells in self.rows.items()
+            for metric, cell in cells.items()
+        ]
+        return Grid(["variant", "metric", "mean", "standard_deviation", "relative", "runs"], lines)
+
+    def blocks(self) -> list[Block]:
+        """Return the table as it is and, where there is a baseline, divided by it; each with its caption."""
+        forms = [False] if self.baseline is None else [True, False]
+        return [block for form in forms for block in (Paragraph(self.caption(relative=form)), self.grid(relative=form))]
+
+    def grid(self, *, relative: bool) -> Grid:
+        """Relative means, or means with standard deviations."""
+        rows = [[v, *(cells[name].show(relative=relative) for name in self.metrics)] for v, cells in self.rows.items()]
+        return Grid(("", *self.metrics.values()), rows, frozenset(range(1, 1 + len(self.metrics))))
+
+    def caption(self, *, relative: bool) -> str:
+        """Say what the numbers are, in two sentences."""
+        counts = {len(cell.values) for cells in self.rows.values() for cell in cells.values()}
+        low, high = min(counts), max(counts)
+        over = f"{low} run" if low == high == 1 else f"{low} runs" if low == high else f"{low} to {high} runs"
+        best = ""
+        if any(name.startswith("best_") for name in self.metrics):
+            best = " Recall, precision and F-beta are those of each run's best class, averaged over runs."
+        if relative:
+            return f"Test metrics over {over}, each mean divided by that of {self.baseline}.{best}"
+        return f"Test metrics over {over}{'' if high == 1 else ': mean / standard deviation'}.{best}"
+
+    def shares_of_the_gain(self, *, start: str, metric: str = "accuracy") -> str:
+        """Say what each variant keeps of the baseline's gain over ``start``; empty where there is no gain."""
+        if self.baseline is None or start not in self.rows or metric not in self.metrics:
+            return ""
+        # A mean over the baseline's counts what the encoder had before it was trained as if it had been learned.
+        base, low = self.rows[self.baseline][metric].mean, self.rows[start][metric].mean
+        if base <= low:
+            return ""
+        shares = [
+            f"{variant} {(cells[metric].mean - low) / (base - low):.0%}"
+            for variant, cells in self.rows.items()
+            if variant not in (self.baseline, start)
+        ]
+        return (
+            f"Of the gain of {self.baseline} over {start.lower()} encoders in {self.metrics[metric].lower()} "
+            f"({low:.3f} to {base:.3f}): {', '.join(shares)}."
+        )
+
+    def beside_the_paper(self, paper: Mapping[str, Sequence[float]], *, relative: bool) -> Grid:
+        """Return each cell ours / the paper's; a dash where one of them has no such variant."""
+        rows: list[list[str]] = []
+        for variant in dict.fromkeys([*self.rows, *paper]):
+            cells: list[Any] = [self.rows.get(variant, {}).get(name) for name in PAPER_METRICS]
+            ours = [cell and (cell.relative if relative else cell.mean) for cell in cells]
+            theirs = paper.get(variant, [None] * len(PAPER_METRICS))
+            pairs = zip(ours, theirs, strict=True)
+            rows.append([variant, *(f"{_number(mine)} / {_number(theirs)}" for mine, theirs in pairs)])
+        header = ("ours / paper", *PAPER_METRICS.values())
+        return Grid(header, rows, frozenset(range(1, len(header))))
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"
+
+
+def beside_the_paper(
+    table: MetricsTable, name: str, relative: Mapping[str, Any], said: str, absolute: Mapping[str, Any]
+) -> Section:
+    """Return ours / the paper's, divided by the baseline where there is one, and as they are."""
+    blocks: list[Block] = []
+    if table.baseline is not None:
+        blocks.append(Paragraph(f"{name}, each divided by {table.baseline}."))
+        blocks.append(table.beside_the_paper(relative, relative=True))
+    blocks += [Paragraph(said), table.beside_the_paper(absolute, relative=False)]
+    return Section("Beside the paper", blocks)
+
+
+# -- the page --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class VariantReport:
+    """Everything that runs have the data for; what they lack is left out.
+
+    Args:
+        runs: Runs of one task, several variants and seeds.
+        baseline: The variant that metrics are divided by, ``Non-private`` in the paper; None for none.
+        batch_runs: Single runs of a variant with different batch sizes (figure 1, right); their losses
+            are divided by the lowest among themselves and ``runs``.
+        class_names: For the confusion matrices.
+        metrics: Names and titles of the metrics in the table.
+        title: Of the page and the figures.
+        untrained: Encoders before their first step: rows of the table, and in no figure.
+        lead: Blocks above the first picture.
+        more: Further sections of the page.
+        tables: Further files with tables.
+    """
+
+    runs: Sequence[VariantRun]
+    baseline: str | None = None
+    batch_runs: Sequence[VariantRun] = ()
+    class_names: Sequence[str] = ()
+    metrics: Mapping[str, str] = field(default_factory=lambda: PAPER_METRICS)
+    title: str = "Comparison"
+    untrained: Sequence[VariantRun] = ()
+    lead: Sequence[Block] = ()
+    more: Sequence[Section] = ()
+    tables: Mapping[str, Sheet] = field(default_factory=dict)
+
+    def write(self, folder: Path) -> Path:
+        """Write the runs, their figures, ``metrics.csv`` and a page that shows all; return the page in Markdown."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, some in ((RUNS, self.runs), (BATCH_RUNS, self.batch_runs), (UNTRAINED_RUNS, self.untrained)):
+            if some:
+                write_runs(some, folder / name)
+        shown = self._draw(folder)
+        drawn = [block for name, said in shown.items() for block in _shown(folder / name, said)]
+        sections = [Section("Figures", drawn)]
+        judged, tables = [*self.runs, *self.untrained], dict(self.tables)
+        known = {name: words for name, words in self.metrics.items() if all(name in run.metrics for run in judged)}
+        if known:
+            table = MetricsTable.of(judged, baseline=self.baseline, metrics=known)
+            tables["metrics.csv"] = table.sheet()
+            shares = table.shares_of_the_gain(start=UNTRAINED)
+            sections.append(Section("Metrics", [*table.blocks(), *([Paragraph(shares)] if shares else [])]))
+        page = Page(
+            name=PAGE, title=self.title, subtitle="", lead=self.lead, sections=[*sections, *self.more],
+            facts={"title": self.title, "baseline": self.baseline, "figures": shown}, tables=tables, owner_only=False,
+        )  # fmt: skip
+        return page.write(folder)[f"{PAGE}.md"]
+
+    def _draw(self, folder: Path) -> dict[str, str]:
+        """Draw the figures that the runs tell enough for; return their captions by file name."""
+        runs, title, shown = self.runs, self.title, dict[str, str]()
+        axis: figures.Axis = "examples" if all(run.examples for run in runs) else "steps"
+        for name, draw in (
+            ("relative_loss.png", figures.draw_relative_loss),
+            ("smoothed_loss.png", figures.draw_smoothed_loss),
+        ):
+            shown[name] = draw(runs, folder / name, axis=axis, title=title)
+        for number, variant in enumerate(dict.fromkeys(run.variant for run in self.batch_runs)):
+            name = "batch_sizes.png" if number == 0 else f"batch_sizes_{number + 1}.png"
+            own = [run for run in self.batch_runs if run.variant == variant]
+            some = [*own, *(run for run in runs if run.variant != variant)]
+            shown[name] = figures.draw_batch_sizes(some, folder / name, variant=variant)
+        if any(run.confusion is not None for run in runs):
+            name, classes = "confusion.png", self.class_names
+            shown[name] = figures.draw_confusions(runs, folder / name, names=classes, title=title)
+        if all(run.seconds and len(run.examples) > 1 for run in runs):
+            shown["runtime.png"] = figures.draw_runtime(runs, folder / "runtime.png", title=title)
+        return shown
+
+
+def _shown(path: Path, said: str) -> list[Block]:
+    return [Picture(path, path.name), Paragraph(said)]
+
+
+def made_by(command: str, *notes: str) -> list[Block]:
+    """Return the lead of a page: remarks, and what to type to get the same again."""
+    return [*(Paragraph(note) for note in notes if note), Paragraph("Made by"), Code(command)]
+
+
+# -- what task=variants adds -------------------------------------------------------------------------
+
+_METRICS = {**PAPER_METRICS, "held_out_loss": "Held-out loss"}
+_SIDE_PARTS: Mapping[str, str] = {
+    "equal_negatives": "The same with as many negatives for every variant",
+    "losses": "Other losses over pairs",
+}
+_COLUMNS = {
+    "eps_of_the_updates": "eps of the updates", "delta": "delta", "noise_multiplier": "sigma",
+    "l2_sensitivity": "L2 sensitivity", "bound": "bound", "n_max": "n_max", "norms": "norms",
+    "sub_batches": "sub-batches", "lr": "lr", "steps": "steps", "seconds_per_step": "s / step",
+}  # fmt: skip
+_WHAT_IS_CLAIMED = (
+    "No epsilon is claimed for these models: the curves above are computed from the images that were trained on, so "
+    "the card of every private run says not_proved. The column eps of the updates is what its ledger charged for the "
+    "noised updates alone, at the delta beside it; it would be the claim had nothing else been shown. The choice of "
+    "the settings is not in it either."
+)
+_NOT_COMPARABLE = (
+    "The training losses above are of each variant's own loss and batches, as the paper's are: a softmax among n "
+    "images starts near log n, so a variant whose negatives come from sub-batches starts lower by nothing it learned."
+)
+_HELD_OUT_MEANS = (
+    "The softmax loss at temperature 1 on test images, the same groups and the same views for all, so that variants "
+    "with other losses or other numbers of negatives can be compared."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """One run that is done: its name in ``task.variants``, and what was done, as plan and ledger have it."""
+
+    name: str
+    part: str
+    run: VariantRun
+    facts: Mapping[str, Any]
+
+
+def write_study(
+    finished: Sequence[Finished], folder: Path, *, baseline: str | None, class_names: Sequence[str], note: str,
+    command: str, net: str, untrained: Sequence[VariantRun] = (),
+) -> Path:  # fmt: skip
+    """Write the report of all runs that are done."""
+    main = [each for each in finished if each.part == "paper"] or list(finished)
+    runs = [each.run for each in main]
+    base = baseline if any(run.variant == baseline for run in runs) else None
+    folder.mkdir(parents=True, exist_ok=True)
+    held_out = [*_held_out(runs, folder / "held_out_loss.png"), Paragraph(_HELD_OUT_MEANS)]
+    more = [Section("Held-out loss", [Paragraph(_NOT_COMPARABLE), *held_out])]
+    if net in PAPER_002["table_1"]:
+        ours = MetricsTable.of([*runs, *untrained], baseline=base)
+        relative, absolute = PAPER_002["table_1"][net], PAPER_002["table_3"][net]
+        said = f"Table 3 ({net}), absolute; the paper's are means over ten runs."
+        more.append(beside_the_paper(ours, f"Table 1 ({net})", relative, said, absolute))
+    tables: dict[str, Sheet] = {}
+    for part, title in _SIDE_PARTS.items():
+        if own := [each.run for each in finished if each.part == part]:
+            seeds = {run.seed for run in own}
+            beside = [each.run for each in main if each.run.seed in seeds and each.part != part] + own
+            judged = beside + [run for run in untrained if run.seed in seeds]
+            write_runs(judged, folder / f"{part}.jsonl")
+            table = MetricsTable.of(judged, baseline=base, metrics=_METRICS)
+            tables[f"{part}.csv"] = table.sheet()
+            more.append(Section(title, [*_held_out(beside, folder / f"{part}.png"), *table.blocks()]))
+    more.append(Section("Settings and privacy", [Paragraph(_WHAT_IS_CLAIMED), _settings(finished)]))
+    settings = [
+        {"variant": one.run.variant, "name": one.name, "seed": one.run.seed, "part": one.part, **one.facts}
+        for one in finished
+    ]
+    write_whole(folder / SETTINGS, json.dumps(settings, indent=1) + "\n")
+    return VariantReport(
+        runs=runs, baseline=base, batch_runs=_batch_runs(finished, runs), class_names=class_names, metrics=_METRICS,
+        title="Views of one image among those of others", untrained=untrained, lead=made_by(command, note), more=more,
+        tables=tables,
+    ).write(folder)  # fmt: skip
+
+
+def equal_negatives(results: Path, picture: Path) -> list[Block]:
+    """Return the side part of a report with as many negatives for all, made again from its runs."""
+    judged = read_runs(results / "equal_negatives.jsonl")
+    said = figures.draw_held_out([run for run in judged if run.variant != UNTRAINED], picture)
+    table = MetricsTable.of(judged, baseline=None, metrics=_METRICS)
+    caption = Paragraph(table.caption(relative=False), small=True)
+    return [Picture(picture, said), table.grid(relative=False), caption]
+
+
+def _batch_runs(finished: Sequence[Finished], runs: Sequence[VariantRun]) -> list[VariantRun]:
+    """Single runs with other batch sizes, and the first run of the same variant with the usual one."""
+    others = [each.run for each in finished if each.part == "batch_sizes"]
+    for label in dict.fromkeys(run.variant for run in others):
+        others += [run for run in runs if run.variant == label][:1]
+    return others
+
+
+def _held_out(runs: Sequence[VariantRun], path: Path) -> list[Block]:
+    return _shown(path, figures.draw_held_out(runs, path))
+
+
+def _settings(finished: Sequence[Finished]) -> Grid:
+    """Return a line for each variant: the facts of its first run, its mean time of a step."""
+    rows = []
+    for name in dict.fromkeys(each.name for each in finished):
+        same = [each for each in finished if each.name == name]
+        took = [each.facts["seconds_per_step"] for each in same]
+        facts = {**same[0].facts, "seconds_per_step": sum(took) / len(took)}
+        rows.append([same[0].run.variant, same[0].run.batch_size, *(_cell(facts.get(column)) for column in _COLUMNS)])
+    header = ("variant", "batch", *_COLUMNS.values())
+    return Grid(header, rows, frozenset(range(1, len(header))))
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
