@@ -32,9 +32,6 @@ def client_weights(counts: Mapping[str, int], weighting: Weighting, *, n_hat: in
         weighting: ``examples``, |D_i| as in the paper; ``uniform``; or ``capped``, min(|D_i| / n_hat, 1), which
             bounds what a large client can do (McMahan et al., 1710.06963, section 2.1).
         n_hat: Where ``capped`` stops growing; public.
-
-    Raises:
-        DataError: A client has nothing to train on.
     """
     empty = next((name for name, count in counts.items() if count < 1), None)
     if empty is not None:
@@ -72,11 +69,7 @@ def fingerprint(weights: Mapping[str, Tensor]) -> str:
 
 
 def check_weights(whose: str, weights: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:
-    """Refuse weights that are not of the model: other names or shapes, NaN or infinity.
-
-    Raises:
-        DataError: Naming whose, and the first tensor that is wrong.
-    """
+    """Refuse weights that are not of the model: other names or shapes, NaN or infinity."""
     if set(weights) != set(like):
         odd = sorted(set(weights) ^ set(like))
         raise DataError(
@@ -93,11 +86,7 @@ def check_weights(whose: str, weights: Mapping[str, Tensor], like: Mapping[str, 
 
 
 def check_norm(whose: str, start: Mapping[str, Tensor], update: Mapping[str, Tensor], most: float | None) -> None:
-    """Refuse a change of the weights that is too long beside the weights themselves (L2, over all of them).
-
-    Raises:
-        DataError: Naming whose, and how long it is.
-    """
+    """Refuse a change of the weights that is too long beside the weights themselves (L2, over all of them)."""
     if most is None:
         return
     length = math.sqrt(sum(float(value.double().square().sum()) for value in start.values()))
@@ -166,11 +155,7 @@ def next_weights(
     faults: list[str],
     least: int = 1,
 ) -> tuple[Weights, list[str]]:
-    """Return the next global weights, and whose updates they are made of: nobody's, where the old weights are kept.
-
-    Raises:
-        DataError: There are too few good updates.
-    """
+    """Return the next global weights, and whose updates they are made of: nobody's, where the old weights are kept."""
     good: dict[str, Mapping[str, Tensor]] = {}
     for name, update in updates.items():
         try:

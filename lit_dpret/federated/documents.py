@@ -80,11 +80,7 @@ class SiloSettings:
 
 
 def read_silo_settings(path: Path, **given: Path | None) -> SiloSettings:
-    """Read a silo's document.
-
-    Raises:
-        ConfigurationError: It cannot be read, is of another schema, or has a setting that is wrong, by its name.
-    """
+    """Read a silo's document."""
     found = _mapping(_text(path), f"--settings={path}", SILO_SCHEMA)
     found |= {name: str(value) for name, value in given.items() if value is not None}
     for name in ("data", "state"):
@@ -149,11 +145,7 @@ class RunRequest(Patience):
     split: str = "test"
 
     def check(self) -> RunRequest:
-        """Refuse values that are out of range; return the request.
-
-        Raises:
-            ConfigurationError: Naming the setting.
-        """
+        """Refuse values that are out of range; return the request."""
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", self.name):
             raise ConfigurationError(
                 f"federated.name={self.name!r} must be up to 64 letters, digits, dots, dashes or underscores: the "
@@ -171,11 +163,7 @@ class RunRequest(Patience):
 
 
 def read_run_request(text: str) -> RunRequest:
-    """Read the request for a run.
-
-    Raises:
-        ConfigurationError: It is no such document, or a setting is wrong, by its name.
-    """
+    """Read the request for a run."""
     return built(RunRequest, _mapping(text, "lit-config", RUN_SCHEMA), "lit-config").check()
 
 

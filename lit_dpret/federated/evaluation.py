@@ -126,12 +126,7 @@ class SentenceCollection:
     def measure(
         self, levels: Levels, query_ids: Sequence[str], qrels: Qrels, metrics: Sequence[str] = METRICS
     ) -> dict[str, Values]:
-        """Return the value of every query, ``(queries,)``, under names like ``sentence/mrr@10``.
-
-        Raises:
-            ConfigurationError: A metric is unknown.
-            DataError: The ranking is not one of these queries.
-        """
+        """Return the value of every query, ``(queries,)``, under names like ``sentence/mrr@10``."""
         found: dict[str, Values] = {}
         sides = (
             ("sentence", levels.sentences, self.sentence_ids, qrels),

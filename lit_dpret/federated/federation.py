@@ -57,11 +57,7 @@ class FedResult:
         return self.traffic.by_phase()
 
     def mean(self, system: str, metric: str) -> float:
-        """Return the mean over all queries of all clients whose measures are known.
-
-        Raises:
-            DataError: None is.
-        """
+        """Return the mean over all queries of all clients whose measures are known."""
         found = self.systems.get(system)
         if not found:
             raise DataError(f"No silo shares its measures of {system}; each has them in its own state folder.")
@@ -106,9 +102,6 @@ class Federation(ABC):
         - A run that is started again does not repeat a finished round or refresh.
         - An answer of wrong shape or with values that are not finite is left out and reported; the round continues
           with the others.
-
-    Raises:
-        ResumeError: The folder is that of another run.
     """
 
     #: How many steps of progress a round of stage 1 has.
@@ -158,11 +151,7 @@ class Federation(ABC):
 
     @abstractmethod
     def round(self, weights: Weights, number: int, progress: Callable[[int], None]) -> Weights:
-        """Return the next global weights; the last ones where the round is void.
-
-        Raises:
-            DataError: Too few updates can be used; the message says why each of the others was left out.
-        """
+        """Return the next global weights; the last ones where the round is void."""
 
     @abstractmethod
     def personalise(self, weights: Weights) -> None:

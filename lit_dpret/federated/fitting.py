@@ -62,10 +62,6 @@ def fit_epochs(
         progress: Shows the steps; null shows nothing.
         repeat: Go through a fit again that was broken off: what its ledger announced gets the same noise bit by bit and
             costs nothing, and the rest is charged as planned (`broken_attempt`).
-
-    Raises:
-        NotRepeatedError: The fit was to be repeated, and a step has another state or sum than its ledger says, as on a
-            GPU or with another secret. Nothing new was released.
     """
     lines = [] if progress is None else [progress]
     quiet = logging.getLogger("lightning.pytorch")

@@ -59,11 +59,7 @@ def public_of(key: bytes) -> bytes:
 
 
 def agreed(key: bytes, other: bytes, *, salt: bytes, info: bytes) -> bytes:
-    """Derive 32 bytes that only the owners of both keys can derive, each with the public half of the other's.
-
-    Raises:
-        DataError: The other's key is not valid, or one with which every result would be the same.
-    """
+    """Derive 32 bytes that only the owners of both keys can derive, each with the public half of the other's."""
     try:
         secret = X25519PrivateKey.from_private_bytes(key).exchange(X25519PublicKey.from_public_bytes(other))
     except ValueError as error:
@@ -134,9 +130,6 @@ def split(secret: bytes, *, threshold: int, holders: list[int]) -> dict[int, byt
         secret: 32 bytes.
         threshold: How many shares are needed, 1 to the number of holders.
         holders: Different positive numbers.
-
-    Raises:
-        ConfigurationError: A number is out of range.
     """
     if len(secret) != SECRET_BYTES:
         raise ConfigurationError(f"A secret of {len(secret)} bytes cannot be shared; {SECRET_BYTES} are needed.")
@@ -149,11 +142,7 @@ def split(secret: bytes, *, threshold: int, holders: list[int]) -> dict[int, byt
 
 
 def join(shares: Mapping[int, bytes], *, threshold: int) -> bytes:
-    """Recover a secret from shares, by Lagrange interpolation at 0.
-
-    Raises:
-        DataError: There are fewer shares than ``threshold``, or they are not of one secret.
-    """
+    """Recover a secret from shares, by Lagrange interpolation at 0."""
     if len(shares) < threshold:
         raise DataError(f"{len(shares)} shares are here and {threshold} are needed: the secret stays unknown.")
     chosen = dict(sorted(shares.items())[:threshold])
@@ -183,11 +172,7 @@ ROSTER_SCHEMA = "lit-dpret/federated-roster/1"
 
 @dataclass(frozen=True, kw_only=True)
 class Credentials:
-    """A silo's name, signing key and roster.
-
-    Raises:
-        ConfigurationError: The roster has no such silo, or another key for it.
-    """
+    """A silo's name, signing key and roster."""
 
     name: str
     identity: bytes = field(repr=False)
@@ -223,11 +208,7 @@ class Credentials:
 
 
 def make_identity(path: str | Path) -> str:
-    """Write a new signing key, readable by its owner only; return its public half in hexadecimal, for the roster.
-
-    Raises:
-        ConfigurationError: The file exists already, or cannot be written.
-    """
+    """Write a new signing key, readable by its owner only; return its public half in hexadecimal, for the roster."""
     private, public = new_identity()
     path = Path(path).expanduser()
     try:
@@ -246,11 +227,7 @@ def write_roster(path: str | Path, keys: Mapping[str, str]) -> None:
 
 
 def load_credentials(name: str, key_file: str | Path, roster_file: str | Path) -> Credentials:
-    """Load a silo's credentials from its two files.
-
-    Raises:
-        ConfigurationError: A file cannot be read, the key can be read by others, or they do not go together.
-    """
+    """Load a silo's credentials from its two files."""
     key_path, roster_path = Path(key_file).expanduser(), Path(roster_file).expanduser()
     try:
         mode = stat.S_IMODE(key_path.stat().st_mode)

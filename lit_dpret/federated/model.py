@@ -47,11 +47,7 @@ class AS2Maker:
     seed: int = 0
 
     def check(self) -> AS2Maker:
-        """Load the encoder, so that a missing one is refused before anything else; return the maker.
-
-        Raises:
-            ConfigurationError: There is no such encoder, or a length or number of layers is not one it has.
-        """
+        """Load the encoder, so that a missing one is refused before anything else; return the maker."""
         for name in ("max_query_length", "max_sentence_length", *([] if self.layers is None else ["layers"])):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -95,11 +91,7 @@ def start_of(make: Callable[..., AS2DualEncoder]) -> Weights:
 
 
 def refuse_private_start(make: Callable[..., AS2DualEncoder]) -> None:
-    """Refuse an encoder that was trained on private data, for a federation whose silos count what they spend.
-
-    Raises:
-        ConfigurationError: A card, note or ledger in or around its folder tells of the run that trained it.
-    """
+    """Refuse an encoder that was trained on private data, for a federation whose silos count what they spend."""
     place = Path(str(getattr(make, "encoder", PLANTED))).expanduser()
     if not place.is_dir():
         return

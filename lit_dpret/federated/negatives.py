@@ -108,11 +108,7 @@ class Block:
         return table
 
     def check(self, *, rows: int, dim: int, limit: int | None = None) -> Block:
-        """Refuse a block of wrong shape, with values that are not finite, or larger than was asked for.
-
-        Raises:
-            DataError: Naming the client and what is wrong.
-        """
+        """Refuse a block of wrong shape, with values that are not finite, or larger than was asked for."""
         wrong = None
         if self.embeddings.dim() != 2 or self.embeddings.shape[1] != dim:
             wrong = f"embeddings of shape {tuple(self.embeddings.shape)} where {dim} dimensions were asked for"
@@ -218,11 +214,7 @@ def merged_pool(blocks: Sequence[Block], rows: Tensor, stage: Stage2) -> FedPool
 
 
 def kept_pool(pool: FedPool | None, path: Path) -> FedPool:
-    """Write the pool that was answered to ``path`` and return it; read it from there between two refreshes.
-
-    Raises:
-        DataError: There is none: the client was away when the others were asked.
-    """
+    """Write the pool that was answered to ``path`` and return it; read it from there between two refreshes."""
     if pool is not None:
         parts = {"embeddings": pool.embeddings, "lists": pool.lists}
         save_tensors({name: part for name, part in parts.items() if part is not None}, path)
@@ -293,9 +285,6 @@ class FedNegatives(DynamicNegatives):
         per_query: How many a row gets.
         depth: Among how many of the best they are drawn.
         seed: Of the draws; public.
-
-    Raises:
-        ConfigurationError: The lists do not fit the queries, or a number is out of range.
     """
 
     name: ClassVar[str] = "fed"

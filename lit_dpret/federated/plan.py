@@ -34,9 +34,6 @@ class FederationPlan(Safeguards, SuperLinkTarget):
     Where a setting is null its value follows from whether there is a budget: without ``privacy.eps`` it is the
     paper's, with it what the budget allows. A value that is given and that a budget refuses is refused by name.
     The settings of `SuperLinkTarget` are for ``transport=flower``.
-
-    Raises:
-        ConfigurationError: A setting is unknown or refused.
     """
 
     transport: str = "inprocess"
@@ -155,10 +152,6 @@ class FederationPlan(Safeguards, SuperLinkTarget):
         """Return the data folder of each client; silos that are built here are written to ``folder``, once.
 
         The folders of other people's silos are not known here, so there are none.
-
-        Raises:
-            ConfigurationError: There are fewer than two clients, or a number is out of range.
-            DataError: There are no silos in the folder, or a client has no queries of a split.
         """
         if self.transport in ELSEWHERE:
             return {}
@@ -192,12 +185,6 @@ class FederationPlan(Safeguards, SuperLinkTarget):
 
         Args:
             silos: The data folder of each client; none where they are elsewhere, each of which checks its own.
-
-        Raises:
-            ConfigurationError: There are too few of them for the settings; or the state folder is not named, was begun
-                by other rounds, or lacks a silo.
-            DataError: A silo has no synthetic queries.
-            PrivateDataError: They are not what their card says, or not charged to the ledger of the silo's state.
         """
         settings = self.settings(0)
         if silos:

@@ -61,11 +61,7 @@ class Sealer:
         self._path, self._credentials = state / "sealing" / "key.json", credentials
 
     def begin(self, refresh: Refresh, number: int) -> bytes:
-        """Draw a key for a refresh; return its public half, with credentials followed by a signature.
-
-        Raises:
-            DataError: The number is not the silo's own on the roster.
-        """
+        """Draw a key for a refresh; return its public half, with credentials followed by a signature."""
         one = self._credentials
         if max(number, refresh.number) >= 2**32:
             raise DataError("The server's numbers are out of range.", kind="bad message")
@@ -90,11 +86,7 @@ class Sealer:
         return good, bad
 
     def seal(self, refresh: Refresh, kind: Kind, content: bytes, to: Mapping[int, bytes]) -> Letter:
-        """Seal a letter to the silos with these keys.
-
-        Raises:
-            DataError: The refresh is another one, or a key is not signed by the roster.
-        """
+        """Seal a letter to the silos with these keys."""
         own, key = self._own(refresh), secrets.token_bytes(KEY_BYTES)
         body = seal(key, content, label("body", *_parts(refresh), kind, own[0]))
         boxes = {
@@ -105,12 +97,7 @@ class Sealer:
         return Letter(body, boxes)
 
     def open(self, refresh: Refresh, kind: Kind, body: bytes, box: bytes, *, sender: int, public: bytes) -> bytes:
-        """Open a letter.
-
-        Raises:
-            DataError: Naming the sender and the reason: it is of another refresh, for another silo, from another silo,
-                of another kind, or was changed.
-        """
+        """Open a letter."""
         own = self._own(refresh)
         if len(box) < _HEADER.size:
             raise _refused(sender, "was cut")

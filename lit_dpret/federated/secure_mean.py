@@ -67,11 +67,7 @@ class FixedPoint:
 def vector_of(
     start: Mapping[str, Tensor], update: Mapping[str, Tensor], weight: float, limit: float
 ) -> tuple[Values, int]:
-    """Return the vector that a client masks, its change times its weight and the weight; and how many were clipped.
-
-    Raises:
-        DataError: The update is not of the model, or holds values that are not finite.
-    """
+    """Return the vector that a client masks, its change times its weight and the weight; and how many were clipped."""
     check_weights("this client's update", update, start)
     changes = torch.cat([(update[key].double() - start[key].double()).flatten() for key in sorted(start)])
     cut = int((changes.abs() > limit).sum())
@@ -97,10 +93,6 @@ def mean_of(
         clients: How many vectors are in it.
         limit: ``federated.update_limit``.
         norm: ``federated.update_norm``.
-
-    Raises:
-        DataError: The sum has another length, or cannot be one of vectors with weights of at most 1 that keep to the
-            limit and the norm: a client sent something else, and nobody knows which.
     """
     size = sum(value.numel() for value in start.values())
     weight, error = (float(total[-1]) if len(total) == size + 1 else 0.0), fixed.error
@@ -138,9 +130,6 @@ def secure_mean(
     """Return ``start`` plus the weighted mean of the clients' changes; all roles run in this process, with new keys.
 
     Weights lie in (0, 1], and no two sums may share a ``name``. ``faults`` receives the clients that are left out.
-
-    Raises:
-        DataError: Fewer clients than the threshold are left, or the sum cannot be one of honest clients.
     """
     names = sorted(updates)
     numbers = tuple(range(1, len(names) + 1))

@@ -187,11 +187,7 @@ class PddAs2(Safeguards):
         return self.train_on == "synthetic" or (self.asks and self.stage2.response == "synthetic")
 
     def check(self) -> PddAs2:
-        """Refuse values without meaning, and under a budget whatever no ledger would count; return the settings.
-
-        Raises:
-            ConfigurationError: Naming the setting, why, and what to set instead.
-        """
+        """Refuse values without meaning, and under a budget whatever no ledger would count; return the settings."""
         self.stage1.check()
         self.stage2.check()
         self.privacy.check()

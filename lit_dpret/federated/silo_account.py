@@ -62,10 +62,6 @@ class SiloAccount:
 
         Noise is chosen once, for everything that was planned when the state folder was begun, and raised where
         something that was released is lost (`keep_within`).
-
-        Raises:
-            ConfigurationError: A batch is larger than the silo.
-            LedgerError: The ledger is damaged, or older than the state folder.
         """
         privacy, near = settings.privacy, [state]
         if privacy.eps is None:
@@ -136,9 +132,6 @@ class SiloAccount:
             rounds: Rounds of stage 1 that are over, lost ones not among them.
             epochs: Epochs of stage 2 that are over.
             refreshes: The epoch from which on requests are still to be made.
-
-        Raises:
-            NothingLeftError: What is charged leaves nothing for the rest.
         """
         planned, ledger = self.noise, self.ledger
         if planned is None or ledger is None:
@@ -217,10 +210,6 @@ def collection_centroids(
     """Return private centroids of a collection (`centroids_once`), kept in a file for one sentence encoder.
 
     The unit is a passage, in a ledger of its own in ``ledgers``; one sentence of each counts.
-
-    Raises:
-        ConfigurationError: There is no budget, or its delta permits publishing one whole passage.
-        BudgetExceededError: Another sentence encoder's centroids were released, and both are not covered.
     """
     if kept.is_file():
         return load_file(kept)["rows"]

@@ -56,11 +56,7 @@ class SumPlan:
     clients: tuple[int, ...]
 
     def session(self, least: int | None) -> Session:
-        """Return the session, with the threshold that follows from ``sum_threshold``.
-
-        Raises:
-            DataError: With so few silos or such a threshold nobody would be protected.
-        """
+        """Return the session, with the threshold that follows from ``sum_threshold``."""
         name = f"stage 1, round {self.round}, attempt {self.attempt} of run {self.run} from {self.weights}"
         try:
             return Session(name=name, clients=self.clients, threshold=threshold_for(least, len(self.clients)))
@@ -110,12 +106,7 @@ class SiloSum:
     def begin(
         self, plan: SumPlan, number: int, start: Mapping[str, Tensor], update: Mapping[str, Tensor], *, examples: int
     ) -> Keys:
-        """Act 1: keep the vector of this round, and advertise keys; an earlier sum is given up.
-
-        Raises:
-            DataError: The silo has agreed to a list of this round already, has another number, or its update is not
-                finite or longer than ``federated.update_norm`` allows.
-        """
+        """Act 1: keep the vector of this round, and advertise keys; an earlier sum is given up."""
         self.forget()
         # Whatever attempt it belonged to: two sums of a round over different silos differ by single updates.
         if self._list_of(plan.round).is_file():
@@ -155,11 +146,7 @@ class SiloSum:
 
     @_one_at_a_time
     def sign(self, attempt: str, active: Iterable[int], dead: Iterable[int]) -> bytes:
-        """Act 4, with a roster: sign who is left and who was lost.
-
-        Raises:
-            DataError: The silo has agreed to another list of this round, or the lists are refused (`Client.statement`).
-        """
+        """Act 4, with a roster: sign who is left and who was lost."""
         plan, client = self._known(attempt)
         alive, lost = set(active), set(dead)
         self._agree(plan, client.statement(alive, lost))

@@ -21,11 +21,7 @@ from lit_dpret.privacy.ledger.chain import sync_folder
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write a safetensors file by renaming a finished one.
-
-    Raises:
-        StorageError: It cannot be written.
-    """
+    """Write a safetensors file by renaming a finished one."""
     write_whole(path, save({name: value.detach().contiguous() for name, value in tensors.items()}), owner_only=True)
 
 
@@ -36,11 +32,7 @@ def newest_round(folder: Path, kind: str) -> tuple[dict[str, Tensor], int] | Non
 
 
 def save_json(path: Path, content: object) -> None:
-    """Write JSON by renaming a finished file.
-
-    Raises:
-        StorageError: It cannot be written.
-    """
+    """Write JSON by renaming a finished file."""
     write_whole(path, json.dumps(content), owner_only=True)
 
 
@@ -50,9 +42,6 @@ def keep_once(path: Path, fact: str) -> str:
     Guarantees:
         - Of several processes at once one keeps its own, and all of them get the same.
         - The fact is on the disk before this returns.
-
-    Raises:
-        StorageError: It cannot be written.
     """
     if path.is_file():
         return path.read_text(encoding="utf-8")
@@ -71,12 +60,7 @@ def keep_once(path: Path, fact: str) -> str:
 
 
 def keep_facts(path: Path, name: str, facts: Mapping[str, object]) -> None:
-    """Record under ``name`` the settings that a state folder was begun with; refuse to continue it with others.
-
-    Raises:
-        ResumeError: It was begun with others; the message names the first that differs.
-        StorageError: It cannot be written.
-    """
+    """Record under ``name`` the settings that a state folder was begun with; refuse to continue it with others."""
     known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     now = json.loads(json.dumps(facts))
     if name in known:
@@ -147,11 +131,7 @@ class Served:
         self._folder = state / "served"
 
     def round(self, number: int, weights: dict[str, Tensor], answer: Path) -> None:
-        """Begin a round of stage 1 from these weights, or repeat it; ``answer`` is where its answer is kept.
-
-        Raises:
-            DataError: It was served with other weights; or a later one was, and the answer to this one is gone.
-        """
+        """Begin a round of stage 1 from these weights, or repeat it; ``answer`` is where its answer is kept."""
         self._once(f"round-{number:03}", fingerprint(weights), f"round {number} with other weights")
         later = any(int(path.name.partition("-")[2]) > number for path in self._folder.glob("round-*"))
         if later and not answer.is_file():

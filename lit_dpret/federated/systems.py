@@ -98,11 +98,7 @@ class SystemRunner:
         return found
 
     def stage1_model(self, seed: int) -> AS2DualEncoder:
-        """Return the global model of stage 1, where all silos are here, marked as trained on their queries.
-
-        Raises:
-            ConfigurationError: Stage 1 was not run with this seed.
-        """
+        """Return the global model of stage 1, where all silos are here, marked as trained on their queries."""
         found = sorted((self._shared(self.plan.settings(seed)) / "server").glob("global-*.safetensors"))
         if not found:
             raise ConfigurationError(
@@ -208,11 +204,7 @@ def as_lists(found: PerClient) -> dict[str, dict[str, list[float]]]:
 
 
 def check_systems(systems: Sequence[str]) -> list[System]:
-    """Return the systems in the order of the paper's table.
-
-    Raises:
-        ConfigurationError: A system is unknown or repeated, or the list is empty.
-    """
+    """Return the systems in the order of the paper's table."""
     unknown = sorted(set(systems) - set(SYSTEMS))
     if unknown or not systems or max(Counter(systems).values()) > 1:
         raise ConfigurationError(

@@ -96,11 +96,7 @@ def check_transport(name: str) -> Transport:
 
 
 def run_federation(run: FederationRun) -> FedResult:
-    """Run PDD-AS2 over silos and measure it on each one's own collection.
-
-    Raises:
-        ConfigurationError: The settings are refused, the transport is unknown, or there are no silos.
-    """
+    """Run PDD-AS2 over silos and measure it on each one's own collection."""
     carry = check_transport(run.transport)
     if not run.silos and run.transport not in ELSEWHERE:
         raise ConfigurationError("A federation needs at least one silo.")

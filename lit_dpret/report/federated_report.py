@@ -148,9 +148,6 @@ def write_federated_report(folder: Path, rows: Sequence[FederatedRow], facts: Fe
 
     Returns:
         The paths by file name.
-
-    Raises:
-        StorageError: A file cannot be written.
     """
     by_name = {row.system: row for row in rows}
     ordered = [by_name[name] for name in TABLE_1 if name in by_name]

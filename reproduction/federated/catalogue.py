@@ -71,11 +71,7 @@ class Point:
         return f"{self.line}: {self.label}"
 
     def settings(self, of: PddAs2) -> PddAs2:
-        """Return the settings of this point, checked.
-
-        Raises:
-            ConfigurationError: They are refused.
-        """
+        """Return the settings of this point, checked."""
         kind = {"customised": "dynamic", "fed_negative": "fed"}.get(self.system)
         stage2 = {**self.stage2, **({} if kind is None else {"negatives": kind})}
         return replace(of, stage1=replace(of.stage1, **self.stage1), stage2=replace(of.stage2, **stage2)).check()
@@ -161,11 +157,7 @@ class Study:
 
 
 def study_of(name: str | None) -> Study:
-    """Return the study of a name.
-
-    Raises:
-        ConfigurationError: There is none.
-    """
+    """Return the study of a name."""
     found = _CATALOGUE.get(str(name))
     if found is None:
         raise ConfigurationError(f"task.study={name} is not a study. There are: {', '.join(STUDIES)}.")

@@ -76,11 +76,7 @@ def with_share(silo: Silo, share: float, *, seed: int) -> Silo:
 
 
 def divided(silo: Silo, parts: int) -> list[Silo]:
-    """Divide the queries of a silo among several, split by split, each with its whole collection.
-
-    Raises:
-        DataError: There are fewer queries of a split than parts.
-    """
+    """Divide the queries of a silo among several, split by split, each with its whole collection."""
     if parts == 1:
         return [silo]
     check_divisible(silo.name, silo.counts(), parts)
@@ -96,11 +92,7 @@ def divided(silo: Silo, parts: int) -> list[Silo]:
 
 
 def check_divisible(name: str, counts: Mapping[str, int], parts: int) -> None:
-    """Refuse to divide a silo into parts of which one would have no query of a split.
-
-    Raises:
-        DataError: Naming the silo, the split and the knob.
-    """
+    """Refuse to divide a silo into parts of which one would have no query of a split."""
     split, count = min(((split, counts[split]) for split in SPLITS), key=lambda one: one[1])
     if count < parts:
         raise DataError(

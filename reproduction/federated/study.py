@@ -55,11 +55,7 @@ _ALIKE = 1e-9
 
 @dataclass(kw_only=True)
 class FederatedStudy:
-    """Run the cells of a study that are not done yet, and report what it found.
-
-    Raises:
-        ConfigurationError: There is no such study, or a setting is not one of it.
-    """
+    """Run the cells of a study that are not done yet, and report what it found."""
 
     takes_federation: ClassVar[bool] = True
 

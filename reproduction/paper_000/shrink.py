@@ -70,10 +70,6 @@ class SmallerGenerator:
             contract: Prompt and lengths, for the teacher and for what is written.
             seed: Of the queries and of the order of the pairs.
             progress: Called with (steps done, steps in all); drawing counts as one half.
-
-        Raises:
-            ConfigurationError: It is not smaller than the teacher, or there are no passages.
-            UnsupportedModelError: The teacher is no T5.
         """
         if not passages:
             raise ConfigurationError("The smaller generator learns from passages, and there are none.")

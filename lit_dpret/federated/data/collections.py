@@ -38,10 +38,6 @@ def silos_by_domain(
 
     A client's passages are those of its domain (`Collection.passage_domains`) and those that answer its
     queries; a passage that answers in two domains is in both. Splits stay as they are.
-
-    Raises:
-        ConfigurationError: A number is below 1.
-        DataError: The queries name no domain, or fewer domains than ``clients`` are large enough.
     """
     for knob, value in (("clients", clients), ("max_train_queries", max_train_queries), ("max_passages", max_passages),
                         ("max_test_queries", max_test_queries)):  # fmt: skip

@@ -56,9 +56,6 @@ def silos_by_article(
     Returns:
         The silos, and how many questions were ``ambiguous`` (several sentences hold the answer) or ``dropped``
         (none does).
-
-    Raises:
-        DataError: A question names an unknown passage, or fewer articles than ``clients`` are large enough.
     """
     spans = {pid: sentence_spans(text) for pid, (_, text) in passages.items()}
     counts = {"ambiguous": 0, "dropped": 0}
@@ -113,11 +110,7 @@ def covering(spans: Sequence[tuple[int, int]], start: int, end: int) -> int | No
 
 
 def squad_json(articles: Iterable[Mapping[str, Any]], *, split: str | None) -> tuple[dict[str, Any], list[Question]]:
-    """Return passages and questions of the ``data`` of a SQuAD JSON file; questions without an answer are left out.
-
-    Raises:
-        DataError: The file is of another form.
-    """
+    """Return passages and questions of the ``data`` of a SQuAD JSON file; questions without an answer are left out."""
     passages: dict[str, tuple[str, str]] = {}
     questions: list[Question] = []
     try:
@@ -210,11 +203,7 @@ def story_id(url: str) -> str:
 
 
 def read_genres(folder: str | Path, *, merge_world: bool = False) -> dict[str, str]:
-    """Read the genre by story id, of all ``*.txt`` lists of addresses in a folder.
-
-    Raises:
-        DataError: There is no such list, or no address in them has a section.
-    """
+    """Read the genre by story id, of all ``*.txt`` lists of addresses in a folder."""
     root = Path(folder)
     lists = sorted(root.glob("*.txt")) if root.is_dir() else []
     if not lists:
@@ -242,9 +231,6 @@ def read_newsqa(
     Returns:
         Genre and text by story, the questions with the span that their annotators agreed on and their official
         split, and how many questions were left out: ``no_genre``, ``no_answer`` or ``bad_question``.
-
-    Raises:
-        DataError: The file is missing or of another form, or no story has a genre.
     """
     path = Path(combined)
     if not path.is_file():

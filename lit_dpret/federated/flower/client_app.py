@@ -142,11 +142,7 @@ def build_client_app(make_client: MakeClient) -> ClientApp:
 
 
 def check_planned(run: PddAs2, head: Head) -> None:
-    """Refuse a turn that the settings do not plan: each shows more of the queries, or costs budget.
-
-    Raises:
-        DataError: Naming the turn.
-    """
+    """Refuse a turn that the settings do not plan: each shows more of the queries, or costs budget."""
     turns = {
         "round": range(run.stage1.warmup_rounds + run.stage1.rounds),
         "refresh": [epoch for epoch in range(run.stage2.epochs) if run.stage2.asks(epoch)],
@@ -165,11 +161,7 @@ def remember_ledgers(client: SiloClient, context: Context) -> None:
 
 
 def check_ledgers(client: SiloClient, context: Context) -> None:
-    """Refuse to go on with a ledger that was lost or shortened: what it held is spent all the same.
-
-    Raises:
-        LedgerError: Naming the file.
-    """
+    """Refuse to go on with a ledger that was lost or shortened: what it held is spent all the same."""
     for name, fact in context.state.config_records.get("ledgers", {}).items():
         if name == "schema":
             continue
@@ -281,11 +273,7 @@ def _numbers(head: Head, name: str) -> tuple[int, ...]:
 
 
 def global_weights(client: SiloClient, content: RecordDict, head: Head) -> Weights:
-    """Return the weights at the end of stage 1: those of the message, or those kept of an earlier one, by their hash.
-
-    Raises:
-        DataError: They are in neither place, do not have the stated hash, or differ from those of an earlier message.
-    """
+    """Return the weights at the end of stage 1, by their hash: the message's, or those kept of an earlier one."""
     wanted = str(head.get("weights"))
     if not re.fullmatch(r"[0-9a-f]{64}", wanted):
         raise DataError("The server names no weights.", kind="bad message")

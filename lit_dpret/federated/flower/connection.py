@@ -69,12 +69,7 @@ class Connection:
         return self
 
     def reach(self) -> None:
-        """Refuse a server that would reject this connection: begin TLS, check its certificate, log in and out again.
-
-        Raises:
-            ConfigurationError: The server speaks no TLS, speaks it where none was expected, or has a certificate of
-                another authority, for another name, or that has expired; or it knows no such key.
-        """
+        """Refuse a server that would reject this connection: begin TLS, check its certificate, log in and out again."""
         host, _, port = self.superlink.rpartition(":")
         try:
             raw = socket.create_connection((host.strip("[]"), int(port)), timeout=_SECONDS)

@@ -116,9 +116,6 @@ def run_one_task(load: Callable[[], ClientApp]) -> None:
     Args:
         load: Returns the app. It is called after Flower has begun to report that the task is alive, which it must do
             within 30 seconds of its start: slow imports belong in here.
-
-    Raises:
-        ConfigurationError: This flwr loads its apps in another way, so that nothing could be guaranteed.
     """
     from flwr.supernode.cli.flwr_clientapp import flwr_clientapp
     from flwr.supernode.runtime import run_clientapp as runtime

@@ -60,9 +60,6 @@ class MaskedRound:
         """Run all acts; return the next global weights, and the names of the silos that they are made of.
 
         The file ``marker`` records that silos were asked to agree to a list of this round.
-
-        Raises:
-            DataError: Too few silos were left before it was written: the round may be begun again.
         """
         if marker.is_file():
             return self._lost("The server was ended while this round was unmasked.")
@@ -82,11 +79,7 @@ class MaskedRound:
         return self.weights, []
 
     def gather(self) -> None:
-        """Acts 1 to 3: collect the masked vectors.
-
-        Raises:
-            DataError: Too few silos are left. Nothing was unmasked: the round may be begun again.
-        """
+        """Acts 1 to 3: collect the masked vectors."""
         self._need(len(self.numbers), "are there", least=self.least)  # before one of them trains for nothing
         sent, clients = weights_record(self.weights), list(self._plan.clients)
         contents: dict[str, RecordDict] = {}
@@ -116,11 +109,7 @@ class MaskedRound:
         self._need(len(masked), "sent a vector", least=self.least)
 
     def unmask(self) -> tuple[Weights, list[str]]:
-        """Acts 4 and 5: return the next global weights, and whose updates they are made of.
-
-        Raises:
-            DataError: Too few silos signed or unmasked, shares are not of one secret, or the sum cannot be theirs.
-        """
+        """Acts 4 and 5: return the next global weights, and whose updates they are made of."""
         active, dead = self._server.active, self._server.dead
         names = sorted(name for name, number in self.numbers.items() if number in active)
         contents = {name: self._message(active=active, **({"dead": dead} if dead else {})) for name in names}

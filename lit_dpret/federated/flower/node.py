@@ -36,9 +36,6 @@ def check_silo(settings: SiloSettings) -> str:
 
     Guarantees:
         - Nothing is written into the silo's state folder and nothing is released.
-
-    Raises:
-        LitDpretError: For every reason that a round would be refused for: data, ledger, model, budget, other state.
     """
     settings.model.check()
     with tempfile.TemporaryDirectory(prefix="lit-dpret-silo-") as scratch:
@@ -69,9 +66,6 @@ def start_silo(settings: SiloSettings, connection: Connection) -> None:
 
     Its process is this one, so that whoever started it (a shell, systemd) ends it with SIGINT or SIGTERM; its tasks end
     with it. A round that is ended in its middle stays charged.
-
-    Raises:
-        LitDpretError: Of the checks.
     """
     connection.check()
     program = flower_program("flower-supernode")

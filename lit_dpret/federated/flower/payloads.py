@@ -42,11 +42,7 @@ def answer(**records: ArrayRecord | ConfigRecord) -> RecordDict:
 
 
 def head_of(content: RecordDict, whose: str) -> Mapping[str, Any]:
-    """Return the head of a message.
-
-    Raises:
-        DataError: There is none, or it is of another version of the format.
-    """
+    """Return the head of a message."""
     head: Mapping[str, Any] = content.get("head", {})
     problem = schema_problem(head.get("schema") if isinstance(head, ConfigRecord) else None, SCHEMA)
     if problem is not None:
@@ -77,11 +73,7 @@ def digest_of(settings: PddAs2) -> str:
 
 
 def weights_record(weights: Mapping[str, Tensor]) -> ArrayRecord:
-    """Encode weights.
-
-    Raises:
-        ConfigurationError: A tensor is neither float16 nor float32.
-    """
+    """Encode weights."""
     odd = next((name for name, value in weights.items() if value.dtype not in _FLOATS), None)
     if odd is not None:
         raise ConfigurationError(

@@ -43,10 +43,6 @@ class FlowerFederation(Federation):
         folder: Of the server's state.
         dim: Dimensions of an embedding.
         patience: How many silos it needs, and how long it waits for them.
-
-    Raises:
-        ConfigurationError: The settings ask for what these apps do not do.
-        ResumeError: The folder is that of another run.
     """
 
     def __init__(

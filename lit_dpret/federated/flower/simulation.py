@@ -32,10 +32,6 @@ def simulation(run: FederationRun) -> FedResult:
     """Run by messages between processes of this machine; a transport (`lit_dpret.federated.transport`).
 
     Silos are asked one after another where there is one processor, and side by side where there are more.
-
-    Raises:
-        ConfigurationError: Ray is missing.
-        DataError: Too few silos answered.
     """
     try:  # a Ray that cannot be imported would leave Flower's server waiting for nodes without end
         importlib.import_module("ray")
@@ -106,11 +102,7 @@ class UntilStopped:
         return list(self._grid.get_node_ids())
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
-        """Send all, and return the answers that come within the waiting time.
-
-        Raises:
-            WorkerError: The simulation has ended.
-        """
+        """Send all, and return the answers that come within the waiting time."""
         missing = set(self._grid.push_messages(messages))
         replies: list[Message] = []
         until = None if timeout is None else time.monotonic() + timeout

@@ -75,11 +75,6 @@ def flower(run: FederationRun) -> FedResult:
     Guarantees:
         - A run whose result is here already is not handed over again, whichever part of it is asked for.
         - An interrupt stops the run at the server as well; the same command continues what is finished.
-
-    Raises:
-        ConfigurationError: Nothing says where the SuperLink is; a document for the silos' owners was written.
-        DataError: The server ended the run, or no silo shares its measures.
-        WorkerError: The SuperLink cannot be reached.
     """
     settings, link, folder, model = run.settings, run.link, run.folder, run.make_module
     if not isinstance(model, AS2Maker):
