@@ -10,7 +10,7 @@ from lit_dpret.lazy import lazy_names
 
 if TYPE_CHECKING:
     from lit_dpret.callbacks.doctor import Examination, Finding, examine
-    from lit_dpret.callbacks.loggers import MetricsFile, PublicWandbLogger
+    from lit_dpret.callbacks.loggers import MetricsFile, PublicMlflowLogger, PublicTensorBoardLogger, PublicWandbLogger
     from lit_dpret.callbacks.one_run_audit import OneRunAudit
     from lit_dpret.callbacks.privacy_accountant import PrivacyAccountant
     from lit_dpret.callbacks.privacy_card import PrivacyCard
@@ -27,6 +27,8 @@ else:
             "PrivacyAccountant": "privacy_accountant",
             "PrivacyCard": "privacy_card",
             "ProgressLine": "progress",
+            "PublicMlflowLogger": "loggers",
+            "PublicTensorBoardLogger": "loggers",
             "PublicWandbLogger": "loggers",
             "RetrievalEvaluation": "retrieval_evaluation",
             "StepProgress": "progress",
@@ -43,6 +45,8 @@ __all__ = [
     "PrivacyAccountant",
     "PrivacyCard",
     "ProgressLine",
+    "PublicMlflowLogger",
+    "PublicTensorBoardLogger",
     "PublicWandbLogger",
     "RetrievalEvaluation",
     "StepProgress",

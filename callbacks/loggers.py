@@ -1,26 +1,29 @@
-"""Loggers that a private run may write to: ``metrics.jsonl``, and Weights & Biases with what may be told.
+"""Loggers that a private run may write to: ``metrics.jsonl``, and other people's services with what may be told.
 
-W&B by itself collects private things: the command line and the configuration hold paths of private files, the console
-may show whatever a library prints, and the code of the working tree is the owner's. All of that is off here, and so is
-measuring the machine. No text is logged: nobody can tell a private query from a public one by looking at it.
+W&B, MLflow and TensorBoard by themselves collect private things: the command line, the arguments of constructors and
+the configuration hold paths of private files, the console may show whatever a library prints, and the code of the
+working tree is the owner's. All of that is off here, and so is measuring the machine. No text is logged: nobody can
+tell a private query from a public one by looking at it.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from lit_dpret.cards.card import CARD_NAME, read_card
-from lit_dpret.errors import ConfigurationError, StorageError
+from lit_dpret.errors import ConfigurationError, StorageError, first_line
 
 
 class MetricsFile(Logger):
@@ -73,7 +76,56 @@ _UNTOLD = ("secret", "noise_seed", "path", "dir", "folder", "file")
 _CLAIM = ("guarantee", "epsilon", "delta", "unit", "neighbours")
 
 
-class PublicWandbLogger(WandbLogger):
+class _PublicLogger(Logger):
+    """What the loggers of services have in common here; it stands before the class of Lightning.
+
+    Guarantees:
+        - The service begins its run with the first number that it is told. Under a guarantee that is when training is
+          over (`LogGate`), so that no time that it keeps depends on a private step.
+        - What a module keeps of its arguments, and a graph of it, go nowhere: they may name paths, or hold rows.
+        - When the run ends, the service gets the settings that are numbers, switches and names of classes, and the
+          claim of the card.
+    """
+
+    _run_dir: Path
+    _settings: Mapping[str, Any]
+    _begun = _claimed = False
+
+    @property
+    def experiment(self) -> Any:
+        """The run of the service; it begins when something of it is used, not when Lightning prepares a fit."""
+        below: Any = super()
+        return below.experiment if self._begun else _Later(self._begin)
+
+    def _begin(self) -> Any:
+        self._begun = True
+        below: Any = super()
+        return below.experiment
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: what a module keeps of its arguments may name private paths."""
+
+    def log_graph(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: it is drawn with rows."""
+
+    @rank_zero_only
+    def finalize(self, status: str = "success") -> None:
+        """Give the service the card of the run, once it is there."""
+        if not self._begun:
+            return
+        if not self._claimed and (self._run_dir / CARD_NAME).is_file():
+            self._claimed = True
+            claim = read_card(self._run_dir)["claim"]
+            page = self._run_dir / Path(CARD_NAME).with_suffix(".html")
+            self._log_claim({name: claim.get(name) for name in _CLAIM}, page if page.is_file() else None)
+        below: Any = super()
+        below.finalize(status)
+
+    def _log_claim(self, claim: Mapping[str, Any], page: Path | None) -> None:
+        raise NotImplementedError
+
+
+class PublicWandbLogger(_PublicLogger, WandbLogger):
     """A Lightning logger that gives W&B curves, numbers and the card, and nothing that was written by a person.
 
     Guarantees:
@@ -105,10 +157,7 @@ class PublicWandbLogger(WandbLogger):
         log_model: Any = False,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise ConfigurationError('logger=wandb needs wandb. Run: pip install "lit-dpret[wandb]".') from error
+        wandb = _needed("wandb")
         told = wandb.Settings(
             console="off",
             disable_code=True,
@@ -125,7 +174,6 @@ class PublicWandbLogger(WandbLogger):
             config=dict(public_settings(settings or {})),
         )  # fmt: skip
         self._run_dir = Path(save_dir)
-        self._card_logged = False
         if not offline and os.environ.get("WANDB_MODE", "online") == "online":
             self._log_in(wandb)
 
@@ -138,17 +186,6 @@ class PublicWandbLogger(WandbLogger):
             raise ConfigurationError(f"logger=wandb: {error} Or set logger.wandb.offline=true.") from error
         if not there:
             raise ConfigurationError("logger=wandb has no key. Run: wandb login. Or set logger.wandb.offline=true.")
-
-    @property
-    def experiment(self) -> Any:
-        """W&B's run; it begins when something of it is used, not when Lightning prepares a fit."""
-        return self._experiment if self._experiment is not None else _Later(self._begin)
-
-    def _begin(self) -> Any:
-        return super().experiment
-
-    def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
-        """Nothing: what a module keeps of its arguments may name private paths."""
 
     def log_text(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused."""
@@ -165,29 +202,157 @@ class PublicWandbLogger(WandbLogger):
             "it out."
         )
 
-    @rank_zero_only
-    def finalize(self, status: str) -> None:
-        """Give W&B the card of the run, once it is there."""
-        if not self._card_logged and self._experiment is not None and (self._run_dir / CARD_NAME).is_file():
-            self._card_logged = True
-            self._log_card()
-        super().finalize(status)
-
-    def _log_card(self) -> None:
+    def _log_claim(self, claim: Mapping[str, Any], page: Path | None) -> None:
         import wandb
 
-        card = read_card(self._run_dir)
-        claim = {name: card["claim"].get(name) for name in _CLAIM}
         table = wandb.Table(columns=["claim", "value"], data=[[name, str(value)] for name, value in claim.items()])
         shown: dict[str, Any] = {"privacy/claim": table}
-        if (page := self._run_dir / Path(CARD_NAME).with_suffix(".html")).is_file():
+        if page is not None:
             shown["privacy/card"] = wandb.Html(page.read_text(encoding="utf-8"), inject=False)
         self.experiment.log(shown)
         self.experiment.summary.update({f"privacy/{name}": value for name, value in claim.items()})
 
 
+class PublicTensorBoardLogger(_PublicLogger, TensorBoardLogger):
+    """A Lightning logger that writes curves, numbers and the claim to ``tensorboard/`` in the run folder.
+
+    Guarantees:
+        - No text but the claim's, no path and no name of the machine stands in the folder.
+        - What the curves are stamped with, and its file is named by, tells nothing of private steps: under a guarantee
+          all of it is written when training is over.
+
+    Args:
+        save_dir: The run folder, where the card is looked for.
+        settings: Groups of settings; the numbers and switches in them, and names of classes, become its HPARAMS.
+
+    Raises:
+        ConfigurationError: tensorboard is not installed.
+    """
+
+    def __init__(self, *, save_dir: str | Path, settings: Mapping[str, Any] | None = None) -> None:
+        _needed("tensorboard")
+        super().__init__(save_dir, name="tensorboard", version="", default_hp_metric=False)
+        self._run_dir, self._settings = Path(save_dir), dict(public_settings(settings or {}))
+
+    def _log_claim(self, claim: Mapping[str, Any], page: Path | None) -> None:
+        rows = [f"| {name} | {value} |" for name, value in claim.items()]
+        self.experiment.add_text("privacy/claim", "\n".join(["| claim | value |", "| --- | --- |", *rows]))
+        numbers = {f"privacy/{name}": value for name, value in claim.items() if isinstance(value, float)}
+        TensorBoardLogger.log_hyperparams(self, dict(self._settings), numbers)
+
+    @rank_zero_only
+    def finalize(self, status: str = "success") -> None:
+        """Close the file, whose name no longer tells machine and process."""
+        super().finalize(status)
+        for file in sorted(Path(self.log_dir).glob("events.out.tfevents.*.*")):
+            names = (file.with_name(f"events.out.tfevents.{number}") for number in count(1))
+            file.rename(next(name for name in names if not name.exists()))
+
+
+class PublicMlflowLogger(_PublicLogger, MLFlowLogger):
+    """A Lightning logger that gives MLflow curves, numbers and the card, and nothing that was written by a person.
+
+    Guarantees:
+        - No text, no path of data, no command line, no name of a user or of a script, no commit and no code is sent
+          or stored. MLflow itself notes the folder in which a store on this machine keeps the card.
+        - MLflow's run begins with the first number that it is told. Under a guarantee that is when training is over
+          (`LogGate`), so that no time in it depends on a private step, and the machine is not measured.
+        - When the run ends, its tags have the claim of its card, and its artifacts the card.
+
+    Args:
+        save_dir: The run folder, where the card is looked for.
+        experiment_name: MLflow's experiment.
+        run_name: Null lets MLflow choose.
+        tracking_uri: Of a server or a database; null takes ``MLFLOW_TRACKING_URI``, or a database in the run folder.
+        settings: Groups of settings; the numbers and switches in them, and names of classes, become MLflow's params.
+
+    Raises:
+        ConfigurationError: mlflow is not installed, or has no store at ``tracking_uri``.
+    """
+
+    def __init__(
+        self,
+        *,
+        save_dir: str | Path,
+        experiment_name: str = "lit-dpret",
+        run_name: str | None = None,
+        tracking_uri: str | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # it would tell mlflow.org when a run begins
+        _needed("mlflow")
+        self._run_dir, self._settings = Path(save_dir), dict(public_settings(settings or {}))
+        self._experiment_name, self._run_name, self._run_id = experiment_name, run_name, None
+        self._prefix = ""  # read before the run begins
+        own = self._run_dir.absolute()
+        given = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+        self._tracking_uri = given or f"sqlite:///{own / 'mlflow.db'}"
+        local = self._tracking_uri.startswith("sqlite:")
+        self._artifact_location = (own / "mlartifacts").as_uri() if local else None
+        if not local:  # a database notes when it was made: that is when training is over
+            self._connect()
+        elif given and not Path(given.removeprefix("sqlite:///")).parent.is_dir():
+            raise ConfigurationError(f"logger.mlflow.tracking_uri={given}: the folder of that file is not there.")
+
+    def _connect(self) -> None:
+        """Open the store; one that does not answer is refused at once."""
+        import mlflow
+
+        patience = mlflow.environment_variables.MLFLOW_HTTP_REQUEST_MAX_RETRIES
+        given = patience.get_raw()
+        patience.set(1)
+        try:
+            super().__init__(
+                self._experiment_name, self._run_name, self._tracking_uri, artifact_location=self._artifact_location
+            )
+            self._place = self._mlflow_client.get_experiment_by_name(self._experiment_name)
+        except (mlflow.MlflowException, ImportError) as error:
+            raise ConfigurationError(f"logger.mlflow.tracking_uri={self._tracking_uri}: {first_line(error)}") from error
+        finally:
+            patience.unset() if given is None else patience.set(given)
+
+    @property
+    def name(self) -> str:
+        return self._experiment_name
+
+    @property
+    def version(self) -> str | None:
+        return self._run_id  # none yet where the run has not begun: asking for it begins none
+
+    @property
+    def save_dir(self) -> str:
+        return str(self._run_dir)
+
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+        """Nothing: a checkpoint names the folder that it lies in."""
+
+    def _begin(self) -> Any:
+        self._make_run()
+        experiment = super()._begin()
+        MLFlowLogger.log_hyperparams(self, dict(self._settings))
+        return experiment
+
+    @rank_zero_only
+    def _make_run(self) -> None:
+        """Make a run without what MLflow finds out about user, script and commit."""
+        self._connect()
+        client, place = self._mlflow_client, self._place
+        if place is None:
+            number = client.create_experiment(self.name, self._artifact_location)
+        else:
+            number = place.experiment_id
+        self._run_id = client.create_run(number, run_name=self._run_name).info.run_id
+
+    def _log_claim(self, claim: Mapping[str, Any], page: Path | None) -> None:
+        for name, value in claim.items():
+            self.experiment.set_tag(self._run_id, f"privacy.{name}", value)
+        for file in (self._run_dir / CARD_NAME, page):
+            if file is not None:
+                self.experiment.log_artifact(self._run_id, str(file))
+
+
 class _Later:
-    """Stands for W&B's run before it begins."""
+    """Stands for the run of a service before it begins."""
 
     def __init__(self, begin: Callable[[], Any]) -> None:
         self._begin = begin
@@ -214,6 +379,16 @@ def public_settings(groups: Mapping[str, Any], prefix: str = "") -> Iterator[tup
             continue
         elif isinstance(value, bool) or (isinstance(value, (int, float)) and math.isfinite(value)):
             yield name, value
+
+
+def _needed(package: str) -> Any:
+    """Import the package of a service, which is an extra of the same name."""
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise ConfigurationError(
+            f'logger={package} needs {package}. Run: pip install "lit-dpret[{package}]".'
+        ) from error
 
 
 def _refused(what: str) -> ConfigurationError:
