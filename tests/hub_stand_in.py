@@ -16,6 +16,7 @@ class Hub(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Answers)
         self.private: dict[str, bool] = {}
+        self.kinds: dict[str, str] = {}
         self.files: dict[str, bytes] = {}
         self.tokens: set[str | None] = set()
 
@@ -25,7 +26,7 @@ class Answers(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.tokens.add(self.headers.get("Authorization"))
-        name = self.path.removeprefix("/api/models/").partition("?")[0]
+        name = self.path.removeprefix("/api/models/").removeprefix("/api/datasets/").partition("?")[0]
         if self.headers.get("Authorization") != f"Bearer {TOKEN}":
             self.answer({"error": "Invalid username or password."}, 401)
         elif self.path.startswith("/api/whoami"):
@@ -40,6 +41,7 @@ class Answers(BaseHTTPRequestHandler):
         if self.path == "/api/repos/create":
             asked = json.loads(body)
             name = f"{asked['organization']}/{asked['name']}" if asked.get("organization") else f"org/{asked['name']}"
+            self.server.kinds[name] = asked.get("type", "model")
             self.server.private[name] = asked.get("private", asked.get("visibility") == "private")
             self.answer({"url": f"http://127.0.0.1:{self.server.server_port}/{name}"})
         elif "/preupload/" in self.path:

@@ -22,6 +22,7 @@ from lit_dpret.cards.file import CARD_NAME, card_sha256, read_card
 from lit_dpret.cards.text import charges_every_unit
 from lit_dpret.cards.tuning import hides_earlier_tuning
 from lit_dpret.errors import DataError, LitDpretError
+from lit_dpret.files import write_whole
 from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.ledger.judgement import claimed_releases, every_unit_in_every_step
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
@@ -128,6 +129,23 @@ def _below(folder: Path, name: str, *, depth: int | None) -> Iterator[Path]:
         level = len(Path(place).relative_to(folder).parts)
         deep = depth is not None and (level >= depth or visited > _MOST_FOLDERS)
         inner[:] = [] if deep else sorted(one for one in inner if not one.startswith("."))
+
+
+def copy_lineage(card: Path, folder: Path) -> None:
+    """Copy what a check of ``card`` follows it through: the cards of its parents, and the ledger that epsilon is from.
+
+    They go into one numbered folder each, so that they are found again wherever ``folder`` lies beside the card.
+    """
+    lineage, place = Lineage(), card
+    for number, parent in enumerate(read_card(card)["parents"], start=1):
+        lineage.look_near(place)
+        if (met := lineage.card(str(parent["sha256"]))) is None:
+            continue
+        place, into = met.path, folder / str(number)
+        write_whole(into / CARD_NAME, met.path.read_bytes())
+        derived = met.card["mechanism"].get("kind") == "post_processing"
+        if not derived and (ledger := lineage.ledger(met.card, met.path)) is not None:
+            write_whole(into / ledger.name, ledger.read_bytes())
 
 
 _OWN_WORDS = ("output_released", "statement")

@@ -1,14 +1,15 @@
-"""`task=export`: any checkpoint of a run as a model folder that other libraries load."""
+"""`task=export`: any checkpoint of a run as a model folder that others load, or a synthetic set as it goes out."""
 
 from __future__ import annotations
 
 import importlib
 import json
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -22,17 +23,21 @@ from lit_dpret.cards.hub import (
     front_matter,
     stated_languages,
 )
+from lit_dpret.cards.lineage import copy_lineage
 from lit_dpret.cards.provenance import environment_facts
 from lit_dpret.cards.start import MODEL_FOLDER
 from lit_dpret.cards.text import privacy_line, statement
+from lit_dpret.cards.verification import verify_chain
 from lit_dpret.encoders import load_towers
-from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.errors import ConfigurationError, DataError, VerificationError
 from lit_dpret.modules import PrivateModule
 from lit_dpret.modules.checkpointed import CLASS_KEY
 from lit_dpret.privacy.ledger.private_run import Position
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
 from lit_dpret.report.page import render
 from lit_dpret.settings import require_switch
+from lit_dpret.synthesis.dataset_folder import SUMMARY_NAME
+from lit_dpret.synthesis.shards import MANIFEST_NAME, SHARDS_NAME
 from lit_dpret.tasks.checkpoints import newest_checkpoint
 from lit_dpret.tasks.fit import CHECKPOINTS
 from lit_dpret.tasks.hub_repository import HubRepository
@@ -44,17 +49,20 @@ OURS = "lit_dpret.modules."
 
 @dataclass(kw_only=True)
 class Export:
-    """Write ``model/`` from a checkpoint, with a model card and a privacy card.
+    """Write ``model/`` from a checkpoint, with a model card and a privacy card; or ``data/`` from a synthetic set.
 
     Guarantees:
+        - A synthetic set goes out only if its card, its files, and all that the card was derived from pass the checks
+          of `task=verify`; with it go the cards and the ledger that those checks read, and no state of the generation.
         - The folder's privacy card repeats the claim of the run that the checkpoint belongs to and names its
           card by SHA-256; a run without a card is refused.
-        - A model without a guarantee goes to no hub unless that is said (``push_without_guarantee``), and no model
+        - What proves no guarantee goes to no hub unless that is said (``push_without_guarantee``), and nothing goes
           into a repository that anybody can read (``push_private``).
         - Nothing in the checkpoint is run: it is read as data, and only classes of this package are built.
     """
 
-    checkpoint: Path
+    checkpoint: Path | None = None
+    data: Path | None = None
     evaluation: Path | None = None
     base_model: str | None = None
     license: str | None = None
@@ -71,12 +79,26 @@ class Export:
         check_repositories("task.datasets", self.datasets)
         check_repositories("task.push_to_hub", [] if self.push_to_hub is None else [self.push_to_hub])
         require_switch("task", self, "push_private", "push_without_guarantee")
-        self.checkpoint = Path(self.checkpoint)
+        if (self.checkpoint is None) == (self.data is None):
+            raise ConfigurationError(
+                "task=export takes one of task.checkpoint, which becomes a model folder, and task.data, a synthetic "
+                "set."
+            )
+        own = {name: getattr(self, name) for name in ("evaluation", "base_model", "license", "language", "datasets")}
+        if self.data is not None and (told := [name for name, value in own.items() if value]):
+            raise ConfigurationError(
+                f"task.{told[0]}={own[told[0]]} is for the card of a model. Licence and language of a set are stated "
+                "where it is made (task=synthesize, task=filter)."
+            )
+        self.checkpoint = None if self.checkpoint is None else Path(self.checkpoint)
+        self.data = None if self.data is None else Path(self.data)
         self.evaluation = None if self.evaluation is None else Path(self.evaluation)
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Write the folder; returns the number of its bytes."""
         check_run_dir(parts.run_dir, min_free_mb=100)
+        if self.data is not None:
+            return self._export_data(self.data, parts.run_dir / "data")
         metrics = self._metrics()
         path = self._path()
         run_dir = path.parent.parent if path.parent.name == CHECKPOINTS else path.parent
@@ -94,15 +116,7 @@ class Export:
                 "evaluation of public queries (task=evaluate task.whose=public task.split=test).",
                 trap="T25",
             )
-        hub = None if self.push_to_hub is None else HubRepository(self.push_to_hub, self.push_private)
-        if hub is not None:
-            if claim["guarantee"] != "dp" and not self.push_without_guarantee:
-                raise ConfigurationError(
-                    f"task.push_to_hub={self.push_to_hub}: {run_dir.name} proves no guarantee (its card says "
-                    f"{claim['guarantee']}), so the model may reveal single records. Set "
-                    "task.push_without_guarantee=true if it may be handed on nevertheless."
-                )
-            hub.check()
+        hub = self._hub("model", run_dir.name, claim["guarantee"])
         module = load_module(path)
         _refuse_other_run(path, run_dir / LEDGER_NAME)
 
@@ -125,11 +139,46 @@ class Export:
         facts |= {"header": front_matter(self._header(card, metrics, encoder=encoder))}
         facts |= {"sides_differ": (folder / "router_config.json").is_file()}
         (folder / "README.md").write_text(render("model_card.md", facts), encoding="utf-8")
-        size = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
-        sys.stdout.write(f"model: {folder}\nprivacy card: {folder / CARD_NAME}\n")
-        if hub is not None:
-            sys.stdout.write(f"pushed to: {hub.send(folder)}\n")
-        return {"bytes": float(size)}
+        return _handed_on("model", folder, hub)
+
+    def _hub(self, kind: Literal["model", "dataset"], name: str, guarantee: str) -> HubRepository | None:
+        """Return the repository to send to, once nothing speaks against it; None where nothing is to be sent."""
+        if self.push_to_hub is None:
+            return None
+        if guarantee != "dp" and not self.push_without_guarantee:
+            raise ConfigurationError(
+                f"task.push_to_hub={self.push_to_hub}: {name} proves no guarantee (its card says {guarantee}), so the "
+                f"{kind} may reveal single records. Set task.push_without_guarantee=true if it may be handed on "
+                "nevertheless."
+            )
+        hub = HubRepository(self.push_to_hub, self.push_private, kind)
+        hub.check()
+        return hub
+
+    def _export_data(self, source: Path, folder: Path) -> dict[str, float]:
+        """Copy a synthetic set and what its card is checked by, without the state of its generation."""
+        if not (source / SUMMARY_NAME).is_file():
+            raise DataError(
+                f"task.data={source} holds no {SUMMARY_NAME}, so it is no set of task=synthesize or filter."
+            )
+        card = source / CARD_NAME  # pseudo-queries have none: nothing private was read for them
+        if card.is_file() and (failed := verify_chain(card).failed):
+            raise VerificationError(
+                f"task.data={source} does not pass its checks, the first: {failed[0].artefact}, {failed[0].check}: "
+                f"{failed[0].text} lit-dpret verify {source} lists all."
+            )
+        guarantee = read_card(card)["claim"]["guarantee"] if card.is_file() else "nothing"
+        hub = self._hub("dataset", source.name, guarantee)
+        shutil.copytree(
+            source, folder, ignore=shutil.ignore_patterns(SHARDS_NAME, f"*{MANIFEST_NAME}*"), dirs_exist_ok=True
+        )
+        if card.is_file():
+            copy_lineage(card, folder / "provenance")
+        if self.push_to_hub is not None:
+            readme = (folder / "README.md").read_text(encoding="utf-8")
+            shown = readme.replace('load_dataset("FOLDER"', f'load_dataset("{self.push_to_hub}"')
+            (folder / "README.md").write_text(shown, encoding="utf-8")
+        return _handed_on("data", folder, hub)
 
     def _header(self, card: dict[str, Any], scores: dict[str, Any], *, encoder: bool) -> dict[str, Any]:
         """Return what a hub reads on the model card."""
@@ -169,9 +218,10 @@ class Export:
             )
 
     def _path(self) -> Path:
-        if self.checkpoint.is_file():
-            return self.checkpoint
-        found = newest_checkpoint(self.checkpoint / CHECKPOINTS) if self.checkpoint.is_dir() else None
+        given = Path(self.checkpoint or "")
+        if given.is_file():
+            return given
+        found = newest_checkpoint(given / CHECKPOINTS) if given.is_dir() else None
         if found is None:
             raise DataError(
                 f"task.checkpoint={self.checkpoint} is neither a checkpoint nor a run folder with a whole one in "
@@ -193,6 +243,15 @@ class Export:
         if not found.get("fingerprints", True):
             raise DataError(f"task.evaluation={self.evaluation} measured {found.get('encoder')}, which is no model.")
         return found
+
+
+def _handed_on(what: str, folder: Path, hub: HubRepository | None) -> dict[str, float]:
+    """Say where a finished folder lies, send it where it is to be sent; returns the number of its bytes."""
+    shown = [f"{what}: {folder}"] + ([f"privacy card: {folder / CARD_NAME}"] if (folder / CARD_NAME).is_file() else [])
+    sys.stdout.write("\n".join(shown) + "\n")
+    if hub is not None:
+        sys.stdout.write(f"pushed to: {hub.send(folder)}\n")
+    return {"bytes": float(sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()))}
 
 
 def load_module(path: Path) -> Any:

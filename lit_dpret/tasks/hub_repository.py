@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from lit_dpret.encoders.backbones import hub_answers
 from lit_dpret.errors import ConfigurationError, StorageError, first_line
@@ -15,13 +15,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class HubRepository:
-    """A repository of models, which need not be there yet.
+    """A repository of models or of data sets, which need not be there yet.
 
     The token is that of ``hf auth login`` or ``HF_TOKEN``, and is written nowhere.
     """
 
     name: str
     private: bool = True
+    kind: Literal["model", "dataset"] = "model"
 
     def check(self) -> None:
         """Refuse what could not be sent, before there is anything to send.
@@ -42,11 +43,14 @@ class HubRepository:
             )
         self._asked(lambda api: api.whoami())
         if self.private and self._asked(
-            lambda api: api.repo_exists(self.name) and not api.repo_info(self.name).private
+            lambda api: (
+                api.repo_exists(self.name, repo_type=self.kind)
+                and not api.repo_info(self.name, repo_type=self.kind).private
+            )
         ):
             raise ConfigurationError(
                 f"task.push_to_hub={self.name} is there and anybody can read it. Set task.push_private=false if the "
-                "model may be public, or name another repository."
+                f"{self.kind} may be public, or name another repository."
             )
 
     def send(self, folder: Path) -> str:
@@ -57,14 +61,17 @@ class HubRepository:
         """
 
         def sent(api: Any) -> str:
-            url = api.create_repo(self.name, private=self.private, exist_ok=True)
-            api.upload_folder(repo_id=self.name, folder_path=folder, commit_message="Model with its privacy card")
+            url = api.create_repo(self.name, repo_type=self.kind, private=self.private, exist_ok=True)
+            api.upload_folder(
+                repo_id=self.name, repo_type=self.kind, folder_path=folder,
+                commit_message=f"The {self.kind} with its privacy card",
+            )  # fmt: skip
             return str(url)
 
         try:
             return self._asked(sent)
         except ConfigurationError as error:
-            raise StorageError(f"{error} The model is whole in {folder}.") from error
+            raise StorageError(f"{error} The {self.kind} is whole in {folder}.") from error
 
     def _asked(self, ask: Callable[[Any], T]) -> T:
         from huggingface_hub import HfApi

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from card_chain import run
 from cards import forge
 from hub_stand_in import TOKEN, Hub
 from huggingface_hub import ModelCard, constants
@@ -18,17 +19,23 @@ from lightning.pytorch.callbacks import Callback
 from pair_stand_ins import Pairs, data_module
 from safetensors.torch import load_file
 from stand_ins import fit
+from tiny_generator import generator
 from tiny_models import tiny_bert, tiny_tokenizer
+from tiny_tasks import write_log
 
 from lit_dpret.callbacks import PrivacyCard
 from lit_dpret.cards.card import read_card, write_card
 from lit_dpret.cards.file import card_sha256
 from lit_dpret.cards.hub import base_model_of
+from lit_dpret.cards.verification import verify_chain
+from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.encoders import Contract, TextEncoder, load_towers
 from lit_dpret.encoders.st_folder import save_sentence_transformer
-from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.errors import ConfigurationError, DataError, VerificationError
 from lit_dpret.modules import DualEncoder, OptimizerSpec
-from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode, PublicPassages
+from lit_dpret.privacy.modes import DPSGD, NoPrivacy, PrivacyMode, PublicPassages
+from lit_dpret.synthesis.dataset_folder import DATA_FILES
+from lit_dpret.synthesis.writer import synthesize
 from lit_dpret.tasks import Export
 from lit_dpret.tasks.parts import Parts
 from lit_dpret.tasks.ranking import fingerprints
@@ -349,3 +356,56 @@ def test_what_is_said_to_be_so_is_pushed_so(hub: Hub, tmp_path: Path) -> None:
 def test_a_name_that_no_hub_has_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"task\.push_to_hub"):
         Export(checkpoint=tmp_path, push_to_hub="/srv/models/mine")
+
+
+# -- a synthetic set ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A set that a generator wrote, where a pipeline leaves it."""
+    root = tmp_path_factory.mktemp("set")
+    log = PairsDataModule(folder=write_log(root / "log"), sampling="poisson", expected_batch_size=8)
+    mode = DPSGD(eps=50.0, noise_multiplier=4.0, accountant="rdp", secret_file=root / "secret")
+    run(root / "generator", generator(privacy=mode, seed=0), log)
+    return synthesize(
+        root / "generator" / "model", log.public_passages(), root / "made" / "synthetic", passages_are_public=True
+    )
+
+
+def test_a_set_goes_to_the_hub_with_all_that_its_claim_is_checked_by(hub: Hub, made: Path, tmp_path: Path) -> None:
+    Export(data=made, push_to_hub="org/queries").run(parts(tmp_path / "out"))
+    assert hub.kinds == {"org/queries": "dataset"} and hub.private == {"org/queries": True}
+    got = tmp_path / "got"  # on another machine
+    for name, content in hub.files.items():
+        (got / name).parent.mkdir(parents=True, exist_ok=True)
+        (got / name).write_bytes(content)
+    checked = verify_chain(got)
+    assert checked.failed == [] and any(one.check == "ledger" and one.outcome == "ok" for one in checked.findings)
+    assert not any("shards" in name or "manifest" in name for name in hub.files)
+    readme = hub.files["README.md"].decode()
+    assert 'load_dataset("org/queries", "pairs"' in readme and readme.startswith("---\n")
+    for name in DATA_FILES:
+        assert hub.files[name] == (made / name).read_bytes()
+
+
+def test_a_set_that_was_changed_is_refused_before_anything_is_written_or_sent(
+    hub: Hub, made: Path, tmp_path: Path
+) -> None:
+    changed = tmp_path / "runs" / "changed"
+    shutil.copytree(made.parent.parent, changed)
+    with (changed / "made" / "synthetic" / "queries.jsonl").open("a") as file:
+        file.write('{"_id": "genQ0", "text": "what did ann ask"}\n')
+    with pytest.raises(VerificationError, match=r"queries\.jsonl"):
+        Export(data=changed / "made" / "synthetic", push_to_hub="org/queries").run(parts(tmp_path / "out"))
+    assert not hub.files and not hub.private and not (tmp_path / "out" / "data").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "knob"),
+    [({}, r"task\.data"), ({"checkpoint": "a", "data": "b"}, r"task\.data"),
+     ({"data": "b", "license": "mit"}, r"task\.license"), ({"data": "b", "datasets": ["a/b"]}, r"task\.datasets")],
+)  # fmt: skip
+def test_a_checkpoint_or_a_set_is_exported_and_each_takes_its_own_settings(settings: dict[str, Any], knob: str) -> None:
+    with pytest.raises(ConfigurationError, match=knob):
+        Export(**settings)
