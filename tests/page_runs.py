@@ -165,6 +165,10 @@ NEEDS: dict[str, str] = {
     "trainer=deepspeed": "deepspeed",
     "task.search=faiss:": "faiss",
     "sweep ": "wandb",
+    "train_cli.py": "jsonargparse",
+    "logger=mlflow": "mlflow",
+    "logger=tensorboard": "tensorboard",
+    "logger=wandb": "wandb",
     "lit-dpret silo": "flwr",
     "task.sign_with=": "cryptography",
 }

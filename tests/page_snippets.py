@@ -15,10 +15,10 @@ import torch
 from page_stages import private_log, table_log
 from stand_ins import Line, Numbers, Regression
 from tiny_generator import PASSAGES, SETTINGS, generator, lively_generator, write_parent_card
-from tiny_tasks import write_log
+from tiny_tasks import retriever, write_log
 from torch.utils.data import TensorDataset
 
-from lit_dpret.privacy.modes import DPSGD
+from lit_dpret.privacy.modes import DPSGD, NoPrivacy
 
 # Parts of a snippet that need another machine or much time, and what stands in their place.
 REPLACED: dict[str, str] = {
@@ -31,6 +31,13 @@ REPLACED: dict[str, str] = {
     "dim=768": "dim=16",
     "FederatedPrivacy(eps=8.0)": 'FederatedPrivacy(eps=8.0, accountant="rdp")',
     "expected_batch_size=32": 'expected_batch_size=32, sampling="poisson"',
+}
+
+# Packages of other people, without which the snippet that begins so is left out.
+PACKAGES = {
+    "import mteb": "mteb",
+    "from beir": "beir",
+    "import lightning as L\nfrom lightning.pytorch.cli": "jsonargparse",
 }
 
 
@@ -70,6 +77,13 @@ def fit(folder: Path) -> dict[str, Any]:
     trainer = L.Trainer(accelerator="cpu", max_steps=2, max_epochs=-1, logger=False, callbacks=callbacks,
                         default_root_dir=folder / "run")  # fmt: skip
     return {"trainer": trainer, "datamodule": data, "module": Regression(privacy=DPSGD(eps=3, accountant="rdp"))}
+
+
+def saved_encoder(folder: Path) -> dict[str, Any]:
+    """A retriever as a run leaves it, beside a collection."""
+    write_log(folder / "collection")
+    retriever(privacy=NoPrivacy()).save_model(folder / "runs" / "encoder" / "model")
+    return {}
 
 
 def to_be_tested(folder: Path) -> dict[str, Any]:
@@ -142,6 +156,7 @@ SURROUNDINGS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "docs/filters.md": released,
     "docs/howto/federation.md": split_log,
     "docs/howto/lightning.md": log,
+    "docs/howto/tools.md": saved_encoder,
     "docs/images.md": images,
     "docs/synthesis.md": with_a_prompt,
     "docs/testing.md": to_be_tested,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,6 +67,20 @@ def table_log(folder: Path) -> None:
 
 def beir_folder(folder: Path) -> None:
     write_log(folder / "BEIR_FOLDER")
+
+
+def own_collection(folder: Path) -> None:
+    write_log(folder / "collection")
+
+
+def lightning_cli(folder: Path) -> None:
+    """The files that the page shows, under the names that it gives them."""
+    page = (ROOT / "docs" / "howto" / "lightning.md").read_text(encoding="utf-8")
+    for name in ("train_cli.py", "generator.yaml"):
+        shown = re.search(rf"`{name}`:\n\n```\w+\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
+        assert shown is not None, name
+        small = shown[1].replace("max_steps: 60", "max_steps: 2").replace("_size: 32", "_size: 8, sampling: poisson")
+        (folder / name).write_text(small, encoding="utf-8")
 
 
 def beir_sets(folder: Path) -> None:
@@ -205,14 +220,16 @@ STAGES: dict[str, Stage] = {
     ),
     "docs/howto/own_log.md": Stage(
         files=(private_log,),
-        left=("runs/plan/plan.json", "runs/generator/privacy_card.html", "release/queries/privacy_card.sig"),
+        left=("runs/plan/plan.json", "runs/generator/privacy_card.html", "runs/release/data/privacy_card.sig"),
     ),
     "docs/howto/federation.md": Stage(files=(private_log,), first=(CHECK,), snippets=True),
     "docs/howto/release.md": Stage(
         files=(private_log,), first=(CHECK, OWN_GENERATOR),
-        left=("release/queries/privacy_card.sig", "runs/retriever/privacy_card.html"),
+        left=("runs/release/data/privacy_card.sig", "runs/retriever/privacy_card.html"),
     ),
     "docs/howto/read_a_card.md": Stage(first=(GENERATOR,), names={"FOLDER": "runs/generator"}),
+    "docs/howto/lightning.md": Stage(files=(private_log, lightning_cli), left=("runs/cli/model/privacy_card.json",)),
+    "docs/howto/tools.md": Stage(files=(own_collection,)),
     "docs/images.md": Stage(files=(cifar,), names={"DIR": "cifar10"}),
     "docs/membership.md": Stage(names={"task.encoder=RUN": "task.encoder=minilm"}),
     "docs/negatives.md": Stage(

@@ -7,6 +7,7 @@ is executed. `test_pages_run.py` executes the commands themselves, at a tiny siz
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import re
 import shutil
@@ -18,7 +19,7 @@ import pytest
 from configured import composed, wrong_keys
 from hydra.utils import instantiate
 from page_runs import NOT_EXECUTED, OTHER_PROGRAMS, TINY, shortened
-from page_snippets import REPLACED, SURROUNDINGS
+from page_snippets import PACKAGES, REPLACED, SURROUNDINGS
 from shown_commands import PAGES, ROOT, Shown, commands, snippets
 
 from lit_dpret.audit.testing import assert_private
@@ -129,6 +130,8 @@ def test_the_snippets_of_a_page_run_one_after_the_other(
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "shown"} | SURROUNDINGS.get(page, lambda folder: {})(tmp_path)
     for line, text in snippets(page):
+        if any(text.startswith(words) and importlib.util.find_spec(name) is None for words, name in PACKAGES.items()):
+            continue
         for words, instead in REPLACED.items():
             text = text.replace(words, instead)
         exec(compile("\n" * line + text, str(ROOT / page), "exec"), names)

@@ -23,11 +23,11 @@ FOLLOWED = [page for page in PAGES if commands(page)]
 def left_out(shown: Shown) -> str | None:
     """Why a command is not executed; None where it is."""
     text = " ".join(shown.words)
+    if missing := [name for words, name in NEEDS.items() if words in text and importlib.util.find_spec(name) is None]:
+        return f"needs {missing[0]}, which is not installed"
     if shown.arguments is None:
         return next((why for words, why in OTHER_PROGRAMS.items() if text.startswith(words)), None)
-    missing = [name for words, name in NEEDS.items() if words in text and importlib.util.find_spec(name) is None]
-    reasons = [why for words, why in NOT_EXECUTED.items() if words in text]
-    return f"needs {missing[0]}, which is not installed" if missing else reasons[0] if reasons else None
+    return next((why for words, why in NOT_EXECUTED.items() if words in text), None)
 
 
 def renamed(words: list[str], names: Mapping[str, str]) -> list[str]:
