@@ -30,13 +30,13 @@ from lit_dpret.cards.text import privacy_line, statement
 from lit_dpret.cards.verification import verify_chain
 from lit_dpret.encoders import load_towers
 from lit_dpret.errors import ConfigurationError, DataError, VerificationError
+from lit_dpret.files import SUMMARY_NAME
 from lit_dpret.modules import PrivateModule
 from lit_dpret.modules.checkpointed import CLASS_KEY
 from lit_dpret.privacy.ledger.private_run import Position
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
 from lit_dpret.report.page import render
 from lit_dpret.settings import require_switch
-from lit_dpret.synthesis.dataset_folder import SUMMARY_NAME
 from lit_dpret.synthesis.shards import MANIFEST_NAME, SHARDS_NAME
 from lit_dpret.tasks.checkpoints import newest_checkpoint
 from lit_dpret.tasks.fit import CHECKPOINTS
