@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
@@ -31,7 +33,7 @@ def comparison_table(comparison: Comparison) -> Table:
     return table
 
 
-def write_comparison(comparison: Comparison, folder: Path) -> tuple[Path, Path]:
+def write_comparison(comparison: Comparison, folder: Path, about: Mapping[str, Any] | None = None) -> tuple[Path, Path]:
     """Write ``comparison.json`` and ``comparison.md``, which their owner alone may read."""
     rows = [(*_cells(cell), "yes" if comparison.significant(cell) else "no") for cell in comparison.cells]
     metrics = dict.fromkeys(Metric.parse(cell.metric) for cell in comparison.cells)
@@ -40,8 +42,9 @@ def write_comparison(comparison: Comparison, folder: Path) -> tuple[Path, Path]:
         Paragraph(_caption(comparison)),
         Bullets([f"{metric.shown}: {metric.definition}." for metric in metrics]),
     ]
+    facts = {**comparison.to_dict(), "data": dict(about or {})}  # by data set: of a, and of b
     texts = {
-        "comparison.json": json.dumps(comparison.to_dict(), indent=2, allow_nan=False) + "\n",
+        "comparison.json": json.dumps(facts, indent=2, allow_nan=False) + "\n",
         "comparison.md": to_markdown(_title(comparison), "", [], [Section("Differences", blocks)]),
     }
     machine, reader = (write_whole(folder / name, text, owner_only=True) for name, text in texts.items())

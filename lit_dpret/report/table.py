@@ -174,11 +174,17 @@ def result_table(rows: Sequence[RowResult]) -> Table:
     return Table(header, lines, measured=frozenset(range(1, 1 + len(names))))
 
 
-def write_csv(rows: Sequence[RowResult], path: Path) -> None:
-    """Write one line per system, for the file's owner alone; each metric in three columns, the mean and its bounds."""
+def write_csv(rows: Sequence[RowResult], path: Path, about: Mapping[str, str] | None = None) -> None:
+    """Write one line per system, for the file's owner alone; each metric in three columns, the mean and its bounds.
+
+    ``about`` (`data_facts`) is repeated in each line.
+    """
+    more = about or {}
     names = metric_names(rows)
-    lines = [[row.system, *(row.metrics.get(name) for name in names), row.privacy, row.note] for row in rows]
-    table = Table(["system", *names, "privacy", "note"], lines, measured=frozenset(range(1, 1 + len(names))))
+    lines = [
+        [row.system, *(row.metrics.get(name) for name in names), row.privacy, row.note, *more.values()] for row in rows
+    ]
+    table = Table(["system", *names, "privacy", "note", *more], lines, measured=frozenset(range(1, 1 + len(names))))
     write_whole(path, table.csv(), owner_only=True)
 
 
@@ -214,6 +220,10 @@ def from_json(data: Sequence[Mapping[str, Any]]) -> list[RowResult]:
         raise DataError(f"A result row is malformed: {error!r}.") from error
 
 
-def write_json(rows: Sequence[RowResult], path: Path) -> None:
-    """``to_json`` as a file, for its owner alone."""
-    write_whole(path, json.dumps(to_json(rows), indent=2, allow_nan=False) + "\n", owner_only=True)
+def write_json(rows: Sequence[RowResult], path: Path, about: Mapping[str, str] | None = None) -> None:
+    """``to_json`` as a file, for its owner alone; ``about`` (`data_facts`) is repeated in each row."""
+    write_whole(
+        path,
+        json.dumps([row | dict(about or {}) for row in to_json(rows)], indent=2, allow_nan=False) + "\n",
+        owner_only=True,
+    )

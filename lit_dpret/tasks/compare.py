@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from lit_dpret.retrieval.comparison import compare_values
 from lit_dpret.retrieval.metrics import Metric, Values
 from lit_dpret.retrieval.trec_runs import DEFAULT_METRICS, evaluate, read_qrels, read_run
 from lit_dpret.settings import require_whole
+from lit_dpret.tasks.evaluate import SUMMARY
 from lit_dpret.tasks.parts import Parts, check_run_dir, say
 from lit_dpret.tasks.ranking import JUDGEMENTS, find_runs
 
@@ -75,11 +77,15 @@ class Compare:
             resamples=self.resamples,
             seed=self.seed,
         )
-        files = write_comparison(comparison, parts.run_dir)
+        about = {name: [_measured_on(one) for one in (first[name], second[name])] for name in shared}
+        files = write_comparison(comparison, parts.run_dir, about)
         Console().print(comparison_table(comparison))
         alone = [f"{n} ({w})" for runs, w in ((first, "a only"), (second, "b only")) for n in runs if n not in shared]
         if alone:
             say(f"not compared: {', '.join(alone)}")
+        for name, (one, other) in about.items():
+            if one.get("data_sha256") != other.get("data_sha256"):
+                say(f"note: {name}: a was measured on {_shown(one)}, b on {_shown(other)}")
         say(*(f"written: {path}" for path in files))
         return {f"{cell.data}/{cell.metric}": cell.difference.mean for cell in comparison.cells}
 
@@ -96,3 +102,16 @@ class Compare:
                 "the judgements to compare by in task.qrels=FILE."
             )
         return found[0]
+
+
+def _measured_on(run: Path) -> dict[str, str]:
+    """Return what the evaluation beside a run says of its data; the file's name where there is none."""
+    try:
+        facts = json.loads((run.parent / SUMMARY).read_text(encoding="utf-8"))
+        return {name: str(facts[name]) for name in ("data", "data_sha256") if name in facts}
+    except (OSError, ValueError, TypeError):
+        return {"data": run.stem}
+
+
+def _shown(about: Mapping[str, str]) -> str:
+    return f"{about.get('data', 'data without a name')} ({about.get('data_sha256', 'hash unknown')[:12]})"

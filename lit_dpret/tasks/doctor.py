@@ -10,6 +10,7 @@ from typing import ClassVar
 import lightning as L
 
 from lit_dpret.callbacks.doctor import examine
+from lit_dpret.datamodules.identity import data_facts
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.federated.trust import trust_table
 from lit_dpret.tasks.check_data import cut_texts, rulers_of
@@ -56,7 +57,7 @@ class Doctor:
             module.prepare(data)
         found = examine(trainer, module, data)
         report = parts.run_dir / REPORT
-        report.write_text(json.dumps(found.to_dict(), indent=2) + "\n", encoding="utf-8")
+        report.write_text(json.dumps(data_facts(data) | found.to_dict(), indent=2) + "\n", encoding="utf-8")
         sys.stdout.write(found.format() + "\n")
         with suppress(AttributeError):  # a module or a datamodule without texts
             say(*(f"note: {line}" for line in cut_texts(data, rulers_of(module))))

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.file import card_of_data
+from lit_dpret.datamodules.identity import data_facts
 from lit_dpret.distributed.job import Job, job_here
 from lit_dpret.tasks.index_folder import Encoding, IndexFolder, encode_folder
 from lit_dpret.tasks.parts import Parts, check_run_dir
@@ -46,6 +47,7 @@ class Encode(Encoding):
                 self.encoder, texts, parts.run_dir / EMBEDDINGS, self,
                 progress=progress if job.is_first else None, job=job,
                 claim=card_of_data(data) if self.side == "query" and self.queries == "public" else None,
+                about=data_facts(data, texts),
             )  # fmt: skip
         if job.is_first:
             sys.stdout.write(f"embeddings: {made.folder} ({made.manifest.count} x {made.manifest.dim})\n{told(made)}\n")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, get_args
 
+from lit_dpret.datamodules.identity import data_facts
 from lit_dpret.datamodules.left_out import named
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.budget import require_choice
@@ -61,7 +61,8 @@ class Evaluate(Ranker):
         told = [] if left_out is None else left_out.lines()
         if idle := [query for query, judged in qrels.items() if not any(grade > 0 for grade in judged.values())]:
             told.append(f"{split}: queries without any relevant passage, which count as 0: {len(idle)} ({named(idle)})")
-        facts: dict[str, Any] = {"encoder": self.encoder, "data": data_name(data), "split": split, "whose": self.whose}
+        about = data_facts(data, passages, queries, qrels)
+        facts: dict[str, Any] = {"encoder": self.encoder, **about, "split": split, "whose": self.whose}
         facts |= {"drops_self_matches": drops, "left_out": told}
         facts["fingerprints"] = self.fingerprints()
         if self.encoder == "bm25":
@@ -72,13 +73,6 @@ class Evaluate(Ranker):
         passed = "".join(f"  note: {line}\n" for line in told)
         sys.stdout.write(f"{_table(self.encoder, result)}\n{passed}written: {path}\n")
         return dict(result.means)
-
-
-def data_name(data: Any) -> str:
-    """Name a data set without the place where it lies: BEIR's name, or the last part of its folder or file."""
-    if (public := getattr(data, "set", None)) is not None:
-        return str(public.name)
-    return Path(str(getattr(getattr(data, "collection", None), "source", type(data).__name__))).name
 
 
 def checked_metrics(metrics: Sequence[str], top_k: int) -> tuple[str, ...]:

@@ -194,10 +194,11 @@ class Export:
             "privacy": claim_metadata(card),
         }
         if scores.get("metrics"):
-            data = str(scores.get("data", "unnamed"))
+            data, known = str(scores.get("data", "unnamed")), scores.get("data_sha256")
+            args = {"args": {"sha256": known}} if known else {}
             result = {
                 "task": {"type": "information-retrieval", "name": "Information Retrieval"},
-                "dataset": {"name": data, "type": data, "split": scores.get("split", "unknown")},
+                "dataset": {"name": data, "type": data, "split": scores.get("split", "unknown"), **args},
                 "metrics": [
                     {"type": name.lower(), "name": name, "value": one["mean"]}
                     for name, one in scores["metrics"].items()

@@ -12,6 +12,7 @@ from typing import get_args
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.provenance import environment_facts
 from lit_dpret.cards.tuning import TuningData
+from lit_dpret.datamodules.identity import data_facts
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.budget import require_choice
 from lit_dpret.settings import require_whole
@@ -67,7 +68,12 @@ class Filter:
         devices = [one.device for one in filters]
         made_on = environment_facts(device=next((d for d in devices if d != "cpu"), "cpu"), precision="float32")
         folder = write_selection(kept, parts.run_dir / FILTERED, applied=facts, tuning=tuning, environment=made_on)
-        report = {"data": str(self.data), "queries": len(released), "kept": len(kept), "filters": facts}
+        report = {
+            **data_facts(self.data, {query.query_id: [query.text, query.passage_id] for query in released}),
+            "queries": len(released),
+            "kept": len(kept),
+            "filters": facts,
+        }
         (parts.run_dir / "filter.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         (parts.run_dir / "examples.md").write_text(_examples(applied, released.passages), encoding="utf-8")
         for one in applied:

@@ -70,6 +70,7 @@ class Manifest:
         kind: ``exact``, or ``faiss`` with a structure in ``index.faiss``.
         factory: The string that faiss made it from.
         files: SHA-256 by name.
+        about: Which data the texts are of, as every result says (`data_facts`).
     """
 
     side: Side
@@ -82,6 +83,7 @@ class Manifest:
     kind: Kind = "exact"
     factory: str | None = None
     files: Mapping[str, str] = field(default_factory=dict)
+    about: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """Return the file's content."""
@@ -277,6 +279,7 @@ def encode_folder(
     progress: Progress | None = None,
     job: Job | None = None,
     claim: Path | None = None,
+    about: Mapping[str, str] | None = None,
 ) -> IndexFolder:
     """Embed texts into a folder that can be searched; go on where an earlier call was stopped.
 
@@ -296,6 +299,7 @@ def encode_folder(
         job: The ranks that share the work, each calling this with the same arguments and a folder that all of them
             see; the first one writes the folder, and the others wait for it.
         claim: The privacy card of the queries, where they have one and ``how`` calls them public.
+        about: Which data the texts are of, for the manifest (`data_facts`).
 
     Raises:
         ConfigurationError: The encoder cannot compute so, or was trained under another claim than that of the queries.
@@ -328,6 +332,7 @@ def encode_folder(
             "contract": asdict(tower.contract),
         },
         private=private,
+        about=about or {},
     )
     key = content_hash(["texts", how.storage], {}, (part for pair in texts.items() for part in pair))
     begun = {"encoder": tower.fingerprint(), "side": side, "texts": key}

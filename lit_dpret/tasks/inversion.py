@@ -26,6 +26,7 @@ from lit_dpret.audit.attacks.decoder import (
 from lit_dpret.audit.attacks.inversion import align, embedding_gain, identify, recovered, shuffled_order
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.start import model_folder
+from lit_dpret.datamodules.identity import data_facts
 from lit_dpret.datamodules.readers import RecordFile
 from lit_dpret.datamodules.rows import normalise
 from lit_dpret.encoders import Side, TextEncoder, load_towers
@@ -104,6 +105,9 @@ class Inversion:
         facts: dict[str, Any] = {
             "internal": self.whose == "private",
             "encoder": Path(str(self.encoder)).name,
+            **data_facts(
+                self.texts or parts.make_datamodule(), {str(i): text for i, text in enumerate([*known, *attacked])}
+            ),
             "texts": {"whose": self.whose, "side": self.side, "known": len(known), "attacked": len(attacked)},
             "language_model": "a small new GPT-2" if self.language_model is None else Path(self.language_model).name,
             "how": self.how,

@@ -24,6 +24,7 @@ from lit_dpret.cards.file import CARD_NAME, check_artefact
 from lit_dpret.cards.start import traces_of_training
 from lit_dpret.cards.text import NOT_PROVED, WITHOUT_PRIVACY, privacy_line
 from lit_dpret.datamodules import PairsDataModule, SyntheticDataModule
+from lit_dpret.datamodules.identity import data_facts
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
 from lit_dpret.privacy.ledger.trained import runs_behind
@@ -401,11 +402,15 @@ class Pipeline:
         """Write and print the results, and the page where there are synthetic queries; return nDCG@10 by system."""
         folder, table, console = self._parts.run_dir, list(rows.values()), Console()
         self._stages.begin()  # rows without a stage are results of this run as well
-        write_json(table, folder / "results.json")
-        write_csv(table, folder / "results.csv")
+        queries, qrels = self._searched.evaluation_set("test")
+        about = data_facts(self._searched, passages := self._searched.public_passages(), queries, qrels)
+        write_json(table, folder / "results.json", about)
+        write_csv(table, folder / "results.csv", about)
         console.print(console_table(table, title="Retrieval"))
-        passages, queries = len(self._searched.public_passages()), len(self._searched.evaluation_set("test")[0])
-        where = f"{queries} test queries over {passages} passages; frozen encoder with a linear query head"
+        where = (
+            f"{len(queries)} test queries over {len(passages)} passages of {about['data']}; frozen encoder with a linear "
+            "query head"
+        )
         if "synthetic" in rows:
             self._report(table, where, console)
         else:

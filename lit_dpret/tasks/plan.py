@@ -23,6 +23,7 @@ from lit_dpret.costs.measure import measure_step, product_rate, seconds_per_norm
 from lit_dpret.costs.memory import bytes_of, estimated_bytes
 from lit_dpret.costs.slices import check_devices, measure_slices, predict
 from lit_dpret.costs.work import Work, work_of
+from lit_dpret.datamodules.identity import data_facts
 from lit_dpret.errors import ConfigurationError, LitDpretError
 from lit_dpret.modules import QueryGenerator
 from lit_dpret.modules.outline import GeneratorOutline
@@ -302,7 +303,7 @@ class Plan:
             start.check_plan(plan)
         progress("time and memory")
         costs = self._costs(parts, mode, plan, trainer, progress)
-        facts = {**describe_plan(plan, progress), "cost": costs}
+        facts = {**data_facts(data), **describe_plan(plan, progress), "cost": costs}
         (parts.run_dir / "plan.json").write_text(json.dumps(facts, indent=2), encoding="utf-8")
         if self.plot and plan.proved:
             progress("plan.png")

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.file import CARD_NAME, read_card
 from lit_dpret.cards.text import privacy_line
+from lit_dpret.datamodules.identity import data_facts
 from lit_dpret.datamodules.layouts import folder_parts, read_parts
 from lit_dpret.datamodules.readers import RecordFile
 from lit_dpret.encoders import Towers, load_towers
@@ -130,6 +131,7 @@ class Similarity:
         facts: dict[str, Any] = {
             "synthetic": {
                 "name": self.synthetic.resolve().name,
+                **data_facts(self.synthetic, made.queries),
                 "queries": len(made.queries),
                 "pairs": len(made.rows),
                 "privacy": self._privacy(),
@@ -137,6 +139,7 @@ class Similarity:
             "reference": {
                 "whose": self.reference,
                 "from": f"the split {self.split}" if self.reference_file is None else self.reference_file.name,
+                **data_facts(self.reference_file or parts.make_datamodule(), original.queries),
                 "queries": len(original.queries),
                 "pairs": len(original.rows),
             },

@@ -1,0 +1,47 @@
+"""Which data a result is about: a name without the place where the data lie, and a hash of what was measured."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_PLACES = ("folder", "pairs", "queries", "file", "path", "root")
+
+
+def data_facts(data: Any, *measured: Mapping[str, Any]) -> dict[str, str]:
+    """Return what every result file says of its data: ``data`` and, of what was measured, ``data_sha256``.
+
+    Whoever has the data can compute the hash, and whoever guesses them can check the guess: a file that is handed on
+    may hold that of public parts alone.
+
+    Args:
+        data: A DataModule, or the path of a file or folder.
+        measured: What was read of it, by id: texts, or judgements of a query.
+    """
+    return {"data": data_name(data), **({"data_sha256": content_sha256(*measured)} if measured else {})}
+
+
+def data_name(data: Any) -> str:
+    """Name a data set without the place where it lies: BEIR's name, or the last part of its folder or file."""
+    if isinstance(data, str | Path):
+        return Path(data).resolve().name
+    if (public := getattr(data, "set", None)) is not None:
+        return str(public.name)
+    source = getattr(getattr(data, "collection", None), "source", None)
+    places = (getattr(data, name, None) for name in _PLACES)
+    return Path(str(source or next(filter(None, places), type(data).__name__))).name
+
+
+def content_sha256(*parts: Mapping[str, Any]) -> str:
+    """Return a hash of mappings, whatever the order of their entries; nothing is held in memory."""
+    found = hashlib.sha256()
+    for part in parts:
+        total = 0
+        for name, value in part.items():
+            entry = json.dumps([name, value], sort_keys=True, ensure_ascii=True, default=str)
+            total += int.from_bytes(hashlib.sha256(entry.encode()).digest(), "big")
+        found.update(f"{len(part)} {total % 2**256:064x}\n".encode())
+    return found.hexdigest()
