@@ -56,6 +56,23 @@ def write_whole(
     return path
 
 
+def settle_modes(*paths: Path, owner_only: bool = False) -> None:
+    """Give files, and those in folders, the mode of new files; libraries leave some that only their owner may read.
+
+    With ``owner_only`` nobody else may read them. This and `write_whole` are the one rule for permissions.
+    """
+    for path in paths:
+        mode = 0o600
+        if not owner_only:
+            probe = (path if path.is_dir() else path.parent) / f".{uuid.uuid4().hex}.mode"
+            probe.touch(mode=0o666)  # less what the process takes away, which cannot be asked for without a race
+            mode = probe.stat().st_mode & 0o777
+            probe.unlink()
+        for file in path.rglob("*") if path.is_dir() else [path]:
+            if file.is_file() and not file.is_symlink():
+                file.chmod(mode)
+
+
 def read_json(path: Path, schema: str) -> dict[str, Any]:
     """Read a JSON object that states its schema.
 

@@ -7,9 +7,16 @@ import stat
 from pathlib import Path
 
 import pytest
+import torch
+from tiny_generator import generator
+from tiny_tasks import open_to_others, parts, retriever
 
 from lit_dpret.errors import StorageError
 from lit_dpret.files import write_whole
+from lit_dpret.modules.embedding_trainer import save_net
+from lit_dpret.privacy.modes import NoPrivacy
+from lit_dpret.tasks import Evaluate
+from lit_dpret.tasks.index_folder import Encoding, encode_folder
 
 
 def mode(path: Path) -> int:
@@ -59,3 +66,24 @@ def test_a_write_that_fails_leaves_what_was_there_and_no_draft(tmp_path: Path, m
         write_whole(path, "new", advice="What was mined is kept.")
     assert path.read_text() == "old"
     assert [one.name for one in tmp_path.iterdir()] == ["file.txt"]
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_what_is_handed_on_has_the_mode_of_new_files_and_what_is_private_is_its_owners(
+    umask: int, tmp_path: Path
+) -> None:
+    before = os.umask(umask)
+    try:
+        generator(seed=0).save_model(tmp_path / "generator")
+        retriever(privacy=NoPrivacy()).save_model(tmp_path / "retriever")
+        save_net(torch.nn.Linear(2, 2), tmp_path / "net")
+        for queries in ("public", "private"):
+            how = Encoding(side="query", queries=queries)
+            encode_folder(tmp_path / "retriever", {"a": "red", "b": "blue"}, tmp_path / queries, how)
+        Evaluate(encoder="bm25", split="test").run(parts(tmp_path, run_dir=tmp_path / "scores"))
+    finally:
+        os.umask(before)
+    names = ("generator", "retriever", "net", "public")
+    handed_on = [file for name in names for file in (tmp_path / name).rglob("*") if file.is_file()]
+    assert len(handed_on) > 10 and {mode(file) for file in handed_on} == {0o666 & ~umask}
+    assert open_to_others(tmp_path / "private") == open_to_others(tmp_path / "scores") == set()

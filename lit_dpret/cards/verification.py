@@ -16,11 +16,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
+
 import lit_dpret
 from lit_dpret.cards.amendments import versions
 from lit_dpret.cards.card import gaps, said, signoff
 from lit_dpret.cards.check import Place, Recheck, changed_files, recheck
 from lit_dpret.cards.file import CARD_NAME, SIGNATURE_NAME, card_path, card_sha256, read_card
+from lit_dpret.cards.hub import claim_metadata
 from lit_dpret.cards.lineage import FoundCard, Lineage, link_problems, passed_on
 from lit_dpret.cards.provenance import CHANGED, code_commit, protocol_facts
 from lit_dpret.cards.signature import Signed, check_signature, public_key_fingerprint
@@ -29,6 +32,7 @@ from lit_dpret.cards.text import NO_GUARANTEE, audit_problems, card_html, card_m
 from lit_dpret.errors import ConfigurationError, DataError, LedgerError
 
 SCHEMA = "lit-dpret/verification/1"
+README = "README.md"
 
 Outcome = Literal["ok", "failed", "not_checked"]
 
@@ -71,6 +75,12 @@ class Verification:
     def pass_over(self, artefact: str, check: str, why: str, *, failed: bool = False) -> None:
         """Record a check that could not be made; ``failed`` where it had to be."""
         self.findings.append(Finding(artefact, check, "failed" if failed else "not_checked", why))
+
+    def signed_by(self, key: str) -> None:
+        """State that the card is signed now, in the place of what was found before."""
+        old = [f for f in self.findings if f.check == "signature" and f.artefact == self.findings[0].artefact]
+        self.findings = [finding for finding in self.findings if finding not in old]
+        self.add(self.findings[0].artefact, "signature", [], f"made now, by the key {key[:16]}, over this card")
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -235,9 +245,25 @@ def _check_files(result: Verification, found: FoundCard, *, required: bool) -> N
         for file in sorted(folder.rglob("*"))
         if file.is_file() and file.name not in own and file.relative_to(folder).as_posix() not in digests
     ]
+    if _check_page(result, found):
+        others.remove(README)
     if others:
         shown = ", ".join(others[:_SHOWN]) + (f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else "")
         result.pass_over(name, "other files", f"not on the card, so nothing is known of them: {shown}")
+
+
+def _check_page(result: Verification, found: FoundCard) -> bool:
+    """The claim in the header of ``README.md``, which a hub shows, is that of the card; False where it states none."""
+    try:
+        header = yaml.safe_load((found.path.parent / README).read_text(encoding="utf-8").split("---\n")[1])
+        stated = header["privacy"]
+    except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
+        return False
+    known = [claim_metadata(version) for version in versions(found.card)]  # it was written before any amendment
+    problems = [] if stated in known else [f"its header states {stated}, and the card {known[0]}."]
+    told = "the claim in its header is that of the card; its other words are free"
+    result.add(_name(found), README, problems, told)
+    return True
 
 
 def _check_ledger(result: Verification, lineage: Lineage, found: FoundCard, *, allow_missing: bool) -> Recheck:

@@ -24,6 +24,7 @@ from lit_dpret.encoders.backbones import load_linear, load_transformer, position
 from lit_dpret.encoders.contract import Contract, Side
 from lit_dpret.encoders.text_encoder import TextEncoder
 from lit_dpret.errors import ConfigurationError, StorageError, UnsupportedModelError
+from lit_dpret.files import settle_modes
 
 _TYPES = "sentence_transformers.models"
 _POOLING_KEYS = {
@@ -237,6 +238,7 @@ def save_sentence_transformer(
             },
         )
         _write_json(root / "modules.json", modules)
+        settle_modes(*root.rglob("*.safetensors"))
     except OSError as error:
         raise StorageError(f"{root} cannot be written: {error.strerror or error}.") from error
 

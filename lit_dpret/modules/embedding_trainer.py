@@ -21,6 +21,7 @@ from lit_dpret.encoders import Side, TextEncoder
 from lit_dpret.encoders.st_folder import save_sentence_transformer
 from lit_dpret.encoders.vision import AugmentedViews
 from lit_dpret.errors import ConfigurationError, StorageError, UnsupportedModelError, schema_problem
+from lit_dpret.files import settle_modes
 from lit_dpret.losses import PairwiseLoss, SoftmaxPairLoss, false_negatives
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.pair_module import PairModule, make_encoder
@@ -182,6 +183,7 @@ def save_net(net: nn.Module, folder: str | Path) -> Path:
     try:
         place.mkdir(parents=True, exist_ok=True)
         save_file(tensors, place / WEIGHTS)
+        settle_modes(place / WEIGHTS)
         (place / FACTS).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise StorageError(f"{place} could not be written to: {error.strerror}.") from error

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_dpret.encoders.st_folder import GENERATOR_CONTRACT as CONTRACT_NAME
 from lit_dpret.errors import ConfigurationError, StorageError, UnsupportedModelError
+from lit_dpret.files import settle_modes
 from lit_dpret.modules.fine_tuning import speak_words_only
 from lit_dpret.modules.language_models import load_language_model, load_tokenizer
 
@@ -225,6 +226,7 @@ def save_generator(folder: str | Path, model: PreTrainedModel, codec: TextCodec)
         codec.tokenizer.save_pretrained(fresh)
         text = json.dumps(codec.contract.to_dict(), indent=2, ensure_ascii=False, sort_keys=True)
         (fresh / CONTRACT_NAME).write_text(text + "\n", encoding="utf-8")
+        settle_modes(fresh)
         for file in fresh.iterdir():
             with open(file, "rb") as handle:
                 os.fsync(handle.fileno())

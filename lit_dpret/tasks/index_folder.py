@@ -37,6 +37,7 @@ from lit_dpret.errors import (
     StorageError,
     schema_problem,
 )
+from lit_dpret.files import settle_modes
 from lit_dpret.retrieval.backends import Faiss, search_with
 from lit_dpret.retrieval.rows import STORAGES, FileRows, Storage
 from lit_dpret.retrieval.search import lexicographic_rank, search
@@ -350,8 +351,7 @@ def encode_folder(
 
     def seal() -> None:
         _write_texts(folder, texts)
-        for name in (EMBEDDINGS, TEXTS, OFFSETS):
-            (folder / name).chmod(0o600 if private else 0o644)
+        settle_modes(*(folder / name for name in (EMBEDDINGS, TEXTS, OFFSETS)), owner_only=private)
         what = "embedding public passages with it" if side == "passage" else "embedding public queries with it"
         if parent is not None and parent == claim:
             what = f"embedding these queries with {shown(encoder)}"
@@ -425,7 +425,7 @@ def index_folder(
         if search != "exact":
             draft = folder / f".{FAISS}.tmp"
             Faiss.build(given.rows, factory, device=device, seed=seed).write(draft)
-            draft.chmod(0o600 if given.manifest.private else 0o644)
+            settle_modes(draft, owner_only=given.manifest.private)
             os.replace(draft, folder / FAISS)
             names.append(FAISS)
     except OSError as error:
@@ -527,7 +527,7 @@ def _seal(
     draft = folder / f".{MANIFEST}.tmp"
     try:
         draft.write_text(whole.to_json(), encoding="utf-8")
-        draft.chmod(0o600 if manifest.private else 0o644)
+        settle_modes(draft, owner_only=manifest.private)
         os.replace(draft, folder / MANIFEST)
     except OSError as error:
         raise _storage(folder, error) from error

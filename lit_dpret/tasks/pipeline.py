@@ -408,8 +408,8 @@ class Pipeline:
         write_csv(table, folder / "results.csv", about)
         console.print(console_table(table, title="Retrieval"))
         where = (
-            f"{len(queries)} test queries over {len(passages)} passages of {about['data']}; frozen encoder with a linear "
-            "query head"
+            f"{len(queries)} test queries over {len(passages)} passages of {about['data']}; frozen encoder with a "
+            "linear query head"
         )
         if "synthetic" in rows:
             self._report(table, where, console)

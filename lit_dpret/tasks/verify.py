@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lit_dpret.cards.signature import sign_card
+from lit_dpret.cards.file import read_card
+from lit_dpret.cards.signature import check_signature, sign_card
 from lit_dpret.cards.verification import verify_chain
 from lit_dpret.errors import ConfigurationError, VerificationError
 from lit_dpret.files import write_whole
@@ -52,6 +53,9 @@ class Verify:
             public_key=self.public_key,
             protocols=self.protocols,
         )
+        signed = [] if found.failed or self.sign_with is None else sign_card(self.card, self.sign_with)
+        if signed:
+            found.signed_by(check_signature(read_card(self.card), signed[0]).key)
         report = parts.run_dir / REPORT
         write_whole(report, json.dumps(found.to_dict(), indent=2) + "\n")
         sys.stdout.write(f"{found.format()}\nwritten: {report}\n")
@@ -61,7 +65,6 @@ class Verify:
                 f"{len(found.failed)} of {len(found.findings)} checks failed, the first: {first.artefact}, "
                 f"{first.check}: {first.text}"
             )
-        if self.sign_with is not None:
-            for path in sign_card(self.card, self.sign_with):
-                sys.stdout.write(f"signed: {path}\n")
+        for path in signed:
+            sys.stdout.write(f"signed: {path}\n")
         return {name: float(count) for name, count in found.to_dict()["counts"].items()}

@@ -17,6 +17,7 @@ from lit_dpret.cards import verification
 from lit_dpret.cards.amendments import AttackResult, add_evidence, note_not_covered, text_sha256, versions
 from lit_dpret.cards.card import build_card, inherit_card, read_card, subject_of, write_card
 from lit_dpret.cards.file import checksum
+from lit_dpret.cards.hub import claim_metadata, front_matter
 from lit_dpret.cards.start import note_start, read_start
 from lit_dpret.cards.text import ALARM, BOUND
 from lit_dpret.cards.verification import Verification, verify_chain
@@ -435,3 +436,21 @@ def test_what_is_made_from_an_inherited_artefact_is_not_held_against_the_ledger_
     (run.folder / "privacy_ledger.jsonl").write_text("".join(ledger[:-1]), encoding="utf-8")
     with pytest.raises(DataError, match="does not agree with its ledger"):
         inherit_card(run.folder, subject_of("weights", "export"), description="a first-hand card is always checked")
+
+
+def test_the_claim_on_the_page_that_a_hub_shows_is_checked_and_one_without_is_named(chain: Chain) -> None:
+    folder = max(chain.root.rglob("privacy_card.json"), key=lambda path: len(path.parts)).parent
+    card, page = read_card(folder), folder / "README.md"
+
+    def readme() -> list[tuple[str, str]]:
+        found = verify_chain(folder).findings
+        own = [one for one in found if one.artefact == found[0].artefact]
+        return [(one.outcome, one.check) for one in own if "README.md" in one.check + one.text]
+
+    page.write_text("# A model\n", encoding="utf-8")
+    assert readme() == [("not_checked", "other files")]
+    page.write_text(front_matter({"privacy": claim_metadata(card)}) + "# A model\n", encoding="utf-8")
+    assert readme() == [("ok", "README.md")]
+    better = {**claim_metadata(card), "epsilon": 0.1}
+    page.write_text(front_matter({"privacy": better}) + "# A model\n", encoding="utf-8")
+    assert readme() == [("failed", "README.md")]
