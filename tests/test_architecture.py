@@ -40,8 +40,8 @@ ALLOWED: dict[str, set[str]] = {
     "negatives": {"files", "progress", "privacy", "retrieval", "encoders"},
     "datamodules": {"files", "privacy.batches", "privacy.budget", "privacy.sampling", "privacy.user_generators"},
     "modules": {
-        "evaluation_mode", "distributed", "privacy", "losses", "encoders", "assets", "negatives", "progress", "memory",
-        "matmul_precision",
+        "files", "evaluation_mode", "distributed", "privacy", "losses", "encoders", "assets", "negatives", "progress",
+        "memory", "matmul_precision",
     },
     "costs": {"distributed", "privacy", "modules"},
     "synthesis": {
