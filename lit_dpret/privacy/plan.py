@@ -126,6 +126,7 @@ class PrivacyPlan:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
                 raise ConfigurationError(f"A private run needs a positive, finite {name}, not {value!r}.")
+            # As a float, so that 1 and 1.0 have one fingerprint; frozen fields are set past the class.
             object.__setattr__(self, name, float(value))
         for name, knob in (("steps", "trainer.max_steps"), ("physical_batch_size", "datamodule.physical_batch_size")):
             value = getattr(self, name)
@@ -206,8 +207,10 @@ class PrivacyPlan:
             clip_fraction.check_budget(clip_fraction_budget)
         law = _law(request, budget=budget, n=n_public)
         counter = Accountant(delta=budget.delta, neighbours=budget.neighbours, name=accountant)
+        # A cap is chosen with the noise in hand, so plain Poisson stands in until then.
         uncapped = isinstance(law, Poisson) and request.sampling == "truncated_poisson"
         if uncapped and accountant != "pld":
+            # Any truncated law will do to ask whether the accountant judges them.
             check_supported(TruncatedPoisson(sample_rate=0.5, cap=1, n=2), accountant, budget.neighbours)
         if noise_multiplier is not None:
             _check_given_noise(noise_multiplier, counter, law, steps, budget.eps)
@@ -292,6 +295,7 @@ class PrivacyPlan:
         Raises:
             ConfigurationError: A field is missing, unknown or malformed.
         """
+        # Both ways: an unknown field may be what makes the plan mean something else.
         if wrong := sorted(set(data) ^ {field.name for field in fields(cls)}):
             raise ConfigurationError(f"A recorded privacy plan lacks, or should not have, {', '.join(wrong)}.")
         try:
@@ -344,6 +348,7 @@ def _rate(budget: PrivacyBudget, n: int | None, sample_rate: float | None, batch
     if sample_rate is not None:
         if not 0 < sample_rate <= 1:
             raise ConfigurationError(f"datamodule.sample_rate={sample_rate} must lie in (0, 1].")
+        # A unit off is rounding of the rate; more is two settings that contradict each other.
         if budget.neighbours != "add_or_remove" and n and batch and abs(sample_rate * n - batch) > 1:
             raise ConfigurationError(
                 f"datamodule.sample_rate={sample_rate:g} of {n} units is {sample_rate * n:.4g}, and "

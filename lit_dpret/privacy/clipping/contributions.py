@@ -69,6 +69,7 @@ class Geometry:
 
     def patches(self, x: Tensor) -> Tensor:
         """(rows, channels, *space) as (rows, places, groups, channels of a group x kernel)."""
+        # Padded by hand, because a patch of the margin holds what the padding mode puts there.
         x = F.pad(x, self.padding, self.padding_mode)
         for axis, (kernel, stride, dilation) in enumerate(zip(self.kernel, self.stride, self.dilation, strict=True)):
             x = x.unfold(2 + axis, dilation * (kernel - 1) + 1, stride)[..., ::dilation]
@@ -247,6 +248,7 @@ def squared_norms(
                 squares[group.units] += _paired_squares(ids, g) if batch.fixed else _lookup_squares(ids, g, shape[0])
                 energy[group.units] += g.double().square().sum((1, 2))
                 if inputs:
+                    # (A + B)^2 = A^2 + B^2 + 2 AB: one tied weight has both gradients.
                     squares[group.units] += cross_terms(inputs, outputs[0], ids, g)
     return squares, energy
 
@@ -285,6 +287,7 @@ def add_weighted(
     elif len(keep := coefficients.nonzero().flatten()) < len(coefficients):
         rows = keep
     weights = (coefficients if rows is None else coefficients[rows]).to(dtype)
+    # Outer products first: their matrix product makes the total, which the others add to.
     for use in sorted(uses, key=lambda use: not isinstance(use, Outer)):
         if isinstance(use, Outer):
             a, g = _kept(use.a, rows), _kept(use.g, rows)
@@ -327,6 +330,7 @@ def unit_gradients(uses: Sequence[Contribution], shape: torch.Size, group: RowGr
         else:
             ids, g = group.join(use.ids), group.join(use.g).to(dtype)
             unit = torch.arange(n, device=ids.device)[:, None].expand_as(ids)
+            # A token that stands twice in a text adds twice.
             total.index_put_((unit, ids), g, accumulate=True)
     return total
 
@@ -358,6 +362,7 @@ def _matrix(shape: torch.Size, groups: int) -> tuple[int, int]:
 
 def _block(positions: int) -> int:
     """How many positions to take at a time in a Gram matrix, of which only one triangle is computed."""
+    # Quarters: the triangle costs 5/8 of the square, in few calls.
     return min(positions, max(64, -(-positions // 4)))
 
 
@@ -402,6 +407,7 @@ def _gram(a: Tensor, gs: list[Tensor]) -> tuple[Tensor, Tensor]:
             products.baddbmm_(g[:, rows], g[:, start:].mT)
         products.mul_(a[:, rows] @ a[:, start:].mT)
         square = products[:, :, : products.shape[1]]
+        # Off the diagonal block each pair stands for two.
         squares += 2 * products.sum((1, 2), dtype=torch.float64) - square.sum((1, 2), dtype=torch.float64)
         energy += square.diagonal(dim1=1, dim2=2).sum(1, dtype=torch.float64)
     return squares, energy
@@ -415,6 +421,7 @@ def _lookup_squares(ids: Tensor, g: Tensor, entries: int) -> Tensor:
     """Sum the gradients of equal tokens of one unit, then take the norm."""
     n = len(ids)
     unit = torch.arange(n, device=ids.device)[:, None]
+    # Equal tokens of one unit are one row of its gradient; those of two units are two.
     keys, place = torch.unique(unit * entries + ids, return_inverse=True)
     summed = torch.zeros(len(keys), g.shape[2], dtype=g.dtype, device=g.device)
     summed.index_add_(0, place.flatten(), g.flatten(0, 1))
@@ -500,6 +507,7 @@ def are_small(uses: Sequence[Sequence[Contribution]], shapes: Sequence[torch.Siz
         if position == 0:
             room += _size(use.x if isinstance(use, Convolution) else use.a)
     units = sum(len(group.units) for group in batch.groups)
+    # Written out they are read once instead of multiplied twice, for the norm and for the sum.
     return units * 4 * sum(shape.numel() for shape in shapes) <= ROOM * room
 
 

@@ -43,6 +43,7 @@ class FunctionCall:
     ) -> None:
         self.name, self.module, self.forward = name, module, forward
         leaves, self._structure = tree_flatten((args, kwargs))
+        # Detached: the call is run again with gradients of its own, and the first graph may go.
         self._leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in self._leaves]
         self._autocast = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _DEVICES}
@@ -88,10 +89,12 @@ class FunctionCall:
         """
         mapped = [isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == len(g) for leaf in self._leaves]
         batched = [leaf for leaf, has_rows in zip(self._leaves, mapped, strict=True) if has_rows]
+        # Copies: a module that updates a buffer would update it once for every row.
         buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
 
         def one_row(g_row: Tensor, *rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             given = iter(rows)
+            # A batch of one row, because the module expects a batch.
             leaves = [next(given)[None] if m else leaf for leaf, m in zip(self._leaves, mapped, strict=True)]
 
             def run(values: dict[str, Tensor]) -> Tensor:
@@ -107,8 +110,10 @@ class FunctionCall:
 
         values = {name: p.detach() for name, p in parameters.items()}
         try:
+            # Under the autocast of the first run, or both would be other functions.
             with torch.enable_grad(), self._as_called(g.device.type):
                 alone, found = torch.func.vmap(one_row, randomness="error")(g, *batched)
+        # No defect of the model: the caller takes a smaller batch.
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
@@ -134,6 +139,7 @@ class FunctionCall:
         largest = torch.where(finite, sizes, 0).amax()
         gap = torch.linalg.vector_norm(alone - whole, dim=1)
         agree = gap <= tolerance * (sizes + 1e-3 * largest)
+        # A row that is broken in both says nothing, and its unit is dropped anyway.
         both_broken = ~finite & ~torch.linalg.vector_norm(whole, dim=1).isfinite()
         if not bool(torch.where(finite, agree, both_broken).all()):
             raise UnsupportedModelError(

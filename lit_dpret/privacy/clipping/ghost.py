@@ -188,9 +188,11 @@ class GhostClipping(ClippedSum):
         batch: UnitRows,
     ) -> None:
         """Add each unit's gradient times its factor; that of a doubtful one is summed over positions in float64."""
+        # Popped one by one, so that memory falls while the sum grows.
         for name in list(written):
             for part in written.pop(name):
                 self._sums[name] = part.add_to(self._sums.get(name), factors[self.group_of[name]])
+        # Doubtful units apart: their terms cancel, so that the float32 sum of all rows would lose them.
         exactly = torch.where(doubtful, factors, 0)
         alone = [batch.only(u) if not batch.fixed and bool(u.any()) else None for u in exactly > 0]
         coefficients = torch.where(doubtful, 0, factors)[:, batch.unit_of_row]
@@ -224,12 +226,14 @@ class GhostClipping(ClippedSum):
                 )
             use.refuse_changed_input()
         edges = [*(use.edge for use in uses), *map(get_gradient_edge, self.parameters.values())]
+        # `where` and no product: a filled-in row may have a loss of NaN.
         real = torch.where(batch.row_is_real(), losses, torch.zeros_like(losses))
         due = self._recording_check.may_be_due(uses, losses, batch)
         with phase("backward"):
             found: Sequence[Tensor | None] = torch.autograd.grad(
                 real.sum(), edges, allow_unused=True, retain_graph=due or keep
             )
+        # A gradient that reaches a parameter itself, and not an alias, was seen by no rule.
         refuse_functional_use(list(self.parameters), found[len(uses) :])
         grads = self._shaped(uses, found)
         refuse_lost_gradients(uses, grads, losses)
@@ -242,6 +246,7 @@ class GhostClipping(ClippedSum):
         self, uses: list[Use], grads: list[Tensor | None], losses: Tensor, batch: UnitRows, *, keep: bool
     ) -> Contributions:
         """Go through the graph again, to the parameters, with a weight of its own for every unit."""
+        # A weight for every unit: whatever couples two of them shows as a wrong multiple.
         weighted = (losses * unit_weights(batch).to(losses.dtype)[batch.unit_of_row]).sum()
         tensors = [g for g in (*grads, *self.parameters.values()) if g is not None]
         tolerance, roundoff = tolerance_of(tensors), roundoff_of(tensors)
@@ -306,6 +311,7 @@ class GhostClipping(ClippedSum):
         Where a unit's terms cancel, its norm is computed again in float64, and its sum in fp32 would be
         off by more than rounding as well. In a batch of fixed shape it gets what rounding may have hidden on top.
         """
+        # Squares in float64: of many parameters in float32, small ones would vanish beside large ones.
         squares = torch.zeros(len(self.groups), batch.units, dtype=torch.float64, device=batch.real.device)
         energy, wide = torch.zeros_like(squares), torch.zeros_like(squares)
         for name, found in written.items():
@@ -321,14 +327,17 @@ class GhostClipping(ClippedSum):
                 (energy if dtype == torch.float32 else wide)[group] += spread
         longest = torch.tensor([max(map(_positions, part.values()), default=0) for part in parts])
         most = (longest * batch.rows_of_a_unit * torch.finfo(torch.float64).eps * SLACK).to(squares)[:, None] * wide
+        # Upwards, for a norm that is too small would let a unit pass the bound.
         squares = torch.where(squares < WIDE_CANCELLATION * wide, squares.clamp(min=0) + most, squares)
         cancels = (longest * batch.rows_of_a_unit * torch.finfo(torch.float32).eps / ERROR).square()
         threshold = cancels.clamp(CANCELLATION, MOST_DOUBTFUL).to(squares)[:, None]
         doubtful = batch.real & ~(squares >= threshold * energy)  # NaN is doubtful too
+        # No second pass by values, which XLA would compile anew: an upper bound instead.
         if batch.fixed:
             hidden = (longest * batch.rows_of_a_unit * torch.finfo(torch.float32).eps * SLACK).to(squares)[:, None]
             squares = torch.where(doubtful, squares.clamp(min=0) + hidden * energy, squares)
             return torch.where(broken_units(losses, batch), torch.nan, squares.sqrt()), torch.zeros_like(doubtful)
+        # Float32 overflowed; float64 may still tell the norm.
         doubtful |= batch.real & squares.isinf()
         for group in doubtful.any(1).nonzero().flatten().tolist():
             again = batch.only(doubtful[group])

@@ -41,6 +41,7 @@ class LoopClipping(ClippedSum):
                         norms[:, unit] = torch.nan
                         continue
                     loss = losses[rows].sum()
+                    # One graph for all units, hence kept: under dropout a pass of each unit would be another function.
                     found: Sequence[Tensor | None] = torch.autograd.grad(
                         loss, parameters, retain_graph=True, allow_unused=True
                     )
@@ -62,6 +63,7 @@ class LoopClipping(ClippedSum):
                     factors = self.factors(norms[:, unit, None]).flatten().tolist()
                     for name, grad in zip(names, grads, strict=True):
                         factor = factors[self.group_of[name]]
+                        # A factor of zero leaves the gradient out, because zero times NaN is NaN.
                         if grad is not None and factor != 0.0:
                             self._sums[name] = self._sums.get(name, 0) + factor * grad
         return self.stats(norms, batch)

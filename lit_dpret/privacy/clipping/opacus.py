@@ -111,6 +111,7 @@ class OpacusClipping(ClippedSum):
                     f"{name or 'the module'} is in eval mode, where opacus records nothing. "
                     "Call train() first, with the dropout rate set to 0 if dropout is not wanted."
                 )
+        # Made and removed in every batch: hooks that stay would record evaluation passes as well.
         hooks = self._opacus(self.module, batch_first=True, loss_reduction="sum", strict=True)
         try:
             losses = row_loss()
@@ -146,10 +147,12 @@ class OpacusClipping(ClippedSum):
             ones = torch.ones_like(real)
             self._compare(samples, plain, ones, tolerance)
             if weighing:
+                # The second pass must not overwrite the per-row gradients of the first.
                 hooks.disable_hooks()
                 weights = unit_weights(batch).to(losses.dtype)[batch.unit_of_row]
                 twins = torch.autograd.grad((real * weights).sum(), parameters, allow_unused=True)
                 self._compare(samples, twins, weights, tolerance)
+                # A batch with a broken row proves nothing, so the next one is weighed again.
                 self._attributed = bool(real.isfinite().all())
         return {name: sample for name, sample in samples.items() if sample is not None}
 
@@ -215,6 +218,7 @@ class OpacusClipping(ClippedSum):
             for name, sample in samples.items():
                 dtype = accumulator_dtype(self.parameters[name])
                 factors = coefficients[self.group_of[name]]
+                # Left out and not multiplied: rows of a dropped unit may be NaN.
                 keep = factors.nonzero().flatten()
                 total = torch.tensordot(factors[keep].to(dtype), sample[keep].to(dtype), dims=1)
                 self._sums[name] = self._sums[name].add_(total) if name in self._sums else total

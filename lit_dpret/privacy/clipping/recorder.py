@@ -113,6 +113,7 @@ class Recorder:
         return self
 
     def __exit__(self, *_: object) -> None:
+        # Also after an error: a patched module would record into a dead recorder.
         while self._patched:
             module, attribute = self._patched.pop()
             vars(module).pop(attribute, None)
@@ -131,6 +132,7 @@ class Recorder:
             return
         call = self._calls.get(id(site), 0)
         self._calls[id(site)] = call + 1
+        # Detached, or every record would keep the graph below it alive.
         saved = None if saved is None else saved.detach()
         version = 0 if saved is None else saved._version
         self.uses.append(Use(site, call, _edge_below(output), output.shape, saved, aliases, version))
@@ -178,6 +180,7 @@ class Recorder:
             function.returned(leaves)
             for i, leaf in enumerate(leaves):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    # A copy that only others read, so that the gradient at it is that of this call's use alone.
                     leaves[i] = leaf.clone()
                     self._record(site, leaves[i], None, aliases)
                     if self.recording:
@@ -263,6 +266,7 @@ class Recorder:
                     f"(1, heads, queries, keys) was expected. {WAYS_OUT}"
                 )
             site, buckets, weight = found[0]
+            # One bias for all rows has one gradient; expanded and copied it has one for each row.
             bias = bias.expand(self._batch_sizes[-1], -1, -1, -1).clone(memory_format=torch.contiguous_format)
             self._record(site, bias, buckets, {"weight": weight})
             return bias
@@ -380,6 +384,7 @@ def contributions_of(
     elif isinstance(module, nn.GroupNorm):
         g = g.to(dtype)
         if "weight" in trained:
+            # Without affine weights: their gradient is the normalised input times what arrives.
             normal = F.group_norm(_saved(use).to(dtype), module.num_groups, None, None, module.eps)
             yield "weight", dense(normal.mul_(g), lambda terms: _by_channel(terms, rows, layout))
         if "bias" in trained:
@@ -387,6 +392,7 @@ def contributions_of(
     elif use.site.kind == "embedding" and isinstance(module, nn.Embedding):
         ids = _saved(use)
         if module.padding_idx is not None:
+            # As autograd does: the padding entry is never trained.
             g = g.masked_fill((ids == module.padding_idx)[..., None], 0)
         folded = fold(g, rows, layout).reshape(rows, -1, g.shape[-1])
         yield "weight", Lookup(fold(ids, rows, layout).reshape(rows, -1), folded)

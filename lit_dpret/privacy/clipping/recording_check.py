@@ -89,6 +89,7 @@ def _refuse_hidden(name: str) -> None:
 
 
 def _walk(loss: Tensor) -> Iterator[Node]:
+    # A loop and no recursion: graphs of deep models pass Python's limit.
     seen: set[Node] = set()
     queue = [] if loss.grad_fn is None else [loss.grad_fn]
     while queue:
@@ -109,6 +110,7 @@ def _picked(node: Node, name: str, rows: int) -> list[object]:
         return [name, *map(_value, wanted)] if wanted else []
     axis = getattr(saved, "_saved_dim", None)
     if isinstance(axis, int):
+        # Autograd saves a negative axis as an unsigned number.
         axis = axis - 2**64 if axis >= 2**63 else axis
         if axis < 0:
             axis = None if sizes is None else axis + len(sizes)
@@ -127,6 +129,7 @@ def _runs_over_rows(axis: int, sizes: Any, rows: int) -> bool:
 
 def _value(value: Any) -> object:
     if isinstance(value, Tensor):
+        # The values, since the same operation with another mask puts other rows in the same places.
         return tuple(value.shape), hash(value.detach().cpu().contiguous().numpy().tobytes())
     return tuple(value) if isinstance(value, (list, tuple)) else value
 
@@ -141,6 +144,7 @@ LOW_PRECISION_TOLERANCE = 5e-2
 def unit_weights(batch: UnitRows) -> Tensor:
     """A power of two of either sign for each slot, different for any two of 16 in a row."""
     generator = torch.Generator().manual_seed(batch.units)
+    # Powers of two commute with rounding, so weighted gradients can be compared nearly to the last bit.
     values = torch.tensor([sign * 2.0**e for sign in (1, -1) for e in range(-4, 4)])
     blocks = [values[torch.randperm(16, generator=generator)] for _ in range(0, batch.units, 16)]
     return torch.cat(blocks)[: batch.units].to(batch.real.device)
@@ -185,6 +189,7 @@ class RecordingCheck:
             return True
         if batch.one_unit or all(self._known(use, batch) for use in uses):
             return False
+        # A call that the loss does not depend on gets no gradient, so nothing has to be verified of it.
         reached = ancestors(loss)
         return any(not self._known(use, batch) and use.edge.node in reached for use in uses)
 
@@ -195,6 +200,7 @@ class RecordingCheck:
         if batch.one_unit:
             return False
         unknown = (g for use, g in zip(uses, grads, strict=True) if g is not None and not self._known(use, batch))
+        # A gradient of zeros shows nothing; the call is verified once it has others.
         return any(bool(g.any()) for g in unknown)
 
     def layout(self, use: Use, batch: UnitRows) -> Layout:
@@ -238,6 +244,7 @@ class RecordingCheck:
         for i, (use, fits) in enumerate(zip(uses, attribution.fitting, strict=True)):
             if fits:
                 layouts[i] = fits[0]
+            # Both layouts fit where few units take part; then the next batch is asked again.
             if len(fits) == 1 and attribution.contributing[i] > 1:
                 self._layouts[self._key(use, batch)] = fits[0]
 
@@ -268,8 +275,10 @@ class RecordingCheck:
             dtype = accumulator_dtype(reference)
             uses = contributions.get(name, ())
             found = add_weighted(uses, coefficients, None, reference.shape, dtype, fixed=batch.fixed)
+            # Read together below: each reading waits for the device.
             gaps.append(found.sub_(reference).norm().double())
         for name, norm, gap in zip(references, norms, torch.stack(gaps).tolist() if gaps else [], strict=True):
+            # `not <=`, so that NaN is refused; a share of the whole, for gradients that are all rounding.
             if not gap <= tolerance * (norm + 1e-3 * whole):
                 uses, shape = contributions.get(name, ()), references[name].shape
                 dtype = accumulator_dtype(references[name])
@@ -339,6 +348,7 @@ class _Attribution:
         for layout, units in self._units_of(self.uses[i]).items():
             weights = self.weights[units]
             own = weights.abs() * size
+            # Beside the row's own size, what rounding of the largest row and gradient may leave in it.
             allowed = own + 1e-3 * torch.where(finite, own, 0).amax() + 1e-6 * self.largest
             rows = g.reshape(len(g), -1)  # the losses themselves have one axis
             error = _row_norms(twin.reshape(rows.shape) - rows * weights.to(g.dtype)[:, None])

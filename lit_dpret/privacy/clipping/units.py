@@ -33,6 +33,7 @@ class RowGroup:
     @classmethod
     def build(cls, units: list[int], rows: list[list[int]], device: torch.device) -> RowGroup:
         flat = [row for each in rows for row in each]
+        # A slice is a view, and indexing would copy the rows.
         start = flat[0] if flat == list(range(flat[0], flat[0] + len(flat))) else None
         return cls(torch.tensor(units, device=device), torch.tensor(rows, device=device), start)
 
@@ -93,6 +94,7 @@ class UnitRows:
                 f"unit_ids {tuple(unit_ids.shape)} and mask {tuple(mask.shape)} ({mask.dtype}) must be "
                 "one slot number per row and one boolean per slot."
             )
+        # On the host: a few numbers, on which the shapes of everything else depend.
         slots = unit_ids.tolist()
         real = mask.tolist()
         if slots and (min(slots) < 0 or max(slots) >= len(real)):
@@ -107,6 +109,7 @@ class UnitRows:
         for row in of_unit:
             rows_of.setdefault(slots[row], []).append(row)
         by_count: dict[int, list[int]] = {}
+        # Sorted, so that sums are formed in one order whatever order the rows came in.
         for slot in sorted(rows_of):
             by_count.setdefault(len(rows_of[slot]), []).append(slot)
         groups = tuple(

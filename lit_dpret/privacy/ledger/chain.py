@@ -132,6 +132,7 @@ class ChainedFile:
             raise storage_error(path, "opened for writing", error) from error
         try:
             _lock(file, path, wait=cls.lock_wait, refusal=cls.lock_refusal)
+            # A new file is durable only once its name in the folder is.
             sync_folder(path.parent)
             content = path.read_bytes()
             ledger = cls(path, content, file=file)
@@ -184,6 +185,7 @@ class ChainedFile:
         if taken := sorted(set(facts) & set(_CHAIN)):
             raise LedgerError(f"A {kind} record cannot carry the fact {taken[0]!r}: the chain uses that name.")
         record: dict[str, Any] = {
+            # Through JSON, so that the record in memory is what a reader will get (tuples are lists).
             **json.loads(canonical_json(facts)),
             "seq": len(self._records),
             "day": self._day,
@@ -219,6 +221,7 @@ class ChainedFile:
             raise LedgerError(f"The ledger {self.path} is not open for writing.")
         if os.getpid() != self._pid:
             raise LedgerError(f"The ledger {self.path} was opened by another process; only that one may write to it.")
+        # Before every record: whoever replaces the file would make a ledger that forgets.
         ours = os.fstat(self._file.fileno())
         try:
             theirs = os.stat(self.path)
@@ -231,6 +234,7 @@ class ChainedFile:
     def _write(self, file: IO[bytes], data: bytes) -> None:
         """Append ``data`` and sync; on failure put the file back to its last good length."""
         try:
+            # A raw file may write less than it was given.
             rest = memoryview(data)
             while rest:
                 rest = rest[file.write(rest) :]
@@ -301,6 +305,7 @@ def _lock(file: IO[bytes], path: Path, *, wait: float, refusal: str) -> None:
     deadline = time.monotonic() + wait
     while True:
         try:
+            # flock and no lock file: the system lets it go with the process, also after a kill.
             fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except BlockingIOError as error:

@@ -43,6 +43,7 @@ class RunLock:
     """
 
     def __init__(self, ledger: Path, run_id: str) -> None:
+        # Resolved: two paths to one file must meet at one lock.
         ledger = ledger.expanduser().resolve()
         self.path = ledger.with_name(f"{ledger.name}.{run_id}.lock")
         self._run_id = run_id
@@ -77,6 +78,7 @@ class RunLock:
         file, self._file = self._file, None
         if file is None:
             return
+        # A fork shares the lock: a worker that ends must not let its parent's go.
         if os.getpid() == self._pid:
             if _is_at(file, self.path):
                 self.path.unlink(missing_ok=True)
@@ -156,6 +158,7 @@ class DatasetAccount:
         run, gate = self._gate.run, self._gate
         self._lock.take()
         owed = self._owed()
+        # Planned too, or the reservation would look finite until the run settles.
         refuted = [release for release in owed.own if isinstance(release, NonPrivateRelease)]
         try:
             total = self._ledger.reserve(
@@ -168,11 +171,13 @@ class DatasetAccount:
         except BaseException as error:
             if isinstance(error, BudgetExceededError):
                 note_not_counted(run, self._ledger)
+            # A second reservation that is refused leaves the first one, and its lock, in place.
             if not self._held:
                 self._lock.release()
             raise
         self._held = True
         self._departures = gate.departures
+        # Last: until here the gate grants nothing beyond what was reserved before.
         gate.reserved_until = self._steps
         return total
 

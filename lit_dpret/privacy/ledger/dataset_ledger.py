@@ -50,6 +50,7 @@ def note_sweep(ledger: PrivacyLedger, sweep: Mapping[str, Any] | None) -> None:
         ResumeError: The ledger was begun in another sweep, or in none.
     """
     before = sweep_of(ledger.records)
+    # A run that has spent something outside of a sweep is in nobody's reservation.
     begun = before is not None or any(record["kind"] == "intent" for record in ledger.records)
     if begun and (before or {}).get("id") != (sweep or {}).get("id"):
         ledger.close()
@@ -111,6 +112,7 @@ def choose_place(places: Mapping[str, Releases], planned: Releases, *, sweep: st
             return name
     covering = {name: releases for name, releases in places.items() if covers(releases, planned)}
     if covering:
+        # The smallest that covers it, so that larger ones are left for larger trials.
         return min(covering, key=lambda name: _weight(covering[name]))
     if any(isinstance(release, NonPrivateRelease) for release in planned):
         raise ConfigurationError(
@@ -157,6 +159,7 @@ def refusal_of_sweep(
         path: Of the ledger.
         terms: Of the ledger.
     """
+    # By halves: each total may take seconds to compose.
     fit, fails = 0, runs
     while fails - fit > 1:
         middle = (fit + fails) // 2
@@ -214,6 +217,7 @@ class DatasetLedger:
         self.path = Path(path).expanduser()
         self._total_eps, self._budget, self._accountant = total_eps, budget, accountant
         self._sweep = sweep
+        # Of the file as this object first saw it; another file under the same path would forget what was spent.
         self._identity: str | None = None
 
     def begin(self) -> str:
@@ -322,6 +326,7 @@ class DatasetLedger:
             try:
                 others = _without(book.entries, taken)
                 total = self._checked({**others, run_id: _planned(planned)}, book, terms, run_id)
+            # What it had reserved before and will not use now is given back.
             except BudgetExceededError:
                 if run_id in book.entries:
                     file.append("settle", **self._facts(run_id, spent, heads, name, terms))
@@ -390,6 +395,7 @@ class DatasetLedger:
         """Let go of what a sweep holds for trials that have not begun; they can be reserved no more."""
         with DatasetFile.open(self.path) as file:
             terms = self._agreed(file.book)
+            # A list, for the entries change while they are settled.
             for key, entry in [item for item in file.book.entries.items() if item[1].sweep == sweep]:
                 file.append("settle", **self._facts(key, [], [], entry.name, terms))
             return self._total(file.book.entries, terms)
@@ -444,6 +450,7 @@ class DatasetLedger:
         terms: Mapping[str, Any],
     ) -> dict[str, Any]:
         """What a record of a run holds; its delta, where that is below the file's, binds the totals to come."""
+        # Written where a run promises less than the file does, so that later totals keep that promise.
         smaller = {"delta": self._budget.delta} if self._budget.delta < terms["delta"] else {}
         facts = {"run_id": run_id, "run": name, "run_head": heads[-1] if heads else ""}
         return {**facts, **Charge.of(given).to_dict(), **smaller}

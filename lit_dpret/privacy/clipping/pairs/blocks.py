@@ -178,6 +178,7 @@ class KBlocks(FromJacobians):
                     )
             parts.append(torch.cat(blocks, 1))
         (own_queries, shared_queries), (own_passages, shared_passages) = parts
+        # The triangle inequality on the shared parameters, which is why this is a bound and no norm.
         both = shared_queries.sqrt() + shared_passages.T.sqrt()
         squares: Tensor = own_queries + own_passages.T + both.square()
         return squares.sqrt()
@@ -203,6 +204,7 @@ class JacobianNorms(FromJacobians):
             of_queries = self._factors(queries, i, e, reaches[0].names)
             with torch.no_grad():
                 squares[i] += quadratic(_joined(of_queries), f, len(e[i]))
+            # Without shared parameters no inner product is wanted, and passages are needed once.
             for j in columns if common or i.start == 0 else ():
                 of_passages = held or self._factors(passages, j, f, reaches[1].names)
                 held = of_passages if len(columns) == 1 else None
@@ -211,6 +213,7 @@ class JacobianNorms(FromJacobians):
                         squares[:, j] += quadratic(_joined(of_passages), e, len(f[j])).T
                     for query, passage in _aligned(of_queries, of_passages):
                         squares[i, j] += 2 * inner_products(query, passage, e[i], f[j])
+        # Rounding may leave a little below zero; `quadratic` has added its slack before.
         return squares.clamp(min=0).sqrt()
 
 
@@ -289,6 +292,7 @@ class LinearHead(PairNorms):
             lengths = query.a.square().sum(1)[:, None] + passage.a.square().sum(1)
             cross = 2 * s * (query.a @ passage.a.T) if query.weight == passage.weight else 0
             slack = SLACK * max(torch.finfo(p.dtype).eps for p in self._engine.parameters.values())
+            # Slack on top, since a norm that is too small would let a pair pass its bound.
             return ((1 - s.square()).clamp(min=0) * (lengths - cross) + slack * lengths).sqrt()
 
     def _head(self, side: Side, embeddings: Tensor) -> Head:
@@ -320,6 +324,7 @@ class LinearHead(PairNorms):
             length = torch.linalg.vector_norm(projected, dim=1, keepdim=True)
             e = projected / length
             self._compare(name, e, before.double(), before.dtype)
+            # The derivative of the sum of normalised coordinates, by hand; autograd's is compared with it.
             slope = (1 - e * e.sum(1, keepdim=True)) / length
             scale = length.nan_to_num(1.0)
             self._compare(name, slope * scale, use.g[:, 0].double() * scale, use.g.dtype)
