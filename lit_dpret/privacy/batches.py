@@ -329,6 +329,7 @@ class UnitBatch:
         """
         if self.data_rows is None:
             return self.unit_ids, self.mask
+        # One slot more than there are units: it is never real, so an engine leaves its rows out.
         nobody = torch.full_like(self.unit_ids, len(self.mask))
         return torch.where(self.data_rows, self.unit_ids, nobody), torch.cat([self.mask, self.mask.new_zeros(1)])
 

@@ -52,6 +52,7 @@ def attack_ceilings(
     """
     releases = list(releases)
     stated = epsilon(releases, delta=delta, neighbours=neighbours, accountant=accountant)
+    # Far enough: beyond it exp(epsilon) times any of the rates below is above 1.
     furthest = min(2.0 * stated + 30.0, LARGEST_EPSILON)
     points = [float(x) for x in np.linspace(0.0, furthest, _POINTS)]
     deltas = np.array(delta_at(points, releases, neighbours=neighbours, accountant=accountant))
@@ -59,9 +60,11 @@ def attack_ceilings(
         odds = np.exp(np.array(points))
 
     def ceiling(absent: float) -> float:
+        # P[event] <= e^eps P[event without the unit] + delta(eps) for every eps, hence for the best of them.
         return float(min(1.0, (odds * absent + deltas).min()))
 
     return {
+        # delta at epsilon 0 is the total variation, which bounds the advantage of any test.
         "membership_accuracy": float(min(1.0, (1 + deltas[0]) / 2)),
         "tpr_at_fpr": {f"{rate:g}": ceiling(rate) for rate in false_positive_rates},
         "secret_guess": {f"{prior:g}": ceiling(prior) for prior in PRIORS},

@@ -137,6 +137,7 @@ def resolve_n_max(
     largest = largest_batch(law, units)
     if sub_batches == 1 and largest is not None:
         return largest
+    # Some deviations above the mean; the last term is for small batches, whose tail is longer.
     likely = math.ceil(mean + _MARGIN * math.sqrt(mean) + _MARGIN)
     return likely if largest is None else min(likely, largest)
 
@@ -161,6 +162,7 @@ def least_n_max(law: SamplingLaw, *, sub_batches: int, steps: int, units: int, d
     """
     if not isinstance(law, (Poisson, TruncatedPoisson)) or law.sample_rate == 1:
         return 1
+    # A union bound over all steps.
     allowed = _SHARE * delta / (steps * law.sample_rate)
     low, high = 1, largest_batch(law) or units
     while low < high:
@@ -186,6 +188,7 @@ def change_of_a_sub_batch(neighbours: Neighbours, law: SamplingLaw, *, n_max: in
     if neighbours != "add_or_remove":
         return "add_or_remove"
     largest = largest_batch(law)
+    # Only where a sub-batch can be too full may a missing unit let another one in.
     cut = largest is None or largest > n_max
     return "replace_one" if cut else "add_or_remove"
 
@@ -222,6 +225,7 @@ def holds_under(
         counted = change_of_a_sub_batch(planned_neighbours, planned_law, n_max=coupling.n_max)
         return counted in ("replace_one", change_of_a_sub_batch(neighbours, law, n_max=coupling.n_max))
     largest = largest_batch(law, units)
+    # Never cut, so that nothing depends on how many others were drawn.
     if largest is not None and largest <= coupling.n_max:
         return True
     if units is None:

@@ -112,6 +112,7 @@ def truncated_pld(
 def _pmf(noise: float, rate: float, width: float, kind: AdjacencyType) -> Any:
     loss = GaussianLoss(noise, sampling_prob=rate, adjacency_type=kind)
     bounds = loss.connect_dots_bounds()
+    # Outwards to the grid, so that no loss is left out.
     low, high = math.floor(bounds.epsilon_lower / width), math.ceil(bounds.epsilon_upper / width)
     return connect_dots(width, low, loss.get_delta_for_epsilon(np.arange(low, high + 1) * width))
 

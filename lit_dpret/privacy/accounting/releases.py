@@ -178,6 +178,7 @@ class Shuffle(_OfOneSize):
     @property
     def steps_per_epoch(self) -> int:
         """Batches in an epoch; the last one may be smaller and is kept."""
+        # Rounded up in whole numbers: a float quotient may be a batch too many or too few.
         return -(-self.n // self.batch_size)
 
     def epochs(self, steps: int) -> int:
@@ -293,6 +294,7 @@ def merge(releases: Iterable[Release]) -> list[Release]:
     merged: list[Release] = []
     for release in releases:
         law = release.law if isinstance(release, GaussianRelease) else None
+        # A part of an epoch stays by itself: two parts may hold one unit twice, and a joined count would hide it.
         if isinstance(law, Shuffle) and release.count % law.steps_per_epoch:
             merged.append(release)
             continue
@@ -318,6 +320,7 @@ def _build(classes: Mapping[str, Any], data: Mapping[str, Any], what: str) -> An
         raise ConfigurationError(f"{what} kind={kind!r} is not one of {', '.join(classes)}.")
     chosen = classes[kind]
     wanted = {field.name for field in fields(chosen)}
+    # An unknown field may change what the release means, so it is not passed over.
     if unknown := sorted(set(values) - wanted):
         raise ConfigurationError(f"{what} {kind!r} has no field {', '.join(map(repr, unknown))}.")
     if isinstance(values.get("law"), Mapping):

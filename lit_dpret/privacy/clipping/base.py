@@ -223,6 +223,7 @@ class ClippedSum(ABC):
             raise UnsupportedModelError("The module has no trainable parameter: there is no gradient to clip.")
         self.groups = group_parameters(self.parameters, clip_groups)
         self.group_of = {name: index for index, names in enumerate(self.groups) for name in names}
+        # By Pythagoras: K groups of norm C / sqrt(K) are of norm C together.
         self.bound = self.max_grad_norm / math.sqrt(len(self.groups))
         refuse_batch_mixing(module)
         self._refuse_hooks()
@@ -283,6 +284,7 @@ class ClippedSum(ABC):
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
         """Around writes to the sums: half of a batch must neither be released nor be added twice."""
+        # Set before the first write and taken back after the last; an exception in between leaves it.
         self._torn = True
         yield
         self._torn = False
@@ -296,8 +298,10 @@ class ClippedSum(ABC):
 
     def factors(self, norms: Tensor) -> Tensor:
         """The clip factors for norms of ``(groups, units)``; one broken group drops the whole unit."""
+        # A little below the bound, so that what rounding adds stays within what is charged.
         bound = room_for_rounding(self.bound, self.parameters.values())
         factors = clip_factors(norms, max_grad_norm=bound, clip=self.clip, gamma=self.gamma)
+        # All groups or none: a unit that is broken in one layer is not to be trusted in another.
         return torch.where((factors > 0).all(0), factors, torch.zeros_like(factors))
 
     def stats(self, norms: Tensor, batch: UnitRows) -> ClipStats:

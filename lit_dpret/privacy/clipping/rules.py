@@ -119,6 +119,7 @@ def kind_of(module: nn.Module) -> Kind | str:
         return "its forward was replaced on the instance"
     forward = type(module).forward
     kind: Kind
+    # By the method, not by the class: a subclass with a forward of its own may compute anything.
     if isinstance(module, nn.Linear) and forward is nn.Linear.forward:
         kind = "linear"
     elif qualified_name(module) in TRANSPOSED_LINEAR:
@@ -188,11 +189,13 @@ def make_plan(module: nn.Module, trainable: dict[str, nn.Parameter], fallback: b
                 reasons.setdefault(full, f"{name or 'the module'} ({type(layer).__name__}): {kind}")
             continue
         if kind == "function":
+            # Run as a whole: rules for its parts would count their gradients twice.
             inside.update(id(part) for part in layer.modules())
             whole = layer.named_parameters(remove_duplicate=False)
             own = {local: names[id(p)] for local, p in whole if id(p) in names}
         sites.append(Site(name=name or "the module", module=layer, kind=kind, parameters=own))  # type: ignore[arg-type]
     covered = {full for site in sites for full in site.parameters.values()}
+    # Every parameter must be somebody's, for one that nobody covers would train without clipping.
     for full in trainable:
         if full not in covered:
             engine = "vmap" if fallback else "ghost"

@@ -85,6 +85,7 @@ def compose_across_runs(
     groups: dict[AccountantName, list[Release]] = {}
     for release in releases:
         groups.setdefault(_judge_of(release, names, neighbours), []).append(release)
+    # Basic composition: epsilons and deltas of the groups add up.
     share = delta / len(groups)
     parts = [epsilon(group, delta=share, neighbours=neighbours, accountant=name) for name, group in groups.items()]
     return math.fsum(parts), f"basic composition of {' and '.join(groups)}, delta / {len(groups)} each"
@@ -177,6 +178,7 @@ class Charge:
             return cls(tuple(whole))
         own = tuple(release_from_dict(release) for release in parts["own"])
         charge = cls(own, tuple(EarlierRun.from_dict(run) for run in parts["earlier"]))
+        # Both stand in the file, so that a reader without the parts cannot be shown less.
         if charge.releases != whole:
             raise LedgerError("its parts are not the releases that it states.")
         return charge
@@ -185,6 +187,7 @@ class Charge:
 def composed(charges: Iterable[Charge]) -> list[Release]:
     """Return the releases of several runs together, each earlier run counted once."""
     charges = list(charges)
+    # Once, however many runs begin with the same model: its releases happened once.
     earlier = dict.fromkeys(run for charge in charges for run in charge.earlier)
     parts = [*(charge.own for charge in charges), *(run.releases for run in earlier)]
     return merge(release for part in parts for release in part)

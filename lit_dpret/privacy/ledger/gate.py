@@ -358,6 +358,7 @@ class ReleaseGate:
         if law != self._release.law:
             self.departures += 1
             self._release = replace(self._release, law=law)
+            # The smaller one: a law that costs less must not lengthen a run beyond what was planned.
             self._steps_left = min(self._steps_left, self._affordable())
         if not isinstance(law, (Poisson, TruncatedPoisson)) or self.plan.budget.neighbours == "add_or_remove":
             return

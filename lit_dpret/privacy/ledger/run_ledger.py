@@ -206,6 +206,7 @@ def charged_releases(records: Iterable[Mapping[str, Any]]) -> list[Release]:
         release = state.charged()
         if attempt in unknown:
             release = NonPrivateRelease(label=release.label, count=release.count)
+        # The law of such an attempt is not known, so neither is amplification.
         if isinstance(release, GaussianRelease) and attempt in departed:
             # A full batch is what anything that took a unit once in a step is bounded by.
             release = replace(release, law=FullBatch())

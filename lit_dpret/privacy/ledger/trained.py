@@ -105,6 +105,7 @@ def _inside(each: Any) -> Iterable[Any]:
         return each.values()
     if isinstance(each, (list, tuple, set, frozenset, deque)):
         return each
+    # A bound method leads to its object: `self.loss = teacher.forward` hides the teacher in one.
     if isinstance(each, MethodType):
         return (each.__self__,)
     if isinstance(each, partial):

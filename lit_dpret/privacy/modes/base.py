@@ -140,6 +140,7 @@ class PrivacyMode(ABC):
             try:
                 if not isinstance(name, str):
                     raise TypeError("its name is no text")
+                # Through JSON and back, so that a tuple equals the list that a ledger returns.
                 recorded[name] = json.loads(json.dumps(value, allow_nan=False))
             except (TypeError, ValueError) as error:
                 raise ConfigurationError(
@@ -239,6 +240,7 @@ class GradientSums:
         """Add gradients; never in place, for autograd may hand out one tensor for two parameters."""
         for name, gradient in gradients.items():
             if gradient is not None:
+                # In float32 at least: many small gradients added up in bfloat16 would vanish.
                 wide = gradient.detach().to(torch.promote_types(gradient.dtype, torch.float32))
                 self._sums[name] = wide if name not in self._sums else self._sums[name] + wide
 
@@ -247,6 +249,7 @@ class GradientSums:
         sums, self._sums = self._sums, {}
         for name, parameter in trainable(self._module).items():
             wide = torch.promote_types(parameter.dtype, torch.float32)
+            # A parameter without a gradient gets noise all the same, or its absence would show.
             sums.setdefault(name, torch.zeros_like(parameter, dtype=wide, requires_grad=False))
         return sums
 

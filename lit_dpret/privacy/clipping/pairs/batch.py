@@ -222,6 +222,7 @@ def clipped_pair_factors(norms: Tensor, max_logit_grad_norm: float) -> tuple[Ten
         raise ConfigurationError(f"privacy.max_logit_grad_norm={max_logit_grad_norm} is not a positive, finite number.")
     # A number over a tensor may be rounded twice, and a norm that is the bound would then get a factor below 1.
     factors = torch.where(norms <= max_logit_grad_norm, 1.0, max_logit_grad_norm / norms)
+    # A factor that float32 cannot hold would round to another one, and the bound would be gone.
     kept = norms.isfinite() & (factors >= LEAST_FACTOR)
     return torch.where(kept, factors, torch.zeros_like(factors)), int((~kept).sum())
 
@@ -270,6 +271,7 @@ def weighted_backward(
 
 def _cotangents(weights: Tensor, queries: Tensor, passages: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradient of the weighted sum of similarities by each embedding; broken entries count as zero."""
+    # Zeroed before the product, in which one NaN would reach every row.
     whole = queries.isfinite().all(1), passages.isfinite().all(1)
     weights = torch.where(weights.isfinite() & whole[0][:, None] & whole[1], weights, 0)
     queries, passages = torch.where(whole[0][:, None], queries, 0), torch.where(whole[1][:, None], passages, 0)
@@ -285,11 +287,13 @@ def _add_side(
     rows_at_once: int,
 ) -> None:
     """Pull the cotangents of one side back to the parameters, some rows at a time."""
+    # Rows that weigh nothing stay out: their backward pass could still bring NaN.
     for rows in cotangents.any(1).nonzero().flatten().split(rows_at_once):  # type: ignore[no-untyped-call]
         if not len(rows):  # every pair weighs zero: a softmax over one candidate, say
             return
         with torch.enable_grad():
             embedded = side.embedded(rows)
+        # Norms and gradient come from two passes, which must be of one function.
         refuse_other_function(before[rows], embedded)
         if not embedded.requires_grad:  # a frozen tower
             return

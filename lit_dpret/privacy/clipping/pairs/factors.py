@@ -133,6 +133,7 @@ def stacked(
         found = _looked_up(columns, shape, dtype) or _products(columns, whole, dtype)
         if found is not None:
             return found
+    # A column that does not reach this parameter has a gradient of zeros there.
     empty = torch.zeros(rows, *shape, dtype=dtype, device=device)
     values = [unit_gradients(uses, shape, whole, dtype) if uses else empty for uses in columns]
     return [Matrices(torch.stack(values, 1).flatten(2))]
@@ -204,6 +205,7 @@ def _is_turned(calls: Sequence[Outer | Convolution]) -> bool | None:
 def _same(one: Tensor, other: Tensor) -> bool:
     if one.data_ptr() == other.data_ptr() and one.stride() == other.stride() and one.shape == other.shape:
         return True
+    # NaN equals nothing, itself included, and a broken row must not look like another input.
     return torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
@@ -212,6 +214,7 @@ def gram_blocks(factors: Factors) -> Tensor:
     if isinstance(factors, Products):
         columns, positions, out = factors.outputs.shape[1:]
         gram = positions * (positions * factors.into + columns * out * (positions + columns))
+        # Whichever order of multiplication is cheaper; both give the same block.
         if factors.looks_up or gram <= columns * factors.width * (positions + columns):
             turned = factors.likeness()[:, None] @ factors.outputs
             return turned.flatten(2) @ factors.outputs.flatten(2).mT

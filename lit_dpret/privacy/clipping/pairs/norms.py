@@ -96,6 +96,7 @@ class PairNorms(ABC):
         one says nothing about the other. They are of the size of the roundoff times the gradient of the
         embedding along a direction that does not cancel, for which two fixed ones stand.
         """
+        # A generator of its own: the model's random streams stay as they are.
         generator = torch.Generator().manual_seed(embeddings[0].shape[1])
         directions = torch.randn(2, embeddings[0].shape[1], generator=generator, dtype=torch.float64)
         directions = torch.nn.functional.normalize(directions).to(embeddings[0])
