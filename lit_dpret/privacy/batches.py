@@ -636,7 +636,6 @@ def _shown(size: torch.Size | None) -> str:
 
 
 def _leaves(rows: Any) -> list[Any]:
-    """The leaves of nested dicts."""
     return [leaf for value in rows.values() for leaf in _leaves(value)] if isinstance(rows, dict) else [rows]
 
 

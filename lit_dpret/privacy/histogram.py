@@ -203,7 +203,6 @@ class ReleasedHistogram:
 
     @property
     def target(self) -> np.ndarray:
-        """The distribution that it estimates."""
         return shares(np.array(self.counts))
 
     def write(self, folder: Path) -> Path:

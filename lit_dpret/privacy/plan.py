@@ -258,7 +258,6 @@ class PrivacyPlan:
         return self.noise_multiplier * self.sensitivity
 
     def release(self, count: int = 1) -> GaussianRelease:
-        """Return the releases of ``count`` steps."""
         return GaussianRelease(noise_multiplier=self.noise_multiplier, law=self.law, count=count)
 
     def holds_under(self, law: SamplingLaw, neighbours: Neighbours) -> bool:

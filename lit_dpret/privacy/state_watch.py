@@ -56,7 +56,6 @@ class StateWatch:
         self._read: dict[str, int] = {}
 
     def before(self) -> None:
-        """Note how everything is."""
         self._batches += 1
         now = self._tensors()
         self._seen, self._read = {name: self._look(tensor) for name, tensor in now.items()}, self._read_values(now)

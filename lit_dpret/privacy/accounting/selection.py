@@ -75,7 +75,6 @@ class RandomStopping:
         return _SHAPES[self.law] if isinstance(self.law, str) else float(self.law)
 
     def describe(self) -> str:
-        """The law in a phrase."""
         name = self.law if isinstance(self.law, str) else f"truncated negative binomial (shape {self.law:g})"
         return f"{name} distribution of mean {self.mean_runs:g}"
 
@@ -118,6 +117,7 @@ def selection_epsilon(
     if not parts:
         return 0.0
     lost = [truncation_delta(part.law, part.count) for part in parts if isinstance(part.law, TruncatedPoisson)]
+    # By linearity: on average so many runs may each give a unit away.
     spare = delta - stopping.mean_runs * math.fsum(lost)
     if spare <= 0:
         return math.inf

@@ -524,7 +524,6 @@ def write_out(uses: Sequence[Contribution], shape: torch.Size, batch: UnitRows, 
 
 
 def _patches(use: Convolution) -> int:
-    """Elements of the patches of one row."""
     return max(1, use.g.shape[1] * use.x.shape[2] * int(torch.Size(use.geometry.kernel).numel()))
 
 

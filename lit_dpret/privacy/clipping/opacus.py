@@ -205,6 +205,7 @@ class OpacusClipping(ClippedSum):
                 )
 
     def _clip(self, samples: dict[str, Tensor], losses: Tensor, batch: UnitRows) -> ClipStats:
+        # Squares in float64, as the other engines do: small parameters would vanish beside large ones.
         squares = torch.zeros(len(self.groups), batch.units, dtype=torch.float64, device=batch.real.device)
         for group in batch.groups:
             for name, sample in samples.items():

@@ -156,7 +156,7 @@ def tolerance_of(tensors: Iterable[Tensor]) -> float:
 
 
 def roundoff_of(tensors: Iterable[Tensor]) -> float:
-    """The roundoff of the lowest of these precisions."""
+    """Return the roundoff of the lowest of these precisions."""
     return max((torch.finfo(t.dtype).eps for t in tensors), default=0.0)
 
 

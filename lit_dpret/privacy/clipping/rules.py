@@ -101,7 +101,7 @@ class Plan:
 
 
 def qualified_name(module: nn.Module) -> str:
-    """The dotted name of the module's class."""
+    """Return the dotted name of the module's class."""
     return f"{type(module).__module__}.{type(module).__qualname__}"
 
 

@@ -119,7 +119,6 @@ class UnitRows:
 
     @property
     def rows(self) -> int:
-        """Rows in the physical batch."""
         return int(self.unit_of_row.numel())
 
     @property

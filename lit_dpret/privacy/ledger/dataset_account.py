@@ -230,6 +230,7 @@ def require_room(
         BudgetExceededError: The data set's limit does not cover it.
     """
     records = PrivacyLedger.read(path).records if path.exists() else []
+    # The file is not made by asking: a run that is refused leaves nothing behind.
     if ledger.path.exists():
         known = ledger.run_ids() & {record["run_id"] for record in records if record["kind"] == "plan"}
         if known or ledger.begin() in counted_in(records):

@@ -258,7 +258,6 @@ class DatasetLedger:
         return dict(self._agreed(DatasetFile.read(self.path).book if self.path.exists() else DatasetBook()))
 
     def total(self) -> Total:
-        """Return the total of what is spent and reserved now."""
         book = DatasetFile.read(self.path).book
         return self._total(book.entries, self._agreed(book))
 

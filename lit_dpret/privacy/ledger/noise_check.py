@@ -212,7 +212,6 @@ class _State:
         return np.concatenate(others), np.concatenate(neighbours)
 
     def judge(self, seen: np.ndarray) -> str | None:
-        """Take in the noise of one step."""
         self._steps += 1
         blocks, sample = seen[self._of_blocks], seen[self._of_sample]
         self._energy += np.concatenate([blocks, np.add.reduceat(blocks, self._first_block)])

@@ -96,7 +96,6 @@ class Position:
     steps_done: int
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values, for a checkpoint."""
         return {"schema": POSITION_SCHEMA, **asdict(self)}
 
     @classmethod

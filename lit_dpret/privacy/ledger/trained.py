@@ -289,6 +289,7 @@ def noted_in(folder: Path) -> frozenset[TrainedIn]:
     Raises:
         DataError: The note cannot be read.
     """
+    # Resolved, since a link to `model/` has another parent than the folder that it leads to.
     place = folder.resolve()
     found: set[TrainedIn] = set()
     for path in (place / NOTE_NAME, place.parent / NOTE_NAME):

@@ -69,6 +69,7 @@ class CoupledMode(GaussianMode):
 
     def plan(self, request: SamplingRequest, *, units: int, steps: int, module: Any = None) -> PrivacyPlan:
         """The plan, with the sensitivity that the loss of ``module`` has in sub-batches of ``n_max`` units."""
+        # Before the noise is chosen, which holds for one row of a unit.
         if request.rows_per_unit != "one":
             raise ConfigurationError(
                 f"datamodule.rows_per_unit={request.rows_per_unit} cannot go with privacy={self.name}: several rows of "

@@ -38,6 +38,7 @@ def duplicated_sensitivity(n_max: int, change: Relation) -> float:
         n_max: Rows of the sub-batch at most, the unit's own included.
         change: ``add_or_remove`` takes the own row out; ``replace_one`` turns it as well.
     """
+    # n - 1 other rows turn from one vector to another (2 each); the own row goes (1), or turns as well (2).
     return 2.0 * n_max - (1.0 if change == "add_or_remove" else 0.0)
 
 

@@ -62,7 +62,6 @@ class Side:
         return found
 
     def blocks(self, size: int) -> Iterator[slice]:
-        """The rows in blocks of at most ``size``."""
         for start in range(0, self.count, size):
             yield slice(start, min(start + size, self.count))
 
@@ -101,13 +100,11 @@ class PairBatch:
 
     @property
     def device(self) -> torch.device:
-        """Where the queries are."""
         leaf: Tensor = tree_leaves(self.queries)[0]
         return leaf.device
 
     @property
     def sides(self) -> tuple[Side, Side]:
-        """The queries and the passages."""
         return (Side(self.queries, self.embed_queries, self.n), Side(self.passages, self.embed_passages, self.n))
 
 

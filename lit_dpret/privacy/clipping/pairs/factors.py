@@ -95,7 +95,6 @@ class Products:
 
     @property
     def looks_up(self) -> bool:
-        """Whether the inputs are ids."""
         return not self.inputs.is_floating_point()
 
     def parts(self, size: int) -> Iterator[Tensor]:
@@ -229,7 +228,7 @@ def gram_blocks(factors: Factors) -> Tensor:
 
 
 def cheapest(costs: dict[str, float]) -> str:
-    """The name with the least cost."""
+    """Return the name with the least cost."""
     return min(costs, key=costs.__getitem__)
 
 
