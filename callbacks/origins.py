@@ -16,7 +16,7 @@ from torch import nn
 from lit_dpret.cards.file import CARD_NAME, card_above, read_card
 from lit_dpret.cards.start import Start, ledgers_of, model_folder
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, ledger_identity, start_of
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, ledger_identity, recorded_start
 from lit_dpret.privacy.ledger.trained import (
     TrainedIn,
     fingerprints,
@@ -156,7 +156,7 @@ def _ledgered(ledger: Path) -> set[TrainedIn]:
     records = PrivacyLedger.read(ledger).records
     plan = next((record for record in records if record["kind"] == "plan"), None)
     found = set() if plan is None else {TrainedIn(ledger_identity(records), str(plan["mode"]), str(ledger.parent))}
-    start = start_of(records)
+    start = recorded_start(records)
     if start is not None and not start["public"]:  # also a run under privacy=none hands on what it began with
         mode = "dp" if start["releases"] else str(start["guarantee"])
         found |= {TrainedIn(run, mode) for run in start["runs"] or [start["name"]]}

@@ -22,7 +22,7 @@ from lit_dpret.cards.recomputed import decided_blocks, registered_facts
 from lit_dpret.cards.tuning import hides_earlier_tuning, possible_tuning, same_facts
 from lit_dpret.errors import DataError, LedgerError, LitDpretError
 from lit_dpret.privacy.ledger.judgement import Assumption, Judged, derived_assumptions, leaks, plan_of
-from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, noise_keys, start_of
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, noise_keys, recorded_start
 from lit_dpret.privacy.plan import PrivacyPlan
 
 # Two evaluations of one accountant differ by less than this; another library version may not.
@@ -186,7 +186,7 @@ def _of_claim(card: Mapping[str, Any], judged: Judged, *, derived: bool) -> Iter
     tuning = card["tuning"]
     if derived and tuning.get("epsilon") is None:
         return  # it was chosen on what is public, or what is open of it is said
-    earlier = (start_of(judged.records) or {}).get("tuning")
+    earlier = (recorded_start(judged.records) or {}).get("tuning")
     if not _possible(card, judged) or (earlier is not None and hides_earlier_tuning(tuning, earlier, composed=True)):
         text = "What the card says of the choice of hyper-parameters (tuning) does not follow from the ledger."
         yield _Found(("tuning",), text)

@@ -33,7 +33,7 @@ from lit_dpret.privacy.ledger.judgement import (
     promised_releases,
     units_before,
 )
-from lit_dpret.privacy.ledger.run_ledger import start_of
+from lit_dpret.privacy.ledger.run_ledger import recorded_start
 from lit_dpret.privacy.plan import PrivacyPlan
 
 GROUPS = (2, 5, 10)
@@ -67,7 +67,7 @@ def claim_facts(judged: Judged, output_released: Sequence[str] = ()) -> dict[str
             "output_released": list(output_released),
         }
     budget, n = plan.budget, plan.n_public
-    rule, start = "a declared constant", start_of(judged.records)
+    rule, start = "a declared constant", recorded_start(judged.records)
     if n is not None and math.isclose(budget.delta, 1 / (2 * n), rel_tol=1e-9):
         rule = "1 / (2 n)"
     elif start is not None and start.get("delta") == budget.delta:
@@ -112,7 +112,7 @@ def user_level_epsilon(judged: Judged, plan: PrivacyPlan) -> float | None:
         return judged.verdict.epsilon
     if plan.max_units_per_user is None:
         return None
-    runs = [(judged.own, plan.max_units_per_user), *units_before(start_of(judged.records))]
+    runs = [(judged.own, plan.max_units_per_user), *units_before(recorded_start(judged.records))]
     bounds = [(releases, most) for releases, most in runs if most is not None]
     if judged.claimed_plan is None or len(bounds) < len(runs):
         return None

@@ -24,7 +24,7 @@ from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.privacy.accounting import composition as accounting
 from lit_dpret.privacy.accounting.releases import release_from_dict
 from lit_dpret.privacy.ledger.judgement import RANDOM_WEIGHTS, Assumption, Judged, plan_of
-from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, start_of
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, recorded_start
 from lit_dpret.privacy.plan import HISTOGRAM, PrivacyPlan
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ _RANDOM_START = f"Training started from {RANDOM_WEIGHTS}, as declared."
 
 def start_parents(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The cards that the model had before this run, the nearest first: names and SHA-256."""
-    start = start_of(records)
+    start = recorded_start(records)
     return [] if start is None else list(start["parents"])
 
 
@@ -198,7 +198,7 @@ def _named(model: str | None) -> str:
 
 def start_assumptions(records: Sequence[Mapping[str, Any]], model: str | None = None) -> list[Assumption]:
     """List what the claim takes on trust about the start; ``model`` names weights without a card."""
-    start = start_of(records)
+    start = recorded_start(records)
     if start is None:
         return [] if _is_histogram(records) else [declared_start(model)]
     what = "that this histogram is charged with" if _is_histogram(records) else "that training started from"
@@ -213,7 +213,7 @@ def start_assumptions(records: Sequence[Mapping[str, Any]], model: str | None = 
 
 def start_in_floating_point(records: Sequence[Mapping[str, Any]]) -> bool:
     """Whether the private run that the model started from used floating-point noise; the claim is about both."""
-    start = start_of(records)
+    start = recorded_start(records)
     return start is not None and not start["public"] and bool(start.get("floating_point", True))
 
 
@@ -232,7 +232,7 @@ def randomness_facts(judged: Judged) -> dict[str, Any]:
 
 def start_accounting(judged: Judged, plan: PrivacyPlan) -> dict[str, Any]:
     """The two parts of the claim: what this run cost alone, and what the start had cost alone, at one delta."""
-    start = start_of(judged.records)
+    start = recorded_start(judged.records)
     if start is None or start["public"]:
         return {}
     parts = {"epsilon_of_this_run": judged.own, "epsilon_of_start": [release_from_dict(r) for r in start["releases"]]}
@@ -249,7 +249,7 @@ def start_accounting(judged: Judged, plan: PrivacyPlan) -> dict[str, Any]:
 def start_text(judged: Judged, accounted: Mapping[str, Any], model: str | None = None) -> dict[str, str]:
     """Say where training started and which part of the claim is whose; ``accounted`` has `start_accounting`."""
     records = judged.records
-    start = start_of(records)
+    start = recorded_start(records)
     if start is None:
         if _is_histogram(records):
             return {}

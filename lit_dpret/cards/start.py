@@ -35,7 +35,7 @@ from lit_dpret.privacy.ledger.run_ledger import (
     PrivacyLedger,
     counted_in,
     ledger_identity,
-    start_of,
+    recorded_start,
 )
 from lit_dpret.privacy.plan import PrivacyPlan
 
@@ -150,7 +150,7 @@ def note_start(ledger: PrivacyLedger, start: Start | None) -> None:
     Raises:
         ResumeError: The ledger was begun from another start, or from none.
     """
-    before = start_of(ledger.records)
+    before = recorded_start(ledger.records)
     now = None if start is None else dict(start.facts)
     begun = before is not None or any(record["kind"] == "intent" for record in ledger.records)
     if begun and _lasting(before) != _lasting(now):
@@ -215,7 +215,7 @@ def traces_of_training(model: str | Path) -> Iterator[tuple[Path, str]]:
         if (ledger := place / LEDGER_NAME).is_file():
             records = PrivacyLedger.read(ledger).records
             yield from ((ledger, str(record["mode"])) for record in records if record["kind"] == "plan")
-            start = start_of(records)
+            start = recorded_start(records)
             if start is not None and not start["public"]:  # also a run under privacy=none hands on what it began with
                 yield ledger, "dp" if start["releases"] else str(start["guarantee"])
     if (above := card_above(folder)) is not None:
@@ -284,7 +284,7 @@ def read_start(run: str | Path, *, public: bool, knob: str = "init_from") -> Sta
     if charges_every_unit(card):
         releases = every_unit_in_every_step(releases)
     facts["head"] = _last_noise(records) or card["ledger"]["head"]
-    facts["runs"] = [ledger_identity(records), *(start_of(records) or {}).get("runs", [])]
+    facts["runs"] = [ledger_identity(records), *(recorded_start(records) or {}).get("runs", [])]
     facts["releases"] = [replace(release, label="earlier run").to_dict() for release in releases]
     facts["tuning"] = {key: card["tuning"].get(key) for key in ("data", "accounted", "text")}
     if contradicted(card):
@@ -292,9 +292,9 @@ def read_start(run: str | Path, *, public: bool, knob: str = "init_from") -> Sta
     elif claim["guarantee"] == "dp":
         facts |= {key: claim[key] for key in ("unit", "neighbours", "duplicates", "epsilon", "delta")}
         facts["floating_point"] = card["randomness"].get("floating_point", True)
-        sizes = (card["mechanism"].get("n_public"), (start_of(records) or {}).get("n_public"))
+        sizes = (card["mechanism"].get("n_public"), (recorded_start(records) or {}).get("n_public"))
         facts["n_public"] = max((size for size in sizes if size is not None), default=None)
-        runs = [(promised_releases(records), claim.get("max_units_per_user")), *units_before(start_of(records))]
+        runs = [(promised_releases(records), claim.get("max_units_per_user")), *units_before(recorded_start(records))]
         if charges_every_unit(card):
             runs = [(every_unit_in_every_step(own), most) for own, most in runs]
         facts["units"] = [

@@ -14,7 +14,7 @@ from lit_dpret.privacy.accounting.selection import RandomStopping, selection_eps
 from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.ledger.dataset_ledger import one_release, sweep_limit, sweep_of
 from lit_dpret.privacy.ledger.judgement import Judged
-from lit_dpret.privacy.ledger.run_ledger import start_of
+from lit_dpret.privacy.ledger.run_ledger import recorded_start
 
 TuningData = Literal["none", "public", "synthetic", "private", "unknown"]
 SearchCost: TypeAlias = Callable[[RandomStopping], tuple[float | None, str | None]]
@@ -141,7 +141,7 @@ def tuning_of_run(tuning: Mapping[str, Any] | None, judged: Judged, cost: Search
 
     ``cost`` is the result of `search_cost`, for a caller that needs several blocks.
     """
-    start = start_of(judged.records) or {}
+    start = recorded_start(judged.records) or {}
     delta = None if judged.claimed_plan is None else judged.claimed_plan.budget.delta
     own = tuning_facts(tuning, cost or search_cost(judged), sweep_of(judged.records), delta)
     return with_earlier_tuning(own, start.get("tuning"), str(start.get("name")), composed=True)

@@ -39,7 +39,7 @@ from lit_dpret.privacy.ledger.dataset_account import RunLock
 from lit_dpret.privacy.ledger.dataset_file import Charge, DatasetFile, Entry, Total, compose_across_runs, composed
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.ledger.judgement import owed_releases
-from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, start_of
+from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, recorded_start
 from lit_dpret.privacy.modes import DPSGD
 from lit_dpret.privacy.noise import KeyedStream, load_secret, noise_source
 
@@ -270,7 +270,7 @@ class SiloLedger:
                 "epsilon would come on top. Name the state folder whose ledger it is in (federated.state, or --state "
                 "of lit-dpret silo), or train it under this one (task=federated_generators)."
             )
-        if start_of(records) is not None:
+        if recorded_start(records) is not None:
             raise PrivateDataError(
                 f"{what} started from another private run, and {self.path.name} cannot tell whose data that one saw. "
                 "Train it from a public model."

@@ -18,7 +18,7 @@ from lit_dpret.files import write_whole
 from lit_dpret.privacy.ledger.dataset_file import Charge, EarlierRun, compose_across_runs, composed
 from lit_dpret.privacy.ledger.dataset_ledger import one_release
 from lit_dpret.privacy.ledger.judgement import owed_releases
-from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, noise_keys, start_of
+from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, noise_keys, recorded_start
 from lit_dpret.report.figures import can_draw, draw_sweep
 from lit_dpret.sweeps.folder import SweepFolder
 
@@ -91,7 +91,7 @@ def _spent(sweep: SweepFolder) -> tuple[float | None, str | None]:
             continue  # refused before its first step
         found |= {str(record["run_id"]) for record in records if record["kind"] == "plan"}
         if any(record["kind"] == "plan" and record.get("plan") is not None for record in records):
-            charges.append(Charge.of(owed_releases(records), EarlierRun.of_start(start_of(records))))
+            charges.append(Charge.of(owed_releases(records), EarlierRun.of_start(recorded_start(records))))
     if ledger is not None and ledger.path.exists():  # a folder that is gone was spent all the same
         charges += [charge for run, charge in ledger.charges_of(sweep.id).items() if run not in found]
     delta, neighbours, accountant = budget["delta"], budget["neighbours"], sweep.facts["accountant"]

@@ -33,7 +33,7 @@ from lit_dpret.audit.statistics.one_run import one_run_audit
 from lit_dpret.audit.statistics.scores import CanaryScores
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.amendments import AttackResult, add_evidence
-from lit_dpret.cards.card import read_card
+from lit_dpret.cards.card import CARD_NAME, read_card
 from lit_dpret.cards.start import MODEL_FOLDER
 from lit_dpret.cards.text import BOUND, privacy_line
 from lit_dpret.encoders import load_towers
@@ -245,7 +245,7 @@ class Audit:
             sys.stdout.write(f"{name}: {path}\n")
         if self.card:
             for folder in (self.run_folder, self.run_folder / MODEL_FOLDER):
-                known = read_card(folder)["empirical"]["results"] if (folder / "privacy_card.json").is_file() else []
+                known = read_card(folder)["empirical"]["results"] if (folder / CARD_NAME).is_file() else []
                 add_evidence(folder, [result for result in results if result.to_dict() not in known])
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from lit_dpret.callbacks import ProgressLine
-from lit_dpret.cards.file import card_of_data
+from lit_dpret.cards.file import CARD_NAME, card_of_data
 from lit_dpret.datamodules.identity import data_facts
 from lit_dpret.distributed.job import Job, job_here
 from lit_dpret.tasks.index_folder import Encoding, IndexFolder, encode_folder
@@ -62,7 +62,7 @@ def told(index: IndexFolder) -> str:
             "them; do not publish the folder."
         )
     if index.manifest.card:
-        path = Path(index.folder) / "privacy_card.json"
+        path = Path(index.folder) / CARD_NAME
         whose = "the encoder's" if index.manifest.side == "passage" else "that of the encoder or of the queries"
         return f"privacy card: {path} (embedding is post-processing: the claim is {whose})"
     return (

@@ -40,7 +40,7 @@ from lit_dpret.privacy.ledger.run_ledger import (
     forthcoming_releases,
     noise_keys,
     realised_multiplier,
-    start_of,
+    recorded_start,
     with_earlier_releases,
 )
 from lit_dpret.privacy.plan import HISTOGRAM, PrivacyPlan
@@ -111,7 +111,7 @@ def plan_of(records: Sequence[Record]) -> tuple[PrivacyPlan | None, dict[str, An
 
 def derived_assumptions(records: Sequence[Record], plan: PrivacyPlan) -> list[Assumption]:
     """List the assumptions that the ledger can confirm or refute, then those that it cannot."""
-    return [*_recorded(records, plan), *_declared(plan, [most for _, most in units_before(start_of(records))])]
+    return [*_recorded(records, plan), *_declared(plan, [most for _, most in units_before(recorded_start(records))])]
 
 
 def _recorded(records: Sequence[Record], plan: PrivacyPlan) -> list[Assumption]:

@@ -239,7 +239,7 @@ def forthcoming_releases(
     return charged_releases([*records, *made])
 
 
-def start_of(records: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
+def recorded_start(records: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
     """Return the facts about the model that the run started from; None where it started from none."""
     found = [r for r in records if r.get("kind") == "event" and r.get("name") == START_EVENT]
     return dict(found[0]["start"]) if found else None
@@ -262,7 +262,7 @@ def with_earlier_releases(records: Iterable[Mapping[str, Any]], own: Sequence[Re
     Raises:
         LedgerError: The records tell of a start without saying what it cost.
     """
-    start = start_of(records)
+    start = recorded_start(records)
     if start is None:
         return list(own)
     try:

@@ -23,7 +23,7 @@ from lit_dpret.errors import ConfigurationError, DataError, LedgerError, Private
 from lit_dpret.privacy.accounting.releases import merge, release_from_dict
 from lit_dpret.privacy.histogram import ReleasedHistogram
 from lit_dpret.privacy.ledger.judgement import every_unit_in_every_step
-from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, start_of
+from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, recorded_start
 from lit_dpret.synthesis.filters.bins import bins_from_spec
 from lit_dpret.synthesis.filters.by_score import Progress, QueryFilter
 from lit_dpret.synthesis.filters.released import ReleasedQueries
@@ -168,7 +168,7 @@ def require_composed(folder: Path, released: ReleasedQueries) -> None:
         return
     if released.provenance == "card" and released.folder is not None:
         try:
-            start = start_of(PrivacyLedger.read(folder / LEDGER_NAME).records)
+            start = recorded_start(PrivacyLedger.read(folder / LEDGER_NAME).records)
         except LedgerError as error:
             raise DataError(f"{folder}: {error}") from error
         theirs = read_card(released.claim or released.folder)
