@@ -46,13 +46,21 @@ class Key:
         name: With dots, as it is set on the command line.
         default: As the file has it.
         comment: What stands behind it in the file.
-        text: What the constructor says of it; empty where the key is no argument of a constructor of ours.
+        argument: The class that it is an argument of, and its name there; None where the file constructs nothing.
     """
 
     name: str
     default: str
     comment: str
-    text: str = ""
+    argument: tuple[str, str] | None = None
+
+    @property
+    def text(self) -> str:
+        """What the constructor says of it; empty where the key is no argument of a constructor of ours.
+
+        It imports that class. ``--help`` and ``list`` never ask, since all classes together load torch and more.
+        """
+        return "" if self.argument is None else arguments_of(self.argument[0]).get(self.argument[1], "")
 
 
 @dataclass(frozen=True)
@@ -218,9 +226,14 @@ def _read(group: str, name: str, text: str) -> Choice:
     place = f"{package[1] if package else group}."
     place = "" if place in (".", "_global_.") else place
     made = {key.name.removesuffix("_target_"): key.default for key in found if key.name.endswith("_target_")}
-    told = {f"{part}{name}": text for part, target in made.items() for name, text in arguments_of(target).items()}
+
+    def argument(name: str) -> tuple[str, str] | None:
+        inside, dot, last = name.rpartition(".")
+        target = made.get(inside + dot)
+        return None if target is None else (target, last)
+
     keys = tuple(
-        Key(f"{place}{key.name}", key.default, key.comment, told.get(key.name, ""))
+        Key(f"{place}{key.name}", key.default, key.comment, argument(key.name))
         for key in found
         if not key.name.split(".")[-1].startswith("_") and not key.name.startswith(("hydra", "defaults"))
     )
