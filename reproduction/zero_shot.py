@@ -22,11 +22,11 @@ from lit_dpret.report.page import Page
 from lit_dpret.report.table import Table
 from lit_dpret.retrieval.metrics import Metric, Values
 from lit_dpret.retrieval.statistics import Interval, bootstrap_interval, macro_interval
-from lit_dpret.retrieval.trec_runs import check_qrels, evaluate
+from lit_dpret.retrieval.trec_runs import SUMMARY, check_qrels, evaluate, read_per_query, write_evaluation
 from lit_dpret.settings import picked
-from lit_dpret.tasks.evaluate import SUMMARY, checked_metrics
+from lit_dpret.tasks.evaluate import checked_metrics
 from lit_dpret.tasks.parts import Parts, check_run_dir
-from lit_dpret.tasks.ranking import Ranker, read_per_query, write_evaluation
+from lit_dpret.tasks.ranking import Ranker
 from lit_dpret.tasks.stages import Stages
 
 

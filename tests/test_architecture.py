@@ -213,8 +213,17 @@ def test_the_command_line_starts_without_what_only_some_tasks_need() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
-def test_a_card_is_verified_without_torch() -> None:
-    code = "import sys; from lit_dpret.tasks import Verify; sys.exit('torch' in sys.modules)"
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from lit_dpret.tasks import Verify",
+        "from lit_dpret.tasks import Compare",
+        "from lit_dpret.config import format_choices, format_help; format_help(''), format_choices('model')",
+    ],
+    ids=["verify", "compare", "help"],
+)
+def test_a_command_that_reads_a_few_files_starts_without_torch(code: str) -> None:
+    code += "; import sys; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 

@@ -28,6 +28,9 @@ from lit_dpret.errors import ConfigurationError, DataError
 Qrels = Mapping[str, Mapping[str, int]]
 """Relevance judgements: query id -> passage id -> grade; a grade above 0 is relevant."""
 
+MISSING = -1
+"""The index that fills a row of a ranking when there are fewer than k passages to return."""
+
 Gains = NDArray[np.int64]
 Values = NDArray[np.float64]
 MetricKind = Literal["ndcg", "recall", "success", "mrr", "map", "precision"]

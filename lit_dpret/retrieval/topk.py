@@ -16,9 +16,7 @@ import torch
 from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError, DataError
-
-MISSING = -1
-"""The index that fills a row when there are fewer than k passages to return."""
+from lit_dpret.retrieval.metrics import MISSING as MISSING
 
 NO_RANK = 2**32 - 1
 """The rank of a filler; so many passages and no more can be searched."""

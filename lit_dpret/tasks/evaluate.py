@@ -12,12 +12,17 @@ from lit_dpret.datamodules.left_out import named
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.budget import require_choice
 from lit_dpret.retrieval.metrics import Metric
-from lit_dpret.retrieval.trec_runs import DEFAULT_METRICS, EvaluationResult, check_qrels, evaluate
+from lit_dpret.retrieval.trec_runs import (
+    DEFAULT_METRICS,
+    SUMMARY,
+    EvaluationResult,
+    check_qrels,
+    evaluate,
+    write_evaluation,
+)
 from lit_dpret.tasks.parts import Parts, check_run_dir
-from lit_dpret.tasks.ranking import Ranker, write_evaluation
+from lit_dpret.tasks.ranking import Ranker
 from lit_dpret.tasks.uncovered import Owner
-
-SUMMARY = "evaluation.json"
 
 
 @dataclass(kw_only=True)

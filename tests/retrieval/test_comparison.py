@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from lit_dpret.errors import DataError
-from lit_dpret.report.comparison_table import write_comparison
 from lit_dpret.retrieval.comparison import Comparison, compare_values
 from lit_dpret.retrieval.metrics import Metric
 from lit_dpret.retrieval.statistics import bootstrap_interval, holm, paired_randomisation_test
 from lit_dpret.retrieval.trec_runs import Run, evaluate
+from lit_dpret.tasks.compare import write_comparison
 
 QRELS = {f"q{q}": {"a": 1} for q in range(40)}
 GOOD = {f"q{q}": {"a": 2.0, "b": 1.0} for q in range(40)}
