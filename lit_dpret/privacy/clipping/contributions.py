@@ -204,7 +204,11 @@ def rounding_of(uses: Sequence[Contribution], coefficients: Tensor, shape: torch
             whole, positions = Dense(use.value.abs() if use.spread is None else use.spread), use.terms
         else:
             whole, positions = changed(use, torch.abs), use.g.shape[1]
-        found += len(coefficients) * positions * add_weighted([whole], coefficients.abs(), None, shape, dtype).norm()
+        found += (
+            len(coefficients)
+            * positions
+            * add_weighted([whole], coefficients.abs(), None, shape, dtype, rows=not_zero(coefficients[None])[0]).norm()
+        )
     return found
 
 
@@ -267,6 +271,16 @@ def by_input(contributions: Mapping[str, Sequence[Contribution]]) -> list[list[s
     return list(found.values())
 
 
+def not_zero(values: Tensor) -> list[Tensor | None]:
+    """Return for each row of ``values`` the places that are not zero, in order; None where none is zero.
+
+    It waits for the device once, whatever the number of rows: a `nonzero` for each parameter would wait as often.
+    """
+    counts = values.count_nonzero(dim=1).tolist()
+    places = (values == 0).int().argsort(dim=1, stable=True)
+    return [None if count == values.shape[1] else row[:count] for row, count in zip(places, counts, strict=True)]
+
+
 def add_weighted(
     uses: Sequence[Contribution],
     coefficients: Tensor,
@@ -274,18 +288,16 @@ def add_weighted(
     shape: torch.Size,
     dtype: torch.dtype,
     *,
+    rows: Tensor | None,
     fixed: bool = False,
 ) -> Tensor:
     """``total`` plus the gradients of all rows, each times its coefficient; in place where there is a total.
 
-    A row with coefficient zero is left out, not multiplied: its gradient may be NaN. Where shapes are
-    ``fixed``, it is set to zero in place of that.
+    A row with coefficient zero is left out, not multiplied: its gradient may be NaN. So ``rows`` are those of
+    `not_zero`. Where shapes are ``fixed``, its gradient is set to zero in place of that.
     """
-    rows = None
     if fixed:
-        uses = [silenced(use, coefficients != 0) for use in uses]
-    elif len(keep := coefficients.nonzero().flatten()) < len(coefficients):
-        rows = keep
+        uses, rows = [silenced(use, coefficients != 0) for use in uses], None
     weights = (coefficients if rows is None else coefficients[rows]).to(dtype)
     # Outer products first: their matrix product makes the total, which the others add to.
     for use in sorted(uses, key=lambda use: not isinstance(use, Outer)):
@@ -478,17 +490,19 @@ class Written:
             part = part.to(dtype)
             squares[self.units] += torch.mul(part, part, out=products[:, : part.shape[1]]).sum(1).double()
 
-    def add_to(self, total: Tensor | None, factors: Tensor) -> Tensor:
+    def add_to(self, total: Tensor | None, factors: Tensor, *, all_count: bool) -> Tensor:
         """``total`` plus the gradients, each times its unit's factor; one with factor zero is left out.
 
-        Where shapes are fixed, it is set to zero in place of that.
+        ``all_count`` says that none is zero, which to ask here would be to wait for the device. Where shapes are
+        fixed, one with factor zero is set to zero in place of being left out.
         """
         weights = factors[self.units].to(self.value.dtype)
         value = self.value
         if self.fixed:
             kept = (weights != 0).view(-1, *[1] * (value.dim() - 1))
             value = torch.where(kept, value, torch.zeros_like(value))
-        elif len(keep := weights.nonzero().flatten()) < len(weights):
+        elif not all_count:
+            keep = weights.nonzero().flatten()
             value, weights = value[keep], weights[keep]
         if total is None or self.fixed:  # XLA has no addmv, and computes in place whatever it can
             found: Tensor = torch.tensordot(weights, value, dims=1)

@@ -34,6 +34,7 @@ from lit_dpret.privacy.clipping.contributions import (
     add_weighted,
     are_small,
     by_input,
+    not_zero,
     squared_norms,
     unit_gradients,
     write_out,
@@ -188,21 +189,33 @@ class GhostClipping(ClippedSum):
         batch: UnitRows,
     ) -> None:
         """Add each unit's gradient times its factor; that of a doubtful one is summed over positions in float64."""
-        # Popped one by one, so that memory falls while the sum grows.
-        for name in list(written):
-            for part in written.pop(name):
-                self._sums[name] = part.add_to(self._sums.get(name), factors[self.group_of[name]])
         # Doubtful units apart: their terms cancel, so that the float32 sum of all rows would lose them.
         exactly = torch.where(doubtful, factors, 0)
-        alone = [batch.only(u) if not batch.fixed and bool(u.any()) else None for u in exactly > 0]
         coefficients = torch.where(doubtful, 0, factors)[:, batch.unit_of_row]
+        alone: list[UnitRows | None] = [None] * len(factors)
+        rows: list[Tensor | None] = [None] * len(factors)
+        all_count = [False] * len(factors)
+        if not batch.fixed:
+            # What depends on values is read for all parameters together: each reading waits for the device.
+            rows = not_zero(coefficients)
+            present = torch.cat([group.units for group in batch.groups] or [batch.unit_of_row[:0]])
+            of_all = (factors[:, present] != 0).all(1)
+            some, all_count = torch.stack([(exactly > 0).any(1), of_all]).tolist()
+            alone = [batch.only(each > 0) if any_of else None for each, any_of in zip(exactly, some, strict=True)]
+        # Popped one by one, so that memory falls while the sum grows.
+        for name in list(written):
+            group = self.group_of[name]
+            for part in written.pop(name):
+                self._sums[name] = part.add_to(self._sums.get(name), factors[group], all_count=all_count[group])
         for name in list(contributions):
             parameter, group = self.parameters[name], self.group_of[name]
             uses, dtype = contributions.pop(name), accumulator_dtype(parameter)
             total = self._sums.get(name)
-            total = add_weighted(uses, coefficients[group], total, parameter.shape, dtype, fixed=batch.fixed)
-            if (units := alone[group]) is not None:
-                for one in (one for each in units.groups for one in each.split(1)):
+            total = add_weighted(
+                uses, coefficients[group], total, parameter.shape, dtype, rows=rows[group], fixed=batch.fixed
+            )
+            if (singled := alone[group]) is not None:
+                for one in (one for each in singled.groups for one in each.split(1)):
                     gradient = unit_gradients(uses, parameter.shape, one, torch.float64)[0]
                     total += gradient.mul_(exactly[group, one.units]).to(dtype)
             self._sums[name] = total
@@ -339,7 +352,7 @@ class GhostClipping(ClippedSum):
             return torch.where(broken_units(losses, batch), torch.nan, squares.sqrt()), torch.zeros_like(doubtful)
         # Float32 overflowed; float64 may still tell the norm.
         doubtful |= batch.real & squares.isinf()
-        for group in doubtful.any(1).nonzero().flatten().tolist():
+        for group in (g for g, some in enumerate(doubtful.any(1).tolist()) if some):
             again = batch.only(doubtful[group])
             exact = torch.zeros_like(squares[group])
             for gradients in (each for name in self.groups[group] for each in written.get(name, ())):

@@ -37,7 +37,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.privacy.clipping.base import accumulator_dtype
-from lit_dpret.privacy.clipping.contributions import Contribution, add_weighted, rounding_of
+from lit_dpret.privacy.clipping.contributions import Contribution, add_weighted, not_zero, rounding_of
 from lit_dpret.privacy.clipping.recorder import Layout, Use
 from lit_dpret.privacy.clipping.units import UnitRows
 
@@ -271,10 +271,11 @@ class RecordingCheck:
         decided = True
         gaps: list[Tensor] = []
         coefficients = (unit_weights(batch) * batch.real)[batch.unit_of_row]
+        rows = None if batch.fixed else not_zero(coefficients[None])[0]
         for name, reference in references.items():
             dtype = accumulator_dtype(reference)
             uses = contributions.get(name, ())
-            found = add_weighted(uses, coefficients, None, reference.shape, dtype, fixed=batch.fixed)
+            found = add_weighted(uses, coefficients, None, reference.shape, dtype, rows=rows, fixed=batch.fixed)
             # Read together below: each reading waits for the device.
             gaps.append(found.sub_(reference).norm().double())
         for name, norm, gap in zip(references, norms, torch.stack(gaps).tolist() if gaps else [], strict=True):
