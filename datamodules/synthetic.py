@@ -96,8 +96,9 @@ class SyntheticDataModule(PairsDataModule):
         found = folder_parts(str(self.folder), corpus=self.corpus, needs_corpus=self.evaluation is None)
         if "train" not in found["qrels"]:
             raise DataError(f"{self.folder} has no qrels/train.tsv: there is nothing to train on.")
-        _refuse_newer(Path(str(self.folder)) / SUMMARY_NAME)
-        if self.privacy_card_path is None:
+        made = _summary(Path(str(self.folder)) / SUMMARY_NAME).get("configuration")
+        of_passages_alone = isinstance(made, dict) and made.get("generator") == "pseudo_queries"
+        if self.privacy_card_path is None and not of_passages_alone:
             rank_zero_warn(f"{self.folder} has no {CARD_NAME}: what is trained on it has no privacy claim to inherit.")
         return found
 
@@ -137,13 +138,12 @@ class SyntheticDataModule(PairsDataModule):
         return replace(own, qrels=qrels, queries=queries, domains=domains)
 
 
-def _refuse_newer(path: Path) -> None:
-    """Refuse a folder whose summary says that a newer version wrote it; folders of others have no summary."""
-    if not path.is_file():
-        return
-    facts = parse_json_file(path)
+def _summary(path: Path) -> dict[str, Any]:
+    """Return what a folder says of itself, and refuse what a newer version wrote; folders of others have no summary."""
+    facts = parse_json_file(path) if path.is_file() else {}
     if isinstance(facts, dict) and "schema" in facts and (problem := schema_problem(facts["schema"], SYNTHETIC_SCHEMA)):
         raise DataError(f"{path} cannot be read: {problem}")
+    return facts if isinstance(facts, dict) else {}
 
 
 def keep_queries(collection: Collection, path: Path) -> Collection:

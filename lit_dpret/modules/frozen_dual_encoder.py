@@ -251,9 +251,12 @@ class FrozenDualEncoder(PairModule):
         if stage == "fit" and not self._pool.place and data is not None:
             self.prepare(data)
 
-    def encode_queries(self, texts: Sequence[str], *, progress: Progress | None = None) -> Tensor:
-        """Return embeddings of queries after the head, of length 1, on the CPU, ``(texts, dim)``."""
-        return self._headed(self.query_head, self._frozen.encode(texts, "query", progress))
+    def encode_queries(self, texts: Sequence[str], *, progress: Progress | None = None, keep: bool = False) -> Tensor:
+        """Return embeddings of queries after the head, of length 1, on the CPU, ``(texts, dim)``.
+
+        With ``keep`` the encoder's part is kept in ``cache_dir``, for other heads that are asked the same.
+        """
+        return self._headed(self.query_head, self._frozen.encode(texts, "query", progress, keep=keep))
 
     def encode_passages(self, texts: Sequence[str], *, progress: Progress | None = None) -> Tensor:
         """Return embeddings of passages, after their head if they have one; else as `encode_queries`."""
@@ -450,14 +453,23 @@ class FrozenTexts:
         self._known: dict[str, tuple[dict[str, int], Tensor]] = {}
 
     def learn(self, texts: Any, side: Side, progress: Progress | None) -> Tensor:
-        """Encode ``texts`` and remember them instead of what was remembered of this side."""
+        """Remember ``texts`` alone of this side; what was remembered is looked up where it holds all of them."""
         listed = list(texts)
-        found = self._made(listed, side, self._cache_dir, progress)
+        rows, known = self._known.get(side, ({}, torch.empty(0, self.tower.dim)))
+        if all(text in rows for text in listed):
+            found = known[[rows[text] for text in listed]]
+        else:
+            found = self._made(listed, side, self._cache_dir, progress)
         self._known[side] = ({text: row for row, text in enumerate(listed)}, found)
         return found
 
-    def encode(self, texts: Sequence[str], side: Side, progress: Progress | None = None) -> Tensor:
-        """Return the embeddings of ``texts``: looked up where they are remembered, else made."""
+    def encode(
+        self, texts: Sequence[str], side: Side, progress: Progress | None = None, *, keep: bool = False
+    ) -> Tensor:
+        """Return the embeddings of ``texts``: looked up where remembered, else made; with ``keep`` cached together."""
+        if keep:
+            place = {text: row for row, text in enumerate(dict.fromkeys(texts))}
+            return self._made(list(place), side, self._cache_dir, progress)[[place[text] for text in texts]]
         rows, known = self._known.get(side, ({}, torch.empty(0, self.tower.dim)))
         new = list(dict.fromkeys(text for text in texts if text not in rows))
         if not new:

@@ -286,18 +286,26 @@ class Pipeline:
         passages = self._searched.public_passages()
         return score_embeddings(
             list(queries),
-            model.encode_queries(list(queries.values())),
+            model.encode_queries(list(queries.values()), keep=True),
             list(passages),
             model.encode_passages(list(passages.values())),
             qrels,
         )
 
     def _trained(
-        self, name: str, label: str, privacy: Callable[[], Any], data: PairsDataModule | None = None
+        self,
+        name: str,
+        label: str,
+        privacy: Callable[[], Any],
+        data: SyntheticDataModule | None = None,
     ) -> RowResult:
         def work(folder: Path, resume: bool) -> dict[str, Any]:
             L.seed_everything(self._parts.seed, verbose=False)
             model = self._retriever(privacy())
+            if data is not None:  # all its queries were encoded for the round trip, and are in the cache as a whole
+                whole = self._made(Path(str(data.folder)), card=data.require_privacy_card)
+                whole.setup("fit")
+                model.prepare(whole)
             source = data or self._data_of_row(model.privacy)
             train_retriever(
                 model,

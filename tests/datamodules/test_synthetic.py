@@ -9,6 +9,7 @@ import pytest
 from lit_dpret.datamodules.pairs import PairsDataModule
 from lit_dpret.datamodules.synthetic import SyntheticDataModule
 from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.synthesis.pseudo_queries import write_pseudo_queries
 
 
 @pytest.fixture
@@ -62,6 +63,16 @@ def test_a_missing_card_can_be_accepted_and_is_then_none(written: Path) -> None:
     with pytest.warns(UserWarning, match="no privacy claim to inherit"):
         datamodule.setup()
     assert datamodule.privacy_card_path is None
+
+
+def test_queries_that_were_made_of_passages_alone_have_no_claim_and_nobody_is_warned_of_it(
+    written: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    made = SyntheticDataModule(folder=written)
+    made.setup()
+    folder = write_pseudo_queries(made.public_passages(), tmp_path / "pseudo")
+    SyntheticDataModule(folder=folder, require_privacy_card=False).setup()
+    assert not [one for one in recwarn if "privacy claim" in str(one.message)]
 
 
 def test_evaluation_queries_come_from_the_other_datamodule_and_its_train_split_does_not(
