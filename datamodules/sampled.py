@@ -18,9 +18,8 @@ from torch.utils.data import DataLoader, Dataset
 from lit_dpret.datamodules.unit_dataset import Planted
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.batches import PADDING, Draw
+from lit_dpret.privacy.budget import RowsPerUnit, SamplingName
 
-SamplingName = Literal["truncated_poisson", "poisson", "fixed_size", "shuffle", "full_batch"]
-RowsPerUnit = Literal["one", "all"]
 PhysicalBatchSize = int | Literal["auto"]
 
 #: The default, which also stands for ``physical_batch_size=auto`` until a fit finds it, before its first release.

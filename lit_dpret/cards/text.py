@@ -205,10 +205,14 @@ def privacy_line(card: Card) -> str:
         return WITHOUT_PRIVACY
     if claim["guarantee"] != "dp":
         return NOT_PROVED
-    return (
-        f"epsilon = {printed_epsilon(card)}, delta = {show_delta(claim['delta'])}, "
-        f"unit = {claim['unit']}, neighbours = {claim['neighbours']}"
-    )
+    terms = [("epsilon", printed_epsilon(card)), *_terms(claim)]
+    return ", ".join(f"{name} = {value}" for name, value in terms)
+
+
+def _terms(claim: Mapping[str, Any], delta: str = "delta") -> list[tuple[str, str]]:
+    """List what an epsilon means nothing without, as far as the claim has it."""
+    first = [] if claim["delta"] is None else [(delta, show_delta(claim["delta"]))]
+    return first + [(name, str(claim[name])) for name in ("unit", "neighbours") if claim[name] is not None]
 
 
 def statement(card: Card) -> str:
@@ -361,9 +365,7 @@ def _factor(epsilon: float) -> str:
 def claim_blocks(card: Card) -> list[Block]:
     """The number with its words, below whatever warnings the card carries."""
     claim = card["claim"]
-    facts = [("delta (δ)", f"{show_delta(claim['delta'])}")] if claim["delta"] is not None else []
-    facts += [(name, str(claim[name])) for name in ("unit", "neighbours") if claim[name] is not None]
-    number = ClaimBox(printed_epsilon(card), facts, guaranteed=claim["guarantee"] == "dp")
+    number = ClaimBox(printed_epsilon(card), _terms(claim, "delta (δ)"), guaranteed=claim["guarantee"] == "dp")
     return [
         *(Banner(text) for text in card["banners"]),
         *([Banner(attacks_sentence(card))] if contradicted(card) else []),

@@ -18,14 +18,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from lit_dpret.distributed.xla import is_lazy
 from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError
-from lit_dpret.privacy.budget import NAMES
+from lit_dpret.privacy.budget import NAMES, RowsPerUnit, require_choice
 from lit_dpret.privacy.state_watch import checksums, same_values
 from lit_dpret.privacy.user_generators import generators_now, kept_generators, seed_generators
 
@@ -448,8 +448,7 @@ class UnitCollator:
         shape: FixedShape | None = None,
         apart: bool = True,
     ) -> None:
-        if rows_per_unit not in ("one", "all"):
-            raise ConfigurationError(f"datamodule.rows_per_unit={rows_per_unit!r} is not one of one, all.")
+        require_choice("datamodule.rows_per_unit", rows_per_unit, get_args(RowsPerUnit))
         self._collate_rows = collate_rows
         self._one = rows_per_unit == "one"
         self._unit = unit

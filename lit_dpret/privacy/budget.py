@@ -16,6 +16,8 @@ AccountantName = Literal["pld", "rdp", "prv"]
 NoiseName = Literal["gaussian", "discrete"]
 ClipName = Literal["abadi", "automatic"]
 ClipGroups = Literal["flat", "per_layer"]
+SamplingName = Literal["truncated_poisson", "poisson", "fixed_size", "shuffle", "full_batch"]
+RowsPerUnit = Literal["one", "all"]
 
 #: The fields that name the unit of a row, by ``privacy.unit``.
 NAMES: Mapping[str, tuple[str, ...]] = {

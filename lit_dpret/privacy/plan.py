@@ -36,11 +36,10 @@ from lit_dpret.privacy.budget import (
     Neighbours,
     NoiseName,
     PrivacyBudget,
+    SamplingName,
     require_choice,
     with_rounding_paid,
 )
-
-SAMPLINGS = ("truncated_poisson", "poisson", "fixed_size", "shuffle", "full_batch")
 
 HISTOGRAM = "histogram"
 """The mode in the plan of a released histogram."""
@@ -195,7 +194,7 @@ class PrivacyPlan:
             ConfigurationError: Something is missing, out of range, or cannot meet the budget.
             UnsupportedAccountingError: No library judges the combination.
         """
-        require_choice("datamodule.sampling", request.sampling, SAMPLINGS)
+        require_choice("datamodule.sampling", request.sampling, get_args(SamplingName))
         budget = replace(budget, duplicates=getattr(request, "duplicates", budget.duplicates))
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise ConfigurationError(f"A private run of {steps} steps releases nothing; set trainer.max_steps.")

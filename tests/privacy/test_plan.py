@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import FrozenInstanceError, replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -22,8 +22,8 @@ from lit_dpret.privacy.accounting.releases import (
     Shuffle,
     TruncatedPoisson,
 )
-from lit_dpret.privacy.budget import PrivacyBudget
-from lit_dpret.privacy.plan import SAMPLINGS, PlainSamplingRequest, PrivacyPlan
+from lit_dpret.privacy.budget import PrivacyBudget, SamplingName
+from lit_dpret.privacy.plan import PlainSamplingRequest, PrivacyPlan
 
 N = 2000
 
@@ -205,7 +205,7 @@ def test_settings_that_make_no_plan_are_refused_by_name(changes: dict[str, Any],
         build(**changes)
 
 
-@pytest.mark.parametrize("sampling", [s for s in SAMPLINGS if s != "full_batch"])
+@pytest.mark.parametrize("sampling", [s for s in get_args(SamplingName) if s != "full_batch"])
 def test_under_add_or_remove_nothing_is_derived_from_the_data(sampling: str) -> None:
     private = {"budget": budget(neighbours="add_or_remove"), "sampling": sampling, "n_public": None}
     with pytest.raises(ConfigurationError, match=r"datamodule\.sample_rate and privacy\.delta"):
