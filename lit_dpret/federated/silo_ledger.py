@@ -186,13 +186,10 @@ class SiloLedger:
                 sensitivity = with_rounding_paid(sensitivity, self.noise)
                 std = noise_multiplier * sensitivity
                 # Before the noise is drawn: a kill in between leaves a release that is charged, never one that is not.
-                ledger.append("intent", attempt=0, step=done, release=release.to_dict(), state_hash=None, sum_tag=None)
+                ledger.announce((0, done), release)
                 source = noise_source(self.noise, stream, noise_multiplier=noise_multiplier, coordinates=table.numel())
                 found = source.noised(table, std=std, attempt=0, step=done, parameter=label, salt=nonce)
-                ledger.append(
-                    "release", attempt=0, step=done, noise_std=std, sensitivity=sensitivity, denominator=1.0,
-                    law=FullBatch().to_dict(), update_hash=None,
-                )  # fmt: skip
+                ledger.confirm((0, done), noise_std=std, sensitivity=sensitivity, denominator=1.0, law=FullBatch())
                 done += 1
                 return found
 

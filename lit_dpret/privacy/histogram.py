@@ -143,25 +143,28 @@ def release_histogram(
     if known is not None and known.get("sum_tag") != tag:
         run.attempt += 1
         known = None
-    key = {"attempt": run.attempt, "step": 0}
+    key = attempt, step = run.attempt, 0
     if known is None:
         # Before the intent, so that a refusal by the data set's ledger leaves no charge.
         grant()
-        release = GaussianRelease(noise_multiplier=plan.noise_multiplier, law=plan.law, label=HISTOGRAM).to_dict()
-        announced = run.ledger.append("intent", **key, release=release, state_hash=None, sum_tag=tag)
-        run.intents[run.attempt, 0] = announced
+        release = GaussianRelease(noise_multiplier=plan.noise_multiplier, law=plan.law, label=HISTOGRAM)
+        run.intents[key] = run.ledger.announce(key, release, sum_tag=tag)
     else:
-        run.ledger.append("replay", **key)
+        run.ledger.append("replay", attempt=attempt, step=step)
     source = noise_source(plan.noise, run.stream, noise_multiplier=plan.noise_multiplier, coordinates=bins)
     # Rounding after the noise is post-processing.
     noised: np.ndarray = np.rint(
-        source.noised(counts, std=plan.noise_std, parameter=HISTOGRAM, salt=tag, **key).numpy()
+        source.noised(counts, std=plan.noise_std, attempt=attempt, step=step, parameter=HISTOGRAM, salt=tag).numpy()
     )
-    if (run.attempt, 0) not in run.releases:
-        run.releases[run.attempt, 0] = run.ledger.append(
-            "release", **key, noise_std=plan.noise_std, sensitivity=plan.sensitivity, denominator=plan.denominator,
-            law=plan.law.to_dict(), update_hash=hashlib.sha256(noised.tobytes()).hexdigest(),
-        )  # fmt: skip
+    if key not in run.releases:
+        run.releases[key] = run.ledger.confirm(
+            key,
+            noise_std=plan.noise_std,
+            sensitivity=plan.sensitivity,
+            denominator=plan.denominator,
+            law=plan.law,
+            update_hash=hashlib.sha256(noised.tobytes()).hexdigest(),
+        )
     return noised
 
 

@@ -244,10 +244,7 @@ class ReleaseGate:
             self._refuse_overspending()
         # Before the intent: draws that break the law are charged by an event, and this noise is never drawn.
         self._check_sampling(step, units)
-        # `append` returns once the record is on the disk; only then may noise be drawn.
-        self.run.intents[key] = self.run.ledger.append(
-            "intent", attempt=attempt, step=step, release=self._release.to_dict(), state_hash=state, sum_tag=tag
-        )
+        self.run.intents[key] = self.run.ledger.announce(key, self._release, state_hash=state, sum_tag=tag)
         if self.plan is not None:
             self._steps_left -= 1
         return Permit(*key, salt)
@@ -269,15 +266,12 @@ class ReleaseGate:
                 raise ResumeError(f"The repeated update of step {permit.step} differs from the recorded one.")
             if permit.replay:
                 return  # the first execution was confirmed already
-        self.run.ledger.append(
-            "release",
-            attempt=permit.attempt,
-            step=permit.step,
+        self.run.ledger.confirm(
+            (permit.attempt, permit.step),
             noise_std=update.noise_std,
-            # JSON has no infinity; null reads as "no noise covers it".
-            sensitivity=None if update.sensitivity == float("inf") else update.sensitivity,
+            sensitivity=update.sensitivity,
             denominator=update.denominator,
-            law=self.sampler.law.to_dict(),
+            law=self.sampler.law,
             update_hash=found,
         )
         # It is charged for what it did, so fewer steps are left than were planned.

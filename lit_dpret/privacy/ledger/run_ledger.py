@@ -358,6 +358,46 @@ class PrivacyLedger(ChainedFile):
     def append(self, kind: str, **facts: Any) -> dict[str, Any]:
         return super().append(kind, **({"schema": SCHEMA} if kind == "plan" else {}), **facts)
 
+    def announce(
+        self, key: Key, release: Release, *, state_hash: str | None = None, sum_tag: str | None = None
+    ) -> dict[str, Any]:
+        """Write the *intent* of a release; only when this returns, and it is on the disk, may its noise be drawn.
+
+        Args:
+            key: Attempt and step, which key the noise.
+            release: As planned.
+            state_hash: Of what the release is computed with, where a step can be repeated bit by bit.
+            sum_tag: The keyed tag of what the noise is added to, likewise.
+        """
+        attempt, step = key
+        return self.append(
+            "intent", attempt=attempt, step=step, release=release.to_dict(), state_hash=state_hash, sum_tag=sum_tag
+        )
+
+    def confirm(
+        self,
+        key: Key,
+        *,
+        noise_std: float,
+        sensitivity: float,
+        denominator: float,
+        law: SamplingLaw,
+        update_hash: str | None = None,
+    ) -> dict[str, Any]:
+        """Write the *release* that was announced under ``key``, with what was really done."""
+        attempt, step = key
+        return self.append(
+            "release",
+            attempt=attempt,
+            step=step,
+            noise_std=noise_std,
+            # JSON has no infinity; null reads as "no noise covers it".
+            sensitivity=None if sensitivity == math.inf else sensitivity,
+            denominator=denominator,
+            law=law.to_dict(),
+            update_hash=update_hash,
+        )
+
 
 def ledger_identity(records: Sequence[Mapping[str, Any]]) -> str:
     """Return the identity of a ledger, unique to it; empty where it holds no plan."""
