@@ -26,19 +26,14 @@ from reproduction.study import Cell, RetrievalStudy, TrainingRun
 
 @dataclass(frozen=True, kw_only=True)
 class NegativesVariant:
-    """Sources of negatives that are tried together.
+    """Sources of negatives that are tried together."""
 
-    Args:
-        label: What the table calls the sources; it names what they stand beside by itself. Null where there are none.
-        negatives: Makes each source, by a name of your choice; empty for what the privacy mode takes by itself.
-        alone: Without the passages of the batch beside them.
-        trials: How many settings of this variant were tried.
-    """
-
+    # What the table calls the sources; it names what they stand beside by itself. Null where there are none.
     label: str | None = None
+    # Makes each source, by a name of your choice; empty for what the privacy mode takes by itself.
     negatives: Mapping[str, partial[NegativeSource]] = field(default_factory=dict)
-    alone: bool = False
-    trials: int | None = None
+    alone: bool = False  # without the passages of the batch beside them
+    trials: int | None = None  # how many settings of this variant were tried
 
     def __post_init__(self) -> None:
         if (self.label is None) == bool(self.negatives):

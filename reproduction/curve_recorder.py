@@ -29,19 +29,12 @@ _NO_DRAW = 0
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """What was observed after each step.
+    """What was observed after each step."""
 
-    Attributes:
-        steps: Optimizer steps taken.
-        losses: Training loss of the step's batch, per example, as the variant's own loss counts it.
-        held_out: The same softmax loss for all variants, on images that were not trained on.
-        seconds: Since the first step began, without the time that observing took.
-    """
-
-    steps: list[int]
-    losses: list[float]
-    held_out: list[float]
-    seconds: list[float]
+    steps: list[int]  # optimizer steps taken
+    losses: list[float]  # training loss of the step's batch, per example, as the variant's own loss counts it
+    held_out: list[float]  # the same softmax loss for all variants, on images that were not trained on
+    seconds: list[float]  # since the first step began, without the time that observing took
 
 
 class HeldOutLoss:

@@ -27,51 +27,34 @@ Part = Literal["recipe", "baseline", "bound"]
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A way to train the retriever: a privacy mode, what it learns from, and the settings that it does best with.
+    """A way to train the retriever: a privacy mode, what it learns from, and the settings that it does best with."""
 
-    Args:
-        label: Name in the table.
-        privacy: Makes the mode; the budget is filled in.
-        optimizer: Of the head.
-        steps: Logical steps.
-        batch: Units of a step on average.
-        temperature: Divides the similarity in the softmax, where ``loss`` is null.
-        negatives: ``auto``, ``pool`` or ``batch``; see `FrozenDualEncoder`.
-        pool_size: Public passages that a step draws, for the modes that are not ``public_passages``.
-        loss: A loss of the table of similarities; null for the softmax.
-        trials: How many settings of this recipe were tried.
-        head: ``query``, ``both`` or ``shared``; see `FrozenDualEncoder`.
-        head_dim: In how many principal directions of the public passages it learns; null for all.
-        rows_per_unit: ``one`` passage of a drawn query, or ``all`` of them.
-        queries: What is learned from: null for the private queries, or under ``privacy=synthetic`` for the sets of
-            ``task.synthetic``; ``pseudo`` for words of the passages; or the name of one of ``task.generators``, whose
-            queries are written again for every run.
-        queries_per_passage: How many are made for each passage.
-        round_trip_filter: Learn from the synthetic queries that find their passage among so many results of the
-            zero-shot encoder; null for what ``task.round_trip_filter`` says.
-        pseudo_labels: Learn the margins that ``task.teacher`` gives each synthetic query, between its passage and so
-            many others, instead of which passage is its own; null learns that.
-        part: ``bound`` for what may be reached without privacy, to which shares are taken; ``baseline`` for what
-            every recipe is tested against; else ``recipe``.
-    """
-
-    label: str
-    privacy: partial[PrivacyMode]
-    optimizer: OptimizerSpec
-    steps: int
-    batch: int
-    temperature: float = 0.05
-    negatives: Negatives = "auto"
-    pool_size: int | None = None
-    loss: PairwiseLoss | None = None
-    trials: int | None = None
-    head: Head = "query"
-    head_dim: int | None = None
-    rows_per_unit: RowsPerUnit = "one"
+    label: str  # name in the table
+    privacy: partial[PrivacyMode]  # makes the mode; the budget is filled in
+    optimizer: OptimizerSpec  # of the head
+    steps: int  # logical steps
+    batch: int  # units of a step on average
+    temperature: float = 0.05  # divides the similarity in the softmax, where ``loss`` is null
+    negatives: Negatives = "auto"  # ``auto``, ``pool`` or ``batch``; see `FrozenDualEncoder`
+    pool_size: int | None = None  # public passages that a step draws, for the modes that are not ``public_passages``
+    loss: PairwiseLoss | None = None  # a loss of the table of similarities; null for the softmax
+    trials: int | None = None  # how many settings of this recipe were tried
+    head: Head = "query"  # ``query``, ``both`` or ``shared``; see `FrozenDualEncoder`
+    head_dim: int | None = None  # in how many principal directions of the public passages it learns; null for all
+    rows_per_unit: RowsPerUnit = "one"  # ``one`` passage of a drawn query, or ``all`` of them
+    # What is learned from: null for the private queries, or under ``privacy=synthetic`` for the sets of
+    # ``task.synthetic``; ``pseudo`` for words of the passages; or the name of one of ``task.generators``, whose queries
+    # are written again for every run.
     queries: str | None = None
-    queries_per_passage: int = 1
+    queries_per_passage: int = 1  # how many are made for each passage
+    # Learn from the synthetic queries that find their passage among so many results of the zero-shot encoder; null for
+    # what ``task.round_trip_filter`` says.
     round_trip_filter: int | None = None
+    # Learn the margins that ``task.teacher`` gives each synthetic query, between its passage and so many others,
+    # instead of which passage is its own; null learns that.
     pseudo_labels: int | None = None
+    # ``bound`` for what may be reached without privacy, to which shares are taken; ``baseline`` for what every recipe
+    # is tested against; else ``recipe``.
     part: Part = "recipe"
 
     def __post_init__(self) -> None:
@@ -172,32 +155,20 @@ class Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class GeneratorRecipe:
-    """A way to train the query generator, and to draw from it.
+    """A way to train the query generator, and to draw from it."""
 
-    Args:
-        label: Name in the table.
-        model: Makes the generator, given ``privacy``.
-        privacy: Makes the privacy mode; the budget is filled in.
-        steps: Logical steps.
-        batch: Units of a step on average.
-        physical_batch: Units that go through the model together.
-        top_p: Nucleus.
-        temperature: Divides the logits when queries are drawn.
-        trials: How many settings were tried.
-        public_start: The folder of an earlier run whose model training starts from, in place of the model's own
-            ``pretrained``. It is declared public: nothing private may have gone into it, and the cards say from
-            where they started. Null starts from ``model.pretrained``.
-    """
-
-    label: str
-    model: partial[Any]
-    privacy: partial[PrivacyMode]
-    steps: int
-    batch: int
-    physical_batch: int = 32
-    top_p: float = 0.8
-    temperature: float = 1.0
-    trials: int | None = None
+    label: str  # name in the table
+    model: partial[Any]  # makes the generator, given ``privacy``
+    privacy: partial[PrivacyMode]  # makes the privacy mode; the budget is filled in
+    steps: int  # logical steps
+    batch: int  # units of a step on average
+    physical_batch: int = 32  # units that go through the model together
+    top_p: float = 0.8  # nucleus
+    temperature: float = 1.0  # divides the logits when queries are drawn
+    trials: int | None = None  # how many settings were tried
+    # The folder of an earlier run whose model training starts from, in place of the model's own ``pretrained``. It is
+    # declared public: nothing private may have gone into it, and the cards say from where they started. Null starts
+    # from ``model.pretrained``.
     public_start: str | None = None
 
     def __post_init__(self) -> None:

@@ -39,19 +39,12 @@ Labelled = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Classifier:
-    """A small classifier of frozen embeddings; the defaults are the paper's (appendix B.2).
+    """A small classifier of frozen embeddings; the defaults are the paper's (appendix B.2)."""
 
-    Attributes:
-        learning_rate: Of Adam.
-        batch_size: Images of a step.
-        epochs: Passes over the train images.
-        hidden: Widths of the hidden layers, with ReLU between them.
-    """
-
-    learning_rate: float = 1e-2
-    batch_size: int = 400
-    epochs: int = 10
-    hidden: Sequence[int] = (64, 32)
+    learning_rate: float = 1e-2  # of Adam
+    batch_size: int = 400  # images of a step
+    epochs: int = 10  # passes over the train images
+    hidden: Sequence[int] = (64, 32)  # widths of the hidden layers, with ReLU between them
 
     def __post_init__(self) -> None:
         require_number("task", self, "learning_rate")
@@ -60,19 +53,12 @@ class Classifier:
 
 @dataclass(frozen=True, kw_only=True)
 class SecondTaskResult:
-    """What the classifier reached.
+    """What the classifier reached."""
 
-    Attributes:
-        losses: Cross entropy of each step's batch, in order.
-        examples: Images seen up to and with each step.
-        scores: On the test images, after the last step.
-        confusion: Counts, shape (classes, classes); row: true, column: predicted.
-    """
-
-    losses: list[float]
-    examples: list[int]
-    scores: ClassificationScores
-    confusion: Tensor
+    losses: list[float]  # cross entropy of each step's batch, in order
+    examples: list[int]  # images seen up to and with each step
+    scores: ClassificationScores  # on the test images, after the last step
+    confusion: Tensor  # counts, shape (classes, classes); row: true, column: predicted
 
 
 def train_second_task(

@@ -22,17 +22,11 @@ _Records = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Spent:
-    """The trainings under a run folder.
+    """The trainings under a run folder."""
 
-    Args:
-        private: How many spent something of a budget.
-        bare: How many read the private queries without any.
-        text: What they come to, in words.
-    """
-
-    private: int
-    bare: int
-    text: str
+    private: int  # how many spent something of a budget
+    bare: int  # how many read the private queries without any
+    text: str  # what they come to, in words
 
 
 def spent_under(

@@ -41,7 +41,7 @@ T = TypeVar("T")
 class Study:
     """A task of many stages, whose settings are its public attributes."""
 
-    #: Settings that finished stages do not depend on, so that a study can grow by them.
+    # Settings that finished stages do not depend on, so that a study can grow by them.
     growing: ClassVar[frozenset[str]] = frozenset({"min_free_mb"})
     min_free_mb: float
 
@@ -81,17 +81,11 @@ class Study:
 
 @dataclass(frozen=True)
 class Cell:
-    """A row of the table that is trained.
+    """A row of the table that is trained."""
 
-    Args:
-        variant: The key of its settings in ``task.variants``.
-        eps: The budget at which it is trained, where a study has several.
-        synthetic: The data set that it learns from, where another run made it.
-    """
-
-    variant: str
-    eps: float | None = None
-    synthetic: Path | None = None
+    variant: str  # the key of its settings in ``task.variants``
+    eps: float | None = None  # the budget at which it is trained, where a study has several
+    synthetic: Path | None = None  # the data set that it learns from, where another run made it
 
     @property
     def stage(self) -> str:
@@ -124,7 +118,7 @@ class RetrievalStudy(Study, ABC):
 
     headings: ClassVar[Headings]
     growing: ClassVar[frozenset[str]] = Study.growing | {"variants", "only", "chosen", "seeds", "keep_models"}
-    #: A folder of the run that is removed at its end: embeddings of queries are as private as the queries.
+    # A folder of the run that is removed at its end: embeddings of queries are as private as the queries.
     private_folder: ClassVar[str]
 
     retriever: Callable[..., Any]
@@ -187,8 +181,8 @@ class RetrievalStudy(Study, ABC):
 
     # -- what a study says of itself -------------------------------------------------------------
 
+    # What is trained, behind the test set in the report.
     encoder: ClassVar[str] = ""
-    """What is trained, behind the test set in the report."""
 
     @abstractmethod
     def cells(self) -> list[Cell]:

@@ -30,29 +30,18 @@ PAPERS = {paper.name: paper for paper in (PAPER_002, PAPER_004)}
 
 @dataclass(frozen=True, kw_only=True)
 class SuitePart:
-    """One run of a suite.
+    """One run of a suite."""
 
-    Args:
-        settings: As on the command line, without the folder of the run.
-        more: Further settings, after those.
-        sizes: What differs from the paper's sizes, in words.
-        needs: Names of ``task.data``, each of which has to be given.
-        packages: That have to be installed.
-        after: Parts whose own run folders it reads.
-        run_in: The folder of its run inside the suite's; null for one of its name. Parts of one folder share work.
-        results: Of its run folder, the folder that the page is made from.
-        taken: A folder with the results of an earlier run, shown in the part's place.
-    """
-
-    settings: Sequence[str]
-    more: Sequence[str] = ()
-    sizes: str = ""
-    needs: Sequence[str] = ()
-    packages: Sequence[str] = ()
-    after: Sequence[str] = ()
+    settings: Sequence[str]  # as on the command line, without the folder of the run
+    more: Sequence[str] = ()  # further settings, after those
+    sizes: str = ""  # what differs from the paper's sizes, in words
+    needs: Sequence[str] = ()  # names of ``task.data``, each of which has to be given
+    packages: Sequence[str] = ()  # that have to be installed
+    after: Sequence[str] = ()  # parts whose own run folders it reads
+    # The folder of its run inside the suite's; null for one of its name. Parts of one folder share work.
     run_in: str | None = None
-    results: str = "."
-    taken: str | None = None
+    results: str = "."  # of its run folder, the folder that the page is made from
+    taken: str | None = None  # a folder with the results of an earlier run, shown in the part's place
 
 
 @dataclass(kw_only=True, eq=False)

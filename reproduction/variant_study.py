@@ -49,25 +49,16 @@ _HOW_NOT_WHAT = ("task.report_only=", "task.note=")
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """A privacy mode with the settings that were chosen for it.
+    """A privacy mode with the settings that were chosen for it."""
 
-    Args:
-        label: As figures and tables show it. Variants of ``batch_sizes`` share one.
-        privacy: Makes the mode, given what all private variants share (``eps``, ``delta`` and so on).
-        lr: Of the optimizer.
-        loss: A loss of the table of similarities; null for the model's own.
-        batch_size: Images of a logical batch on average; null for the task's.
-        part: Which figures and tables it belongs to.
-        seeds: Run the first so many of the task's seeds; null for all.
-    """
-
-    label: str
+    label: str  # as figures and tables show it. Variants of ``batch_sizes`` share one.
+    # Makes the mode, given what all private variants share (``eps``, ``delta`` and so on).
     privacy: Callable[..., PrivacyMode]
-    lr: float
-    loss: PairwiseLoss | None = None
-    batch_size: int | None = None
-    part: Part = "paper"
-    seeds: int | None = None
+    lr: float  # of the optimizer
+    loss: PairwiseLoss | None = None  # a loss of the table of similarities; null for the model's own
+    batch_size: int | None = None  # images of a logical batch on average; null for the task's
+    part: Part = "paper"  # which figures and tables it belongs to
+    seeds: int | None = None  # run the first so many of the task's seeds; null for all
 
     def __post_init__(self) -> None:
         require_choice("task.variants.part", self.part, get_args(Part))

@@ -26,27 +26,19 @@ from torch import Tensor
 from lit_dpret.errors import DataError
 from lit_dpret.negatives.base import public_coins
 
+# Takes a table and its sensitivity C, records the release, and returns the table with noise.
 Noised = Callable[[Tensor, float], Tensor]
-"""Takes a table and its sensitivity C, records the release, and returns the table with noise."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CentroidPlan:
-    """Settings of private centroids; public.
+    """Settings of private centroids; public."""
 
-    Args:
-        count: Of centroids. About one for fifty rows; a constant where the number of rows is private.
-        iterations: Releases.
-        radius: The longest that a row counts as; 1 for requests, whose length plays no part in a ranking.
-        normalise: Scale every row to length ``radius`` instead of clipping longer ones.
-        seed: Of the initial directions; public.
-    """
-
-    count: int
-    iterations: int = 3
-    radius: float = 1.0
-    normalise: bool = True
-    seed: int = 0
+    count: int  # of centroids. About one for fifty rows; a constant where the number of rows is private.
+    iterations: int = 3  # releases
+    radius: float = 1.0  # the longest that a row counts as; 1 for requests, whose length plays no part in a ranking
+    normalise: bool = True  # scale every row to length ``radius`` instead of clipping longer ones
+    seed: int = 0  # of the initial directions; public
 
     @property
     def sensitivity(self) -> float:

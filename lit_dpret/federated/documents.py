@@ -29,31 +29,21 @@ RUN_SCHEMA = "lit-dpret/federated-run/1"
 
 @dataclass(frozen=True, kw_only=True)
 class SiloSettings:
-    """The decisions of a silo's owner.
+    """The decisions of a silo's owner."""
 
-    Args:
-        data: The silo's folder (`lit_dpret.datamodules.silo_folder`).
-        state: Kept between rounds and runs: ledgers, the personal query encoder; as private as the data.
-        federated: The settings that this silo works under; a server with others is refused.
-        model: How the model of a round is built.
-        share_measures: Tell the server the means of the measures; under a budget never.
-        share_epsilon: Tell the server what was spent of the silo's budget.
-        signing_key: The silo's long-term key (``lit-dpret silo --new-signing-key FILE``), with ``federated.roster``.
-        roster_file: The public halves of everybody's, by the silos' names.
-        secret_file: Keys the noise; null for the user's state folder.
-        ledgers: Folder of what was spent, one for all runs on these data; null for ``ledgers`` in ``data``. Another
-            state folder does not give a silo its budget back.
-    """
-
-    data: Path
-    state: Path
+    data: Path  # the silo's folder (`lit_dpret.datamodules.silo_folder`)
+    state: Path  # kept between rounds and runs: ledgers, the personal query encoder; as private as the data
+    # The settings that this silo works under; a server with others is refused.
     federated: PddAs2 = field(default_factory=PddAs2)
-    model: AS2Maker = field(default_factory=AS2Maker)
-    share_measures: bool = False
-    share_epsilon: bool = False
+    model: AS2Maker = field(default_factory=AS2Maker)  # how the model of a round is built
+    share_measures: bool = False  # tell the server the means of the measures; under a budget never
+    share_epsilon: bool = False  # tell the server what was spent of the silo's budget
+    # The silo's long-term key (``lit-dpret silo --new-signing-key FILE``), with ``federated.roster``.
     signing_key: Path | None = None
-    roster_file: Path | None = None
-    secret_file: Path | None = None
+    roster_file: Path | None = None  # the public halves of everybody's, by the silos' names
+    secret_file: Path | None = None  # keys the noise; null for the user's state folder
+    # Folder of what was spent, one for all runs on these data; null for ``ledgers`` in ``data``. Another state folder
+    # does not give a silo its budget back.
     ledgers: Path | None = None
 
     def client(self) -> SiloClient:
@@ -128,21 +118,13 @@ class SuperLinkTarget(Patience):
 
 @dataclass(frozen=True, kw_only=True)
 class RunRequest(Patience):
-    """The request for a run, as it is sent to the server's app.
+    """The request for a run, as it is sent to the server's app."""
 
-    Args:
-        name: Of the run. The same name continues what is finished, on the server and at the silos.
-        federated: Its settings.
-        model: How the server builds the weights to begin with.
-        measure: What is measured; without ``stage2`` no stage 2 is run.
-        split: On which questions.
-    """
-
-    name: str
-    federated: PddAs2 = field(default_factory=PddAs2)
-    model: AS2Maker = field(default_factory=AS2Maker)
-    measure: tuple[Phase, ...] = PHASES
-    split: str = "test"
+    name: str  # of the run. The same name continues what is finished, on the server and at the silos.
+    federated: PddAs2 = field(default_factory=PddAs2)  # its settings
+    model: AS2Maker = field(default_factory=AS2Maker)  # how the server builds the weights to begin with
+    measure: tuple[Phase, ...] = PHASES  # what is measured; without ``stage2`` no stage 2 is run
+    split: str = "test"  # on which questions
 
     def check(self) -> RunRequest:
         """Refuse values that are out of range; return the request."""

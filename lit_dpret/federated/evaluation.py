@@ -24,8 +24,8 @@ from lit_dpret.retrieval.bm25 import BM25
 from lit_dpret.retrieval.metrics import Metric, Qrels, Values, gains_of_indices, ideal_gains
 from lit_dpret.retrieval.search import MISSING, TopK, lexicographic_rank, search
 
+# Returns the best k sentences of every query.
 Searcher = Callable[[int], TopK]
-"""Returns the best k sentences of every query."""
 
 METRICS = ("mrr@10", "success@1", "success@20", "success@100", "recall@20", "recall@100")
 LEVELS = ("sentence", "passage")

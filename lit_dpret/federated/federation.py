@@ -25,31 +25,26 @@ from lit_dpret.federated.storage import Traffic, keep_facts, newest_round, save_
 from lit_dpret.progress import ProgressLine
 from lit_dpret.retrieval.metrics import Values
 
+# The measures of each client, one value for each query.
 PerClient = dict[str, dict[str, Values]]
-"""The measures of each client, one value for each query."""
 
 
 @dataclass
 class FedResult:
-    """The results of a run; values are per query, and as private as the queries.
+    """The results of a run; values are per query, and as private as the queries."""
 
-    Attributes:
-        systems: The measures of each client, for each phase that was asked for. A server knows only the means of the
-            silos that share theirs, and gives each query its silo's mean.
-        weights: The global weights; empty where they are elsewhere, or nothing was trained.
-        traffic: Bytes by phase and silo, without envelopes, both ways.
-        epsilon: Spent of each silo's queries, of those that report it; None where nothing is promised.
-        rounds: Whose updates each round of stage 1 is made of, of the rounds that this process ran without masks, or
-            as the server of a secure sum.
-        faults: Silos that were left out, when, and why.
-    """
-
+    # The measures of each client, for each phase that was asked for. A server knows only the means of the silos that
+    # share theirs, and gives each query its silo's mean.
     systems: dict[str, PerClient] = field(default_factory=dict)
+    # The global weights; empty where they are elsewhere, or nothing was trained.
     weights: Weights = field(default_factory=dict)
-    traffic: Traffic = field(default_factory=Traffic)
+    traffic: Traffic = field(default_factory=Traffic)  # bytes by phase and silo, without envelopes, both ways
+    # Spent of each silo's queries, of those that report it; None where nothing is promised.
     epsilon: dict[str, float | None] = field(default_factory=dict)
+    # Whose updates each round of stage 1 is made of, of the rounds that this process ran without masks, or as the
+    # server of a secure sum.
     rounds: dict[int, list[str]] = field(default_factory=dict)
-    faults: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)  # silos that were left out, when, and why
 
     @property
     def sent(self) -> Counter[str]:
@@ -104,7 +99,7 @@ class Federation(ABC):
           with the others.
     """
 
-    #: How many steps of progress a round of stage 1 has.
+    # How many steps of progress a round of stage 1 has.
     steps_of_round = 1
 
     def __init__(self, settings: PddAs2, start: Mapping[str, Tensor], folder: str | Path, **facts: object) -> None:

@@ -149,7 +149,7 @@ class TowardsAnchor(Callback):
         strength: mu of FedProx, lambda of MR-MTL; positive.
     """
 
-    #: The gradients, while the optimizer steps: by a function of released weights only.
+    # The gradients, while the optimizer steps: by a function of released weights only.
     public_metrics = ("grad",)
 
     def __init__(self, anchor: Mapping[str, Tensor], strength: float) -> None:

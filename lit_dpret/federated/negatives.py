@@ -66,18 +66,12 @@ class Block:
     """One client's answer: every embedding once, and for each request row which of them, best first.
 
     Neighbouring requests have neighbours in common, so this is several times smaller than a table.
-
-    Attributes:
-        client: Who answers.
-        embeddings: ``(unique, dim)``, in the type that was agreed on.
-        starts: Where each request row's entries begin, long, ``(rows + 1,)``.
-        entries: Places in ``embeddings``, int32, ``(entries,)``.
     """
 
-    client: str
-    embeddings: Tensor
-    starts: Tensor
-    entries: Tensor
+    client: str  # who answers
+    embeddings: Tensor  # ``(unique, dim)``, in the type that was agreed on
+    starts: Tensor  # where each request row's entries begin, long, ``(rows + 1,)``
+    entries: Tensor  # places in ``embeddings``, int32, ``(entries,)``
 
     def __repr__(self) -> str:
         return f"Block(from {self.client}: {len(self.embeddings)} embeddings)"
@@ -127,15 +121,11 @@ class Block:
 
 @dataclass(frozen=True, repr=False)
 class FedPool:
-    """Negatives from other clients, as an asker keeps them.
+    """Negatives from other clients, as an asker keeps them."""
 
-    Attributes:
-        embeddings: float32, ``(pool, dim)``.
-        lists: Places in the pool for each request row, best first, `MISSING` where there are no more,
-            ``(rows, n)``; None where the request rows were no queries, and the pool is searched instead.
-    """
-
-    embeddings: Tensor
+    embeddings: Tensor  # float32, ``(pool, dim)``
+    # Places in the pool for each request row, best first, `MISSING` where there are no more, ``(rows, n)``; None where
+    # the request rows were no queries, and the pool is searched instead.
     lists: Tensor | None = None
 
     def __repr__(self) -> str:

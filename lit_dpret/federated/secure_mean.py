@@ -31,14 +31,10 @@ class FixedPoint:
     Guarantees:
         - ``decode`` of the sum modulo 2^32 of at most ``clients`` encodings is the sum of the rounded values;
           against the sum of the values it is off by at most ``error`` in every coordinate.
-
-    Args:
-        limit: The largest absolute value of one coordinate; larger ones are clipped and counted.
-        clients: The largest number of summands.
     """
 
-    limit: float
-    clients: int
+    limit: float  # the largest absolute value of one coordinate; larger ones are clipped and counted
+    clients: int  # the largest number of summands
 
     @property
     def scale(self) -> float:

@@ -72,18 +72,13 @@ _PIECE = 2**18  # words of a key stream at a time: a megabyte, however long the 
 class Session:
     """The public facts that all clients and the server of one sum agree on beforehand.
 
-    Args:
-        name: Of this sum; no two may share one, since masks are derived from it.
-        clients: Everybody's number, from 1; with a roster all who are on it, connected or not.
-        threshold: How many must remain at the end; more than half. 0 for more than two thirds.
-
     Raises:
         ConfigurationError: There are fewer than three clients, or the threshold is out of range.
     """
 
-    name: str
-    clients: tuple[int, ...]
-    threshold: int = 0
+    name: str  # of this sum; no two may share one, since masks are derived from it
+    clients: tuple[int, ...]  # everybody's number, from 1; with a roster all who are on it, connected or not
+    threshold: int = 0  # how many must remain at the end; more than half. 0 for more than two thirds.
 
     def __post_init__(self) -> None:
         count = len(self.clients)

@@ -16,8 +16,8 @@ from lit_dpret.settings import require_number, require_switch, require_whole
 
 Weighting = Literal["examples", "uniform", "capped"]
 Stage1Negatives = Literal["static", "bm25", "random"]
+# What can be measured: BM25, the shared model of stage 1, the personal models of stage 2.
 Phase = Literal["bm25", "stage1", "stage2"]
-"""What can be measured: BM25, the shared model of stage 1, the personal models of stage 2."""
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
 

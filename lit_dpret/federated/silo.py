@@ -64,21 +64,17 @@ if TYPE_CHECKING:  # it needs the package cryptography, which is of an extra
     from lit_dpret.federated.keys import Credentials
 
 
+# Builds the model: takes ``privacy``, ``optimizer_lr``, ``towers``, ``passage_tower`` and ``negatives``.
 MakeModule = Callable[..., AS2DualEncoder]
-"""Builds the model: takes ``privacy``, ``optimizer_lr``, ``towers``, ``passage_tower`` and ``negatives``."""
 
 
 @dataclass(frozen=True)
 class Told:
-    """What a silo tells the server about itself.
+    """What a silo tells the server about itself."""
 
-    Args:
-        measures: The mean measures and the number of test queries; never under a budget.
-        epsilon: With every measure, how much of its budget the silo has spent. It depends on the settings and on the
-            number of units, not on their content.
-    """
-
-    measures: bool = False
+    measures: bool = False  # the mean measures and the number of test queries; never under a budget
+    # With every measure, how much of its budget the silo has spent. It depends on the settings and on the number of
+    # units, not on their content.
     epsilon: bool = False
 
 

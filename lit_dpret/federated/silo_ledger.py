@@ -45,8 +45,8 @@ from lit_dpret.privacy.noise import KeyedStream, load_secret, noise_source
 
 _DIGITS = 3
 _RELEASES = "releases"
+# The names of a silo's ledgers, of its queries and of its passages, in the folder of its ledgers.
 QUERY_LEDGER, PASSAGE_LEDGER = "silo_ledger.query.jsonl", "silo_ledger.passage.jsonl"
-"""The names of a silo's ledgers, of its queries and of its passages, in the folder of its ledgers."""
 
 
 class SiloLedger:

@@ -39,21 +39,13 @@ log = logging.getLogger("lit_dpret.federated")
 
 @dataclass(frozen=True, kw_only=True)
 class SumPlan:
-    """The facts that the server states when a sum begins; part of all its keys and signatures.
+    """The facts that the server states when a sum begins; part of all its keys and signatures."""
 
-    Args:
-        run: Digest of the settings.
-        round: Of stage 1.
-        attempt: Drawn by the server, so that a round that is begun again is another sum.
-        weights: Fingerprint of the global weights that all begin with.
-        clients: The numbers of all clients; with a roster of all who are on it.
-    """
-
-    run: str
-    round: int
-    attempt: str
-    weights: str
-    clients: tuple[int, ...]
+    run: str  # digest of the settings
+    round: int  # of stage 1
+    attempt: str  # drawn by the server, so that a round that is begun again is another sum
+    weights: str  # fingerprint of the global weights that all begin with
+    clients: tuple[int, ...]  # the numbers of all clients; with a roster of all who are on it
 
     def session(self, least: int | None) -> Session:
         """Return the session, with the threshold that follows from ``sum_threshold``."""

@@ -46,21 +46,14 @@ CENTRAL = "central"
 
 @dataclass
 class SystemResult:
-    """The results of one system with one seed; values are per query, and as private as the queries.
+    """The results of one system with one seed; values are per query, and as private as the queries."""
 
-    Attributes:
-        values: Of each client and measure, one value for each query.
-        epsilon: Spent by each silo for this system, stage 1 included; None promises nothing.
-        sent: Bytes by silo and phase.
-        faults: Clients whose answers were left out, and why.
-        cpu_seconds: Of this process.
-    """
-
-    values: dict[str, dict[str, list[float]]]
+    values: dict[str, dict[str, list[float]]]  # of each client and measure, one value for each query
+    # Spent by each silo for this system, stage 1 included; None promises nothing.
     epsilon: dict[str, float | None] = field(default_factory=dict)
-    sent: dict[str, dict[str, int]] = field(default_factory=dict)
-    faults: list[str] = field(default_factory=list)
-    cpu_seconds: float = 0.0
+    sent: dict[str, dict[str, int]] = field(default_factory=dict)  # bytes by silo and phase
+    faults: list[str] = field(default_factory=list)  # clients whose answers were left out, and why
+    cpu_seconds: float = 0.0  # of this process
 
 
 class SystemRunner:

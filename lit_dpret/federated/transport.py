@@ -20,30 +20,19 @@ from lit_dpret.federated.silo import MakeModule, SiloClient
 
 @dataclass(frozen=True, kw_only=True)
 class FederationRun:
-    """One run of a federation, and everything that a transport has to know of it.
+    """One run of a federation, and everything that a transport has to know of it."""
 
-    Args:
-        settings: Of PDD-AS2.
-        silos: The data folder of each client by name; none where they are on other machines.
-        make_module: Builds the model of a round, the same one every time; can be pickled.
-        folder: Of the state of the run; as private as the silos.
-        transport: Its registered name.
-        measure: ``bm25``, ``stage1`` (the shared model) and ``stage2`` (the personal ones); without ``stage2`` stage 2
-            is not run, with ``bm25`` alone nothing is trained.
-        split: On which questions.
-        secret_file: Keys the noise; null for the user's state folder.
-        link: The SuperLink, for ``transport=flower``.
-    """
-
-    settings: PddAs2
-    silos: Mapping[str, Path]
-    make_module: MakeModule
-    folder: Path
-    transport: str = "inprocess"
+    settings: PddAs2  # of PDD-AS2
+    silos: Mapping[str, Path]  # the data folder of each client by name; none where they are on other machines
+    make_module: MakeModule  # builds the model of a round, the same one every time; can be pickled
+    folder: Path  # of the state of the run; as private as the silos
+    transport: str = "inprocess"  # its registered name
+    # ``bm25``, ``stage1`` (the shared model) and ``stage2`` (the personal ones); without ``stage2`` stage 2 is not run,
+    # with ``bm25`` alone nothing is trained.
     measure: Sequence[Phase] = PHASES
-    split: str = "test"
-    secret_file: str | Path | None = None
-    link: SuperLinkTarget = field(default_factory=SuperLinkTarget)
+    split: str = "test"  # on which questions
+    secret_file: str | Path | None = None  # keys the noise; null for the user's state folder
+    link: SuperLinkTarget = field(default_factory=SuperLinkTarget)  # the SuperLink, for ``transport=flower``
 
     def state(self, name: str) -> Path:
         """Return where a silo on this machine keeps its state."""

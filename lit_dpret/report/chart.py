@@ -12,8 +12,8 @@ from lit_dpret.retrieval.statistics import Interval
 _WIDTH, _LEFT, _RIGHT = 900, 250, 640
 _ROW, _HEAD, _GAP, _AXIS = 26, 26, 14, 30
 _LONGEST_LABEL = 34
+# The page's colours, or these where a drawing stands alone.
 _ACCENT, _INK, _LINE = "var(--accent, #0072B2)", "var(--ink, #222)", "var(--line, #ccc)"
-"""The page's colours, or these where a drawing stands alone."""
 
 
 def bar_chart(rows: Sequence[RowResult]) -> str:

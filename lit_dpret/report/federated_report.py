@@ -44,25 +44,19 @@ _TRUST = ("what leaves a silo", "the server sees", "other silos see", "protectio
 
 @dataclass(frozen=True, kw_only=True)
 class FederatedRow:
-    """One system over its seeds.
+    """One system over its seeds."""
 
-    Args:
-        system: Its name in `lit_dpret.report.paper_004.TABLE_1`.
-        values: For each seed, client and measure one value for each query; a silo that withholds its own is left out.
-        epsilon: For each client the largest epsilon of one seed; None promises nothing, empty where nothing is sent.
-        over_seeds: For each client the epsilon of what all seeds released together, where its ledgers are known.
-        sent: Bytes by client and phase, the mean over seeds.
-        cpu_seconds: Of all seeds together.
-        faults: Clients whose answers were left out, and why.
-    """
-
-    system: str
+    system: str  # its name in `lit_dpret.report.paper_004.TABLE_1`
+    # For each seed, client and measure one value for each query; a silo that withholds its own is left out.
     values: Mapping[int, Mapping[str, Mapping[str, Sequence[float]]]]
+    # For each client the largest epsilon of one seed; None promises nothing, empty where nothing is sent.
     epsilon: Mapping[str, float | None] = field(default_factory=dict)
+    # For each client the epsilon of what all seeds released together, where its ledgers are known.
     over_seeds: Mapping[str, float] = field(default_factory=dict)
+    # Bytes by client and phase, the mean over seeds.
     sent: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    cpu_seconds: float = 0.0
-    faults: Sequence[str] = ()
+    cpu_seconds: float = 0.0  # of all seeds together
+    faults: Sequence[str] = ()  # clients whose answers were left out, and why
 
     @property
     def label(self) -> str:
@@ -98,38 +92,25 @@ class FederatedRow:
 
 @dataclass(frozen=True, kw_only=True)
 class FederatedFacts:
-    """What a page says beside the numbers.
+    """What a page says beside the numbers."""
 
-    Args:
-        silos: Passages, sentences and queries of each client.
-        split: On which questions.
-        model: The encoder in words.
-        trust: The trust table's rows: what leaves a silo, what the server sees, what other silos see, what protects.
-        eps: Of each silo; None for no privacy.
-        unit: Of the budget.
-        delta: Of the budget of each silo; None for 1/(2n), n being the number of its units.
-        neighbours: Of the budget.
-        together: For each client the epsilon of everything behind the page, all systems and seeds composed; empty where
-            its ledgers are not known.
-        passages: The same of the passages of its collection, where centroids of them were released.
-        command: What to type to get the same again.
-        settings: Everything that results depend on, by name.
-        notes: Further remarks.
-    """
-
-    silos: Mapping[str, Mapping[str, int]]
-    split: str
-    model: str
+    silos: Mapping[str, Mapping[str, int]]  # passages, sentences and queries of each client
+    split: str  # on which questions
+    model: str  # the encoder in words
+    # The trust table's rows: what leaves a silo, what the server sees, what other silos see, what protects.
     trust: Sequence[tuple[str, str, str, str]]
-    eps: float | None
-    unit: str
-    command: str
-    delta: float | None = None
-    neighbours: str = "zero_out"
+    eps: float | None  # of each silo; None for no privacy
+    unit: str  # of the budget
+    command: str  # what to type to get the same again
+    delta: float | None = None  # of the budget of each silo; None for 1/(2n), n being the number of its units
+    neighbours: str = "zero_out"  # of the budget
+    # For each client the epsilon of everything behind the page, all systems and seeds composed; empty where its ledgers
+    # are not known.
     together: Mapping[str, float] = field(default_factory=dict)
+    # The same of the passages of its collection, where centroids of them were released.
     passages: Mapping[str, float] = field(default_factory=dict)
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    notes: Sequence[str] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)  # everything that results depend on, by name
+    notes: Sequence[str] = ()  # further remarks
 
     @property
     def terms(self) -> str:

@@ -37,20 +37,13 @@ class Sample:
 
 @dataclass(frozen=True)
 class RoundTrip:
-    """How often a synthetic query finds its own passage, and how often by luck.
+    """How often a synthetic query finds its own passage, and how often by luck."""
 
-    Args:
-        recall: Share of synthetic queries with their own passage among the first ``k``.
-        control: The same with the passages of the queries shuffled: what a query that ignores its
-            passage reaches.
-        k: How many results count.
-        queries: How many synthetic queries were asked.
-    """
-
-    recall: Interval
+    recall: Interval  # share of synthetic queries with their own passage among the first ``k``
+    # The same with the passages of the queries shuffled: what a query that ignores its passage reaches.
     control: Interval
-    k: int
-    queries: int
+    k: int  # how many results count
+    queries: int  # how many synthetic queries were asked
 
 
 @dataclass(frozen=True)
@@ -63,30 +56,18 @@ class Artefact:
 
 @dataclass(frozen=True, kw_only=True)
 class RunReport:
-    """What stands on the page of a run.
+    """What stands on the page of a run."""
 
-    Args:
-        title: Heading of the page.
-        table: The systems compared.
-        card: The privacy card of the artefact that the page is about; without one the page says that nothing is
-            promised.
-        samples: Synthetic queries beside their passages; at most ``MAX_SAMPLES`` are shown.
-        round_trip: Recall of the own passage, with its control.
-        artefacts: What the run wrote, and where.
-        command: What to type to get the same again.
-        evaluated_on: Which queries and passages the numbers were computed on.
-        notes: Further remarks.
-    """
-
-    title: str
-    table: Sequence[RowResult]
+    title: str  # heading of the page
+    table: Sequence[RowResult]  # the systems compared
+    # The privacy card of the artefact that the page is about; without one the page says that nothing is promised.
     card: Mapping[str, Any] | None = None
-    samples: Sequence[Sample] = ()
-    round_trip: RoundTrip | None = None
-    artefacts: Sequence[Artefact] = ()
-    command: str = ""
-    evaluated_on: str = ""
-    notes: Sequence[str] = ()
+    samples: Sequence[Sample] = ()  # synthetic queries beside their passages; at most ``MAX_SAMPLES`` are shown
+    round_trip: RoundTrip | None = None  # recall of the own passage, with its control
+    artefacts: Sequence[Artefact] = ()  # what the run wrote, and where
+    command: str = ""  # what to type to get the same again
+    evaluated_on: str = ""  # which queries and passages the numbers were computed on
+    notes: Sequence[str] = ()  # further remarks
 
     def write(self, folder: Path) -> Path:
         """Write ``report.html`` into ``folder``, for its owner alone: rows without privacy may stand in it."""

@@ -13,15 +13,15 @@ from lit_dpret.report.table import show
 from lit_dpret.retrieval.statistics import Interval
 
 _PAPER: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
-#: Columns of Table 1 by our names, with their titles.
+# Columns of Table 1 by our names, with their titles.
 COLUMNS: Mapping[str, str] = _PAPER["columns"]
-#: Rows in the paper's order: by our name the group's heading, the paper's name and its numbers; none for a row of ours.
+# Rows in the paper's order: by our name the group's heading, the paper's name and its numbers; none for a row of ours.
 TABLE_1: Mapping[str, tuple[str, str, list[float] | None]] = {
     row["system"]: (row["group"], row["label"], row["values"]) for row in _PAPER["rows"]
 }
-#: Rows that no train query has a say in, given the collections; the second learns from a silo's sentences.
+# Rows that no train query has a say in, given the collections; the second learns from a silo's sentences.
 WITHOUT_QUERIES: tuple[Literal["zero_shot", "pseudo_queries"], ...] = ("zero_shot", "pseudo_queries")
-#: What the paper says is better than what, in its text or by its table.
+# What the paper says is better than what, in its text or by its table.
 ORDERS: list[tuple[str, str]] = [(better, worse) for better, worse in _PAPER["orders"]]
 
 

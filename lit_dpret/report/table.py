@@ -39,20 +39,14 @@ METRICS = ("nDCG@10", "Recall@10", "MRR@10")
 
 @dataclass(frozen=True)
 class RowResult:
-    """What one system reached, and what it cost.
+    """What one system reached, and what it cost."""
 
-    Args:
-        system: Name of the system.
-        metrics: Mean and 95 % confidence interval per metric, e.g. ``{"nDCG@10": Interval(...)}``.
-        privacy: Epsilon with unit, neighbours and delta in one line (``privacy_line`` of a card),
-            or in words that there is none.
-        note: Anything a reader must know beside the numbers.
-    """
-
-    system: str
+    system: str  # name of the system
+    # Mean and 95 % confidence interval per metric, e.g. ``{"nDCG@10": Interval(...)}``.
     metrics: Mapping[str, Interval] = field(default_factory=dict)
+    # Epsilon with unit, neighbours and delta in one line (``privacy_line`` of a card), or in words that there is none.
     privacy: str = ""
-    note: str = ""
+    note: str = ""  # anything a reader must know beside the numbers
 
 
 def metric_names(rows: Sequence[RowResult]) -> list[str]:
@@ -78,19 +72,13 @@ def ends(interval: Measured) -> dict[str, float | None]:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows whose cells are texts, numbers or intervals.
+    """Rows whose cells are texts, numbers or intervals."""
 
-    Args:
-        header: Titles of the columns.
-        rows: Their cells; None for what was not measured.
-        measured: The columns whose cells are intervals; a spreadsheet has three columns for each of them.
-        numeric: Further columns that are set flush right.
-    """
-
-    header: Sequence[str]
-    rows: Sequence[Sequence[object]]
+    header: Sequence[str]  # titles of the columns
+    rows: Sequence[Sequence[object]]  # their cells; None for what was not measured
+    # The columns whose cells are intervals; a spreadsheet has three columns for each of them.
     measured: frozenset[int] = frozenset()
-    numeric: frozenset[int] = frozenset()
+    numeric: frozenset[int] = frozenset()  # further columns that are set flush right
 
     def grid(self) -> Grid:
         """Return the table of a page, each interval behind its mean."""

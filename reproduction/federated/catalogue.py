@@ -21,18 +21,14 @@ from lit_dpret.report.paper_004 import WITHOUT_QUERIES
 
 @dataclass(frozen=True, kw_only=True)
 class SiloChange:
-    """A change of the federation's silos, of which a point is run.
+    """A change of the federation's silos, of which a point is run."""
 
-    Args:
-        share: Of each silo's train queries, drawn by the run's seed; the shares of one seed lie in each other.
-        skew: The last silo keeps ``1 / skew`` of its train queries, those between lie between. Which silo is the last
-            is drawn by the run's seed, so that the size of a silo is not its domain.
-        parts: Silos that each one is divided into: their queries are dealt, and each keeps the whole collection.
-    """
-
+    # Of each silo's train queries, drawn by the run's seed; the shares of one seed lie in each other.
     share: float = 1.0
+    # The last silo keeps ``1 / skew`` of its train queries, those between lie between. Which silo is the last is drawn
+    # by the run's seed, so that the size of a silo is not its domain.
     skew: float = 1.0
-    parts: int = 1
+    parts: int = 1  # silos that each one is divided into: their queries are dealt, and each keeps the whole collection
 
     def drawn(self, seed: int) -> dict[str, float]:
         """Return what the silos of one seed depend on; the same where nothing is drawn."""
@@ -45,25 +41,15 @@ AS_THEY_ARE = SiloChange()
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One row of a study: it is run once for every seed.
+    """One row of a study: it is run once for every seed."""
 
-    Args:
-        line: What the point has in common with others: its line or colour in the plot.
-        label: In what it differs from them.
-        system: Of the paper's Table 1.
-        at: Where it stands on the plot's axis; null where the axis is a measured one.
-        stage1: Settings of stage 1 that are others than the federation's.
-        stage2: The same of stage 2.
-        silos: The same of the silos.
-    """
-
-    line: str
-    label: str
-    system: System
-    at: float | None = None
-    stage1: Mapping[str, Any] = field(default_factory=dict)
-    stage2: Mapping[str, Any] = field(default_factory=dict)
-    silos: SiloChange = AS_THEY_ARE
+    line: str  # what the point has in common with others: its line or colour in the plot
+    label: str  # in what it differs from them
+    system: System  # of the paper's Table 1
+    at: float | None = None  # where it stands on the plot's axis; null where the axis is a measured one
+    stage1: Mapping[str, Any] = field(default_factory=dict)  # settings of stage 1 that are others than the federation's
+    stage2: Mapping[str, Any] = field(default_factory=dict)  # the same of stage 2
+    silos: SiloChange = AS_THEY_ARE  # the same of the silos
 
     @property
     def name(self) -> str:
@@ -127,33 +113,20 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """One study: its points, and its report.
+    """One study: its points, and its report."""
 
-    Args:
-        name: As in ``task.study=NAME``.
-        title: Heading of the report.
-        systems: That it can compare, in order.
-        default: Those that it compares where nobody says which.
-        values: What varies where nobody says so; empty where more than one thing does.
-        axis: What stands along the plot.
-        says: The paper's finding, in our words; empty where it has none.
-        points: Makes the points, of the federation's settings, systems and values.
-        contrasts: Which differences would show the finding, of the points' names.
-        trend: The same for a study of many silos.
-        notes: What a reader must know.
-    """
-
-    name: StudyName
-    title: str
-    systems: tuple[System, ...]
-    default: tuple[System, ...]
-    values: tuple[float, ...]
-    axis: str
-    points: Callable[[Asked], list[Point]]
-    says: str
+    name: StudyName  # as in ``task.study=NAME``
+    title: str  # heading of the report
+    systems: tuple[System, ...]  # that it can compare, in order
+    default: tuple[System, ...]  # those that it compares where nobody says which
+    values: tuple[float, ...]  # what varies where nobody says so; empty where more than one thing does
+    axis: str  # what stands along the plot
+    points: Callable[[Asked], list[Point]]  # makes the points, of the federation's settings, systems and values
+    says: str  # the paper's finding, in our words; empty where it has none
+    # Which differences would show the finding, of the points' names.
     contrasts: Callable[[Sequence[Point]], list[Contrast]]
-    trend: Trend | None = None
-    notes: tuple[str, ...] = ()
+    trend: Trend | None = None  # the same for a study of many silos
+    notes: tuple[str, ...] = ()  # what a reader must know
 
 
 def study_of(name: str | None) -> Study:

@@ -48,8 +48,8 @@ from reproduction.published import of_study
 
 PRIVATE = "private"
 _SKEW, _EQUAL = 8.0, 2.0
+# By the name of a point, then by seed.
 Found = Mapping[str, Mapping[int, SystemResult]]
-"""By the name of a point, then by seed."""
 _ALIKE = 1e-9
 
 

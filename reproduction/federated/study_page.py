@@ -60,25 +60,15 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class StudyRow:
-    """One point of a study, as its file holds it.
+    """One point of a study, as its file holds it."""
 
-    Args:
-        line: What it has in common with others.
-        label: In what it differs.
-        at: Where it stands on the axis of the plot; null where that is a measured one.
-        measures: By name.
-        bytes_per_client: By phase, the mean over clients and seeds.
-        epsilon: The largest of all clients; null where nothing is promised.
-        cpu_seconds: Of all seeds.
-    """
-
-    line: str
-    label: str
-    at: float | None = None
-    measures: Mapping[str, Measured]
-    bytes_per_client: Mapping[str, float] = field(default_factory=dict)
-    epsilon: float | None = None
-    cpu_seconds: float = 0.0
+    line: str  # what it has in common with others
+    label: str  # in what it differs
+    at: float | None = None  # where it stands on the axis of the plot; null where that is a measured one
+    measures: Mapping[str, Measured]  # by name
+    bytes_per_client: Mapping[str, float] = field(default_factory=dict)  # by phase, the mean over clients and seeds
+    epsilon: float | None = None  # the largest of all clients; null where nothing is promised
+    cpu_seconds: float = 0.0  # of all seeds
 
     def interval(self, measure: str) -> Interval:
         """Return mean and t-interval over seeds; without bounds where there is one seed."""

@@ -22,25 +22,15 @@ from reproduction.published import PAPER_000
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """The points of a search: all combinations.
+    """The points of a search: all combinations."""
 
-    Args:
-        lr: Learning rates.
-        max_grad_norm: Clip bounds.
-        batch: Units of a logical step on average.
-        epochs: Passes over the train queries; may be fractions.
-        eps: Budget of each point.
-        split: The validation split.
-        max_passages: Score on a sample of so many of its passages.
-    """
-
-    lr: Sequence[float] = (0.001,)
-    max_grad_norm: Sequence[float] = (0.1,)
-    batch: Sequence[int] = (256,)
-    epochs: Sequence[float] = (1.0,)
-    eps: float = 3.0
-    split: str = "dev"
-    max_passages: int | None = 500
+    lr: Sequence[float] = (0.001,)  # learning rates
+    max_grad_norm: Sequence[float] = (0.1,)  # clip bounds
+    batch: Sequence[int] = (256,)  # units of a logical step on average
+    epochs: Sequence[float] = (1.0,)  # passes over the train queries; may be fractions
+    eps: float = 3.0  # budget of each point
+    split: str = "dev"  # the validation split
+    max_passages: int | None = 500  # score on a sample of so many of its passages
 
     def __post_init__(self) -> None:
         for name in ("lr", "max_grad_norm", "batch", "epochs"):

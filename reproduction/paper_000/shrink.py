@@ -35,25 +35,16 @@ Ids = list[int]
 
 @dataclass(frozen=True, kw_only=True)
 class SmallerGenerator:
-    """A generator with some of the layers of a public one, trained on what that writes for public passages.
+    """A generator with some of the layers of a public one, trained on what that writes for public passages."""
 
-    Args:
-        teacher: Hub name, folder or ``public_t5``: a T5 that only public data went into.
-        layers: Encoder layers and decoder layers that are kept, spread evenly over the teacher's.
-        feed_forward: Hidden units of each feed-forward layer that are kept, those of the largest weights; null for all.
-        epochs: Passes over the pairs.
-        batch: Pairs of a step.
-        lr: Peak learning rate of AdamW, which falls to zero linearly.
-        top_p: Nucleus of the teacher's queries.
-    """
-
-    teacher: str | Path
-    layers: int = 1
+    teacher: str | Path  # hub name, folder or ``public_t5``: a T5 that only public data went into
+    layers: int = 1  # encoder layers and decoder layers that are kept, spread evenly over the teacher's
+    # Hidden units of each feed-forward layer that are kept, those of the largest weights; null for all.
     feed_forward: int | None = None
-    epochs: int = 2
-    batch: int = 32
-    lr: float = 2e-3
-    top_p: float = 0.8
+    epochs: int = 2  # passes over the pairs
+    batch: int = 32  # pairs of a step
+    lr: float = 2e-3  # peak learning rate of AdamW, which falls to zero linearly
+    top_p: float = 0.8  # nucleus of the teacher's queries
 
     def __post_init__(self) -> None:
         require_whole("task.shrink", self, 1, "layers", "epochs", "batch")

@@ -24,8 +24,8 @@ from reproduction.paper_000.shrink import SmallerGenerator
 from reproduction.published import SIZES, Point
 from reproduction.study import Study
 
+# In place of a folder or name: a smaller generator that is made of the public one, from public passages alone.
 SHRUNK = "shrunk"
-"""In place of a folder or name: a smaller generator that is made of the public one, from public passages alone."""
 BASELINES = "baselines"
 _SIZES, _BESIDE = {"small": "public_t5", "mini": SHRUNK}, {"small": "T5-Base", "mini": "T5-Small"}
 # Settings of the pipeline that no training depends on, or that are named beside those that do.

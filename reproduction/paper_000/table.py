@@ -36,27 +36,17 @@ def named(point: Point) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class PaperRow:
-    """One row.
+    """One row."""
 
-    Args:
-        source: What the numbers belong to, in our words.
-        epsilon: As a table shows it: ``3``, ``∞`` or ``public only``.
-        group: What it shares with other rows, such as a data set; empty where a table has no groups.
-        ours: Ours by column, bounds NaN where there are none; empty where it was not run here.
-        paper: The paper's by column.
-        beside: Which row of the paper that is; empty for none.
-        privacy: What ours promises, in a line with delta, unit and neighbours.
-        note: What a reader must know of this row.
-    """
-
-    source: str
-    epsilon: str
-    group: str = ""
+    source: str  # what the numbers belong to, in our words
+    epsilon: str  # as a table shows it: ``3``, ``∞`` or ``public only``
+    group: str = ""  # what it shares with other rows, such as a data set; empty where a table has no groups
+    # Ours by column, bounds NaN where there are none; empty where it was not run here.
     ours: Mapping[str, Interval] = field(default_factory=dict)
-    paper: Mapping[str, float] = field(default_factory=dict)
-    beside: str = ""
-    privacy: str = ""
-    note: str = ""
+    paper: Mapping[str, float] = field(default_factory=dict)  # the paper's by column
+    beside: str = ""  # which row of the paper that is; empty for none
+    privacy: str = ""  # what ours promises, in a line with delta, unit and neighbours
+    note: str = ""  # what a reader must know of this row
 
 
 def row_beside(

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+# Source and epsilon, as the tables of paper 000 name a row; None is its infinity.
 Point = tuple[str, float | None]
-"""Source and epsilon, as the tables of paper 000 name a row; None is its infinity."""
 ORIGINAL = "Original"
 MAIN, SIZES = "T5-Base", ("T5-Small", "T5-Base", "T5-Large", "T5-XL")
 

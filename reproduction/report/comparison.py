@@ -48,24 +48,17 @@ _HOW_TESTED = (
 
 @dataclass(frozen=True, kw_only=True)
 class ModeRow:
-    """One system: what its runs reached, what it promises, and how it was trained.
+    """One system: what its runs reached, what it promises, and how it was trained."""
 
-    Args:
-        name: Of the system.
-        per_run: Metric to its mean over queries for each training run; one number where nothing is trained.
-        per_query: Metric to one value per query, averaged over the runs.
-        budget: The epsilon at which it is compared; None for a system that stands beside every budget.
-        variant: What it has in common with the same system at another budget.
-        privacy: What one of its runs promises, in a line.
-        settings: How it was trained, for the table of settings; empty where nothing was.
-    """
-
-    name: str
+    name: str  # of the system
+    # Metric to its mean over queries for each training run; one number where nothing is trained.
     per_run: Mapping[str, Sequence[float]]
-    per_query: Mapping[str, Sequence[float]]
+    per_query: Mapping[str, Sequence[float]]  # metric to one value per query, averaged over the runs
+    # The epsilon at which it is compared; None for a system that stands beside every budget.
     budget: float | None = None
-    variant: str = ""
-    privacy: str = ""
+    variant: str = ""  # what it has in common with the same system at another budget
+    privacy: str = ""  # what one of its runs promises, in a line
+    # How it was trained, for the table of settings; empty where nothing was.
     settings: Mapping[str, object] = field(default_factory=dict)
 
     @property

@@ -19,25 +19,18 @@ from lit_dpret.errors import DataError
 from lit_dpret.retrieval.statistics import Interval
 from reproduction.report.comparison import ModeRow
 
-#: nDCG@10 of the retriever from synthetic queries at epsilon = 3 and without privacy, as the paper's table has them.
+# nDCG@10 of the retriever from synthetic queries at epsilon = 3 and without privacy, as the paper's table has them.
 PAPER = (0.1830, 0.2525)
 
 
 @dataclass(frozen=True)
 class Share:
-    """What a system keeps of a bound.
+    """What a system keeps of a bound."""
 
-    Args:
-        system: Its name.
-        bound: The name of the system without privacy.
-        of_gain: (system - start) / (bound - start), with the interval over training runs of both.
-        of_score: system / bound.
-    """
-
-    system: str
-    bound: str
-    of_gain: Interval
-    of_score: float
+    system: str  # its name
+    bound: str  # the name of the system without privacy
+    of_gain: Interval  # (system - start) / (bound - start), with the interval over training runs of both
+    of_score: float  # system / bound
 
 
 def share_of_gain(system: Sequence[float], bound: Sequence[float], start: float) -> Interval:

@@ -67,7 +67,7 @@ def _axis(width: float, height: float) -> tuple[Any, Any]:
     return figure, axis
 
 
-#: What the paper prints in its Table 3 and, as losses, in its appendix C.
+# What the paper prints in its Table 3 and, as losses, in its appendix C.
 TABLE_3 = {"Without training": 36.3, "CLM without embedding": 25.9, "CLM with sentence embedding": 25.6}
 FIGURE_6 = "with embeddings 3.239 nats, without 3.245"
 

@@ -20,32 +20,22 @@ from lit_dpret.privacy.ledger.chain import today
 from lit_dpret.report.page import Page, Picture
 
 SCHEMA = "lit-dpret/reproduction/1"
+# Blocks from the folder of a part's results; a picture is drawn to the second path. `DataError` where they lack it.
 Show = Callable[[Path, Path], Sequence[Block]]
-"""Blocks from the folder of a part's results; a picture is drawn to the second path. `DataError` where they lack it."""
 State = Literal["shown", "left out", "not reproduced"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """A table or figure.
+    """A table or figure."""
 
-    Args:
-        number: As in the paper, ``Table 1``; with what is shown of it, where that is one half.
-        says: What the paper shows there.
-        parts: That can make it; the first that has results does.
-        show: Makes the blocks; None for what no part makes.
-        differs: How ours is another thing than the paper's, beside the sizes of the part.
-        why_not: For what no part makes: why.
-        quotes: Its tables hold texts of the data, which may not be anybody's to pass on.
-    """
-
-    number: str
-    says: str
-    parts: tuple[str, ...] = ()
-    show: Show | None = None
-    differs: str = ""
-    why_not: str = ""
-    quotes: bool = False
+    number: str  # as in the paper, ``Table 1``; with what is shown of it, where that is one half
+    says: str  # what the paper shows there
+    parts: tuple[str, ...] = ()  # that can make it; the first that has results does
+    show: Show | None = None  # makes the blocks; None for what no part makes
+    differs: str = ""  # how ours is another thing than the paper's, beside the sizes of the part
+    why_not: str = ""  # for what no part makes: why
+    quotes: bool = False  # its tables hold texts of the data, which may not be anybody's to pass on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,25 +61,15 @@ def read_paper(name: str, shows: Mapping[str, Show]) -> Paper:
 
 @dataclass(frozen=True, kw_only=True)
 class PartTold:
-    """What is known of a part.
+    """What is known of a part."""
 
-    Args:
-        name: Of the part.
-        sizes: In which sizes it is run, beside the paper's.
-        command: What runs it alone.
-        results: The folder of its results; None where there are none.
-        absent: Then why.
-        seconds: Its last attempt took; None where nobody measured.
-        taken: Its results are those of an earlier run.
-    """
-
-    name: str
-    sizes: str
-    command: str
-    results: Path | None = None
-    absent: str = ""
-    seconds: float | None = None
-    taken: bool = False
+    name: str  # of the part
+    sizes: str  # in which sizes it is run, beside the paper's
+    command: str  # what runs it alone
+    results: Path | None = None  # the folder of its results; None where there are none
+    absent: str = ""  # then why
+    seconds: float | None = None  # its last attempt took; None where nobody measured
+    taken: bool = False  # its results are those of an earlier run
 
 
 @dataclass(frozen=True)

@@ -32,23 +32,14 @@ WINDOW, ORDER = 100, 3  # of figure 2's filter, as in the paper
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """The mean of a variant's runs at each observation, and a band around it.
+    """The mean of a variant's runs at each observation, and a band around it."""
 
-    Attributes:
-        variant: Whose it is.
-        x: Where it was observed; for seconds, the mean over the runs.
-        mean: Mean over the runs.
-        low: Lower end of the band; equal to the mean where there is one run.
-        high: Upper end of the band.
-        runs: How many runs.
-    """
-
-    variant: str
-    x: tuple[float, ...]
-    mean: tuple[float, ...]
-    low: tuple[float, ...]
-    high: tuple[float, ...]
-    runs: int
+    variant: str  # whose it is
+    x: tuple[float, ...]  # where it was observed; for seconds, the mean over the runs
+    mean: tuple[float, ...]  # mean over the runs
+    low: tuple[float, ...]  # lower end of the band; equal to the mean where there is one run
+    high: tuple[float, ...]  # upper end of the band
+    runs: int  # how many runs
 
 
 def lowest_loss(runs: Iterable[VariantRun]) -> float:

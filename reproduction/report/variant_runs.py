@@ -27,31 +27,19 @@ UNTRAINED = "Untrained"
 
 @dataclass(frozen=True, kw_only=True)
 class VariantRun:
-    """One run of one variant.
+    """One run of one variant."""
 
-    Args:
-        variant: Name of the variant, as figures and tables show it.
-        seed: Of the run; a variant has each seed once.
-        steps: Optimizer steps taken at each observation, increasing.
-        losses: Training loss at each observation, per example.
-        held_out: The loss of images that were not trained on; empty where it was not measured.
-        examples: Examples seen at each observation; empty where it was not counted.
-        seconds: Wall time since the first step began, increasing; empty where not measured.
-        metrics: Test metrics at the last evaluation, by name.
-        confusion: Counts at the last evaluation; row: true, column: predicted. None where not measured.
-        batch_size: Examples of a batch; None where it was not recorded.
-    """
-
-    variant: str
-    seed: int
-    steps: Sequence[int]
-    losses: Sequence[float]
-    held_out: Sequence[float] = ()
-    examples: Sequence[int] = ()
-    seconds: Sequence[float] = ()
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    variant: str  # name of the variant, as figures and tables show it
+    seed: int  # of the run; a variant has each seed once
+    steps: Sequence[int]  # optimizer steps taken at each observation, increasing
+    losses: Sequence[float]  # training loss at each observation, per example
+    held_out: Sequence[float] = ()  # the loss of images that were not trained on; empty where it was not measured
+    examples: Sequence[int] = ()  # examples seen at each observation; empty where it was not counted
+    seconds: Sequence[float] = ()  # wall time since the first step began, increasing; empty where not measured
+    metrics: Mapping[str, float] = field(default_factory=dict)  # test metrics at the last evaluation, by name
+    # Counts at the last evaluation; row: true, column: predicted. None where not measured.
     confusion: Sequence[Sequence[float]] | None = None
-    batch_size: int | None = None
+    batch_size: int | None = None  # examples of a batch; None where it was not recorded
 
     def __post_init__(self) -> None:
         name = f"The run {self.variant!r} of seed {self.seed}"

@@ -169,32 +169,21 @@ def beside_the_paper(
 
 @dataclass(frozen=True, kw_only=True)
 class VariantReport:
-    """Everything that runs have the data for; what they lack is left out.
+    """Everything that runs have the data for; what they lack is left out."""
 
-    Args:
-        runs: Runs of one task, several variants and seeds.
-        baseline: The variant that metrics are divided by, ``Non-private`` in the paper; None for none.
-        batch_runs: Single runs of a variant with different batch sizes (figure 1, right); their losses
-            are divided by the lowest among themselves and ``runs``.
-        class_names: For the confusion matrices.
-        metrics: Names and titles of the metrics in the table.
-        title: Of the page and the figures.
-        untrained: Encoders before their first step: rows of the table, and in no figure.
-        lead: Blocks above the first picture.
-        more: Further sections of the page.
-        tables: Further files with tables.
-    """
-
-    runs: Sequence[VariantRun]
-    baseline: str | None = None
+    runs: Sequence[VariantRun]  # runs of one task, several variants and seeds
+    baseline: str | None = None  # the variant that metrics are divided by, ``Non-private`` in the paper; None for none
+    # Single runs of a variant with different batch sizes (figure 1, right); their losses are divided by the lowest
+    # among themselves and ``runs``.
     batch_runs: Sequence[VariantRun] = ()
-    class_names: Sequence[str] = ()
+    class_names: Sequence[str] = ()  # for the confusion matrices
+    # Names and titles of the metrics in the table.
     metrics: Mapping[str, str] = field(default_factory=lambda: PAPER_METRICS)
-    title: str = "Comparison"
-    untrained: Sequence[VariantRun] = ()
-    lead: Sequence[Block] = ()
-    more: Sequence[Section] = ()
-    tables: Mapping[str, Sheet] = field(default_factory=dict)
+    title: str = "Comparison"  # of the page and the figures
+    untrained: Sequence[VariantRun] = ()  # encoders before their first step: rows of the table, and in no figure
+    lead: Sequence[Block] = ()  # blocks above the first picture
+    more: Sequence[Section] = ()  # further sections of the page
+    tables: Mapping[str, Sheet] = field(default_factory=dict)  # further files with tables
 
     def write(self, folder: Path) -> Path:
         """Write the runs, their figures, ``metrics.csv`` and a page that shows all; return the page in Markdown."""

@@ -20,38 +20,25 @@ from lit_dpret.settings import require_number, require_switch, require_whole
 
 @dataclass(frozen=True, kw_only=True)
 class Planted:
-    """Sizes of the planted silos.
+    """Sizes of the planted silos."""
 
-    Args:
-        clients: How many.
-        entities: Of each client.
-        attributes: That an entity can have; as many dialect words.
-        told: Attributes that a passage tells, one sentence each.
-        questions: Attributes that are asked about of each entity.
-        phrasings: How often each is asked, in other words.
-        hubs: Hub sentences of each client.
-        duplicates: Further sentences that tell the same in almost the same words, for each attribute. Test and dev
-            questions are judged for all of them, train questions only for the first, as real labels are: the others
-            are false negatives that a search of the own collection finds.
-        common: The clients tell of the same entities, each of other attributes: what is near to a question is then
-            in other collections rather than in its own, as fed-negatives suppose.
-        shared: The share of dialect words that mean the same everywhere.
-        skew: The last client has ``1 / skew`` of the first one's entities; those between lie between.
-        seed: Of everything.
-    """
-
-    clients: int = 3
-    entities: int = 24
-    attributes: int = 6
-    told: int = 4
-    questions: int = 3
-    phrasings: int = 1
-    hubs: int = 4
+    clients: int = 3  # how many
+    entities: int = 24  # of each client
+    attributes: int = 6  # that an entity can have; as many dialect words
+    told: int = 4  # attributes that a passage tells, one sentence each
+    questions: int = 3  # attributes that are asked about of each entity
+    phrasings: int = 1  # how often each is asked, in other words
+    hubs: int = 4  # hub sentences of each client
+    # Further sentences that tell the same in almost the same words, for each attribute. Test and dev questions are
+    # judged for all of them, train questions only for the first, as real labels are: the others are false negatives
+    # that a search of the own collection finds.
     duplicates: int = 0
+    # The clients tell of the same entities, each of other attributes: what is near to a question is then in other
+    # collections rather than in its own, as fed-negatives suppose.
     common: bool = False
-    shared: float = 0.0
-    skew: float = 1.0
-    seed: int = 0
+    shared: float = 0.0  # the share of dialect words that mean the same everywhere
+    skew: float = 1.0  # the last client has ``1 / skew`` of the first one's entities; those between lie between
+    seed: int = 0  # of everything
 
     def __post_init__(self) -> None:
         where = "planted"

@@ -71,8 +71,8 @@ from lit_dpret.federated.silo import SiloClient
 from lit_dpret.federated.silo_sum import SiloSum, SumPlan
 from lit_dpret.federated.storage import Served, save_tensors
 
+# Builds the silo of a node, from the settings that its operator gave the node (``context.node_config``).
 MakeClient = Callable[[Context], SiloClient]
-"""Builds the silo of a node, from the settings that its operator gave the node (``context.node_config``)."""
 
 Head = Mapping[str, Any]
 Handler = Callable[[SiloClient, RecordDict, Head], RecordDict]

@@ -25,23 +25,16 @@ _NEW_KEY = "ssh-keygen -t ecdsa -b 384 -N '' -f FILE"
 
 @dataclass(frozen=True, kw_only=True)
 class Connection:
-    """A connection to a SuperLink.
+    """A connection to a SuperLink."""
 
-    Args:
-        superlink: ``HOST:PORT``.
-        key: The silo's own ECDSA key, private, as ``ssh-keygen -t ecdsa -b 384`` writes it.
-        root_certificates: Of who signed the server's certificate; null for those that Flower comes with.
-        insecure: No TLS: everything that is sent can be read and changed on the way.
-        port: Of a silo's own interface on the loopback address; null for a free one.
-        of: A ``silo``, which needs a key and has options (``--key``); or a ``run`` that is handed over, which needs
-            none and has settings (``federated.insecure``). Refusals name the one or the other.
-    """
-
-    superlink: str
-    key: Path | None = None
+    superlink: str  # ``HOST:PORT``
+    key: Path | None = None  # the silo's own ECDSA key, private, as ``ssh-keygen -t ecdsa -b 384`` writes it
+    # Of who signed the server's certificate; null for those that Flower comes with.
     root_certificates: Path | None = None
-    insecure: bool = False
-    port: int | None = None
+    insecure: bool = False  # no TLS: everything that is sent can be read and changed on the way
+    port: int | None = None  # of a silo's own interface on the loopback address; null for a free one
+    # A ``silo``, which needs a key and has options (``--key``); or a ``run`` that is handed over, which needs none and
+    # has settings (``federated.insecure``). Refusals name the one or the other.
     of: Literal["silo", "run"] = "silo"
 
     def check(self) -> Connection:

@@ -29,11 +29,11 @@ from lit_dpret.federated.flower.payloads import (
 )
 from lit_dpret.federated.negatives import SENT_AS, Block, merged_pool, select_clients
 
+# Records of the message ``train.personalise``, by silo.
 Pools = dict[str, dict[str, Any]]
-"""Records of the message ``train.personalise``, by silo."""
 
+# By sender the message with its letters' bodies, and the boxes in it by receiver.
 Letters = Mapping[str, tuple[RecordDict, dict[int, bytes]]]
-"""By sender the message with its letters' bodies, and the boxes in it by receiver."""
 
 
 class Relay:
