@@ -7,7 +7,7 @@ equal histograms and, with c = 5, 1/252 for disjoint ones. Texts become histogra
 k-means on both samples together, then the share of each sample in every bucket.
 
 The details are the documented settings of the authors' program, mauve-text, and where its documentation is silent
-those with which our values agree with its values (``scripts/compare_mauve.py`` computes both; nothing of it was
+those with which our values agree with its values (``tests/compare_mauve.py`` computes both; nothing of it was
 read or copied): features are scaled to length 1, then projected on the principal components with 90 % of the
 variance, without whitening; k-means starts from random points and keeps the best of five runs of at most 500
 iterations; there is a bucket for every ten texts of a sample; the curve has 25 weights, equally spaced, and the

@@ -25,7 +25,7 @@ GOLDEN = json.loads((ROOT / "tests" / "data" / "mauve.json").read_text(encoding=
 
 def script() -> Any:
     """What wrote the golden values."""
-    spec = importlib.util.spec_from_file_location("compare_mauve", ROOT / "scripts" / "compare_mauve.py")
+    spec = importlib.util.spec_from_file_location("compare_mauve", ROOT / "tests" / "compare_mauve.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -1,10 +1,10 @@
-"""Our MAUVE beside that of its authors' program on the same features; makes ``tests/data/mauve.json``.
+"""Our MAUVE beside that of its authors' program on the same features; makes ``tests/data/mauve.json``; no test.
 
 mauve-text is under the GPL and is no dependency: install it in an environment of its own, without its own
 dependencies where these are there already, and run this with that Python:
 
     python -m venv aside && aside/bin/pip install mauve-text && aside/bin/pip install -e ".[quickstart,quality]"
-    LIT_DPRET_DATA=FOLDER aside/bin/python scripts/compare_mauve.py tests/data/mauve.json
+    LIT_DPRET_DATA=FOLDER aside/bin/python tests/compare_mauve.py tests/data/mauve.json
 
 Only its documented function is called, on features; nothing of it is read or copied.
 """
