@@ -38,8 +38,7 @@ from lit_dpret.tasks.pipeline_stages import KEPT, check_round_trip
 from lit_dpret.tasks.ranking import score_embeddings
 from lit_dpret.tasks.synthesize import public_sample
 from reproduction.recipe import PSEUDO, GeneratorRecipe, Recipe
-from reproduction.report.comparison import COMPARE_MODES, Headings, ModeRow
-from reproduction.report.gain_share import gain_shares, share_section
+from reproduction.report.comparison import COMPARE_MODES, Headings, ModeRow, gain_shares, share_section
 from reproduction.study import METRIC_NAMES, PUBLIC, Cell, RetrievalStudy, TrainingRun
 from reproduction.synthetic_queries import (
     Teacher,

@@ -20,9 +20,7 @@ from lit_dpret.errors import ConfigurationError, LitDpretError
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
 from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.stages import Stages
-from reproduction.report.paper_002_items import PAPER_002
-from reproduction.report.paper_004_items import PAPER_004
-from reproduction.report.reproduction import PartTold, write_reproduction
+from reproduction.report.reproduction import PAPER_002, PAPER_004, PartTold, write_reproduction
 from reproduction.study import Study
 
 PAPERS = {paper.name: paper for paper in (PAPER_002, PAPER_004)}

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,14 +20,18 @@ from typing import Any, Literal, get_args
 
 import lightning as L
 import numpy as np
-from lightning.pytorch.callbacks import ModelCheckpoint
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch import Tensor
 
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard, ProgressLine, StepProgress
 from lit_dpret.cards.card import read_card
 from lit_dpret.datamodules import ImagesDataModule
-from lit_dpret.encoders.vision import KnnResult, evaluate_knn
-from lit_dpret.errors import ConfigurationError
-from lit_dpret.losses import PairwiseLoss
+from lit_dpret.datamodules.images import ImageRow
+from lit_dpret.encoders.vision import AugmentedViews, KnnResult, evaluate_knn
+from lit_dpret.errors import ConfigurationError, DataError, StorageError
+from lit_dpret.evaluation_mode import evaluation_mode
+from lit_dpret.losses import PairwiseLoss, SoftmaxPairLoss
 from lit_dpret.modules import EmbeddingTrainer, OptimizerSpec
 from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
@@ -34,7 +39,6 @@ from lit_dpret.settings import require_number, require_whole
 from lit_dpret.tasks.fit import Training, train
 from lit_dpret.tasks.parts import Parts
 from lit_dpret.tasks.pipeline_stages import is_begun
-from reproduction.curve_recorder import CurveRecorder, HeldOutLoss, read_curve
 from reproduction.report.variant_runs import UNTRAINED, VariantRun
 from reproduction.report.variants import Finished, write_study
 from reproduction.study import Study
@@ -289,3 +293,101 @@ class VariantStudy(Study):
 
 def _stage(name: str, seed: int) -> str:
     return f"{name}_seed{seed}"
+
+
+# -- The training curve of one run, a line for each step, so that an interrupted run keeps what it saw.
+
+
+_NO_DRAW = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """What was observed after each step."""
+
+    steps: list[int]  # optimizer steps taken
+    losses: list[float]  # training loss of the step's batch, per example, as the variant's own loss counts it
+    held_out: list[float]  # the same softmax loss for all variants, on images that were not trained on
+    seconds: list[float]  # since the first step began, without the time that observing took
+
+
+class HeldOutLoss:
+    """The softmax loss at temperature 1 of fixed groups of images, which is comparable between variants.
+
+    A training loss is not: it depends on how many negatives a row has, and on which loss is trained.
+
+    Args:
+        images: uint8, shape (n, channels, height, width); not those that are trained on.
+        group: Images that are each other's negatives; a rest that fills no group is left out.
+    """
+
+    def __init__(self, images: Tensor, *, group: int) -> None:
+        views = AugmentedViews(seed=0)
+        rows = [ImageRow(f"held out {i}", image, 0, _NO_DRAW) for i, image in enumerate(images)]
+        groups = range(0, len(rows) - group + 1, group)
+        self._batches = [views(rows[start : start + group]) for start in groups]
+        self._loss = SoftmaxPairLoss(temperature=1.0)
+        if not self._batches:
+            raise DataError(f"{len(rows)} held-out images fill no group of {group}. Lower task.held_out_group.")
+
+    @torch.no_grad()
+    def __call__(self, module: Any) -> float:
+        """Return the mean over all images, in nats."""
+        with evaluation_mode(module):
+            losses = [
+                self._loss.row_losses(
+                    _unit(module, batch["query"], "query") @ _unit(module, batch["passage"], "passage").T
+                )
+                for batch in self._batches
+            ]
+        return float(torch.cat(losses).mean())
+
+
+def _unit(module: Any, images: Tensor, side: str) -> Tensor:
+    found: Tensor = torch.nn.functional.normalize(module.represent(images.to(module.device), side), dim=1).float()
+    return found
+
+
+class CurveRecorder(Callback):
+    """Append a line to ``file`` after each step."""
+
+    def __init__(self, file: Path, *, held_out: Callable[[Any], float]) -> None:
+        self._file, self._held_out = file, held_out
+        self._mark = 0.0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._mark = time.monotonic()
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if not batch.last:
+            return
+        line = {
+            "step": batch.step + 1,
+            "seconds": time.monotonic() - self._mark,
+            "loss": float(trainer.callback_metrics["train/loss"]),
+            "held_out": self._held_out(pl_module),
+        }
+        try:
+            with self._file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            raise StorageError(f"{self._file} could not be written: {error.strerror}.") from error
+        self._mark = time.monotonic()
+
+
+def read_curve(file: Path) -> Curve:
+    """Read the curve that a `CurveRecorder` wrote, each step once."""
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    found = dict(sorted({line["step"]: line for line in lines}.items()))
+    clock, seconds = 0.0, []
+    for line in found.values():
+        clock += line["seconds"]
+        seconds.append(clock)
+    return Curve(
+        steps=list(found),
+        losses=[line["loss"] for line in found.values()],
+        held_out=[line["held_out"] for line in found.values()],
+        seconds=seconds,
+    )

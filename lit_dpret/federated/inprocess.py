@@ -7,6 +7,7 @@ transports call the same methods of `lit_dpret.federated.silo.SiloClient` and th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -15,7 +16,7 @@ from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.federated.aggregation import Weights, check_silos, client_weights
 from lit_dpret.federated.federation import Federation, FedResult
 from lit_dpret.federated.model import start_of
-from lit_dpret.federated.negatives import Block, FedPool, merged_pool, select_clients
+from lit_dpret.federated.negatives import FedPool, merged_pool, select_clients
 from lit_dpret.federated.settings import PHASES, PddAs2, Phase
 from lit_dpret.federated.silo import SiloClient
 from lit_dpret.federated.transport import FederationRun
@@ -97,17 +98,14 @@ class InProcessFederation(Federation):
         rows = self.clients[asker].request(weights, refresh)
         event = f"{refresh:03}/{asker}"
         self.result.traffic.note("requests", event, {asker: rows.numel() * rows.element_size() * len(asked)})
-        blocks: list[Block] = []
-        answered: dict[str, int] = {}
-        for name in asked:
-            block = self.clients[name].serve(weights, rows, refresh=refresh)
-            answered[name] = block.bytes
-            try:
-                blocks.append(block.check(rows=max(1, len(rows)), dim=rows.shape[1]))
-            except DataError as error:
-                self.result.faults.append(f"refresh {refresh} of client {asker!r}: {error}")
-        self.result.traffic.note("responses", event, answered)
-        return merged_pool(blocks, rows, stage)
+        blocks = {name: self.clients[name].serve(weights, rows, refresh=refresh) for name in asked}
+        self.result.traffic.note("responses", event, {name: block.bytes for name, block in blocks.items()})
+
+        def refuse(_: str, error: DataError) -> None:
+            self.result.faults.append(f"refresh {refresh} of client {asker!r}: {error}")
+
+        answers = [(name, partial(block.check, dim=rows.shape[1])) for name, block in blocks.items()]
+        return merged_pool(answers, rows, stage, refuse)
 
     def measure(self, system: Phase, weights: Weights | None, *, split: str = "test") -> None:
         self.result.systems[system] = {

@@ -23,10 +23,10 @@ The kind of response decides what the asker learns about the responder's collect
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -58,6 +58,7 @@ def select_clients(asker: str, names: Iterable[str], stage: Stage2, *, seed: int
     return others[: stage.select_count]
 
 
+Who = TypeVar("Who")
 SENT_AS = {"float32": torch.float32, "float16": torch.float16}
 
 
@@ -198,8 +199,23 @@ def pool_of(blocks: Sequence[Block], dim: int) -> FedPool:
     return FedPool(torch.unique(torch.cat(found), dim=0) if found else torch.empty(0, dim))
 
 
-def merged_pool(blocks: Sequence[Block], rows: Tensor, stage: Stage2) -> FedPool:
-    """Merge the answers to a request of ``rows`` into the asker's pool, which has lists where the rows are queries."""
+def merged_pool(
+    answers: Iterable[tuple[Who, Callable[..., Block]]], rows: Tensor, stage: Stage2,
+    refuse: Callable[[Who, DataError], None],
+) -> FedPool:  # fmt: skip
+    """Merge the answers to a request of ``rows`` into the asker's pool, which has lists where the rows are queries.
+
+    Each answer is read with the number of rows that it has to answer, and the most entries of a row; ``refuse`` is
+    told of those that cannot be read.
+    """
+    # A request that says nothing is answered as one empty row, by a sample.
+    size = {"rows": 1, "limit": stage.n} if stage.request == "none" else {"rows": len(rows), "limit": stage.top_k}
+    blocks: list[Block] = []
+    for sender, read in answers:
+        try:
+            blocks.append(read(**size))
+        except DataError as error:
+            refuse(sender, error)
     return merge_lists(blocks, rows, stage.top_k) if stage.request == "exact" else pool_of(blocks, rows.shape[1])
 
 

@@ -97,3 +97,146 @@ def _order(value: Any) -> tuple[float, str]:
         return float(digits or text), text
     except ValueError:
         return math.inf, text
+
+
+# -- The plan as one picture: epsilon step by step, noise over batch, several units, and the ceilings of attacks.
+
+
+_NAMES = {
+    "poisson": "Poisson sampling",
+    "truncated_poisson": "truncated Poisson",
+    "fixed_size": "fixed size",
+    "shuffle": "shuffled, no amplification",
+    "full_batch": "all units in every step",
+}
+
+
+def draw_plan(facts: Mapping[str, Any], path: Path) -> Path:
+    """Write the picture of the facts of `describe_plan` as a PNG."""
+    budget = facts["plan"]["budget"]
+    figure = new_figure(12, 9)
+    axes = figure.subplots(2, 2)
+    figure.suptitle(
+        f"epsilon {facts['epsilon']:.4g} at delta {budget['delta']:.3g}, unit={budget['unit']}, "
+        f"neighbours={budget['neighbours']}: noise multiplier {facts['noise_multiplier']:.4g}, {facts['steps']} steps",
+        fontsize=12,
+    )
+    _over_steps(axes[0, 0], facts)
+    _over_batch(axes[0, 1], facts)
+    _several_units(axes[1, 0], facts)
+    _attacks(axes[1, 1], facts)
+    for axis in axes.flat:
+        tidy(axis)
+    return save_png(figure, path, owner_only=False)
+
+
+def _over_steps(axis: Any, facts: Mapping[str, Any]) -> None:
+    lines = [line for line in facts["epsilon_over_steps"] if line["points"]]
+    for (colour, dashes, marker), line in zip(STYLES, lines, strict=False):
+        steps, values = zip(*line["points"], strict=True)
+        name = f"{_NAMES[line['sampling']]}, {line['neighbours']}"
+        if line["amplified"]:
+            axis.plot(steps, values, dashes, color=colour, marker=marker, markersize=4, label=name)
+        else:
+            # A pass is paid for when it begins.
+            axis.plot(steps, values, dashes, color=colour, drawstyle="steps-pre", label=name)
+    axis.axhline(facts["plan"]["budget"]["eps"], color=GREY, linewidth=1.0)
+    axis.annotate(
+        "budget", (0.01, facts["plan"]["budget"]["eps"]), xycoords=("axes fraction", "data"),
+        xytext=(0, 3), textcoords="offset points", fontsize=9, color=GREY,
+    )  # fmt: skip
+    axis.set(xscale="log", yscale="log", xlabel="steps", ylabel="epsilon", title="Epsilon spent, by law and neighbours")
+    # Lines rise to the right; the legend stands above them.
+    low, high = axis.get_ylim()
+    axis.set_ylim(low, high * (high / low) ** 0.4)
+    axis.legend(loc="upper left", fontsize=9, frameon=False)
+
+
+def _over_batch(axis: Any, facts: Mapping[str, Any]) -> None:
+    axis.set(xlabel="expected batch size", ylabel="noise multiplier / batch", title="Noise to batch at the budget")
+    table = facts["knee"]
+    if table is None:
+        axis.text(0.5, 0.5, "no number of units is public", ha="center", transform=axis.transAxes)
+        return
+    width = len(table["epochs"])
+    reached = False
+    for column, (colour, dashes, marker) in zip(range(width), STYLES, strict=False):
+        cells = [cell for cell in table["cells"][column::width] if cell["noise_to_batch"] is not None]
+        if not cells:
+            continue
+        batches = [cell["batch"] for cell in cells]
+        ratios = [cell["noise_to_batch"] for cell in cells]
+        passes = f"{table['epochs'][column]:.3g} passes"
+        axis.plot(batches, ratios, dashes, color=colour, marker=marker, markersize=4, label=passes)
+        knee = table["knees"][column]["batch"]
+        if knee in batches:
+            reached = True
+            place = batches.index(knee)
+            axis.plot([knee], [ratios[place]], "o", markersize=13, markerfacecolor="none", color="black")
+    axis.axvline(facts["expected_batch_size"], color=GREY, linewidth=1.0)
+    axis.annotate(
+        "planned", (facts["expected_batch_size"], 0.02), xycoords=("data", "axes fraction"),
+        xytext=(4, 0), textcoords="offset points", fontsize=9, color=GREY,
+    )  # fmt: skip
+    if reached:
+        axis.plot([], [], "o", markersize=10, markerfacecolor="none", color="black", label="knee")
+    axis.set(xscale="log", yscale="log")
+    axis.legend(loc="upper right", fontsize=9, frameon=False)
+
+
+def _several_units(axis: Any, facts: Mapping[str, Any]) -> None:
+    users, unit = facts["user_level"], facts["plan"]["budget"]["unit"]
+    columns = [c for c in users["columns"] if any(row["epsilon"] is not None for row in c["rows"])]
+    for order, ((colour, dashes, marker), column) in enumerate(zip(STYLES, columns, strict=False)):
+        rows = [row for row in column["rows"] if row["epsilon"] is not None]
+        cap = f", cap {column['cap']}" if column["cap"] else ""
+        name = _NAMES[column["sampling"]] + cap + (" (one only)" if len(rows) == 1 else "")
+        places = [[row["units"] for row in column["rows"]].index(row["units"]) for row in rows]
+        values = [row["epsilon"] for row in rows]
+        # The planned law is a ring under the others, and its numbers stand below its line.
+        ring = {"markersize": 12, "markerfacecolor": "none"} if order == 0 else {"markersize": 6}
+        axis.plot(places, values, dashes, color=colour, marker=marker, label=name, **ring)
+        for place, value in zip(places, values, strict=True):
+            axis.annotate(
+                f"{value:.4g}", (place, value), xytext=(0, 9 if order else -18), textcoords="offset points",
+                ha="center", fontsize=8, color=colour,
+            )  # fmt: skip
+    counts = [row["units"] for row in users["columns"][0]["rows"]]
+    plural = "queries" if unit == "query" else f"{unit}s"
+    axis.set_xticks(range(len(counts)), [str(count) for count in counts])
+    axis.set(yscale="log", xlabel=f"{plural} of one person", ylabel="epsilon of all of them")
+    axis.set_title(f"Several {plural}, under {users['neighbours']}")
+    axis.margins(x=0.08, y=0.18)
+    low, high = axis.get_ylim()
+    axis.set_ylim(low, high * (high / low) ** 0.35)
+    axis.legend(loc="upper left", fontsize=9, frameon=False)
+
+
+def _attacks(axis: Any, facts: Mapping[str, Any]) -> None:
+    axis.set_title("No attack on one unit does better than")
+    ceilings = facts["ceilings"]
+    if ceilings is None:
+        axis.text(0.5, 0.5, "no curve is known for this law", ha="center", transform=axis.transAxes)
+        return
+    bars = [("member or not,\nhalf and half", ceilings["membership_accuracy"], 0.5)]
+    bars += [
+        (f"true positives at\n{float(rate):.3g} false ones", value, float(rate))
+        for rate, value in ceilings["tpr_at_fpr"].items()
+    ]
+    bars += [
+        (f"a secret that one\nguesses with {prior}", value, float(prior))
+        for prior, value in ceilings["secret_guess"].items()
+        if float(prior) >= 1e-6
+    ]
+    places = range(len(bars))
+    axis.barh(places, [bar[1] for bar in bars], color=BLUE, height=0.62, label="ceiling of any attack")
+    axis.plot([bar[2] for bar in bars], places, "D", color=ORANGE, markersize=7, label="guessing without the model")
+    axis.set_yticks(places, [bar[0] for bar in bars], fontsize=9)
+    for place, bar in zip(places, bars, strict=True):
+        axis.annotate(
+            f"{bar[1]:.3g}", (max(bar[1], bar[2]), place), xytext=(9, 0), textcoords="offset points",
+            va="center", fontsize=9,
+        )  # fmt: skip
+    axis.invert_yaxis()
+    axis.set(xscale="log", xlabel="probability", xlim=(min(bar[2] for bar in bars) / 3, 4.0))
+    axis.legend(loc="lower center", bbox_to_anchor=(0.4, -0.28), ncols=2, fontsize=9, frameon=False)

@@ -30,8 +30,7 @@ from lit_dpret.modules.outline import GeneratorOutline
 from lit_dpret.privacy.modes import GaussianMode
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.sampling import steps_per_epoch
-from lit_dpret.report.figures import can_draw, require_matplotlib
-from lit_dpret.report.plan_figure import draw_plan
+from lit_dpret.report.figures import can_draw, draw_plan, require_matplotlib
 from lit_dpret.settings import require_whole
 from lit_dpret.tasks.check_data import cut_texts, rulers_by_words
 from lit_dpret.tasks.parts import Parts, check_run_dir, say

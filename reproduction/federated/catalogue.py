@@ -16,7 +16,7 @@ import yaml
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.federated.settings import PddAs2
 from lit_dpret.federated.systems import System
-from lit_dpret.report.paper_004 import WITHOUT_QUERIES
+from lit_dpret.report.federated_report import WITHOUT_QUERIES
 
 
 @dataclass(frozen=True, kw_only=True)

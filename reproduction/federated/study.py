@@ -27,8 +27,8 @@ from lit_dpret.federated.aggregation import check_silos
 from lit_dpret.federated.plan import FederationPlan
 from lit_dpret.federated.silo_ledger import PASSAGE_LEDGER, QUERY_LEDGER
 from lit_dpret.federated.systems import System, SystemResult, check_seeds_and_split, check_stage2
+from lit_dpret.report.federated_report import COLUMNS, WITHOUT_QUERIES
 from lit_dpret.report.figures import can_draw
-from lit_dpret.report.paper_004 import COLUMNS, WITHOUT_QUERIES
 from lit_dpret.retrieval.statistics import seed_interval
 from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.stages import Stages

@@ -18,9 +18,9 @@ from typing import Any
 from lit_dpret.cards.page import Banner, Block, Bullets, Code, Grid, Paragraph, Section
 from lit_dpret.errors import DataError
 from lit_dpret.privacy.ledger.chain import today
+from lit_dpret.report.federated_report import COLUMNS
 from lit_dpret.report.figures import STYLES, new_figure, save_png, tidy
 from lit_dpret.report.page import Page, Picture
-from lit_dpret.report.paper_004 import COLUMNS
 from lit_dpret.report.table import Table, ends
 from lit_dpret.retrieval.statistics import Interval, seed_interval
 

@@ -44,7 +44,7 @@ from lit_dpret.privacy.accounting.releases import merge
 from lit_dpret.privacy.ledger.dataset_file import DatasetFile
 from lit_dpret.privacy.ledger.trained import noted_in
 from lit_dpret.privacy.modes import NoPrivacy
-from lit_dpret.report import paper_004
+from lit_dpret.report import federated_report
 from lit_dpret.tasks import Federated
 from lit_dpret.tasks.parts import Parts
 from reproduction import FederatedStudy
@@ -448,8 +448,10 @@ def test_the_config_names_every_setting_and_its_defaults_are_the_papers() -> Non
 
 def test_systems_stand_in_the_order_of_the_table() -> None:
     assert check_systems(["central", "bm25", "stage1"]) == ["bm25", "stage1", "central"]
-    group = {name for name, (heading, _, _) in paper_004.TABLE_1.items() if heading.startswith("Without any query")}
-    assert group == set(paper_004.WITHOUT_QUERIES) and set(SYSTEMS) == set(paper_004.TABLE_1)
+    group = {
+        name for name, (heading, _, _) in federated_report.TABLE_1.items() if heading.startswith("Without any query")
+    }
+    assert group == set(federated_report.WITHOUT_QUERIES) and set(SYSTEMS) == set(federated_report.TABLE_1)
 
 
 NOT_DONE = [

@@ -12,12 +12,14 @@ import pytest
 
 from lit_dpret.report.chart import gain_chart
 from lit_dpret.report.federated_report import (
+    COLUMNS,
+    TABLE_1,
     FederatedFacts,
     FederatedRow,
+    impossible_cells,
     verdict,
     write_federated_report,
 )
-from lit_dpret.report.paper_004 import COLUMNS, TABLE_1, impossible_cells
 from lit_dpret.retrieval.statistics import Interval, seed_interval
 
 SIZES = {"passages": 2, "sentences": 9, "train": 4, "dev": 1, "test": 3}

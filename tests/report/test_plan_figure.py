@@ -10,8 +10,7 @@ import pytest
 from lit_dpret.cards.forecast import describe_plan
 from lit_dpret.privacy.budget import PrivacyBudget
 from lit_dpret.privacy.plan import PlainSamplingRequest, PrivacyPlan
-from lit_dpret.report.figures import STYLES
-from lit_dpret.report.plan_figure import draw_plan
+from lit_dpret.report.figures import STYLES, draw_plan
 
 pytest.importorskip("matplotlib")
 

@@ -22,9 +22,9 @@ from lit_dpret.modules import EmbeddingTrainer, OptimizerSpec
 from lit_dpret.privacy.modes import BatchClip, LogitDP, NoPrivacy
 from lit_dpret.tasks.parts import Parts
 from reproduction import SecondTask, Variant, VariantStudy
-from reproduction.curve_recorder import HeldOutLoss, read_curve
 from reproduction.report.variant_runs import read_runs
 from reproduction.second_task import fitted
+from reproduction.variant_study import HeldOutLoss, read_curve
 
 STEPS = 3
 # Noise is declared, not calibrated: that takes longer than the runs themselves.

@@ -46,19 +46,28 @@ def silos_by_domain(
     if not collection.domains:
         raise DataError(f"{collection.source}: no query names a domain, so there is nothing to make clients of.")
     queries = _queries(collection)
-    sizes = {name: Counter(query.split for query in found) for name, found in queries.items()}
-    enough = [name for name, count in sizes.items() if count["train"] >= min_train and count["test"] >= min_test]
-    enough.sort(key=lambda name: (-sizes[name]["train"], name))
-    if clients is not None and len(enough) < clients:
-        raise DataError(
-            f"{collection.source}: {len(enough)} domains have {min_train} train and {min_test} test queries, and "
-            f"{clients} clients were asked for. Lower task.clients, task.min_train or task.min_test."
-        )
+    enough = largest_clients(
+        queries, clients, min_train=min_train, min_test=min_test, what=f"domains of {collection.source}"
+    )
     limits = {split: max_test_queries or max_train_queries for split in ("dev", "test")} | {"train": max_train_queries}
     order = partial(_place, seed)
-    return [
-        _silo(collection, name, _first(queries[name], limits, order), max_passages, order) for name in enough[:clients]
-    ]
+    return [_silo(collection, name, _first(queries[name], limits, order), max_passages, order) for name in enough]
+
+
+def largest_clients(
+    queries: Mapping[str, Sequence[SiloQuery]], clients: int | None, *, min_train: int, min_test: int, what: str,
+    size: Callable[[Counter[str]], int] = lambda counts: counts["train"],
+) -> list[str]:  # fmt: skip
+    """Return the names of the largest clients with enough queries of both splits; refuse where they are too few."""
+    sizes = {name: Counter(query.split for query in found) for name, found in queries.items()}
+    enough = [name for name, count in sizes.items() if count["train"] >= min_train and count["test"] >= min_test]
+    enough.sort(key=lambda name: (-size(sizes[name]), name))
+    if clients is not None and len(enough) < clients:
+        raise DataError(
+            f"{len(enough)} {what} have {min_train} train and {min_test} test queries, and {clients} clients were "
+            "asked for. Lower task.clients, task.min_train or task.min_test."
+        )
+    return enough[:clients]
 
 
 def _place(seed: int | None, name: str) -> tuple[str, str]:
@@ -101,20 +110,21 @@ def _silo(collection: Collection, domain: str, queries: list[SiloQuery], limit: 
 
 def silo_of(name: str, passages: Mapping[str, str], queries: list[SiloQuery]) -> Silo:
     """Make a silo whose queries are answered by passages, and so by each of their sentences."""
-    sentences: dict[str, str] = {}
-    passage_of: dict[str, str] = {}
-    of_passage: dict[str, tuple[str, ...]] = {}
-    for pid, text in passages.items():
-        found = {f"{pid}-s{number}": one for number, one in enumerate(sentences_of(text))}
-        sentences |= found
-        passage_of |= dict.fromkeys(found, pid)
-        of_passage[pid] = tuple(found)
+    sentences, passage_of, of_passage = cut(passages)
     answered = [
         SiloQuery(query.qid, query.text, tuple(sid for pid in query.positives for sid in of_passage[pid]), query.split)
         for query in queries
     ]
     kept = {pid: "" for pid in passages if of_passage[pid]}
     return Silo(name, kept, sentences, passage_of, [query for query in answered if query.positives])
+
+
+def cut(passages: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str], dict[str, list[str]]]:
+    """Return the sentences of passages by their own ids, the passage of each, and the sentences of each passage."""
+    of_passage = {pid: sentences_of(text) for pid, text in passages.items()}
+    sentences = {f"{pid}-s{at}": one for pid, found in of_passage.items() for at, one in enumerate(found)}
+    ids = {pid: [f"{pid}-s{at}" for at in range(len(found))] for pid, found in of_passage.items()}
+    return sentences, {sid: pid for pid, sids in ids.items() for sid in sids}, ids
 
 
 def safe_name(domain: str) -> str:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +25,7 @@ from typing import Any
 from lit_dpret.datamodules.rows import SPLIT_NAMES, stable_hash
 from lit_dpret.datamodules.silo_folder import Silo, SiloQuery
 from lit_dpret.errors import DataError
-from lit_dpret.federated.data.collections import safe_name
+from lit_dpret.federated.data.collections import cut, largest_clients, safe_name
 from lit_dpret.federated.data.sentences import sentence_spans
 
 
@@ -71,14 +72,10 @@ def silos_by_article(
             split = question.split or _split_of(question.pid)
             sids = tuple(f"{question.pid}-s{place}" for place in places)
             queries.setdefault(article, []).append(SiloQuery(question.qid, question.text, sids, split))
-    enough = [name for name, found in queries.items() if _is_enough(found, min_train, min_test)]
-    enough.sort(key=lambda name: (-len(queries[name]), name))
-    if clients is not None and len(enough) < clients:
-        raise DataError(
-            f"{len(enough)} articles have {min_train} train and {min_test} test questions, and {clients} clients were "
-            "asked for. Lower task.clients, task.min_train or task.min_test."
-        )
-    return [_silo(name, passages, spans, queries[name]) for name in enough[:clients]], counts
+    enough = largest_clients(
+        queries, clients, min_train=min_train, min_test=min_test, what="articles", size=Counter.total
+    )
+    return [_silo(name, passages, queries[name]) for name in enough], counts
 
 
 def holding(text: str, spans: Sequence[tuple[int, int]], question: Question) -> list[int]:
@@ -127,36 +124,16 @@ def squad_json(articles: Iterable[Mapping[str, Any]], *, split: str | None) -> t
     return passages, questions
 
 
-def _is_enough(queries: Sequence[SiloQuery], min_train: int, min_test: int) -> bool:
-    splits = [query.split for query in queries]
-    return splits.count("train") >= min_train and splits.count("test") >= min_test
-
-
 def _split_of(pid: str) -> str:
     """Put 80 % of all passages into train, 10 % into dev and 10 % into test, by their ids alone."""
     place = int.from_bytes(stable_hash("lit-dpret silo split", "0", pid)[:8], "big") / 2**64
     return "train" if place < 0.8 else "dev" if place < 0.8 + 0.1 else "test"
 
 
-def _silo(
-    article: str,
-    passages: Mapping[str, tuple[str, str]],
-    spans: Mapping[str, Sequence[tuple[int, int]]],
-    queries: Sequence[SiloQuery],
-) -> Silo:
+def _silo(article: str, passages: Mapping[str, tuple[str, str]], queries: Sequence[SiloQuery]) -> Silo:
     own = {pid: text for pid, (name, text) in passages.items() if name == article}
-    pairs = [
-        (f"{pid}-s{place}", pid, " ".join(text[a:b].split()))
-        for pid, text in own.items()
-        for place, (a, b) in enumerate(spans[pid])
-    ]
-    return Silo(
-        safe_name(article),
-        dict.fromkeys(own, article),
-        {sid: text for sid, _, text in pairs},
-        {sid: pid for sid, pid, _ in pairs},
-        list(queries),
-    )
+    sentences, passage_of, _ = cut(own)
+    return Silo(safe_name(article), dict.fromkeys(own, article), sentences, passage_of, list(queries))
 
 
 # -- NewsQA -------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from lit_dpret.errors import DataError, LedgerError, LitDpretError
 from lit_dpret.federated.aggregation import Weights, fingerprint
+from lit_dpret.federated.flower import payloads
 from lit_dpret.federated.flower.library import (
     ClientApp,
     ConfigRecord,
@@ -39,29 +40,6 @@ from lit_dpret.federated.flower.library import (
     Message,
     MetricRecord,
     RecordDict,
-)
-from lit_dpret.federated.flower.payloads import (
-    SCHEMA,
-    answer,
-    block_of_parts,
-    block_record,
-    body_of,
-    body_record,
-    bytes_of,
-    bytes_record,
-    checked_rows,
-    digest_of,
-    envelope,
-    head_of,
-    keys_of,
-    keys_record,
-    pool_of_record,
-    rows_of,
-    rows_record,
-    weights_of,
-    weights_record,
-    whole,
-    words_record,
 )
 from lit_dpret.federated.keys import SIGNATURE_BYTES
 from lit_dpret.federated.negatives import Block, FedPool, merged_pool
@@ -107,8 +85,8 @@ def build_client_app(make_client: MakeClient) -> ClientApp:
                 if context.node_id not in silos:
                     silos[context.node_id] = make_client(context)
                 client = silos[context.node_id]
-                head = head_of(message.content, _SERVER)
-                if head.get("settings") != digest_of(client.settings):
+                head = payloads.head_of(message.content, _SERVER)
+                if head.get("settings") != payloads.digest_of(client.settings):
                     raise DataError("The server's settings are not this silo's.", kind="other settings")
                 check_planned(client.settings, head)
                 check_ledgers(client, context)
@@ -149,7 +127,7 @@ def check_planned(run: PddAs2, head: Head) -> None:
         "epoch": range(run.stage2.epochs),
     }
     for name, planned in turns.items():
-        if name in head and whole(head, name) not in planned:
+        if name in head and payloads.whole(head, name) not in planned:
             raise DataError(f"The server asks for {name} {head[name]}, which is not planned.", kind="not planned")
 
 
@@ -157,7 +135,7 @@ def remember_ledgers(client: SiloClient, context: Context) -> None:
     """Keep the length and the hash of each of the silo's ledgers in the node's own state."""
     found = {path.name: path.read_bytes() for path in client.ledgers.glob("silo_ledger.*.jsonl")}
     facts = {name: f"{len(text)}:{hashlib.sha256(text).hexdigest()}" for name, text in sorted(found.items())}
-    context.state["ledgers"] = ConfigRecord({"schema": SCHEMA, **facts})
+    context.state["ledgers"] = ConfigRecord({"schema": payloads.SCHEMA, **facts})
 
 
 def check_ledgers(client: SiloClient, context: Context) -> None:
@@ -187,15 +165,15 @@ def describe(client: SiloClient, content: RecordDict, head: Head) -> RecordDict:
     counted = run.privacy.eps is None and run.stage1.weighting != "uniform" and not run.secure_sum
     one = client.credentials
     number, listed = (0, 0) if one is None else (one.number, len(one.roster))
-    return envelope(name=client.name, number=number, listed=listed, examples=client.examples if counted else 1)
+    return payloads.envelope(name=client.name, number=number, listed=listed, examples=client.examples if counted else 1)
 
 
 def train_stage1(client: SiloClient, content: RecordDict, head: Head) -> RecordDict:
     """Train one local epoch from the global weights, and answer in clear: refused under ``secure_sum``."""
     if client.settings.secure_sum:
         raise DataError("The server asks for an update in clear, under secure_sum=true.", kind="other settings")
-    weights = weights_of(content, _SERVER, like=client.model[0])
-    return answer(weights=weights_record(client.train_shared(weights, whole(head, "round"))))
+    weights = payloads.weights_of(content, _SERVER, like=client.model[0])
+    return payloads.answer(weights=payloads.weights_record(client.train_shared(weights, payloads.whole(head, "round"))))
 
 
 # -- stage 1 by a secure sum -------------------------------------------------------------------
@@ -203,25 +181,31 @@ def train_stage1(client: SiloClient, content: RecordDict, head: Head) -> RecordD
 
 def secagg_setup(client: SiloClient, content: RecordDict, head: Head) -> RecordDict:
     """Act 1: train one local epoch and advertise keys. A silo that fails in training has shared nothing yet."""
-    weights = weights_of(content, _SERVER, like=client.model[0])
+    weights = payloads.weights_of(content, _SERVER, like=client.model[0])
     plan = SumPlan(
-        run=digest_of(client.settings), round=whole(head, "round"), attempt=_attempt(head),
+        run=payloads.digest_of(client.settings), round=payloads.whole(head, "round"), attempt=_attempt(head),
         weights=fingerprint(weights), clients=_numbers(head, "clients"),
     )  # fmt: skip
-    number = whole(head, "number")
+    number = payloads.whole(head, "number")
     plan.session(client.settings.sum_threshold)  # refused before anything is learned
     update = client.train_shared(weights, plan.round)
-    return answer(keys=keys_record([_sum(client).begin(plan, number, weights, update, examples=client.examples)]))
+    return payloads.answer(
+        keys=payloads.keys_record([_sum(client).begin(plan, number, weights, update, examples=client.examples)])
+    )
 
 
 def secagg_share(client: SiloClient, content: RecordDict, head: Head) -> RecordDict:
     """Act 2: take everybody's keys, return sealed shares."""
-    return answer(shares=bytes_record(_sum(client).share(_attempt(head), keys_of(content, _SERVER))))
+    return payloads.answer(
+        shares=payloads.bytes_record(_sum(client).share(_attempt(head), payloads.keys_of(content, _SERVER)))
+    )
 
 
 def secagg_masked(client: SiloClient, content: RecordDict, head: Head) -> RecordDict:
     """Act 3: take sealed shares, return the masked vector."""
-    return answer(masked=words_record(_sum(client).mask(_attempt(head), bytes_of(content, "shares", _SERVER))))
+    return payloads.answer(
+        masked=payloads.words_record(_sum(client).mask(_attempt(head), payloads.bytes_of(content, "shares", _SERVER)))
+    )
 
 
 def secagg_sign(client: SiloClient, content: RecordDict, head: Head) -> RecordDict:
@@ -229,14 +213,14 @@ def secagg_sign(client: SiloClient, content: RecordDict, head: Head) -> RecordDi
     if client.credentials is None:
         raise DataError("The server asks for a signature, and the settings have no roster.", kind="other settings")
     signature = _sum(client).sign(_attempt(head), _numbers(head, "active"), _numbers(head, "dead"))
-    return answer(signatures=bytes_record({client.credentials.number: signature}))
+    return payloads.answer(signatures=payloads.bytes_record({client.credentials.number: signature}))
 
 
 def secagg_unmask(client: SiloClient, content: RecordDict, head: Head) -> RecordDict:
     """Act 5: take the lists and their signatures, return a share of one secret of every silo."""
-    signatures = bytes_of(content, "signatures", _SERVER, size=SIGNATURE_BYTES)
+    signatures = payloads.bytes_of(content, "signatures", _SERVER, size=SIGNATURE_BYTES)
     found = _sum(client).unmask(_attempt(head), _numbers(head, "active"), _numbers(head, "dead"), signatures)
-    return answer(seeds=bytes_record(found.seeds), lost=bytes_record(found.keys))
+    return payloads.answer(seeds=payloads.bytes_record(found.seeds), lost=payloads.bytes_record(found.keys))
 
 
 SUM_ACTS: dict[str, Handler] = {
@@ -280,7 +264,7 @@ def global_weights(client: SiloClient, content: RecordDict, head: Head) -> Weigh
     Served(client.state).stage2(wanted)
     kept = client.state / f"received-{wanted[:16]}.safetensors"
     if "weights" in content.array_records:
-        weights = weights_of(content, _SERVER, like=client.model[0])
+        weights = payloads.weights_of(content, _SERVER, like=client.model[0])
         if fingerprint(weights) != wanted:
             raise DataError("The weights are not those that the server names.", kind="bad message")
         for old in client.state.glob("received-*.safetensors"):
@@ -294,44 +278,46 @@ def global_weights(client: SiloClient, content: RecordDict, head: Head) -> Weigh
 
 def fedneg_request(client: SiloClient, content: RecordDict, head: Head) -> RecordDict:
     """Return the rows that other silos are asked with; under ``seal`` in a letter to them."""
-    rows = client.request(global_weights(client, content, head), whole(head, "refresh"))
+    rows = client.request(global_weights(client, content, head), payloads.whole(head, "refresh"))
     if not client.settings.seal:
-        return answer(rows=rows_record(rows))
+        return payloads.answer(rows=payloads.rows_record(rows))
     refresh, sealer = _refresh(client, head), _sealer(client)
-    keys, refused = sealer.usable(refresh, bytes_of(content, "keys", _SERVER))
+    keys, refused = sealer.usable(refresh, payloads.bytes_of(content, "keys", _SERVER))
     letter = sealer.seal(refresh, "request", save({"rows": rows.float().contiguous()}), keys)
-    return _refusals(answer(request=body_record(letter.body), boxes=bytes_record(letter.boxes)), refused)
+    return _refusals(
+        payloads.answer(request=payloads.body_record(letter.body), boxes=payloads.bytes_record(letter.boxes)), refused
+    )
 
 
 def fedneg_serve(client: SiloClient, content: RecordDict, head: Head) -> RecordDict:
     """Answer requests of other silos, which are numbers here and have no names."""
-    weights, refresh = global_weights(client, content, head), whole(head, "refresh")
+    weights, refresh = global_weights(client, content, head), payloads.whole(head, "refresh")
     if client.settings.seal:
         return _sealed_answers(client, content, head, weights)
-    reply = envelope()
+    reply = payloads.envelope()
     asked = [
-        rows_of(content, f"asker {asker}", name=f"rows.{asker}", dim=client.model[1])
-        for asker in range(whole(head, "askers"))
+        payloads.rows_of(content, f"asker {asker}", name=f"rows.{asker}", dim=client.model[1])
+        for asker in range(payloads.whole(head, "askers"))
     ]
     for asker, known in enumerate(Served(client.state).known(refresh, asked)):
         if known:  # a request that comes later in this refresh is one more than was planned
-            reply[f"block.{asker}"] = block_record(client.serve(weights, asked[asker], refresh=refresh))
+            reply[f"block.{asker}"] = payloads.block_record(client.serve(weights, asked[asker], refresh=refresh))
     return reply
 
 
 def personalise(client: SiloClient, content: RecordDict, head: Head) -> RecordDict:
     """Train one local epoch of the silo's own query encoder, which stays here."""
     weights = global_weights(client, content, head)
-    epoch = whole(head, "epoch")
+    epoch = payloads.whole(head, "epoch")
     pool: FedPool | None = None
     refused: dict[int, str] = {}
     if client.settings.stage2.asks(epoch) and client.settings.seal:
         pool, refused = _sealed_pool(client, content, head, weights)
     elif client.settings.stage2.asks(epoch):
         lists = client.examples if client.settings.stage2.request == "exact" else None
-        pool = pool_of_record(content, _SERVER, dim=client.model[1], rows=lists)
+        pool = payloads.pool_of_record(content, _SERVER, dim=client.model[1], rows=lists)
     client.personalise(weights, pool, epoch)
-    return _refusals(envelope(), refused)
+    return _refusals(payloads.envelope(), refused)
 
 
 # -- sealed negatives --------------------------------------------------------------------------
@@ -344,19 +330,19 @@ def seal_key(client: SiloClient, content: RecordDict, head: Head) -> RecordDict:
     global_weights(client, content, head)
     if not client.settings.seal:
         raise DataError("The server begins to seal, and the settings do not.", kind="other settings")
-    number = whole(head, "number")
-    return answer(keys=bytes_record({number: _sealer(client).begin(_refresh(client, head), number)}))
+    number = payloads.whole(head, "number")
+    return payloads.answer(keys=payloads.bytes_record({number: _sealer(client).begin(_refresh(client, head), number)}))
 
 
 def _sealed_answers(client: SiloClient, content: RecordDict, head: Head, weights: Weights) -> RecordDict:
     """Answer each request that opens; once for all of them where requests say nothing."""
-    refresh, sealer, keys = _refresh(client, head), _sealer(client), bytes_of(content, "keys", _SERVER)
+    refresh, sealer, keys = _refresh(client, head), _sealer(client), payloads.bytes_of(content, "keys", _SERVER)
     says_nothing = client.settings.stage2.request == "none"
     asked: dict[int, Tensor] = {}
     refused: dict[int, str] = {}
     for asker, opened in _opened(client, content, refresh, "request", keys, refused).items():
         try:
-            rows = checked_rows(_unpacked(opened, asker).get("rows"), f"client {asker}", dim=client.model[1])
+            rows = payloads.checked_rows(_unpacked(opened, asker).get("rows"), f"client {asker}", dim=client.model[1])
             if says_nothing and len(rows):
                 raise DataError(
                     f"Client {asker} asks with rows, under request=none.", kind="has rows, under request=none"
@@ -369,16 +355,16 @@ def _sealed_answers(client: SiloClient, content: RecordDict, head: Head, weights
     for asker in [asker for asker, one in zip(askers, known, strict=True) if not one]:
         asked.pop(asker)
         refused[asker] = "came later than the others of this refresh"
-    reply = envelope()
+    reply = payloads.envelope()
     boxes: dict[int, bytes] = {}
     alike = {0: sorted(asked)} if says_nothing and asked else {asker: [asker] for asker in sorted(asked)}
     for place, askers in alike.items():
         block = client.serve(weights, asked[askers[0]], refresh=refresh.number)
         packed = save({name: value.contiguous() for name, value in block.parts.items()})
         letter = sealer.seal(refresh, "answer", packed, {asker: keys[asker] for asker in askers})
-        reply[f"answer.{place}"] = body_record(letter.body)
+        reply[f"answer.{place}"] = payloads.body_record(letter.body)
         boxes.update(letter.boxes)
-    reply["boxes"] = bytes_record(boxes)
+    reply["boxes"] = payloads.bytes_record(boxes)
     return _refusals(reply, refused)
 
 
@@ -387,20 +373,21 @@ def _sealed_pool(
 ) -> tuple[FedPool, dict[int, str]]:
     """Merge the pool of all answers to this silo; return it, and whose answers were refused and why."""
     stage, dim, refresh = client.settings.stage2, client.model[1], _refresh(client, head, "epoch")
-    keys = bytes_of(content, "keys", _SERVER)
-    rows = client.request(weights, refresh.number)
-    count, limit = (len(rows), stage.top_k) if len(rows) else (1, stage.n)
-    refused: dict[int, str] = {}
-    blocks: list[Block] = []
-    for sender, opened in _opened(client, content, refresh, "answer", keys, refused).items():
-        try:
-            parts = _unpacked(opened, sender)
-            # Blocks are merged in the order of names.
-            blocks.append(block_of_parts(parts, f"{sender:06}", rows=count, dim=dim, limit=limit))
-        except DataError as error:
-            refused[sender] = error.kind
+    keys = payloads.bytes_of(content, "keys", _SERVER)
+    rows, refused = client.request(weights, refresh.number), dict[int, str]()
+
+    def read(sender: int, opened: bytes, **size: int) -> Block:
+        # Blocks are merged in the order of names.
+        return payloads.block_of_parts(_unpacked(opened, sender), f"{sender:06}", dim=dim, **size)
+
+    def refuse(sender: int, error: DataError) -> None:
+        refused[sender] = error.kind
+
+    letters = _opened(client, content, refresh, "answer", keys, refused)
+    answers = [(sender, partial(read, sender, opened)) for sender, opened in letters.items()]
+    pool = merged_pool(answers, rows, stage, refuse)
     _sealer(client).forget()
-    return merged_pool(blocks, rows, stage), refused
+    return pool, refused
 
 
 def _opened(
@@ -409,11 +396,11 @@ def _opened(
 ) -> dict[int, bytes]:  # fmt: skip
     """Open the letters of a message, by sender; those that do not open are noted in ``refused``."""
     sealer, found = _sealer(client), {}
-    for sender, box in sorted(bytes_of(content, "boxes", _SERVER).items()):
+    for sender, box in sorted(payloads.bytes_of(content, "boxes", _SERVER).items()):
         try:
             if sender not in keys:
                 raise DataError(f"The server relays a letter of client {sender} and no key.", kind="has no key")
-            body = body_of(content, f"{kind}.{sender}", _SERVER)
+            body = payloads.body_of(content, f"{kind}.{sender}", _SERVER)
             found[sender] = sealer.open(refresh, kind, body, box, sender=sender, public=keys[sender])
         except DataError as error:
             if error.kind == "no such key":
@@ -438,7 +425,9 @@ def _refusals(reply: RecordDict, refused: Mapping[int, str]) -> RecordDict:
 
 
 def _refresh(client: SiloClient, head: Head, name: str = "refresh") -> Refresh:
-    return Refresh(run=digest_of(client.settings), number=whole(head, name), weights=str(head.get("weights")))
+    return Refresh(
+        run=payloads.digest_of(client.settings), number=payloads.whole(head, name), weights=str(head.get("weights"))
+    )
 
 
 def _sealer(client: SiloClient) -> Sealer:
@@ -462,8 +451,8 @@ def evaluate(client: SiloClient, content: RecordDict, head: Head) -> RecordDict:
     epsilon = client.epsilon() if client.told.epsilon else None
     spending = {} if epsilon is None else {"epsilon": epsilon}
     if not client.told.measures or client.settings.privacy.eps is not None:
-        return envelope(withheld=True, **spending)
-    reply = envelope(withheld=False, queries=max(len(value) for value in found.values()), **spending)
+        return payloads.envelope(withheld=True, **spending)
+    reply = payloads.envelope(withheld=False, queries=max(len(value) for value in found.values()), **spending)
     reply["measures"] = MetricRecord({name: float(value.mean()) for name, value in found.items()})
     return reply
 

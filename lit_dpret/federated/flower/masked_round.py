@@ -9,24 +9,20 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from lit_dpret.errors import DataError
 from lit_dpret.federated.aggregation import Weights, fingerprint
+from lit_dpret.federated.flower import payloads
 from lit_dpret.federated.flower.connected import ConnectedSilos
-from lit_dpret.federated.flower.library import RecordDict
-from lit_dpret.federated.flower.payloads import (
-    bytes_of,
-    bytes_record,
-    digest_of,
-    keys_of,
-    keys_record,
-    unmasking_of,
-    weights_record,
-    words_of,
-)
+from lit_dpret.federated.flower.library import ConfigRecord, RecordDict
 from lit_dpret.federated.keys import SIGNATURE_BYTES
+from lit_dpret.federated.negatives import SENT_AS, Block, merged_pool, select_clients
 from lit_dpret.federated.secure_mean import mean_of, words_for
 from lit_dpret.federated.secure_sum import Keys, Server
 from lit_dpret.federated.silo_sum import SumPlan
@@ -51,7 +47,7 @@ class MaskedRound:
         self.where = f"stage 1, round {number}"
         clients = range(1, silos.listed + 1) if self.settings.roster else sorted(self.numbers.values())
         self._plan = SumPlan(
-            run=digest_of(self.settings), round=number, attempt=secrets.token_hex(16),
+            run=payloads.digest_of(self.settings), round=number, attempt=secrets.token_hex(16),
             weights=fingerprint(weights), clients=tuple(clients),
         )  # fmt: skip
         self._server = Server(self._plan.session(self.settings.sum_threshold))
@@ -81,7 +77,7 @@ class MaskedRound:
     def gather(self) -> None:
         """Acts 1 to 3: collect the masked vectors."""
         self._need(len(self.numbers), "are there", least=self.least)  # before one of them trains for nothing
-        sent, clients = weights_record(self.weights), list(self._plan.clients)
+        sent, clients = payloads.weights_record(self.weights), list(self._plan.clients)
         contents: dict[str, RecordDict] = {}
         for name, number in self.numbers.items():
             contents[name] = self._message(round=self.number, number=number, clients=clients)
@@ -90,7 +86,7 @@ class MaskedRound:
         self._server.keys = {one.client: one for one in keys.values()}
         self._need(len(keys), "advertised keys")
 
-        advertised = keys_record(self._server.keys.values())
+        advertised = payloads.keys_record(self._server.keys.values())
         contents = {name: self._message() for name in keys}
         for content in contents.values():
             content["keys"] = advertised
@@ -100,10 +96,12 @@ class MaskedRound:
 
         contents = {name: self._message() for name in shares}
         for name, content in contents.items():
-            content["shares"] = bytes_record(routed[self.numbers[name]])
+            content["shares"] = payloads.bytes_record(routed[self.numbers[name]])
         size = 1 + sum(value.numel() for value in self.weights.values())
         masked = self._ask(
-            "train.secagg_masked", contents, lambda name, content: words_of(content, f"client {name!r}", size=size)
+            "train.secagg_masked",
+            contents,
+            lambda name, content: payloads.words_of(content, f"client {name!r}", size=size),
         )
         self._server.masked = {self.numbers[name]: words for name, words in masked.items()}
         self._need(len(masked), "sent a vector", least=self.least)
@@ -116,13 +114,13 @@ class MaskedRound:
         if self.settings.roster:
             signed = self._ask("train.secagg_sign", contents, self._signature)
             self._need(len(signed), "signed who is left")
-            signatures = bytes_record({self.numbers[name]: one for name, one in signed.items()})
+            signatures = payloads.bytes_record({self.numbers[name]: one for name, one in signed.items()})
             for content in contents.values():
                 content["signatures"] = signatures
         found = self._ask(
             "train.secagg_unmask",
             contents,
-            lambda name, content: unmasking_of(content, f"client {name!r}", self.numbers[name], active, dead),
+            lambda name, content: payloads.unmasking_of(content, f"client {name!r}", self.numbers[name], active, dead),
         )
         fixed = words_for(self.settings.update_limit, len(self._plan.clients))
         total = fixed.decode(self._server.total(found.values()))
@@ -138,19 +136,19 @@ class MaskedRound:
         return self.silos.ask(kind, contents, read, self.where)
 
     def _own_keys(self, name: str, content: RecordDict) -> Keys:
-        found = keys_of(content, f"client {name!r}")
+        found = payloads.keys_of(content, f"client {name!r}")
         if [one.client for one in found] != [self.numbers[name]]:
             raise DataError(f"Client {name!r} advertised keys that are not its own.", kind="bad protocol")
         return found[0]
 
     def _all_shares(self, name: str, content: RecordDict) -> dict[int, bytes]:
-        found = bytes_of(content, "shares", f"client {name!r}")
+        found = payloads.bytes_of(content, "shares", f"client {name!r}")
         if set(found) != set(self._server.keys) - {self.numbers[name]}:
             raise DataError(f"Client {name!r} did not share its secrets with everybody.", kind="bad protocol")
         return found
 
     def _signature(self, name: str, content: RecordDict) -> bytes:
-        found = bytes_of(content, "signatures", f"client {name!r}", size=SIGNATURE_BYTES)
+        found = payloads.bytes_of(content, "signatures", f"client {name!r}", size=SIGNATURE_BYTES)
         if self.numbers[name] not in found:
             raise DataError(f"Client {name!r} signed nothing.", kind="bad protocol")
         return found[self.numbers[name]]
@@ -163,3 +161,150 @@ class MaskedRound:
                 "given up, and nothing of it can be unmasked.",
                 kind="too few clients",
             )
+
+
+# -- Fed-negatives between silos, carried by the server: merged by it in clear, or sealed and only passed on.
+
+
+# Records of the message ``train.personalise``, by silo.
+Pools = dict[str, dict[str, Any]]
+
+# By sender the message with its letters' bodies, and the boxes in it by receiver.
+Letters = Mapping[str, tuple[RecordDict, dict[int, bytes]]]
+
+
+class Relay:
+    """One refresh of all silos' negatives."""
+
+    def __init__(
+        self, silos: ConnectedSilos, names: Sequence[str], weights: Weights, refresh: int, *, dim: int
+    ) -> None:
+        self.silos, self.weights, self.refresh, self.dim = silos, weights, refresh, dim
+        self.settings, self.numbers = silos.settings, silos.numbers(names)  # silos seal under these numbers
+        self.where = f"refresh {refresh}"
+
+    def pools(self) -> Pools:
+        """Return what each silo that asked gets to train with."""
+        return self._sealed() if self.settings.seal else self._in_clear()
+
+    def report_refusals(self, name: str, content: RecordDict) -> None:
+        """Report the letters that a silo says it has left out."""
+        named = {number: other for other, number in self.numbers.items()}
+        for number, why in content.config_records.get("refused", ConfigRecord()).items():
+            other = named.get(int(number)) if payloads.is_number(number) else None
+            self._fault(f"client {name!r} left out what came from client {other!r}: it {str(why)[:80]}.")
+
+    # -- in clear ------------------------------------------------------------------------------
+
+    def _in_clear(self) -> Pools:
+        stage, names = self.settings.stage2, list(self.numbers)
+        requests = {name: self._message(name) for name in names}
+        rows: dict[str, Tensor] = self.silos.ask(
+            "query.fedneg_request",
+            requests,
+            lambda name, content: payloads.rows_of(content, f"client {name!r}", dim=self.dim),
+            self.where,
+        )
+        asked = self._askers(list(rows), names)
+        serving = {name: self._asking(name, [rows[asker] for asker in listed]) for name, listed in asked.items()}
+        answers: dict[str, list[tuple[str, Callable[..., Block]]]] = {asker: [] for asker in rows}
+        for name, content in self.silos.exchange("query.fedneg_serve", serving, self.where).items():
+            for place, asker in enumerate(asked[name]):
+                record = "block.0" if stage.request == "none" else f"block.{place}"
+                answers[asker].append((asker, partial(payloads.block_of, content, name, dim=self.dim, name=record)))
+
+        def refuse(asker: str, error: DataError) -> None:
+            self.silos.faults.append(f"{self.where} of client {asker!r}: {error}")
+
+        found: Pools = {}
+        for asker, given in answers.items():
+            pool = merged_pool(given, rows[asker], stage, refuse)
+            found[asker] = {"pool": payloads.pool_record(pool, send_as=SENT_AS[stage.send_as])}
+        return found
+
+    def _asking(self, name: str, rows: list[Tensor]) -> RecordDict:
+        if self.settings.stage2.request == "none":  # requests that say nothing are all the same one
+            rows = [torch.empty(0, self.dim)]
+        content = self._message(name, askers=len(rows))
+        for place, one in enumerate(rows):
+            content[f"rows.{place}"] = payloads.rows_record(one)
+        return content
+
+    # -- sealed --------------------------------------------------------------------------------
+
+    def _sealed(self) -> Pools:
+        numbers = self.numbers
+        begun = {name: self._message(name, number=number) for name, number in numbers.items()}
+        keys: dict[str, bytes] = self.silos.ask("query.seal_key", begun, self._own_key, self.where)
+        requests = {name: self._message(name) for name in keys}
+        for name, content in requests.items():
+            content["keys"] = payloads.bytes_record(
+                {numbers[one]: keys[one] for one in self._selected(name, list(keys))}
+            )
+        letters = self._letters("query.fedneg_request", requests)
+
+        serving: dict[str, RecordDict] = {}
+        for name, listed in self._askers(list(letters), list(keys)).items():
+            serving[name] = self._message(name)
+            self._carry(serving[name], name, "request", {one: letters[one] for one in listed}, keys)
+        answers = self._letters("query.fedneg_serve", serving)
+        found: Pools = {}
+        for asker in letters:
+            got = {name: letter for name, letter in answers.items() if numbers[asker] in letter[1]}
+            carried = RecordDict()
+            self._carry(carried, asker, "answer", got, keys)
+            found[asker] = dict(carried)
+        return found
+
+    def _letters(self, kind: str, contents: Mapping[str, RecordDict]) -> Letters:
+        """Exchange messages; return the letters in the answers, and report those that silos left out."""
+
+        def read(name: str, content: RecordDict) -> tuple[RecordDict, dict[int, bytes]]:
+            self.report_refusals(name, content)
+            return content, payloads.bytes_of(content, "boxes", f"client {name!r}")
+
+        return self.silos.ask(kind, contents, read, self.where)
+
+    def _carry(self, content: RecordDict, to: str, kind: str, letters: Letters, keys: Mapping[str, bytes]) -> None:
+        """Put the letters to one silo into a message: bodies, boxes, and the keys of their senders."""
+        boxes: dict[int, bytes] = {}
+        for name, (sent, found) in letters.items():
+            own = f"{kind}.{self.numbers[to]}"  # an answer to one silo; a request, or number 0, has one body for all
+            record = kind if kind == "request" else own if own in sent.array_records else f"{kind}.0"
+            try:
+                content[f"{kind}.{self.numbers[name]}"] = payloads.body_record(
+                    payloads.body_of(sent, record, f"client {name!r}")
+                )
+                boxes[self.numbers[name]] = found[self.numbers[to]]
+            except DataError as error:
+                self._fault(str(error))
+            except KeyError:
+                self._fault(f"client {name!r} sealed no letter for client {to!r}.")
+        content["boxes"] = payloads.bytes_record(boxes)
+        content["keys"] = payloads.bytes_record({self.numbers[name]: keys[name] for name in letters})
+
+    def _own_key(self, name: str, content: RecordDict) -> bytes:
+        found = payloads.bytes_of(content, "keys", f"client {name!r}")
+        if set(found) != {self.numbers[name]}:
+            raise DataError(f"Client {name!r} gave a key that is not its own.", kind="bad protocol")
+        return found[self.numbers[name]]
+
+    # -- both ----------------------------------------------------------------------------------
+
+    def _selected(self, asker: str, names: list[str]) -> list[str]:
+        run = self.settings
+        return select_clients(asker, names, run.stage2, seed=run.seed, refresh=self.refresh)
+
+    def _askers(self, asking: list[str], names: list[str]) -> dict[str, list[str]]:
+        """Map each silo that is asked to those who ask it."""
+        askers: dict[str, list[str]] = {name: [] for name in names}
+        for asker in asking:
+            for name in self._selected(asker, names):
+                askers[name].append(asker)
+        return {name: listed for name, listed in askers.items() if listed}
+
+    def _message(self, name: str, **facts: Any) -> RecordDict:
+        return self.silos.about(self.weights, name, refresh=self.refresh, **facts)
+
+    def _fault(self, what: str) -> None:
+        self.silos.faults.append(f"{self.where}: {what}")

@@ -20,9 +20,8 @@ from lit_dpret.federated.documents import Patience
 from lit_dpret.federated.federation import Federation, FedResult
 from lit_dpret.federated.flower.connected import ConnectedSilos
 from lit_dpret.federated.flower.library import Context, Grid, RecordDict, ServerApp
-from lit_dpret.federated.flower.masked_round import MaskedRound
+from lit_dpret.federated.flower.masked_round import MaskedRound, Relay
 from lit_dpret.federated.flower.payloads import SCHEMA, weights_of, weights_record
-from lit_dpret.federated.flower.relay import Relay
 from lit_dpret.federated.settings import PHASES, PddAs2, Phase
 from lit_dpret.files import write_whole
 from lit_dpret.progress import ProgressLine

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from lit_dpret.errors import DataError
-from reproduction.report.comparison import ModeRow
-from reproduction.report.gain_share import gain_shares, share_of_gain
+from reproduction.report.comparison import ModeRow, gain_shares, share_of_gain
 
 
 def row(name: str, *runs: float) -> ModeRow:
