@@ -290,10 +290,10 @@ def run(cfg: DictConfig) -> Any:
         if refuse_private_objective(task, parts.make_callbacks(), cfg.objective, sweep):
             _close_sweep()
     many = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
-    if trial is None and hasattr(task, "planned_fits") and (many or cfg.objective is not None):
+    if many or cfg.objective is not None:
         from lit_dpret.tasks.trial import refuse_other_choice
 
-        refuse_other_choice(task, parts.make_privacy(), parts.make_callbacks(), cfg.objective)
+        refuse_other_choice(task, parts, cfg.objective, _swept()[0] if many else ())
     before = dict(os.environ)
     with _one_job():
         try:
@@ -435,9 +435,10 @@ def _one_of_many(cfg: DictConfig) -> Any:
     try:
         if _failed:
             raise _failed[0]
-        if known.job.num == 0 and rank_watch.is_first() and (runs := _swept()[1]) is not None:
+        varied, runs = _swept()
+        if known.job.num == 0 and rank_watch.is_first() and runs is not None:
             try:
-                tell_cost([_composed(cfg, run) for run in runs])
+                tell_cost([_composed(cfg, run) for run in runs], varied)
             except LitDpretError as error:
                 _failed.append(error)
                 raise

@@ -16,6 +16,7 @@ from lit_dpret.report.table import Table
 from lit_dpret.sweeps.report import claimed_epsilon
 from lit_dpret.tasks.fit import Fit, PlannedFit
 from lit_dpret.tasks.parts import ComposedRun, Parts, say
+from lit_dpret.tasks.trial import refuse_other_choice
 
 RESULTS = "multirun.md"
 _PLANNED_BY = ("task", "privacy", "datamodule", "trainer", "callbacks", "canaries")
@@ -42,13 +43,17 @@ def cost_together(plans: Sequence[PlannedFit]) -> tuple[float, str]:
     return value, str(how)
 
 
-def tell_cost(runs: Sequence[ComposedRun]) -> None:
+def tell_cost(runs: Sequence[ComposedRun], varied: Sequence[str] = ()) -> None:
     """Print how many runs begin, what they cost together, and how long they take, as far as it is known.
 
+    ``varied`` are the settings in which they differ.
+
     Raises:
-        LitDpretError: One of them cannot be made, so that none begins.
+        LitDpretError: One of them cannot be made, or its card would tell of another choice, so that none begins.
     """
     made = [run.make() for run in runs]
+    for task, parts in made:
+        refuse_other_choice(task, parts, None, varied)
     modes = [parts.make_privacy() for _, parts in made]
     plans: list[PlannedFit] = []
     known: dict[str, list[PlannedFit]] = {}

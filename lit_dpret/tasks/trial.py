@@ -129,25 +129,32 @@ def refuse_private_objective(task: Any, callbacks: Sequence[Any], name: str, swe
     return bool(private) or declared
 
 
-def refuse_other_choice(task: Any, mode: Any, callbacks: Sequence[Any], objective: str | None) -> None:
+def refuse_other_choice(task: Any, parts: Parts, objective: str | None, varied: Sequence[str] = ()) -> None:
     """Refuse a card that tells of no choice, or of another one, in a multirun of private trainings without a sweep.
 
-    ``objective`` is what a sweeper compares the runs by; None where nobody compares them by a number.
+    Args:
+        task: What a run of it does.
+        parts: That run's.
+        objective: What a sweeper compares the runs by; None where nobody compares them by a number.
+        varied: The settings in which the runs differ; only those that differ in their seed alone are no choice.
 
     Raises:
         ConfigurationError: The card would say that nothing was chosen by trainings on private data, or that nobody
             knows how many there are.
     """
-    if mode.guarantee != "dp":
+    mode = parts.make_privacy()
+    if mode.guarantee != "dp" or parts.trial_of is not None or not hasattr(task, "planned_fits"):
         return
+    differing = [name for name in varied if name != "seed"]
+    chooser = f"objective={objective}" if objective is not None else f"-m, which varies {', '.join(differing)}"
     said = [("task.tuning_", {"data": getattr(task, "tuning_data", None)})]
-    said += [("callbacks.card.tuning_", one.tuning) for one in callbacks if isinstance(one, PrivacyCard)]
+    said += [("callbacks.card.tuning_", one.tuning) for one in parts.make_callbacks() if isinstance(one, PrivacyCard)]
     for knob, tuning in said:
         refuse_told_number(tuning, "-m" if objective is None else "objective", knob=knob)
-        if objective is not None and tuning.get("data") in ("none", "public"):
+        if (objective is not None or differing) and tuning.get("data") in ("none", "public"):
             raise ConfigurationError(
-                f"{knob}data={tuning['data']} with objective={objective}: a sweeper chooses among trainings on private "
-                f"data by it, whatever they are scored on. Leave {knob}data unknown, or name a planned sweep by "
+                f"{knob}data={tuning['data']} with {chooser}: whoever takes one of these runs chooses among trainings "
+                f"on private data, whatever they are scored on. Leave {knob}data unknown, or name a planned sweep by "
                 "trial_of, whose cost is known (docs/sweeps.md)."
             )
 

@@ -17,6 +17,7 @@ from planned_sweeps import STEPS, trial_parts
 from test_cli import TINY, write_log
 
 from lit_dpret import cli
+from lit_dpret.callbacks import PrivacyCard
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.tasks import Evaluate, Fit
@@ -75,6 +76,25 @@ def test_no_run_begins_where_one_of_them_cannot_be_made(tmp_path: Path) -> None:
         tell_cost([composed(good, "good"), composed(bad, "bad")])
 
 
+@pytest.mark.parametrize("declared", ["none", "public"])
+def test_private_runs_that_differ_in_a_setting_leave_no_card_that_tells_of_no_choice(
+    declared: str, tmp_path: Path
+) -> None:
+    def tell(data: str, varied: Sequence[str], **given: Any) -> None:
+        cards = lambda folder: [PrivacyCard(run_dir=folder, tuning_data=data)]  # noqa: E731
+        private = trial_parts(tmp_path, tmp_path / "run", callbacks=cards, **given)
+        bare = trial_parts(tmp_path, tmp_path / "run", make_privacy=NoPrivacy)
+        tell_cost([composed(bare, "bare"), composed(private, "private")], varied)
+
+    for varied in (["privacy.eps"], ["seed", "model.optimizer.lr"]):
+        with pytest.raises(ConfigurationError, match=rf"callbacks\.card\.tuning_data={declared}.*{varied[-1]}"):
+            tell(declared, varied)
+        tell("unknown", varied)
+        tell("private", varied)
+    tell(declared, ["seed"])
+    tell(declared, [])
+
+
 @pytest.mark.parametrize("task", [Evaluate(), Fit(min_free_mb=1, membership_coins=True)], ids=["evaluate", "coins"])
 def test_a_cost_that_nobody_knows_beforehand_is_said_and_refuses_nothing(
     task: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -131,6 +151,9 @@ def test_a_multirun_tells_the_cost_first_then_a_table_and_refuses_a_setting_befo
 
     refused = call("privacy.eps=3,-1", f"hydra.sweep.dir={tmp_path / 'refused'}")
     assert refused.returncode == cli.USER_ERROR and "privacy.eps=-1" in refused.stderr
+    assert not list(tmp_path.rglob("privacy_ledger.jsonl"))
+    refused = call("privacy.eps=3,8", "callbacks.card.tuning_data=none")
+    assert refused.returncode == cli.USER_ERROR and "callbacks.card.tuning_data=none" in refused.stderr
     assert not list(tmp_path.rglob("privacy_ledger.jsonl"))
     done = call("privacy.eps=3,8")
     assert done.returncode == 0, done.stderr
