@@ -205,11 +205,8 @@ class PublicWandbLogger(_PublicLogger, WandbLogger):
     def _log_claim(self, claim: Mapping[str, Any], page: Path | None) -> None:
         import wandb
 
-        table = wandb.Table(columns=["claim", "value"], data=[[name, str(value)] for name, value in claim.items()])
-        shown: dict[str, Any] = {"privacy/claim": table}
-        if page is not None:
-            shown["privacy/card"] = wandb.Html(page.read_text(encoding="utf-8"), inject=False)
-        self.experiment.log(shown)
+        if page is not None:  # no table of W&B's: its file would name the owner's home
+            self.experiment.log({"privacy/card": wandb.Html(page.read_text(encoding="utf-8"), inject=False)})
         self.experiment.summary.update({f"privacy/{name}": value for name, value in claim.items()})
 
 
@@ -254,7 +251,8 @@ class PublicMlflowLogger(_PublicLogger, MLFlowLogger):
 
     Guarantees:
         - No text, no path of data, no command line, no name of a user or of a script, no commit and no code is sent
-          or stored. MLflow itself notes the folder in which a store on this machine keeps the card.
+          or stored. A database on this machine has two paths of MLflow's own: where it keeps the card, and where it
+          was made.
         - MLflow's run begins with the first number that it is told. Under a guarantee that is when training is over
           (`LogGate`), so that no time in it depends on a private step, and the machine is not measured.
         - When the run ends, its tags have the claim of its card, and its artifacts the card.
@@ -338,10 +336,11 @@ class PublicMlflowLogger(_PublicLogger, MLFlowLogger):
         self._connect()
         client, place = self._mlflow_client, self._place
         if place is None:
-            number = client.create_experiment(self.name, self._artifact_location)
+            self._experiment_id = client.create_experiment(self.name, self._artifact_location)
         else:
-            number = place.experiment_id
-        self._run_id = client.create_run(number, run_name=self._run_name).info.run_id
+            self._experiment_id = place.experiment_id
+        self._run_id = client.create_run(self._experiment_id, run_name=self._run_name).info.run_id
+        self._initialized = True  # otherwise Lightning makes the store that of every later run of this process
 
     def _log_claim(self, claim: Mapping[str, Any], page: Path | None) -> None:
         for name, value in claim.items():

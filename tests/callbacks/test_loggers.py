@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import os
 import socket
 import sys
 import time
@@ -19,7 +20,7 @@ from lit_dpret.callbacks import MetricsFile, PrivacyCard, PublicMlflowLogger, Pu
 from lit_dpret.cards.card import read_card
 from lit_dpret.errors import ConfigurationError
 
-PRIVATE = ("ann_log.jsonl", "what did ann ask", "machine-of-ann", "user-ann", "ann_script.py")
+PRIVATE = ("ann_log.jsonl", "what did ann ask", "machine-of-ann", "user-ann", "ann_script.py", "home-of-ann")
 SETTINGS = {
     "privacy": {"_target_": "lit_dpret.privacy.modes.DPSGD", "eps": 3.0, "secret_file": PRIVATE[0]},
     "datamodule": {"pairs": PRIVATE[0], "words": PRIVATE[1], "expected_batch_size": 4},
@@ -43,12 +44,13 @@ Made = Callable[[Path], Any]
 
 
 @pytest.fixture(params=SERVICES)
-def made(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Made]:
+def made(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Made]:
     """Make the logger of one service, on a machine with a name and a user that are nobody's business."""
     pytest.importorskip(request.param)
     monkeypatch.setattr(socket, "gethostname", lambda: PRIVATE[2])
     monkeypatch.setattr(getpass, "getuser", lambda: PRIVATE[3])
     monkeypatch.setattr(sys, "argv", [PRIVATE[4]])
+    monkeypatch.setenv("HOME", str(tmp_path / PRIVATE[5]))
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     yield SERVICES[request.param]
     finish_wandb()
@@ -151,10 +153,14 @@ def times(folder: Path) -> Iterator[float]:
             yield path.stat().st_mtime
 
 
-def test_mlflow_gets_the_claim_as_tags_and_the_card_as_artifacts(tmp_path: Path) -> None:
+def test_mlflow_gets_the_claim_as_tags_and_the_card_as_artifacts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     connect = pytest.importorskip("mlflow").tracking.MlflowClient
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     run = tmp_path / "run"
     trained(run, mlflow(run))
+    assert "MLFLOW_TRACKING_URI" not in os.environ, "the next run in this process has a store of its own"
     client = connect(f"sqlite:///{run}/mlflow.db")
     (found,) = client.search_runs([client.get_experiment_by_name("lit-dpret").experiment_id])
     claim = read_card(run)["claim"]
