@@ -28,7 +28,7 @@ from lit_dpret.cards.card import read_card
 from lit_dpret.cards.check import verify_card
 from lit_dpret.cards.start import read_start
 from lit_dpret.cards.text import show_epsilon
-from lit_dpret.cli import run
+from lit_dpret.cli import jobs, run
 from lit_dpret.datamodules import SyntheticDataModule
 from lit_dpret.errors import BudgetExceededError, ConfigurationError
 from lit_dpret.privacy.accounting.releases import Release, merge
@@ -324,8 +324,8 @@ def test_the_folder_of_such_a_multirun_is_its_owners_before_a_score_is_there(
 ) -> None:
     folder = tmp_path / "sweep" / "trials"
     known = SimpleNamespace(mode=RunMode.MULTIRUN, sweep=SimpleNamespace(dir=str(folder)))
-    monkeypatch.setattr(cli, "HydraConfig", SimpleNamespace(initialized=lambda: True, get=lambda: known))
-    cli._close_sweep()
+    monkeypatch.setattr(jobs, "HydraConfig", SimpleNamespace(initialized=lambda: True, get=lambda: known))
+    jobs.close_sweep()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 

@@ -18,6 +18,7 @@ from test_cli import TINY, write_log
 
 from lit_dpret import cli
 from lit_dpret.callbacks import PrivacyCard
+from lit_dpret.cli import jobs
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.tasks import Evaluate, Fit
@@ -127,12 +128,12 @@ def test_the_folder_of_a_job_is_flat_short_and_unique(monkeypatch: pytest.Monkey
         mode=RunMode.MULTIRUN, overrides=SimpleNamespace(task=job),
         sweeper=SimpleNamespace(_target_="hydra.BasicSweeper", get=lambda name: None),
     )  # fmt: skip
-    monkeypatch.setattr(cli, "HydraConfig", SimpleNamespace(get=lambda: known))
-    monkeypatch.setattr(cli.GlobalHydra, "instance", lambda: SimpleNamespace(config_loader=lambda: None))
-    first, second = cli._job_name(0), cli._job_name(1)
+    monkeypatch.setattr(jobs, "HydraConfig", SimpleNamespace(get=lambda: known))
+    monkeypatch.setattr(jobs.GlobalHydra, "instance", lambda: SimpleNamespace(config_loader=lambda: None))
+    first, second = jobs.job_name(0), jobs.job_name(1)
     assert first.startswith("0-eps_3-lora_r-4") and first != second
     assert len(first) <= 64 and not set(first) & set("/=,{}: ")
-    names, runs = cli._swept()
+    names, runs = jobs.swept()
     assert names == ["privacy.eps", "+model.lora", "datamodule.pairs"] and runs is not None and len(runs) == 8
     assert runs[0] == job
 

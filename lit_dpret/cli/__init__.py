@@ -1,0 +1,293 @@
+"""One entry point for `python train.py`, `python -m lit_dpret` and `lit-dpret`.
+
+This is the only module that knows Hydra. It composes the configuration, hands a task the means to
+build what it needs, and turns what a user can cause into one line and a non-zero exit.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+import lit_dpret
+from lit_dpret import errors
+from lit_dpret.cli.arguments import listing, own_overrides, program, quoted, with_task
+from lit_dpret.cli.composition import build_parts, check_top_level, checked_task, composed_run
+from lit_dpret.cli.explanations import causes, explain, lost_rank
+from lit_dpret.cli.jobs import begin_what_is_left, close_sweep, job_name, one_job, swept
+from lit_dpret.config import CONFIG_MODULE, format_help
+from lit_dpret.distributed import rank_watch
+from lit_dpret.errors import ConfigurationError, LitDpretError, WorkerError
+from lit_dpret.tasks.parts import as_typed
+from lit_dpret.tasks.silo_command import silo_command
+from lit_dpret.tasks.stages import holds_a_run
+
+__all__ = [
+    "CONFIG_MODULE",
+    "USER_ERROR",
+    "build_parts",
+    "checked_task",
+    "explain",
+    "listing",
+    "main",
+    "run",
+    "with_task",
+]
+
+USER_ERROR = 2
+_places: list[tuple[str, Path]] = []  # the setting and the folder of the command that runs
+_failed: list[Exception] = []  # what ended it
+_outcomes: list[Any] = []  # of a multirun: what its runs in this process have come to
+OmegaConf.register_new_resolver("new_name", rank_watch.new_name, use_cache=True, replace=True)
+OmegaConf.register_new_resolver("job_name", lambda number: job_name(int(number)), replace=True)
+
+
+def run(cfg: DictConfig) -> Any:
+    """Run the task of a composed configuration."""
+    check_top_level(cfg)
+    task = checked_task(cfg)
+    _quieten()  # the task has imported Lightning, which turns its messages on again
+    if (started := rank_watch.world_size()) > 1 and not getattr(task, "takes_ranks", False):
+        raise ConfigurationError(
+            f"{started} processes were started for a task that one process does. Start it without torchrun or srun."
+        )
+    _note_place()
+    begin_what_is_left(cfg)
+    parts = build_parts(cfg)
+    parts = replace(parts, make_datamodule=_named_first(parts.make_datamodule, _data_line(cfg, task)))
+    trial = None
+    if cfg.objective is not None:
+        from lit_dpret.tasks.trial import refuse_unprivate_choice
+
+        refuse_unprivate_choice(task, parts.make_privacy(), cfg.objective, knob="objective")
+    if cfg.trial_of is not None:
+        from lit_dpret.tasks.trial import TrialOf
+
+        trial = TrialOf(cfg.trial_of, task, parts)
+    if cfg.objective is not None:
+        from lit_dpret.tasks.trial import refuse_private_objective
+
+        sweep = None if trial is None else trial.sweep
+        if refuse_private_objective(task, parts.make_callbacks(), cfg.objective, sweep):
+            close_sweep()
+    many = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+    if many or cfg.objective is not None:
+        from lit_dpret.tasks.trial import refuse_other_choice
+
+        refuse_other_choice(task, parts, cfg.objective, swept()[0] if many else ())
+    before = dict(os.environ)
+    with one_job():
+        try:
+            result = task.run(parts)
+        finally:
+            rank_watch.leave(before)
+    if trial is not None:
+        trial.finish(own_overrides(), result)
+    return result
+
+
+def _named_first(make: Callable[..., Any], line: str) -> Callable[..., Any]:
+    """Return ``make``, which prints ``line`` when it is called first: no task measures data that it did not name."""
+    lines = [line] if rank_watch.is_first() else []
+
+    def made(**extra: Any) -> Any:
+        if lines:
+            sys.stderr.write(f"{lines.pop()}\n")
+        return make(**extra)
+
+    return made
+
+
+def _data_line(cfg: DictConfig, task: Any) -> str:
+    """Say which data a task reads and, where it trains, what it will promise to whom."""
+    given = {word.lstrip("+").split("=")[0] for word in own_overrides()}
+    chosen = HydraConfig.get().runtime.choices if HydraConfig.initialized() else {}
+    node = cfg.datamodule
+    places = [str(node[key]) for key in ("name", "folder", "pairs", "queries", "path", "hub") if node.get(key)]
+    name = chosen.get("datamodule") or str(node.get("_target_")).rpartition(".")[2]
+    default = "" if given & {"datamodule", "experiment"} else " (the default; choose another with datamodule=)"
+    words = [" ".join([name, *places]) + default]
+    if split := cfg.task.get("split"):
+        words.append(f"split {split}")
+    if hasattr(task, "planned_fits"):
+        eps = cfg.privacy.get("eps")
+        words.append(
+            f"privacy {chosen.get('privacy', '')}" + (f" at eps {eps} for one {cfg.privacy.unit}" if eps else "")
+        )
+    return f"data: {', '.join(words)}"
+
+
+def _note_place() -> None:
+    """Remember where this command writes; Hydra forgets it before an interruption is reported."""
+    _places.clear()
+    if HydraConfig.initialized():
+        known: Any = HydraConfig.get()
+        many = known.mode == RunMode.MULTIRUN
+        folder = known.sweep.dir if many else known.runtime.output_dir
+        _places.append((f"hydra.{'sweep' if many else 'run'}.dir", Path(folder)))
+
+
+def _objective(cfg: DictConfig, result: Any) -> Any:
+    """Return the result that ``objective`` names, for a sweeper such as Optuna, or all of them."""
+    if cfg.objective is None:
+        return result
+    if not isinstance(result, dict) or cfg.objective not in result:
+        known = ", ".join(result) if isinstance(result, dict) and result else "none"
+        raise ConfigurationError(f"objective={cfg.objective} is no result of this task. Its results: {known}.")
+    return float(result[cfg.objective])
+
+
+def _one_of_many(cfg: DictConfig) -> Any:
+    """Run one job of a multirun: before the first, tell what all cost; none begins where one of them cannot be made."""
+    from lit_dpret.tasks.multirun import Outcomes, tell_cost
+
+    _quieten()  # the import has let Lightning speak again
+    known: Any = HydraConfig.get()
+    result: Any = None
+    try:
+        if _failed:
+            raise _failed[0]
+        varied, runs = swept()
+        if known.job.num == 0 and rank_watch.is_first() and runs is not None:
+            try:
+                tell_cost([composed_run(cfg, run) for run in runs], varied)
+            except LitDpretError as error:
+                _failed.append(error)
+                raise
+        if not _outcomes:
+            _outcomes.append(Outcomes(Path(known.sweep.dir)))
+        result = run(cfg)
+        return _objective(cfg, result)
+    except BaseException as error:
+        result = error
+        raise
+    finally:
+        if _outcomes:
+            _outcomes[0].add(Path(cfg.run_dir), own_overrides(), result)
+
+
+@hydra.main(version_base="1.3", config_path=f"pkg://{CONFIG_MODULE}", config_name="train")
+def _hydra_main(cfg: DictConfig) -> Any:
+    if HydraConfig.get().mode == RunMode.MULTIRUN:  # the other jobs run, and Hydra tells of one that failed at the end
+        return _one_of_many(cfg)
+    try:
+        return _objective(cfg, run(cfg))
+    except Exception as error:
+        # Hydra would print every override before the error, whose line says what it is about.
+        _failed.append(error)
+        return None
+
+
+def main() -> None:
+    """Console entry; exits with status 2 and one line on what a user can mend."""
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+    errors.on_command_line = True
+    _quieten()
+    rank_watch.begin()
+    interrupted = _note_interrupt()
+    try:
+        if sys.argv[1:2] == ["silo"]:
+            silo_command(sys.argv[2:])
+            return
+        if sys.argv[1:2] == ["list"]:
+            sys.stdout.write(f"{listing(sys.argv[2:])}\n")
+            return
+        if sys.argv[1:2] in (["--help"], ["-h"]):
+            sys.stdout.write(f"{format_help(program())}\n")
+            return
+        if sys.argv[1:2] == ["--version"]:
+            sys.stdout.write(f"lit-dpret {lit_dpret.__version__}\n")
+            return
+        sys.argv[1:] = [quoted(argument) for argument in with_task(sys.argv[1:])]
+        _failed.clear()
+        _outcomes.clear()
+        try:
+            _hydra_main()
+        finally:
+            if _outcomes and rank_watch.is_first():
+                _outcomes[0].tell()
+        if _failed:
+            raise _failed[0]
+    except (Exception, KeyboardInterrupt, SystemExit) as error:
+        _end(error, interrupted())
+
+
+def _end(error: BaseException, interrupted: bool) -> None:
+    """Exit with the status and the line that an error asks for; raise it again where it is a defect of ours."""
+    behind = list(causes(error))
+    # Lightning answers Ctrl-C by SystemExit(1); on several ranks one may first notice that another is gone.
+    if any(isinstance(cause, KeyboardInterrupt) for cause in behind) or (
+        interrupted and any(isinstance(cause, WorkerError) or lost_rank(cause) for cause in behind)
+    ):
+        if rank_watch.is_started_by_launcher():  # the first process tells it, and takes another status for a defect
+            raise SystemExit(0) from None
+        _stop(f"interrupted. {_way_on()}", 130)
+    if type(error).__name__ == "SIGTERMException":  # Lightning's SystemExit without a code, which would be 0
+        _stop(f"ended by SIGTERM. {_way_on()}", 143)
+    if not isinstance(error, Exception):
+        raise error
+    if any(getattr(cause, "told_by_rank", None) is not None for cause in behind):
+        # The rank that it happened on tells it, and may still be writing what it has to.
+        rank_watch.wait_for_launcher()
+        raise SystemExit(USER_ERROR) from None
+    line = explain(error)
+    if line is None:
+        raise error
+    _stop(line, USER_ERROR)
+
+
+def _note_interrupt() -> Callable[[], bool]:
+    """Raise KeyboardInterrupt on Ctrl-C, as Python does; returns what tells whether there was one."""
+    found: list[int] = []
+
+    def note(signum: int, frame: Any) -> None:
+        found.append(signum)
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # neither ignored nor somebody else's
+        signal.signal(signal.SIGINT, note)
+    return lambda: bool(found)
+
+
+def _way_on() -> str:
+    """Say how a command that was ended goes on."""
+    for knob, folder in _places:
+        if holds_a_run(folder):
+            place = as_typed([f"{knob}={folder}"])
+            return f"The same command with {place} resume=true goes on from the last checkpoint."
+    return "Nothing was begun yet: the same command starts it."
+
+
+def _quieten() -> None:
+    """Leave the terminal to what the user asked for; what goes wrong is still said."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    for name in ("lightning.pytorch", "bm25s"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    # dp_accounting says of each Renyi order that it leaves out that it does; epsilon is the least of the others.
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    for message in (
+        ".*isinstance.treespec, LeafSpec.*",
+        ".*does not have many workers.*",
+        ".*Checkpoint directory .* exists and is not empty.*",
+        ".*in eval mode at the start of training.*",  # frozen towers are, by design
+    ):
+        warnings.filterwarnings("ignore", message=message)
+
+
+def _stop(line: str, status: int) -> None:
+    sys.stderr.write(f"error: {line}\n")
+    raise SystemExit(status)

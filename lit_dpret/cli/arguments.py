@@ -1,0 +1,114 @@
+"""What is typed: a word for the task, paths by their place, values that Hydra would not read, and the command again."""
+
+from __future__ import annotations
+
+import re
+import sys
+from itertools import takewhile
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
+from lit_dpret.config import format_choices, groups, names, top_level
+from lit_dpret.errors import ConfigurationError
+
+_POSITIONAL = {"compare": ("run_a", "run_b"), "verify": ("card",), "audit": ("run",), "sweep": ("file",)}
+_SETTING = re.compile(r"((?:\+\+?|~)?[A-Za-z_][\w./@:-]*)=(.*)", re.DOTALL)
+
+
+def listing(arguments: list[str]) -> str:
+    """``lit-dpret list`` and ``lit-dpret list GROUP``: what can be chosen.
+
+    Raises:
+        ConfigurationError: There is no such group, or more than one was named.
+    """
+    if len(arguments) > 1:
+        raise ConfigurationError(f"list takes one group of settings at most, not {' '.join(arguments)}.")
+    return format_choices(arguments[0] if arguments else None)
+
+
+def with_task(arguments: list[str]) -> list[str]:
+    """``doctor privacy.eps=3`` as ``task=doctor privacy.eps=3``; a word that names no task is refused.
+
+    Example:
+        >>> with_task(["plan", "privacy.eps=3"])
+        ['task=plan', 'privacy.eps=3']
+        >>> with_task(["compare", "runs/a", "runs/b", "task.level=0.9"])
+        ['task=compare', "task.run_a='runs/a'", "task.run_b='runs/b'", 'task.level=0.9']
+        >>> with_task(["verify", "runs/a"])
+        ['task=verify', "task.card='runs/a'"]
+
+    Raises:
+        ConfigurationError: The first argument is neither a setting, nor an option, nor a task, or ``compare`` is
+            not followed by two runs, ``verify`` by one card, ``audit`` by one run or ``sweep`` by one file; or a
+            setting is written as an option.
+    """
+    for argument in arguments:
+        name = argument.lstrip("-").split("=")[0]
+        if (
+            argument.startswith("-")
+            and "=" in argument
+            and name.split(".")[0] in {*groups(), *(key.name for key in top_level().keys)}
+        ):
+            raise ConfigurationError(f"{argument} is no option: a setting has no dashes, {argument.lstrip('-')}.")
+    if not arguments or "=" in arguments[0] or arguments[0][:1] in "-+~":
+        return arguments
+    tasks = names("task")
+    if arguments[0] not in tasks:
+        words = ", ".join([*tasks, "list", "silo"])
+        raise ConfigurationError(f"{arguments[0]!r} is neither a setting (name=value) nor a task: {words}.")
+    knobs = _POSITIONAL.get(arguments[0], ())
+    return [f"task={arguments[0]}", *_by_place(arguments[0], knobs, arguments[1:])]
+
+
+def quoted(argument: str) -> str:
+    """Return a setting with its value in quotes, where it is a plain text that Hydra's grammar does not take.
+
+    Example:
+        >>> quoted("datamodule.pairs=my log.jsonl"), quoted("task.card=a=b"), quoted("privacy.eps=3")
+        ("datamodule.pairs='my log.jsonl'", "task.card='a=b'", 'privacy.eps=3')
+    """
+    found = _SETTING.fullmatch(argument)
+    if found is None or set(found[2]) & set("'\"{}[](),$"):  # lists, mappings, sweeps and references are Hydra's
+        return argument
+    try:
+        OverridesParser.create().parse_override(argument)
+    except HydraException:
+        value = re.sub(r"\\+\Z", lambda run: run[0] * 2, found[2])  # only there they are escapes
+        return f"{found[1]}='{value}'"
+    return argument
+
+
+def _by_place(task: str, knobs: tuple[str, ...], arguments: list[str]) -> list[str]:
+    """``RUN_A RUN_B ...`` as settings of a task that takes them; all by place, or all by name."""
+    given = list(takewhile(lambda argument: "=" not in argument and argument[:1] not in "-+~", arguments))
+    if knobs and len(given) not in (0, len(knobs)):
+        words = " ".join(knob.upper() for knob in knobs)
+        raise ConfigurationError(
+            f"{task} takes {words} and then settings, not {len(given)} words: lit-dpret {task} {words}. A path that "
+            f"holds '=' goes in as task.{knobs[0]}='PATH'."
+        )
+    if not knobs:
+        return arguments
+    quoted = [path.replace("\\", "\\\\").replace("'", "\\'") for path in given]
+    return [f"task.{knob}='{path}'" for knob, path in zip(knobs, quoted, strict=False)] + arguments[len(given) :]
+
+
+def program() -> str:
+    """Return how this program was called, as it is typed: only a clone has ``train.py``."""
+    called = {"train.py": "python train.py", "__main__.py": "python -m lit_dpret"}
+    return called.get(Path(sys.argv[0]).name, "lit-dpret")
+
+
+def shown_overrides() -> list[str]:
+    """Return the settings as they were typed."""
+    return [argument for argument in sys.argv[1:] if "=" in argument and not argument.startswith("-")]
+
+
+def own_overrides() -> list[str]:
+    """Return the settings of this run; of one job of many under ``-m``."""
+    if HydraConfig.initialized():
+        return list(HydraConfig.get().overrides.task)
+    return shown_overrides()

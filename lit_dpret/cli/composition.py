@@ -1,0 +1,232 @@
+"""From a composed configuration to a task and the means to build what it needs."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import is_dataclass
+from functools import partial
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_module
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.plugins import Plugins
+from hydra.errors import HydraException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from hydra.utils import get_class, get_object, instantiate
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lit_dpret.cli.arguments import own_overrides, program, shown_overrides
+from lit_dpret.cli.explanations import UNKNOWN_KEY, causes, explain_unknown_key
+from lit_dpret.config import CONFIG_MODULE, STUDIES, groups, top_level
+from lit_dpret.errors import ConfigurationError, LitDpretError
+from lit_dpret.tasks.parts import ComposedRun, Parts, as_typed
+
+_LARGEST_SEED = 2**32 - 1
+_MAY_CHANGE = {  # when a fit goes on: how fast it goes, and where files lie
+    "physical_batch_size", "num_workers", "gradient_checkpointing", "grad_cache_rows", "cache_dir", "passage_cache_dir",
+    "secret_file", "dataset_ledger", "total_eps", "folder", "root", "pairs", "queries",
+    "corpus", "qrels", "path", "file",
+}  # fmt: skip
+
+
+class _Studies(SearchPathPlugin):
+    """Let Hydra find the studies' choices where their folder stands beside the package, which is in a clone."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        if STUDIES.is_dir():
+            search_path.append("reproduction", f"file://{STUDIES}")
+
+
+Plugins.instance().register(_Studies)
+
+
+def build_parts(cfg: DictConfig) -> Parts:
+    """The means to build every piece of a run, each only when it is asked for."""
+
+    def node(name: str, **extra: Any) -> Any:
+        # Hydra takes a dataclass for a configuration and would hand on a DictConfig: those are given afterwards.
+        ready = {key: value for key, value in extra.items() if is_dataclass(value)}
+        rest = {key: value for key, value in extra.items() if key not in ready}
+        _check_numbers(cfg[name], name)
+        with _plain_refusals():
+            if not ready:
+                return instantiate(cfg[name], **rest)
+            return instantiate(cfg[name], _partial_=True, **rest)(**ready)
+
+    def outline(**extra: Any) -> Any:
+        target = str(cfg.model._target_)
+        if not hasattr(get_class(target), "outline"):
+            raise ConfigurationError(
+                f"The formulas know encoder-decoder models (model=generator), and {target.rpartition('.')[2]} is none."
+            )
+        return node("model", _target_=f"{target}.outline", **extra)
+
+    def listed(name: str) -> list[Any]:
+        chosen = cfg.get(name) or {}
+        return [instantiate(item) for item in chosen.values() if item is not None]
+
+    return Parts(
+        run_dir=Path(cfg.run_dir),
+        resume=bool(cfg.resume),
+        seed=cfg.seed,
+        make_privacy=partial(node, "privacy"),
+        make_datamodule=partial(node, "datamodule"),
+        make_module=partial(node, "model", **_start(cfg)),
+        make_outline=outline,
+        make_trainer=partial(node, "trainer", _convert_="all"),
+        make_callbacks=partial(listed, "callbacks"),
+        make_loggers=partial(listed, "logger"),
+        make_canaries=lambda: None if cfg.get("canaries") is None else node("canaries"),
+        make_federation=lambda: None if cfg.get("federated") is None else node("federated", _convert_="all"),
+        make_run=partial(composed_run, cfg),
+        trained_settings=partial(_trained_settings, cfg),
+        trial_of=None if cfg.trial_of is None else Path(cfg.trial_of),
+        command=" ".join([program(), as_typed(shown_overrides())]).strip(),
+    )
+
+
+def _check_numbers(node: Any, place: str) -> None:
+    """Refuse a text or a truth value where a constructor takes nothing but numbers; Python would take true for 1."""
+    found: Any = OmegaConf.to_container(node, resolve=True)
+
+    def check(node: Any, place: str) -> None:
+        if not isinstance(node, dict):
+            return
+        try:
+            made: Any = get_object(node["_target_"]) if "_target_" in node else lambda: None
+            # A constructor hands on to its base what it takes as **budget.
+            bases = reversed(made.__mro__) if isinstance(made, type) else ()
+            makers: list[Any] = [vars(base)["__init__"] for base in bases if "__init__" in vars(base)] or [made]
+            parameters = {name: one for maker in makers for name, one in signature(maker).parameters.items()}
+        except (ImportError, AttributeError, TypeError, ValueError, HydraException):
+            parameters = {}  # whoever makes it says what is wrong
+        for key, value in node.items():
+            kinds = str(parameters[key].annotation).split(" | ") if key in parameters else []
+            if isinstance(value, bool | str) and kinds and set(kinds) <= {"int", "float", "None"} and value != "???":
+                shown = str(value).lower() if isinstance(value, bool) else repr(value)
+                raise ConfigurationError(f"{place}.{key}={shown} is no number, and a number belongs there.")
+            check(value, f"{place}.{key}")
+
+    check(found, place)
+
+
+def _trained_settings(cfg: DictConfig) -> dict[str, Any]:
+    """Return by full name the settings that decide what a fit trains, and not how fast or from which folder."""
+    found: dict[str, Any] = {"seed": cfg.seed}
+
+    def add(node: Any, place: str) -> None:
+        for key, value in node.items():
+            if isinstance(value, dict):
+                add(value, f"{place}.{key}")
+            elif key not in _MAY_CHANGE:
+                moved = key in ("pretrained", "encoder") and isinstance(value, str)  # a folder may lie elsewhere now
+                found[place if key == "_target_" else f"{place}.{key}"] = Path(value).name if moved else value
+
+    for group in ("model", "datamodule", "privacy"):
+        add(OmegaConf.to_container(cfg[group], resolve=True), group)
+    add({name: cfg.trainer[name] for name in ("max_steps", "max_epochs") if name in cfg.trainer}, "trainer")
+    return found
+
+
+def composed_run(cfg: DictConfig, overrides: Sequence[str]) -> ComposedRun:
+    """Another run with ``overrides``; of the run that asks only the folder goes into it, where they name none."""
+    folder = str(cfg.run_dir).replace("\\", "\\\\").replace("'", "\\'")
+    wanted = [f"run_dir='{folder}'", *overrides]
+    try:
+        if GlobalHydra.instance().is_initialized():
+            other = compose("train", overrides=wanted)
+        else:
+            with initialize_config_module(version_base="1.3", config_module=CONFIG_MODULE):
+                other = compose("train", overrides=wanted)
+    except (HydraException, OmegaConfBaseException) as error:
+        unknown = UNKNOWN_KEY.search(str(error))
+        why = f"{unknown.group(1)} is not a setting" if unknown else str(error).strip().splitlines()[0]
+        raise ConfigurationError(f"{why} (in {' '.join(overrides)}).") from error
+
+    def describe(groups: Sequence[str]) -> str:
+        plain = {
+            name: OmegaConf.to_container(other[name], resolve=True) for name in groups if other.get(name) is not None
+        }
+        return json.dumps(plain, sort_keys=True, default=str)
+
+    def make() -> tuple[Any, Parts]:
+        with _plain_refusals():
+            return checked_task(other), build_parts(other)
+
+    return ComposedRun(describe, make)
+
+
+@contextmanager
+def _plain_refusals() -> Iterator[None]:
+    """Raise what Hydra wrapped, where it is a refusal of ours: a task knows those, and not Hydra."""
+    try:
+        yield
+    except HydraException as error:
+        refusal = next((cause for cause in causes(error) if isinstance(cause, LitDpretError)), None)
+        if refusal is None:
+            raise
+        raise refusal from error
+
+
+def _start(cfg: DictConfig) -> dict[str, str]:
+    """The model setting that ``init_from`` stands for."""
+    if cfg.init_from is None:
+        if cfg.init_from_is_public:
+            raise ConfigurationError("init_from_is_public=true says something about init_from, which is null.")
+        return {}
+    if not Path(cfg.init_from).expanduser().is_dir():
+        raise ConfigurationError(
+            f"init_from={cfg.init_from} is no folder: it takes a run or its model/. For a model of the hub set "
+            "model.pretrained or model.encoder."
+        )
+    key = next((key for key in ("pretrained", "encoder") if key in cfg.model), None)
+    if key is None:
+        raise ConfigurationError(
+            f"init_from={cfg.init_from}: {cfg.model._target_} has neither pretrained nor encoder, so it cannot start "
+            "from a saved model."
+        )
+    from lit_dpret.cards.start import model_folder
+
+    return {key: str(model_folder(cfg.init_from))}
+
+
+def checked_task(cfg: DictConfig) -> Any:
+    """The task of a composed configuration, which takes everything that is chosen beside it.
+
+    Raises:
+        ConfigurationError: It does nothing with what is chosen.
+    """
+    task = instantiate(cfg.task, _convert_="all")
+    if cfg.get("canaries") is not None and not getattr(task, "takes_canaries", False):
+        raise ConfigurationError("canaries are planted by task=fit; task=canaries has its own, task.canaries.")
+    if cfg.get("federated") is not None and not getattr(task, "takes_federation", False):
+        raise ConfigurationError("federated= describes a federation, and this task trains none. Add task=federated.")
+    if cfg.get("federated") is not None and (ledger := cfg.privacy.get("dataset_ledger")) is not None:
+        raise ConfigurationError(
+            f"privacy.dataset_ledger={ledger} counts no federation: each silo counts its rounds in its own ledger, and "
+            "without federated.privacy.eps nothing is counted. Leave it out, and set federated.privacy.eps."
+        )
+    if cfg.init_from is not None and not getattr(task, "takes_start", False):
+        raise ConfigurationError(
+            f"init_from={cfg.init_from} is for task=fit, plan and doctor: no other task starts from a run's model."
+        )
+    return task
+
+
+def check_top_level(cfg: DictConfig) -> None:
+    """Refuse what no task reads: a setting that was added with ``+`` and is named nowhere, and a seed that is none."""
+    known = {key.name for key in top_level().keys} | set(groups())
+    text = OmegaConf.to_yaml(cfg, resolve=False)
+    added = {o.lstrip("+").split("=")[0].split(".")[0] for o in own_overrides() if o.startswith("+")}
+    for name in sorted((set(map(str, cfg)) & added) - known):
+        if not re.search(rf"\$\{{[^}}]*\b{re.escape(name)}\b", text):  # ${name} or, among others, ${oc.select:name}
+            raise ConfigurationError(f"{explain_unknown_key(name)} Nothing reads what +{name} adds.")
+    if isinstance(cfg.seed, bool) or not isinstance(cfg.seed, int) or not 0 <= cfg.seed <= _LARGEST_SEED:
+        raise ConfigurationError(f"seed={cfg.seed!r} is not a whole number from 0 to {_LARGEST_SEED}.")

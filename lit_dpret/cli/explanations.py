@@ -1,0 +1,105 @@
+"""One line for what a user can cause, in the words of the command line; nothing for a defect of ours."""
+
+from __future__ import annotations
+
+import errno
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lit_dpret.cli.arguments import shown_overrides
+from lit_dpret.config import CONFIG_MODULE, names
+from lit_dpret.errors import LitDpretError, WorkerError
+
+UNKNOWN_KEY = re.compile(r"Could not override '([^']+)'")
+_CANNOT_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT)
+
+
+def explain(error: BaseException) -> str | None:
+    """One line for what a user can cause; None for a defect of ours, which keeps its traceback."""
+    for cause in causes(error):
+        if isinstance(cause, LitDpretError):
+            return str(cause)
+        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+            file = cause.filename2 or cause.filename or "no file named"  # of two, the second is written to
+            return f"the disk is full ({file}). Free space, then resume=true."
+        if isinstance(cause, OSError) and cause.errno == errno.EEXIST and Path(cause.filename or "").is_file():
+            return f"{cause.filename} is a file, and a folder is needed there. Choose another hydra.run.dir."
+        if isinstance(cause, OSError) and cause.errno in _CANNOT_WRITE and cause.filename:
+            return f"{cause.filename}: {cause.strerror}. Choose another hydra.run.dir, or mend the permissions."
+        if isinstance(cause, RuntimeError) and "PytorchStreamWriter" in str(cause):
+            return "a checkpoint could not be written (is the disk full?). Free space, then resume=true."
+        if (lost := lost_rank(cause)) is not None:
+            return str(lost)
+    if isinstance(error, (HydraException, OmegaConfBaseException)):
+        return _explain_composition(error)
+    return None
+
+
+def lost_rank(error: BaseException) -> WorkerError | None:
+    """Return the error behind a broken connection between ranks; a command that never loaded them has none."""
+    ranks = sys.modules.get("lit_dpret.distributed.ranks")
+    found: WorkerError | None = None if ranks is None else ranks.lost_rank(error)
+    return found
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, and those behind it."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _explain_composition(error: BaseException) -> str:
+    text = str(error)
+    if isinstance(error, OverrideParseException):
+        return f"{error.override} cannot be read as a setting: write its value in quotes, \"name='VALUE'\"."
+    unknown = UNKNOWN_KEY.search(text)
+    if unknown:
+        return explain_unknown_key(unknown.group(1))
+    missing = re.search(r"Missing mandatory value: (\S+)", text)
+    if missing:
+        return f"{missing.group(1)} must be given on the command line."
+    choice = re.search(r"Could not find '([^']+)/([^']+)'", text)
+    if choice:
+        group, name = choice.groups()
+        return f"{group}={name} does not exist. Choose one of {', '.join(names(group))}."
+    if text.startswith("Error in call to target") and error.__cause__ is not None:  # what a constructor choked on
+        where, cause = re.search(r"full_key: (\S+)", text), " ".join(str(error.__cause__).split()).rstrip(".!")
+        place = where.group(1) if where else "a part of the configuration"
+        if place == "trainer" and re.search("gpu|cuda|tpu|accelerator", cause, re.IGNORECASE):
+            return f"trainer cannot be made: {cause}. Choose a trainer.accelerator that is here, or trainer=cpu."
+        return f"{place} cannot be made: {cause}."
+    first = next((line for line in text.splitlines() if line.strip()), type(error).__name__)
+    return first.strip()
+
+
+def _composed_again(without: str = "") -> DictConfig:
+    """Return the configuration of this command, to explain what is wrong with it."""
+    overrides = [o for o in shown_overrides() if o.split("=")[0].lstrip("+~") not in (without, "hydra.run.dir")]
+    GlobalHydra.instance().clear()
+    with initialize_config_module(version_base="1.3", config_module=CONFIG_MODULE):
+        return compose("train", overrides=overrides)
+
+
+def explain_unknown_key(key: str) -> str:
+    """Say which settings there are where ``key`` is none."""
+    group, _, name = key.rpartition(".")
+    try:
+        cfg = _composed_again(without=key)
+        node: Any = OmegaConf.select(cfg, group) if group else cfg
+        known = sorted(str(k) for k in node if not str(k).startswith("_"))
+    except Exception:
+        return f"{key} is not a setting."
+    where = f"of {group}" if group else "at the top"
+    return f"{key} is not a setting: there is no {name!r} {where}. Settings {where}: {', '.join(known) or 'none'}."
