@@ -38,7 +38,7 @@ Outcome = Literal["ok", "failed", "not_checked"]
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """One check of an artefact, how it ended (``not_checked``: it could not be made), and what was found or why."""
 
     artefact: str
@@ -54,27 +54,27 @@ class Verification:
     path: Path
     sha256: str = ""
     claim: str = ""
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[CheckResult] = field(default_factory=list)
 
     @property
-    def failed(self) -> list[Finding]:
+    def failed(self) -> list[CheckResult]:
         """The checks that failed."""
         return [finding for finding in self.findings if finding.outcome == "failed"]
 
     @property
-    def not_checked(self) -> list[Finding]:
+    def not_checked(self) -> list[CheckResult]:
         """The checks that could not be made."""
         return [finding for finding in self.findings if finding.outcome == "not_checked"]
 
     def add(self, artefact: str, check: str, problems: Sequence[str], text: str) -> None:
         """Record a check: its problems, or where it has none what it confirmed."""
-        self.findings += [Finding(artefact, check, "failed", problem) for problem in problems] or [
-            Finding(artefact, check, "ok", text)
+        self.findings += [CheckResult(artefact, check, "failed", problem) for problem in problems] or [
+            CheckResult(artefact, check, "ok", text)
         ]
 
     def pass_over(self, artefact: str, check: str, why: str, *, failed: bool = False) -> None:
         """Record a check that could not be made; ``failed`` where it had to be."""
-        self.findings.append(Finding(artefact, check, "failed" if failed else "not_checked", why))
+        self.findings.append(CheckResult(artefact, check, "failed" if failed else "not_checked", why))
 
     def signed_by(self, key: str) -> None:
         """State that the card is signed now, in the place of what was found before."""

@@ -263,7 +263,7 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
         """
         size, world = self.physical_batch_size, self.ranks.world_size
         coins = self._stream.coins(self.attempt, step, purpose="places").integers(0, size * world, size=count)
-        # Stable: ties are broken by the order of the draw, which is random itself.
+        # Stable, so that units with one coin keep the order of the draw.
         order = np.argsort(coins, kind="stable")
         turns = np.empty(count, dtype=np.int64)
         turns[order] = np.arange(count) - np.searchsorted(coins[order], coins[order])

@@ -73,7 +73,7 @@ class _Step:
         multiplier = intended.noise_multiplier
         if self.noise_multiplier < multiplier * (1 - FLOAT_SLACK):
             multiplier = self.noise_multiplier
-        # No noise is no Gaussian release of infinite epsilon, which no accountant composes.
+        # No noise at all is said as such, so that a card can name it.
         if multiplier <= 0:
             return NonPrivateRelease(label=intended.label, count=intended.count)
         return replace(intended, noise_multiplier=multiplier, law=self.law or intended.law)
