@@ -20,8 +20,8 @@ import lightning as L
 import numpy as np
 
 from lit_dpret.callbacks import ProgressLine
+from lit_dpret.cards.blocks import Grid, Paragraph, Section
 from lit_dpret.cards.card import read_card
-from lit_dpret.cards.page import Grid, Paragraph, Section
 from lit_dpret.cards.text import privacy_line
 from lit_dpret.datamodules import PairsDataModule, SyntheticDataModule
 from lit_dpret.errors import ConfigurationError, ResumeError

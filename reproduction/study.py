@@ -20,8 +20,8 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from lit_dpret.callbacks import ProgressLine
+from lit_dpret.cards.blocks import Section
 from lit_dpret.cards.card import read_card
-from lit_dpret.cards.page import Section
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import ConfigurationError, ResumeError
 from lit_dpret.retrieval.trec_runs import EvaluationResult

@@ -11,8 +11,8 @@ from typing import Any
 
 from rich.console import Console
 
+from lit_dpret.cards.blocks import Block, Bullets, Paragraph, Section
 from lit_dpret.cards.card import CARD_NAME, read_card
-from lit_dpret.cards.page import Block, Bullets, Paragraph, Section
 from lit_dpret.cards.text import privacy_line
 from lit_dpret.datamodules import BeirDataModule, PairsDataModule
 from lit_dpret.datamodules.beir import beir_folder

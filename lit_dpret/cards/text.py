@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from lit_dpret.cards.page import (
+from lit_dpret.cards.blocks import (
     Banner,
     Block,
     Bullets,

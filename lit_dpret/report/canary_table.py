@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.cards.page import Banner, Block, Bullets, Code, Grid, Paragraph, Section
+from lit_dpret.cards.blocks import Banner, Block, Bullets, Code, Grid, Paragraph, Section
 from lit_dpret.cards.text import show_delta, show_epsilon
 from lit_dpret.report.page import Page
 from lit_dpret.report.table import Measured, Table

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from lit_dpret.cards.page import esc
+from lit_dpret.cards.blocks import esc
 from lit_dpret.report.table import RowResult, metric_names, show
 from lit_dpret.retrieval.statistics import Interval
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lit_dpret.cards.page import Banner, Block, Bullets, Code, Grid, Paragraph, Section
+from lit_dpret.cards.blocks import Banner, Block, Bullets, Code, Grid, Paragraph, Section
 from lit_dpret.files import write_whole
 from lit_dpret.report.chart import gain_chart
 from lit_dpret.report.page import Drawing, Page

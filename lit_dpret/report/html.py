@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.cards.page import Banner, Block, Bullets, Code, Grid, Paragraph, Section, esc, to_html
+from lit_dpret.cards.blocks import Banner, Block, Bullets, Code, Grid, Paragraph, Section, esc, to_html
 from lit_dpret.cards.text import claim_blocks, privacy_line
 from lit_dpret.files import write_whole
 from lit_dpret.privacy.ledger.chain import today

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
-from lit_dpret.cards.page import Block, Section, esc, md, to_html, to_markdown
+from lit_dpret.cards.blocks import Block, Section, esc, md, to_html, to_markdown
 from lit_dpret.errors import DataError
 from lit_dpret.files import write_whole
 from lit_dpret.privacy.ledger.chain import today

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.cards.page import Banner, Block, Code, Grid, Paragraph, Section
+from lit_dpret.cards.blocks import Banner, Block, Code, Grid, Paragraph, Section
 from lit_dpret.report.figures import BLUE, ORANGE, can_draw, new_figure, save_png
 from lit_dpret.report.page import Page, Written
 

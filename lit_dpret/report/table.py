@@ -16,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 from rich.table import Table as ConsoleTable
 from rich.text import Text
 
-from lit_dpret.cards.page import Grid
+from lit_dpret.cards.blocks import Grid
 from lit_dpret.errors import DataError
 from lit_dpret.files import write_whole
 from lit_dpret.retrieval.statistics import Interval

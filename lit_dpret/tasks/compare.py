@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lit_dpret.cards.page import Block, Bullets, Grid, Paragraph, Section, to_markdown
+from lit_dpret.cards.blocks import Block, Bullets, Grid, Paragraph, Section, to_markdown
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.files import write_whole
 from lit_dpret.retrieval.comparison import Comparison, Difference, compare_values

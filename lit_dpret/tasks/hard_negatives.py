@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from lit_dpret.callbacks import ProgressLine
-from lit_dpret.cards.page import Grid
+from lit_dpret.cards.blocks import Grid
 from lit_dpret.cards.start import model_folder
 from lit_dpret.datamodules.rows import normalise
 from lit_dpret.datamodules.silo_folder import Silo, SiloQuery, read_silo

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from lit_dpret.callbacks import ProgressLine
+from lit_dpret.cards.blocks import Banner, Block, Bullets, Code, Grid, Section, to_html, to_markdown
 from lit_dpret.cards.file import CARD_NAME
-from lit_dpret.cards.page import Banner, Block, Bullets, Code, Grid, Section, to_html, to_markdown
 from lit_dpret.datamodules.readers import RecordFile
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.files import write_whole

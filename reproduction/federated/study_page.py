@@ -15,7 +15,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.cards.page import Banner, Block, Bullets, Code, Grid, Paragraph, Section
+from lit_dpret.cards.blocks import Banner, Block, Bullets, Code, Grid, Paragraph, Section
 from lit_dpret.errors import DataError
 from lit_dpret.privacy.ledger.chain import today
 from lit_dpret.report.federated_report import COLUMNS

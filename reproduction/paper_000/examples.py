@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.cards.page import Block, Bullets, Grid, Paragraph
+from lit_dpret.cards.blocks import Block, Bullets, Grid, Paragraph
 from lit_dpret.tasks.parts import by_hash
 from reproduction.paper_000.study import BASELINES, Trainings
 from reproduction.paper_000.table import named, shown

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from lit_dpret.cards.page import Block, Bullets, Grid, Paragraph, Section, to_markdown
+from lit_dpret.cards.blocks import Block, Bullets, Grid, Paragraph, Section, to_markdown
 from lit_dpret.files import write_whole
 from lit_dpret.report.figures import can_draw, new_figure, save_png, tidy
 from lit_dpret.report.page import Picture, Sheet

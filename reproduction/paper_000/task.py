@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from rich.console import Console
 
-from lit_dpret.cards.page import Banner, Block, Bullets, Code, Paragraph, Section
+from lit_dpret.cards.blocks import Banner, Block, Bullets, Code, Paragraph, Section
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.report.page import Page
 from lit_dpret.settings import require_whole

@@ -19,7 +19,7 @@ import numpy as np
 from rich.console import Console
 from scipy import stats
 
-from lit_dpret.cards.page import Banner, Block, Bullets, Code, Grid, Paragraph, Section
+from lit_dpret.cards.blocks import Banner, Block, Bullets, Code, Grid, Paragraph, Section
 from lit_dpret.errors import DataError
 from lit_dpret.report.chart import bar_chart
 from lit_dpret.report.page import Drawing, Page, Sheet

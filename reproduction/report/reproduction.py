@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import yaml
 
-from lit_dpret.cards.page import Banner, Block, Bullets, Code, Grid, Paragraph, Section
+from lit_dpret.cards.blocks import Banner, Block, Bullets, Code, Grid, Paragraph, Section
 from lit_dpret.errors import DataError
 from lit_dpret.privacy.ledger.chain import today
 from lit_dpret.report.federated_report import table_1

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.cards.page import Block, Code, Grid, Paragraph, Section
+from lit_dpret.cards.blocks import Block, Code, Grid, Paragraph, Section
 from lit_dpret.errors import DataError
 from lit_dpret.files import write_whole
 from lit_dpret.report.page import Page, Picture, Sheet

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from variant_runs import run as variant_run
 
 from lit_dpret import cli
-from lit_dpret.cards.page import Block, Grid, Paragraph
+from lit_dpret.cards.blocks import Block, Grid, Paragraph
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.tasks.parts import ComposedRun, Parts, as_typed
 from reproduction import SecondTask, Suite, SuitePart
