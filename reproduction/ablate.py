@@ -37,10 +37,10 @@ from lit_dpret.tasks.parts import Parts
 from lit_dpret.tasks.pipeline_stages import KEPT, check_round_trip
 from lit_dpret.tasks.ranking import score_embeddings
 from lit_dpret.tasks.synthesize import public_sample
-from reproduction.recipe import PSEUDO, GeneratorRecipe, Recipe
-from reproduction.report.comparison import COMPARE_MODES, Headings, ModeRow, gain_shares, share_section
-from reproduction.study import METRIC_NAMES, PUBLIC, Cell, RetrievalStudy, TrainingRun
-from reproduction.synthetic_queries import (
+from reproduction.recipe import (
+    PSEUDO,
+    GeneratorRecipe,
+    Recipe,
     Teacher,
     draw,
     likeness,
@@ -49,6 +49,8 @@ from reproduction.synthetic_queries import (
     refuse_other_training,
     train_generator,
 )
+from reproduction.report.comparison import COMPARE_MODES, Headings, ModeRow, gain_shares, share_section
+from reproduction.study import METRIC_NAMES, PUBLIC, Cell, RetrievalStudy, TrainingRun
 
 EMBEDDINGS = "embeddings"
 _MEBI = 2**20

@@ -45,10 +45,14 @@ class Study:
     growing: ClassVar[frozenset[str]] = frozenset({"min_free_mb"})
     min_free_mb: float
 
-    def begin(self, parts: Parts, **more: object) -> None:
-        """Open the run folder, or refuse one that was begun with other settings than these and ``more``."""
+    def begin(self, parts: Parts, *, fingerprint: str | None = None, **more: object) -> None:
+        """Open the run folder, or refuse one that was begun with other settings than these and ``more``.
+
+        A study whose stages name all that they depend on gives a fingerprint of its own, and grows by anything else.
+        """
         check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
-        fingerprint = settings_fingerprint(self, but=self.growing, **more)
+        if fingerprint is None:
+            fingerprint = settings_fingerprint(self, but=self.growing, **more)
         stages = Stages(parts.run_dir, resume=parts.resume, fingerprint=fingerprint)
         self._parts, self._stages = parts, stages.begin()
 
@@ -66,13 +70,17 @@ class Study:
             )
         return result
 
-    def in_turn(self, todo: Sequence[T], name: Callable[[T], str], work: Callable[[T], str], *, label: str) -> None:
+    def in_turn(
+        self, todo: Sequence[T], name: Callable[[T], str], work: Callable[[T], str], *, label: str,
+        is_done: Callable[[T], bool] | None = None,
+    ) -> None:  # fmt: skip
         """Do what is not done of stages, telling how far it is; ``work`` returns what is told of one."""
-        done = sum(self._stages.is_done(name(one)) for one in todo)
+        known = is_done or (lambda one: self._stages.is_done(name(one)))
+        done = sum(map(known, todo))
         with ProgressLine(label, every=0.0) as progress:
             progress(done, len(todo))
             for one in todo:
-                finished_before = self._stages.is_done(name(one))
+                finished_before = known(one)
                 told = work(one)
                 if not finished_before:
                     done += 1

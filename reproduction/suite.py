@@ -15,11 +15,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.callbacks import ProgressLine
 from lit_dpret.errors import ConfigurationError, LitDpretError
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
-from lit_dpret.tasks.parts import Parts, check_run_dir
-from lit_dpret.tasks.stages import Stages
+from lit_dpret.tasks.parts import Parts
 from reproduction.report.reproduction import PAPER_002, PAPER_004, PartTold, write_reproduction
 from reproduction.study import Study
 
@@ -82,25 +80,22 @@ class Suite(Study):
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Run every part that is not done yet; returns how many items of the paper are shown, and how many are not."""
-        check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
-        self._parts = parts
         fingerprint = hashlib.sha256(f"{self.paper} {parts.seed}".encode()).hexdigest()
+        self.begin(replace(parts, resume=parts.resume or self.report_only), fingerprint=fingerprint)
         self._run_dir, self._seed = parts.run_dir, parts.seed
         self._command = parts.command_again("task.report_only=")
-        resume = parts.resume or self.report_only
-        self._stages = Stages(parts.run_dir, resume=resume, fingerprint=fingerprint).begin()
         todo = [] if self.report_only else [name for name in self.parts if not self._why_not(name, planned=True)]
         runs = {name: self._composed(parts, name) for name in todo}
         if self.report_only and not any(self._told(name).results for name in self.parts):
             raise ConfigurationError(f"task.report_only=true: no part in {parts.run_dir} is finished.")
-        with ProgressLine(f"parts of {self.paper}", every=0.0) as progress:
-            for done, (name, (task, own)) in enumerate(runs.items()):
-                progress(done, len(runs), name)
-                self._result(name, task, own)
-                if name != todo[-1]:
-                    self._tell()
-            if runs:
-                progress(len(runs), len(runs))
+
+        def work(name: str) -> str:
+            self._result(name, *runs[name])
+            if name != todo[-1]:
+                self._tell()
+            return ""
+
+        self.in_turn(todo, str, work, label=f"parts of {self.paper}")
         states = self._tell()
         for number, state in states.items():
             sys.stdout.write(f"{number}: {state}\n")

@@ -24,7 +24,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
 
-from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard, ProgressLine, StepProgress
+from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard, StepProgress
 from lit_dpret.cards.card import read_card
 from lit_dpret.datamodules import ImagesDataModule
 from lit_dpret.datamodules.images import ImageRow
@@ -145,15 +145,18 @@ class VariantStudy(Study):
         finished: list[Finished] = []
         starts: list[VariantRun] = []
         page = Path()
-        with ProgressLine("variants and seeds", every=0) as progress:
-            for done, (seed, name) in enumerate(planned):
-                progress(done, len(planned))
-                if seed not in {run.seed for run in starts}:
-                    starts += self._start(seed)
-                finished.append(self._finished(name, seed))
-                if (done + 1 == len(planned)) or planned[done + 1][0] != seed:
-                    page = self._tell(finished, starts)
-            progress(len(planned), len(planned))
+
+        def work(one: tuple[int, str]) -> str:
+            nonlocal page
+            seed, name = one
+            if seed not in {run.seed for run in starts}:
+                starts.extend(self._start(seed))
+            finished.append(self._finished(name, seed))
+            if [other for other, _ in planned[len(finished) :]][:1] != [seed]:  # the last one of its seed
+                page = self._tell(finished, starts)
+            return ""
+
+        self.in_turn(planned, lambda one: _stage(one[1], one[0]), work, label="variants and seeds")
         sys.stdout.write(f"written: {page}\n")
         reached: dict[str, list[float]] = {}
         for each in finished:
@@ -295,7 +298,7 @@ def _stage(name: str, seed: int) -> str:
     return f"{name}_seed{seed}"
 
 
-# -- The training curve of one run, a line for each step, so that an interrupted run keeps what it saw.
+# -- the training curve, a line for each step, so that an interrupted run keeps what it saw
 
 
 _NO_DRAW = 0
@@ -349,7 +352,11 @@ def _unit(module: Any, images: Tensor, side: str) -> Tensor:
 
 
 class CurveRecorder(Callback):
-    """Append a line to ``file`` after each step."""
+    """Append a line to ``file`` after each step.
+
+    A curve is computed from the rows that are trained on, and no accountant counts that it is written: it is for
+    public data, and the module has to declare it (``log_private_loss``).
+    """
 
     def __init__(self, file: Path, *, held_out: Callable[[Any], float]) -> None:
         self._file, self._held_out = file, held_out

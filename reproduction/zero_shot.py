@@ -25,9 +25,9 @@ from lit_dpret.retrieval.statistics import Interval, bootstrap_interval, macro_i
 from lit_dpret.retrieval.trec_runs import SUMMARY, check_qrels, evaluate, read_per_query, write_evaluation
 from lit_dpret.settings import picked
 from lit_dpret.tasks.evaluate import checked_metrics
-from lit_dpret.tasks.parts import Parts, check_run_dir
+from lit_dpret.tasks.parts import Parts
 from lit_dpret.tasks.ranking import Ranker
-from lit_dpret.tasks.stages import Stages
+from reproduction.study import Study
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class SetResult:
 
 
 @dataclass(kw_only=True)
-class ZeroShot:
+class ZeroShot(Study):
     """An encoder, or BM25, on every set of a list that is there; each by BEIR's protocol.
 
     Guarantees:
@@ -88,12 +88,11 @@ class ZeroShot:
                 f"task.root={self.root} holds none of the sets {', '.join(one.name for one in self._sets)}. Each must "
                 "lie in a folder of that name with corpus, queries and qrels, as BEIR's archives unpack."
             )
-        check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
-        stages = Stages(parts.run_dir, resume=parts.resume, fingerprint=self._fingerprint()).begin()
+        self.begin(parts, fingerprint=self._fingerprint())
         done: dict[str, dict[str, Any]] = {}
         for name in present:
             (parts.run_dir / name).mkdir(parents=True, exist_ok=True)
-            done[name] = stages.run(name, partial(self._measure, self._known[name]))
+            done[name] = self._stages.run(name, partial(self._measure, self._known[name]))
         values = {name: read_per_query(parts.run_dir / name, self.metrics) for name in present}
         rows = [self._row(one, done, values) for one in self._sets]
         self._tell(parts.run_dir, rows, self._mean(rows, values))

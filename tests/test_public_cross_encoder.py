@@ -13,7 +13,7 @@ from tiny_models import WORDS, tiny_bert, tiny_tokenizer
 
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.synthesis.filters.cross_encoder import CrossEncoder
-from reproduction.synthetic_queries import Teacher
+from reproduction.recipe import Teacher
 
 ROOT = Path(__file__).resolve().parent.parent
 

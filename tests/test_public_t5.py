@@ -320,7 +320,7 @@ def test_the_written_circuits_make_an_untrained_model_prefer_its_own_passage(
     scripts: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     training = importlib.import_module("public_t5.training")
-    circuits = importlib.import_module("public_t5.circuits")
+    circuits = importlib.import_module("public_t5.training")
     texts = ["generate_query: deposit landlord tenant", "generate_query: diabetes sugar blood"]
     sources = tokenizer(texts)["input_ids"]
     targets = tokenizer(["tenant deposit", "blood sugar"])["input_ids"]

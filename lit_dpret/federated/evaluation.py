@@ -62,11 +62,6 @@ def rank_levels(searcher: Searcher, passage_of: Tensor, *, depth: int = 100) -> 
 def collapse(top: TopK, passage_of: Tensor, depth: int) -> TopK:
     """Turn a ranking of sentences into one of passages, each with the score of its best sentence.
 
-    Args:
-        top: Of sentences, best first.
-        passage_of: The place of each sentence's passage.
-        depth: How many passages to keep.
-
     Returns:
         Exactly ``depth`` columns, padded with -inf and `MISSING`.
     """

@@ -3,22 +3,7 @@
 Three acts: the asker makes *request rows*, each asked client answers with a *block*, the asker merges the blocks
 into a *pool*. Nothing here sends anything; transports do.
 
-The kind of request decides what a responder learns about the asker's queries:
-
-| request | rows | guarantee |
-| --- | --- | --- |
-| ``exact`` | the embedding of every train query, as in the paper | none: embeddings of texts are nearly the texts |
-| ``dp_centroid`` | private centroids of them (`lit_dpret.federated.centroids`) | that of the asker's ledger |
-| ``none`` | nothing; a uniform sample is answered | nothing about the queries leaves the silo |
-
-The kind of response decides what the asker learns about the responder's collection:
-
-| response | rows | guarantee |
-| --- | --- | --- |
-| ``raw`` | embeddings of its sentences, as in the paper | none: repeated requests map the collection |
-| ``public`` | embeddings of those of its sentences that are declared public | nothing private is read |
-| ``dp_centroid`` | private centroids of its collection | that of the collection's ledger |
-| ``synthetic`` | embeddings of queries that its DP generator wrote (`lit_dpret.federated.synthetic`) | its card's |
+What each kind of request and response tells of whom stands in `lit_dpret.federated.trust`, for any settings.
 """
 
 from __future__ import annotations
@@ -166,11 +151,6 @@ def merge_lists(blocks: Sequence[Block], query_embeddings: Tensor, n: int) -> Fe
     Guarantees:
         - With blocks of at least ``n`` for each row it is the best ``n`` of all their collections together,
           ties included: what a search of the union would give.
-
-    Args:
-        blocks: Answers to the same request rows, in any order.
-        query_embeddings: The request rows, ``(queries, dim)``.
-        n: How many to keep.
     """
     if not blocks:
         return FedPool(torch.empty(0, query_embeddings.shape[1]), torch.full((len(query_embeddings), n), MISSING))
@@ -284,13 +264,6 @@ class FedNegatives(DynamicNegatives):
     Guarantees:
         - The negatives of a row are a function of that row, the pool, public coins and weights.
         - No embedding of one of the row's own answers is a negative.
-
-    Args:
-        pool: Embeddings that other clients returned.
-        queries: The query id of each list of the pool, in order; needed where it has lists.
-        per_query: How many a row gets.
-        depth: Among how many of the best they are drawn.
-        seed: Of the draws; public.
     """
 
     name: ClassVar[str] = "fed"

@@ -181,11 +181,7 @@ class FederationPlan(Safeguards, SuperLinkTarget):
         return {name: found[name] for name in largest}
 
     def check_state(self, silos: Mapping[str, Path]) -> None:
-        """Refuse a run with too few silos, or whose silos lack synthetic queries that their ledgers have counted.
-
-        Args:
-            silos: The data folder of each client; none where they are elsewhere, each of which checks its own.
-        """
+        """Refuse a run with too few silos, or whose silos lack synthetic queries that their ledgers have counted."""
         settings = self.settings(0)
         if silos:
             check_silos(settings, len(silos))

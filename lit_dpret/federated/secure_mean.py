@@ -81,14 +81,6 @@ def mean_of(
         - No weight moves by more than ``limit`` (before it is rounded to float32), whoever made the sum.
         - Of clients that keep to the limit, it is within (1 + ``limit``) ``fixed.error`` / W of the weighted mean of
           their changes, where W is the sum of their weights as it arrives here.
-
-    Args:
-        start: The global weights of the round.
-        total: The sum.
-        fixed: The encoding of the vectors.
-        clients: How many vectors are in it.
-        limit: ``federated.update_limit``.
-        norm: ``federated.update_norm``.
     """
     size = sum(value.numel() for value in start.values())
     weight, error = (float(total[-1]) if len(total) == size + 1 else 0.0), fixed.error

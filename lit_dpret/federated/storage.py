@@ -89,9 +89,6 @@ class Traffic:
 
     Guarantees:
         - What is repeated after an interruption is counted once, and what is not repeated stays counted.
-
-    Args:
-        path: A JSON file; null keeps nothing.
     """
 
     def __init__(self, path: Path | None = None) -> None:

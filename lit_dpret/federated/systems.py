@@ -160,14 +160,7 @@ def spent_in(
     folders: Sequence[Path], *, accountant: AccountantName, ledger: str = QUERY_LEDGER,
     client: Callable[[str], str] = str,
 ) -> dict[str, float]:  # fmt: skip
-    """Return by client what the federations in several folders cost together, by the ledgers that are there.
-
-    Args:
-        folders: Each of one federation (`silo_state`).
-        accountant: Composes them.
-        ledger: Of queries or of passages.
-        client: Names whose queries a silo holds, where several silos have those of one client.
-    """
+    """Return by client what the federations in several folders cost together, by the ledgers that are there."""
     ledgers: dict[str, list[Path]] = {}
     for folder in folders:
         for path in sorted(silo_state(folder, "*").parent.glob(f"*/private/{ledger}")):

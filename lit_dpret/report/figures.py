@@ -99,7 +99,7 @@ def _order(value: Any) -> tuple[float, str]:
         return math.inf, text
 
 
-# -- The plan as one picture: epsilon step by step, noise over batch, several units, and the ceilings of attacks.
+# -- the plan: epsilon step by step, noise over batch, several units, and the ceilings of attacks
 
 
 _NAMES = {

@@ -13,14 +13,13 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
 import lightning as L
 import numpy as np
 
-from lit_dpret.callbacks import ProgressLine
 from lit_dpret.datamodules.silo_folder import read_silo
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.federated.aggregation import check_silos
@@ -30,8 +29,7 @@ from lit_dpret.federated.systems import System, SystemResult, check_seeds_and_sp
 from lit_dpret.report.federated_report import COLUMNS, WITHOUT_QUERIES
 from lit_dpret.report.figures import can_draw
 from lit_dpret.retrieval.statistics import seed_interval
-from lit_dpret.tasks.parts import Parts, check_run_dir
-from lit_dpret.tasks.stages import Stages
+from lit_dpret.tasks.parts import Parts
 from reproduction.federated.catalogue import Asked, Contrast, Point, Study, Trend, study_of
 from reproduction.federated.cells import Cells, check_divisible, kept_shares, sizes
 from reproduction.federated.study_page import (
@@ -45,6 +43,7 @@ from reproduction.federated.study_page import (
     write_study,
 )
 from reproduction.published import of_study
+from reproduction.study import Study as Task
 
 PRIVATE = "private"
 _SKEW, _EQUAL = 8.0, 2.0
@@ -54,7 +53,7 @@ _ALIKE = 1e-9
 
 
 @dataclass(kw_only=True)
-class FederatedStudy:
+class FederatedStudy(Task):
     """Run the cells of a study that are not done yet, and report what it found."""
 
     takes_federation: ClassVar[bool] = True
@@ -124,25 +123,26 @@ class FederatedStudy:
                 "charged for all of one. Leave federated.state and what is synthetic to task=federated."
             )
         plan.model.check()
-        check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
         root = parts.run_dir / "studies"
         base = plan.folders(root / PRIVATE / "data" / _source(plan))
         points = self._points(plan, base)
         out = root / self._study.name
-        out.mkdir(parents=True, exist_ok=True)
-        Stages(out, resume=parts.resume, fingerprint=_source(plan, settings=True, split=self.split)).begin()
+        self.begin(replace(parts, run_dir=out), fingerprint=_source(plan, settings=True, split=self.split))
         cells = Cells(plan, base, root / PRIVATE, split=self.split)
         todo = [(seed, point) for seed in self.seeds for point in points]
         todo.sort(key=lambda one: not cells.is_done(one[1], one[0]))
-        done = sum(cells.is_done(point, seed) for seed, point in todo)
         found: dict[str, dict[int, SystemResult]] = {point.name: {} for point in points}
-        with ProgressLine(f"study {self._study.name}, points and seeds", every=0.0) as progress:
-            for place, (seed, point) in enumerate(todo):
-                if place >= done:
-                    progress(place, len(todo), f"{point.name}, seed {seed}")
-                    L.seed_everything(seed, verbose=False)
-                found[point.name][seed] = cells.result(point, seed)
-            progress(len(todo), len(todo))
+
+        def work(one: tuple[int, Point]) -> str:
+            seed, point = one
+            L.seed_everything(seed, verbose=False)
+            found[point.name][seed] = cells.result(point, seed)
+            return ""
+
+        self.in_turn(
+            todo, lambda one: f"{one[1].name}, seed {one[0]}", work,
+            label=f"study {self._study.name}, points and seeds", is_done=lambda one: cells.is_done(one[1], one[0]),
+        )  # fmt: skip
         return self._tell(points, found, out, cells, notes=self._notes(points, base), command=parts.command_again())
 
     def _tell(

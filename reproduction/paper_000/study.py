@@ -19,7 +19,7 @@ from lit_dpret.report.table import RowResult, from_json
 from lit_dpret.settings import require_whole
 from lit_dpret.tasks.parts import Parts
 from lit_dpret.tasks.pipeline import Pipeline
-from lit_dpret.tasks.stages import Stages, described
+from lit_dpret.tasks.stages import described
 from reproduction.paper_000.shrink import SmallerGenerator
 from reproduction.published import SIZES, Point
 from reproduction.study import Study
@@ -94,10 +94,10 @@ class Trainings(Study):
 
     def open(self, parts: Parts) -> Self:
         """Open the run folder, or refuse one that was begun with another seed; returns self."""
-        self.parts = self._parts = parts
+        self.parts = parts
         self.base = self.pipeline()
         self.embeddings = parts.run_dir / "embeddings"
-        self._stages = Stages(parts.run_dir, resume=parts.resume, fingerprint=f"paper_000, seed {parts.seed}").begin()
+        self.begin(parts, fingerprint=f"paper_000, seed {parts.seed}")
         return self
 
     def cells(self) -> list[Cell]:

@@ -16,7 +16,7 @@ from lit_dpret.errors import ConfigurationError
 from lit_dpret.report.page import Page
 from lit_dpret.settings import require_whole
 from lit_dpret.tasks.fit import refuse_several_ranks
-from lit_dpret.tasks.parts import Parts, check_run_dir
+from lit_dpret.tasks.parts import Parts
 from reproduction.paper_000 import canaries, examples, grid, overlap, retrieval, similarity, zero_shot
 from reproduction.paper_000.study import LeftOut, Trainings
 from reproduction.paper_000.table import Shown, write_tables
@@ -70,7 +70,6 @@ class Paper000(Trainings):
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Do every chosen part that is not done yet, and report; returns the first number of each row of table 3."""
-        check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
         refuse_several_ranks(parts.make_trainer(logger=False))
         self.open(parts)
         self._refuse_wrong_parts()

@@ -361,7 +361,11 @@ def _short(value: object) -> str:
     return "–" if value is None else str(value)
 
 
-# -- How much of what private queries can teach is left under privacy: shares of a gain, with intervals over runs.
+# -- shares of the gain
+#
+# The share of the score that private training keeps (the papers' way to say it) is large even for a system that learned
+# nothing, since the untrained encoder already scores. The share of the *gain* starts there: 0 is the untrained encoder,
+# 1 the same training without privacy.
 
 
 # nDCG@10 of the retriever from synthetic queries at epsilon = 3 and without privacy, as the paper's table has them.

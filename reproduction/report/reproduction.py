@@ -203,7 +203,7 @@ def _plain(block: Block) -> dict[str, Any]:
     )
 
 
-# -- Tables and figures of paper 002 (Logit-DP), each from the stored runs of `task=variants` and `task=second_task`.
+# -- paper 002 (Logit-DP), from the stored runs of task=variants and task=second_task
 
 
 BASELINE = "Non-private"
@@ -267,7 +267,7 @@ def _shows() -> dict[str, Show]:
 PAPER_002 = read_paper("paper_002", _shows())
 
 
-# -- Tables and figures of paper 004 (PDD-AS2), each from the stored results of a federated run or an attack.
+# -- paper 004 (PDD-AS2), from the stored results of a federated run or an attack
 
 
 _COUNTS = {"passages": "#56B4E9", "sentences": "#0072B2", "train": "#D55E00", "dev": "#E69F00", "test": "#009E73"}

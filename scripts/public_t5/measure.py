@@ -6,13 +6,21 @@ were asked about. The control asks the same of another pair's passage: what is l
 
 from __future__ import annotations
 
+import json
+import os
 import random
-from collections.abc import Sequence
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerFast, T5ForConditionalGeneration
 
+from lit_dpret.assets.overlap import HASH_FILE, read_hashes
 from public_t5.sources import Pair, clean, window
 from public_t5.tasks import MAX_WORDS, PROMPT, Example, content_words
 from public_t5.training import MAX_SOURCE, MAX_TARGET, batches, encode
@@ -114,3 +122,88 @@ def measure(
         distinct_greedy=len(set(greedy)) / len(greedy),
         samples=[(texts[i], nucleus[i], examples[i].target) for i in range(min(shown, len(texts)))],
     )
+
+
+# -- the model card
+
+
+TEMPLATE = Path(__file__).with_name("card.md")
+TITLES = {"squad": "SQuAD", "medquad": "MedQuAD"}
+
+
+def write_card(folder: Path, facts: Mapping[str, Any]) -> Path:
+    """Fill ``card.md`` with the facts of a training and write it as ``folder/README.md``.
+
+    Args:
+        folder: The exported model with its question hashes.
+        facts: What ``train_public_t5.py`` measured at its end.
+    """
+    settings, held_out = facts["settings"], facts["held_out"]
+    shape = ("d_model", "d_ff", "heads", "layers", "vocabulary", "learning_rate", "batch_tokens")
+    text = TEMPLATE.read_text(encoding="utf-8").format(
+        **{name: settings[name] for name in shape},
+        embedding_factor=f"{settings['embedding_factor']:g}",
+        parameters=f"{facts['parameters']:,}",
+        minutes=f"{facts['minutes']:.0f}",
+        steps=f"{facts['steps']:,}",
+        examples=f"{facts['examples']:,}",
+        source=f"{facts['source_tokens'] / 1e6:.1f}",
+        target=f"{facts['target_tokens'] / 1e6:.2f}",
+        rate=f"{facts['tokens_per_second']:,.0f}",
+        megabytes=f"{(folder / 'model.safetensors').stat().st_size / 1e6:.1f}",
+        hashes=f"{len(read_hashes(folder / HASH_FILE)):,}",
+        measured="\n".join(_row(name, found) for name, found in held_out.items()),
+        samples="\n\n".join(f"{TITLES[name]}\n{_samples(found)}" for name, found in held_out.items()),
+    )
+    card = folder / "README.md"
+    card.write_text(text, encoding="utf-8")
+    return card
+
+
+def _row(name: str, found: Mapping[str, Any]) -> str:
+    rates = ("copy_greedy", "copy_nucleus", "copy_reference", "copy_control", "distinct_greedy")
+    cells = [name, found["pairs"], f"{found['loss']:.3f}", *(f"{found[rate]:.2f}" for rate in rates)]
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def _samples(found: Mapping[str, Any]) -> str:
+    lines = []
+    for passage, sample, reference in found["samples"]:
+        words = passage.split()
+        shown = " ".join(words[:32]) + (" ..." if len(words) > 32 else "")
+        lines.append(f"* *{shown}*\n  sample: **{sample}** (reference: {reference})")
+    return "\n".join(lines)
+
+
+# -- the model folder
+
+
+def export(
+    model: T5ForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, vocabulary: Path, folder: Path
+) -> None:
+    """Write the model into `folder`, file by file by rename, so that a reader never meets half a file.
+
+    The embedding, which the head shares, is stored once. The config asks for float32, so loading widens the
+    weights; rounding them to float16 once is all that is lost.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".export-") as name:
+        partial = Path(name)
+        weights = {"shared.weight": model.shared.weight}
+        weights |= {n: p for n, p in model.named_parameters() if p is not model.shared.weight}
+        save_file(
+            {n: p.detach().to(torch.float16).contiguous() for n, p in weights.items()},
+            partial / "model.safetensors",
+            metadata={"format": "pt"},
+        )
+        config = model.config.to_dict() | {"architectures": ["T5ForConditionalGeneration"], "dtype": "float32"}
+        config.pop("_name_or_path", None)
+        config.pop("transformers_version", None)
+        (partial / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        generation = {"decoder_start_token_id": 0, "eos_token_id": 1, "pad_token_id": 0, "max_new_tokens": 32}
+        (partial / "generation_config.json").write_text(json.dumps(generation, indent=2, sort_keys=True) + "\n")
+        tokenizer.save_pretrained(partial)
+        shutil.copyfile(vocabulary, partial / "spiece.model")
+        for path in partial.iterdir():
+            path.chmod(0o644)
+            os.replace(path, folder / path.name)

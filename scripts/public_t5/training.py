@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import sentencepiece
 import torch
+from sentencepiece import sentencepiece_model_pb2
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
 from lit_dpret.errors import ResumeError
-from public_t5.tasks import Example, Mixture
+from public_t5.tasks import PROMPT, SENTINELS, Example, Mixture
 
 Batch = dict[str, Tensor]
 POOL = 1024
@@ -234,3 +237,151 @@ class Trainer:
                     self.on_checkpoint(min(1.0, state.elapsed / self.seconds))
                     self.model.train()
                 saved = time.monotonic()
+
+
+# -- circuits in the initial weights
+
+
+FREQUENCY, ONE = 0, 1
+
+
+def log_frequencies(targets: Sequence[Sequence[int]], vocabulary: int) -> Tensor:
+    """Log of the smoothed count of each token in the targets, standardised: (vocabulary,)."""
+    counts = torch.zeros(vocabulary)
+    for row in targets:
+        counts += torch.bincount(torch.tensor(row), minlength=vocabulary)
+    logs = (counts + 0.5).log()
+    standard: Tensor = (logs - logs.mean()) / logs.std()
+    return standard
+
+
+@torch.no_grad()
+def write_circuits(model: T5ForConditionalGeneration, frequencies: Tensor, *, noise: float = 0.3) -> None:
+    """Write circuits into `model` that copy before it has learned anything; the rest keeps `noise` times its start.
+
+    What a query generator must do is to take telling words out of the passage. From random weights a small
+    T5 needs tens of thousands of steps to find the attention patterns for that; a budget of one hour of one core
+    has a few thousand. So the patterns are written in by hand and training starts from there, on all weights, in
+    the spirit of mimetic initialisation (Trockman and Kolter 2023, section 3). No data is involved but token counts.
+    """
+    config = model.config
+    width, heads, size = config.d_model, config.num_heads, config.d_kv
+    generator = torch.Generator().manual_seed(1)
+    identity = torch.eye(width)
+    identity[FREQUENCY, FREQUENCY] = identity[ONE, ONE] = 0.0
+
+    def rotation() -> Tensor:
+        basis: Tensor = torch.linalg.qr(torch.randn(width, width, generator=generator))[0][:size].clone()
+        basis[:, [FREQUENCY, ONE]] = 0.0
+        return basis
+
+    # Coordinate 0 of an embedding is the token's log frequency, coordinate 1 is one, the others are random.
+    table = model.shared.weight
+    table[:, FREQUENCY] = frequencies
+    table[:, ONE] = 1.0
+
+    # Encoder head 0 looks one token back and writes what it sees, rotated, beside the token itself.
+    back, beside = rotation(), rotation()
+    look = model.encoder.block[0].layer[0].SelfAttention
+    look.relative_attention_bias.weight[1, 0] = 6.0
+    look.q.weight[:size] *= noise
+    look.k.weight[:size] *= noise
+    look.v.weight[:size] = back
+    look.o.weight[:, :size] = beside.T * (width / size) ** 0.5
+
+    # Cross-attention of the last decoder block: head 0 looks for the place whose previous token is the one just
+    # written (so copies go on), the other heads look at rare tokens; what they see is passed on as it is, and raises
+    # its own probability, as the embedding is tied to the head.
+    cross = model.decoder.block[-1].layer[1].EncDecAttention
+    cross.v.weight.mul_(noise).add_(identity[: heads * size])
+    cross.o.weight.mul_(noise).add_(identity[:, : heads * size])
+    gain = (0.15) ** 0.5
+    cross.q.weight[:size] = back * gain * (width / size) ** 0.25
+    cross.k.weight[:size] = beside * gain * (width / size) ** 0.25
+    for head in range(1, heads):
+        cross.q.weight[head * size] = 0.0
+        cross.k.weight[head * size] = 0.0
+        cross.q.weight[head * size, ONE] = 0.5
+        cross.k.weight[head * size, FREQUENCY] = -(0.5 + 0.25 * head)
+
+    # The first decoder block takes the current token back out of the stream: else a tied T5 repeats it.
+    forget = model.decoder.block[0].layer[-1].DenseReluDense
+    forget.wi.weight.mul_(noise)
+    forget.wo.weight.mul_(noise)
+    forget.wi.weight[: 2 * width] = torch.cat([identity, -identity])
+    forget.wo.weight[:, : 2 * width] = -0.8 * torch.cat([identity, -identity], dim=1)
+
+    # The last adds a constant to coordinate 0: else a T5, which has no biases, does not know unigrams.
+    constant = model.decoder.block[-1].layer[-1].DenseReluDense
+    constant.wi.weight[0] = 0.0
+    constant.wi.weight[0, ONE] = 1.0
+    constant.wo.weight[:, 0] = 0.0
+    constant.wo.weight[FREQUENCY, 0] = 1.0
+    model.decoder.final_layer_norm.weight[FREQUENCY] = 3.0
+
+
+# -- vocabulary
+
+
+MODEL_MAX_LENGTH = 512
+
+
+def train_vocabulary(lines: Iterable[str], path: Path, size: int, threads: int) -> None:
+    """Write a unigram sentencepiece model of `size` - `SENTINELS` pieces to `path`."""
+    partial = path.with_suffix(".partial")
+    with partial.open("wb") as out:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(lines),
+            model_writer=out,
+            vocab_size=size - SENTINELS,
+            model_type="unigram",
+            byte_fallback=True,
+            normalization_rule_name="nmt_nfkc_cf",
+            character_coverage=0.9995,
+            pad_id=0,
+            eos_id=1,
+            unk_id=2,
+            bos_id=-1,
+            user_defined_symbols=[PROMPT.strip()],
+            num_threads=threads,
+            minloglevel=1,
+        )
+    partial.replace(path)
+
+
+def fast_tokenizer(path: Path) -> PreTrainedTokenizerFast:
+    """The fast tokenizer that cuts text as the sentencepiece model at `path` does, and needs no hub.
+
+    Pad is 0, `</s>` 1, `<unk>` 2; NFKC and case folding are part of it, so "Deductible" and "deductible" are one;
+    unseen characters fall back to bytes; `</s>` is appended; the last ids are the marks of span corruption.
+    """
+    proto = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined,unused-ignore]
+    proto.ParseFromString(path.read_bytes())
+    pieces = [(piece.piece, piece.score) for piece in proto.pieces]
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=2, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence(
+        [
+            normalizers.Precompiled(proto.normalizer_spec.precompiled_charsmap),
+            normalizers.Strip(left=True, right=True),
+            normalizers.Replace(Regex(" {2,}"), " "),
+        ]
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="always")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.ByteFallback(), decoders.Metaspace(replacement="▁", prepend_scheme="always")]
+    )
+    sentinels = [f"<extra_id_{i}>" for i in range(SENTINELS)]
+    marks = ("<pad>", "</s>", "<unk>", *sentinels)
+    tokenizer.add_special_tokens([AddedToken(mark, lstrip=True, normalized=False) for mark in marks])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A </s>", pair="$A </s> $B </s>", special_tokens=[("</s>", 1)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        extra_special_tokens=sentinels,
+        model_max_length=MODEL_MAX_LENGTH,
+        clean_up_tokenization_spaces=False,
+    )

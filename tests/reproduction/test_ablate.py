@@ -27,8 +27,7 @@ from lit_dpret.privacy.modes import DPSGD, NoPrivacy, PublicPassages, SyntheticD
 from lit_dpret.synthesis.filters import load_released
 from lit_dpret.synthesis.filters.cross_encoder import CrossEncoder
 from reproduction import Ablate
-from reproduction.recipe import GeneratorRecipe, Recipe
-from reproduction.synthetic_queries import Teacher
+from reproduction.recipe import GeneratorRecipe, Recipe, Teacher
 
 
 def recipes(folder: Path) -> dict[str, Recipe]:

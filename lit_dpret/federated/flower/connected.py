@@ -35,11 +35,6 @@ class ConnectedSilos:
           for another silo nor take the name of one that is connected.
         - A silo that does not answer well is named in the faults and left out of this exchange, and is asked again in
           the next.
-
-    Args:
-        settings: Of the run; every message carries their digest.
-        result: Receives everything that goes wrong, and the bytes of all messages.
-        patience: How long it waits; checked.
     """
 
     def __init__(self, settings: PddAs2, result: FedResult, patience: Patience) -> None:

@@ -19,8 +19,8 @@ from lit_dpret.federated.aggregation import Weights, check_enough
 from lit_dpret.federated.documents import Patience
 from lit_dpret.federated.federation import Federation, FedResult
 from lit_dpret.federated.flower.connected import ConnectedSilos
+from lit_dpret.federated.flower.exchanges import MaskedRound, Relay
 from lit_dpret.federated.flower.library import Context, Grid, RecordDict, ServerApp
-from lit_dpret.federated.flower.masked_round import MaskedRound, Relay
 from lit_dpret.federated.flower.payloads import SCHEMA, weights_of, weights_record
 from lit_dpret.federated.settings import PHASES, PddAs2, Phase
 from lit_dpret.files import write_whole
@@ -35,13 +35,6 @@ class FlowerFederation(Federation):
     Guarantees:
         - A silo is identified by the message that it replies to, never by what its reply says.
         - A server that is started again does not repeat a finished round of stage 1 or epoch of stage 2.
-
-    Args:
-        settings: Of the run; every silo has the same, or refuses.
-        start: The weights to begin with; public.
-        folder: Of the server's state.
-        dim: Dimensions of an embedding.
-        patience: How many silos it needs, and how long it waits for them.
     """
 
     def __init__(

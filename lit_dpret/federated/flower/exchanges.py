@@ -1,8 +1,12 @@
-"""The server's side of a round under masks: it learns the sum and who took part.
+"""The server's side of a round under masks, of which it learns the sum, and of the negatives that it relays.
 
 A silo may disappear before any of the messages. One that has shared nothing is left out; one that has shared and sends
 no vector is recovered from the others' shares; one that does not unmask is not needed as long as enough do. Where fewer
 than the threshold are left, nothing can be unmasked, and the round is refused by name.
+
+Negatives are merged by the server in clear, or sealed and only passed on. Both ways give every silo that asked the
+records of its message ``train.personalise``, from one message to each silo that is asked, for all who ask it. Sealed,
+the server knows who asks whom, for it decides that, and how much they send.
 """
 
 from __future__ import annotations
@@ -163,7 +167,7 @@ class MaskedRound:
             )
 
 
-# -- Fed-negatives between silos, carried by the server: merged by it in clear, or sealed and only passed on.
+# -- negatives
 
 
 # Records of the message ``train.personalise``, by silo.
