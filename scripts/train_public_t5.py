@@ -27,23 +27,9 @@ for _path in (str(ROOT), str(ROOT / "scripts")):
 
 import torch  # noqa: E402
 from public_t5 import sources, tasks  # noqa: E402
-from public_t5.measure import (  # noqa: E402
-    export,
-    held_out,
-    measure,
-    token_loss,
-    write_card,
-)
-from public_t5.training import (  # noqa: E402  # noqa: E402  # noqa: E402
-    MAX_TARGET,
-    Trainer,
-    build_model,
-    encode,
-    fast_tokenizer,
-    log_frequencies,
-    train_vocabulary,
-    write_circuits,
-)
+from public_t5.measure import export, held_out, measure, token_loss, write_card  # noqa: E402
+from public_t5.training import MAX_TARGET, Trainer, build_model, encode, log_frequencies, write_circuits  # noqa: E402
+from public_t5.vocabulary import fast_tokenizer, train_vocabulary  # noqa: E402
 from transformers import T5ForConditionalGeneration  # noqa: E402
 
 from lit_dpret.assets.overlap import HASH_FILE, write_hashes  # noqa: E402

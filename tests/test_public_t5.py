@@ -320,7 +320,6 @@ def test_the_written_circuits_make_an_untrained_model_prefer_its_own_passage(
     scripts: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     training = importlib.import_module("public_t5.training")
-    circuits = importlib.import_module("public_t5.training")
     texts = ["generate_query: deposit landlord tenant", "generate_query: diabetes sugar blood"]
     sources = tokenizer(texts)["input_ids"]
     targets = tokenizer(["tenant deposit", "blood sugar"])["input_ids"]
@@ -329,7 +328,7 @@ def test_the_written_circuits_make_an_untrained_model_prefer_its_own_passage(
         torch.manual_seed(0)
         model = training.build_model(vocabulary=len(tokenizer), d_model=64, d_ff=256, heads=4, layers=2)
         if written:
-            circuits.write_circuits(model, torch.zeros(len(tokenizer)))
+            training.write_circuits(model, torch.zeros(len(tokenizer)))
         losses = []
         with torch.no_grad():
             for order in (sources, sources[::-1]):

@@ -9,20 +9,17 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import sentencepiece
 import torch
-from sentencepiece import sentencepiece_model_pb2
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
 from lit_dpret.errors import ResumeError
-from public_t5.tasks import PROMPT, SENTINELS, Example, Mixture
+from public_t5.tasks import Example, Mixture
 
 Batch = dict[str, Tensor]
 POOL = 1024
@@ -318,70 +315,3 @@ def write_circuits(model: T5ForConditionalGeneration, frequencies: Tensor, *, no
     constant.wo.weight[:, 0] = 0.0
     constant.wo.weight[FREQUENCY, 0] = 1.0
     model.decoder.final_layer_norm.weight[FREQUENCY] = 3.0
-
-
-# -- vocabulary
-
-
-MODEL_MAX_LENGTH = 512
-
-
-def train_vocabulary(lines: Iterable[str], path: Path, size: int, threads: int) -> None:
-    """Write a unigram sentencepiece model of `size` - `SENTINELS` pieces to `path`."""
-    partial = path.with_suffix(".partial")
-    with partial.open("wb") as out:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(lines),
-            model_writer=out,
-            vocab_size=size - SENTINELS,
-            model_type="unigram",
-            byte_fallback=True,
-            normalization_rule_name="nmt_nfkc_cf",
-            character_coverage=0.9995,
-            pad_id=0,
-            eos_id=1,
-            unk_id=2,
-            bos_id=-1,
-            user_defined_symbols=[PROMPT.strip()],
-            num_threads=threads,
-            minloglevel=1,
-        )
-    partial.replace(path)
-
-
-def fast_tokenizer(path: Path) -> PreTrainedTokenizerFast:
-    """The fast tokenizer that cuts text as the sentencepiece model at `path` does, and needs no hub.
-
-    Pad is 0, `</s>` 1, `<unk>` 2; NFKC and case folding are part of it, so "Deductible" and "deductible" are one;
-    unseen characters fall back to bytes; `</s>` is appended; the last ids are the marks of span corruption.
-    """
-    proto = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined,unused-ignore]
-    proto.ParseFromString(path.read_bytes())
-    pieces = [(piece.piece, piece.score) for piece in proto.pieces]
-    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=2, byte_fallback=True))
-    tokenizer.normalizer = normalizers.Sequence(
-        [
-            normalizers.Precompiled(proto.normalizer_spec.precompiled_charsmap),
-            normalizers.Strip(left=True, right=True),
-            normalizers.Replace(Regex(" {2,}"), " "),
-        ]
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="always")
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.ByteFallback(), decoders.Metaspace(replacement="▁", prepend_scheme="always")]
-    )
-    sentinels = [f"<extra_id_{i}>" for i in range(SENTINELS)]
-    marks = ("<pad>", "</s>", "<unk>", *sentinels)
-    tokenizer.add_special_tokens([AddedToken(mark, lstrip=True, normalized=False) for mark in marks])
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="$A </s>", pair="$A </s> $B </s>", special_tokens=[("</s>", 1)]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        eos_token="</s>",
-        unk_token="<unk>",
-        extra_special_tokens=sentinels,
-        model_max_length=MODEL_MAX_LENGTH,
-        clean_up_tokenization_spaces=False,
-    )
