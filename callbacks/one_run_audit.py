@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import Callback
 
 from lit_dpret.audit.canaries.canary import Kind
 from lit_dpret.audit.canaries.coin_flips import AuditScores, CoinFlips, coins_in_run, read_scores, write_scores
-from lit_dpret.audit.canaries.suite import EVALUATION_SPLITS
+from lit_dpret.audit.canaries.suite import EVALUATION_SPLITS, CanarySuite
 from lit_dpret.audit.statistics.evidence import Evidence
 from lit_dpret.audit.statistics.one_run import (
     SHARES,
@@ -194,10 +194,12 @@ class OneRunAudit(Callback):
         folder = self._folder(trainer)
         count = self.planned_units(mode, data)
         self._neighbours = mode.neighbours
-        self._coins = coins_in_run(
-            data, count, kind=self.kind, queries=self.queries, seed=self.seed, run_dir=folder,
-            begun=(folder / LEDGER_NAME).exists(), resume=self.resume, reader=module,
+        suite = CanarySuite(
+            kinds=(self.kind,), repetitions=(1,), count=count, candidates=2, include=0.5, queries=self.queries,
+            seed=self.seed,
         )  # fmt: skip
+        begun = (folder / LEDGER_NAME).exists()
+        self._coins = coins_in_run(data, suite, run_dir=folder, begun=begun, resume=self.resume, reader=module)
         data.plant(self._coins.planted(mode.neighbours))
 
     def planned_units(self, mode: Any, data: Any) -> int:

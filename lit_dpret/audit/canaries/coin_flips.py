@@ -34,7 +34,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lit_dpret.audit.canaries.canary import CANARIES, CanarySet, Kind, check_all_fit, read_canaries, write_canaries
+from lit_dpret.audit.canaries.canary import CANARIES, CanarySet, check_all_fit, read_canaries, write_canaries
 from lit_dpret.audit.canaries.suite import CanarySuite, planted_facts
 from lit_dpret.datamodules.images import ImageRow
 from lit_dpret.datamodules.rows import Row
@@ -166,16 +166,7 @@ SHORTER = "take canaries with shorter queries: a file of them as callbacks.audit
 
 
 def coins_in_run(
-    data: Any,
-    count: int,
-    *,
-    kind: Kind,
-    queries: str,
-    seed: int | None,
-    run_dir: Path,
-    begun: bool,
-    resume: bool,
-    reader: object = None,
+    data: Any, suite: CanarySuite, *, run_dir: Path, begun: bool, resume: bool, reader: object = None
 ) -> CoinFlips:
     """Make the coin-flipped canaries of a run and write them beside it, or read them where it goes on.
 
@@ -183,8 +174,8 @@ def coins_in_run(
         - No private row is read: words come from public passages, or a file that is declared public.
         - A run that has begun goes on with the canaries and coins that it began with, or not at all.
 
-    ``kind``, ``queries`` and ``seed`` are those of `CanarySuite`; ``begun`` says that the run has a ledger.
-    ``reader`` is the module that will be trained on them; it must read every secret, and every twin's, to its end.
+    ``begun`` says that the run has a ledger; of images, ``suite`` gives the number and the seed alone. ``reader`` is
+    the module that will be trained on them; it must read every secret, and every twin's, to its end.
 
     Raises:
         ResumeError: The run has begun, and its canaries are missing or were others.
@@ -192,13 +183,10 @@ def coins_in_run(
             written then.
     """
     images = hasattr(data, "image_shape")
-    settings = {"kinds": [kind], "queries": queries, "count": count, "seed": seed}
+    settings = {name: suite.settings()[name] for name in ("kinds", "queries", "count", "seed")}
     if not begun:
         if images:
-            return image_coins(count, shape=data.image_shape, seed=seed, run_dir=run_dir)
-        suite = CanarySuite(
-            kinds=(kind,), repetitions=(1,), count=count, candidates=2, include=0.5, queries=queries, seed=seed
-        )
+            return image_coins(suite.count, shape=data.image_shape, seed=suite.seed, run_dir=run_dir)
         canaries = suite.make(data, reader, shorter=SHORTER)
         write_canaries(canaries, run_dir)
         return coins_of(canaries)

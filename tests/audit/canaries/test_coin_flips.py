@@ -28,19 +28,20 @@ from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 COUNT = 60
 
 
+def suite(**settings: Any) -> CanarySuite:
+    return CanarySuite(**{"kinds": ("echo",), "repetitions": (1,), "count": COUNT, "candidates": 2, "include": 0.5}
+                       | settings)  # fmt: skip
+
+
 def coins(folder: Path, **settings: Any) -> CoinFlips:
-    suite = CanarySuite(**{"kinds": ("echo",), "repetitions": (1,), "count": COUNT, "candidates": 2, "include": 0.5,
-                           "seed": 3} | settings)  # fmt: skip
-    return coins_of(suite.make(large_log(folder)))
+    return coins_of(suite(**{"seed": 3} | settings).make(large_log(folder)))
 
 
 def in_run(folder: Path, **settings: Any) -> CoinFlips:
-    defaults = {"kind": "echo", "queries": "pseudo", "seed": None, "run_dir": folder / "run", "begun": False,
-                "resume": False}  # fmt: skip
-    settings = defaults | settings
-    count = settings.pop("count", COUNT)
+    run: dict[str, Any] = {"run_dir": folder / "run", "begun": False, "resume": False}
+    run |= {name: settings.pop(name) for name in (*run, "reader") if name in settings}
     data = settings.pop("data", None) or large_log(folder)
-    return coins_in_run(data, count, **settings)
+    return coins_in_run(data, suite(**settings), **run)
 
 
 def texts(units: list[tuple[Any, ...]]) -> list[tuple[str, ...]]:
@@ -103,7 +104,7 @@ def test_other_settings_and_a_lost_file_are_refused_when_a_run_goes_on(tmp_path:
     with pytest.raises(ResumeError, match="count was 60 and is 61 now"):
         in_run(tmp_path, begun=True, resume=True, count=61)
     with pytest.raises(ResumeError, match=r"kinds was \['echo'\]"):
-        in_run(tmp_path, begun=True, resume=True, kind="own_passage")
+        in_run(tmp_path, begun=True, resume=True, kinds=("own_passage",))
     with pytest.raises(ResumeError, match="resume=true"):
         in_run(tmp_path, begun=True)
     (tmp_path / "run" / "canaries.json").unlink()
