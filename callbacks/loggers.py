@@ -282,14 +282,15 @@ class PublicMlflowLogger(_PublicLogger, MLFlowLogger):
         self._run_dir, self._settings = Path(save_dir), dict(public_settings(settings or {}))
         self._experiment_name, self._run_name, self._run_id = experiment_name, run_name, None
         self._prefix = ""  # read before the run begins
-        own = self._run_dir.absolute()
         given = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
-        self._tracking_uri = given or f"sqlite:///{own / 'mlflow.db'}"
-        local = self._tracking_uri.startswith("sqlite:")
-        self._artifact_location = (own / "mlartifacts").as_uri() if local else None
-        if not local:  # a database notes when it was made: that is when training is over
+        self._tracking_uri = given or f"sqlite:///{self._run_dir.absolute() / 'mlflow.db'}"
+        self._artifact_location = None
+        if not self._tracking_uri.startswith("sqlite:"):
             self._connect()
-        elif given and not Path(given.removeprefix("sqlite:///")).parent.is_dir():
+            return  # a database notes when it was made: it is opened when training is over
+        folder = Path(self._tracking_uri.removeprefix("sqlite:///")).absolute().parent
+        self._artifact_location = (folder / "mlartifacts").as_uri()
+        if given and not folder.is_dir():
             raise ConfigurationError(f"logger.mlflow.tracking_uri={given}: the folder of that file is not there.")
 
     def _connect(self) -> None:

@@ -159,15 +159,16 @@ def test_mlflow_gets_the_claim_as_tags_and_the_card_as_artifacts(
     connect = pytest.importorskip("mlflow").tracking.MlflowClient
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     run = tmp_path / "run"
-    trained(run, mlflow(run))
+    trained(run, PublicMlflowLogger(save_dir=run, tracking_uri=f"sqlite:///{tmp_path}/all_runs.db"))
     assert "MLFLOW_TRACKING_URI" not in os.environ, "the next run in this process has a store of its own"
-    client = connect(f"sqlite:///{run}/mlflow.db")
+    client = connect(f"sqlite:///{tmp_path}/all_runs.db")
     (found,) = client.search_runs([client.get_experiment_by_name("lit-dpret").experiment_id])
     claim = read_card(run)["claim"]
     assert found.data.tags["privacy.epsilon"] == str(claim["epsilon"]) and found.info.status == "FINISHED"
     told = ("guarantee", "epsilon", "delta", "unit", "neighbours")
     assert set(found.data.tags) == {"mlflow.runName", *(f"privacy.{name}" for name in told)}
     assert {one.path for one in client.list_artifacts(found.info.run_id)} == {"privacy_card.json", "privacy_card.html"}
+    assert len(list((tmp_path / "mlartifacts").rglob("privacy_card.json"))) == 1, "beside the database, not in one run"
 
 
 def test_tensorboard_shows_the_claim_beside_the_curves_and_a_second_run_its_own_file(tmp_path: Path) -> None:

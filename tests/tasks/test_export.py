@@ -13,6 +13,7 @@ import pytest
 import torch
 from card_chain import run
 from cards import forge
+from datasets import load_dataset
 from hub_stand_in import TOKEN, Hub
 from huggingface_hub import ModelCard, constants
 from lightning.pytorch.callbacks import Callback
@@ -382,6 +383,8 @@ def test_a_set_goes_to_the_hub_with_all_that_its_claim_is_checked_by(hub: Hub, m
         (got / name).write_bytes(content)
     checked = verify_chain(got)
     assert checked.failed == [] and any(one.check == "ledger" and one.outcome == "ok" for one in checked.findings)
+    pairs = load_dataset(str(got), "pairs", split="train", cache_dir=str(tmp_path / "cache"))
+    assert len(pairs) == len((made / "pairs" / "train.jsonl").read_text().splitlines()) > 0
     assert not any("shards" in name or "manifest" in name for name in hub.files)
     readme = hub.files["README.md"].decode()
     assert 'load_dataset("org/queries", "pairs"' in readme and readme.startswith("---\n")
