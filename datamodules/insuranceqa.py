@@ -50,7 +50,9 @@ class InsuranceQADataModule(PairsDataModule):
         names = [*_SPLITS, "answers"]
         for name in names:
             if not (folder / f"{name}.json.gz").exists():
-                raise DataError(f"{folder / name}.json.gz does not exist; check datamodule.folder.")
+                raise DataError(
+                    f"{folder / name}.json.gz does not exist; check datamodule.folder.", kind="missing file"
+                )
         return {name: folder / f"{name}.json.gz" for name in names}
 
     def columns(self) -> dict[str, tuple[str, ...]]:

@@ -199,7 +199,7 @@ class PairsDataModule(SampledDataModule):
             found["source"] = str(self.queries)
         for name, path in _by_name(found).items():
             if not Path(path).exists():
-                raise DataError(f"{path} does not exist; check datamodule.{name}.")
+                raise DataError(f"{path} does not exist; check datamodule.{name}.", kind="missing file")
         return found
 
     def _qrels_by_split(self) -> Mapping[str, str | Path]:

@@ -6,6 +6,7 @@ Every number here comes from the private data as it is and is covered by no guar
 from __future__ import annotations
 
 import hashlib
+import re
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
@@ -19,8 +20,10 @@ from lit_dpret.datamodules.preparation import report_overlap
 from lit_dpret.datamodules.rows import collapse_whitespace, normalise
 
 CAPS = (1, 2, 5, 10, 20)
-ENOUGH = 0.8  # of the rows: the smallest cap that keeps so many is the one recommended
+ENOUGH = 0.8  # of the rows: the smallest cap that keeps so many is the one recommended, if there is one
 _BATCH = 1024
+_INVISIBLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
+_BREAK = re.compile("[\r\n]")
 
 Count = Callable[[Sequence[str]], Sequence[int]]
 
@@ -76,6 +79,7 @@ def measure_lengths(texts: Iterable[str], *, count: Count, limit: int | None, at
 def count_users(collection: Collection, split: str = "train") -> dict[str, Any] | None:
     """Count the rows of each user in a split, and what caps would keep; None where no user is known.
 
+    No cap is recommended where none keeps `ENOUGH`, nor where a query has no user, which ``unit=user`` refuses.
     A row is a query with one positive passage, which is what `max_rows_per_unit` counts under ``unit=user``.
     """
     qrels = collection.qrels.get(split, {})
@@ -86,7 +90,7 @@ def count_users(collection: Collection, split: str = "train") -> dict[str, Any] 
     if not rows:
         return None
     found = np.array(list(rows.values()), dtype=np.int64)
-    total = int(found.sum())
+    total, without = int(found.sum()), [query_id for query_id in qrels if query_id not in collection.users]
     caps = [
         {
             "cap": cap,
@@ -100,12 +104,20 @@ def count_users(collection: Collection, split: str = "train") -> dict[str, Any] 
         "split": split,
         "users": len(rows),
         "rows": total,
-        "queries_without_user": sum(query_id not in collection.users for query_id in qrels),
+        "queries_without_user": without,
         "rows_per_user": {f"p{q}": int(np.percentile(found, q, method="higher")) for q in (50, 90, 99)}
         | {"max": int(found.max())},
         "caps": caps,
-        "recommended_cap": next((c["cap"] for c in caps if c["share_kept"] >= ENOUGH), CAPS[-1]),
+        "recommended_cap": None if without else next((c["cap"] for c in caps if c["share_kept"] >= ENOUGH), None),
     }
+
+
+def count_invisible(texts: Iterable[str], *, of_one_line: bool) -> int:
+    """Count the texts that hold characters nobody sees: control, zero-width, text direction, byte order.
+
+    In texts ``of_one_line`` line breaks count too.
+    """
+    return sum(bool(_INVISIBLE.search(text) or (of_one_line and _BREAK.search(text))) for text in texts)
 
 
 def count_words(texts: Sequence[str]) -> list[int]:

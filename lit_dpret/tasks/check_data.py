@@ -15,10 +15,17 @@ import numpy as np
 
 from lit_dpret.cards.forecast import LARGE_DELTA, large_delta
 from lit_dpret.datamodules.collection import Collection, TextData
-from lit_dpret.datamodules.pairs import PairSettings
+from lit_dpret.datamodules.pairs import PairsDataModule, PairSettings
 from lit_dpret.datamodules.readers import Problems
 from lit_dpret.datamodules.splitting import SplitBy, checked_fractions, split_collection, write_split
-from lit_dpret.datamodules.survey import count_splits, count_users, count_words, find_duplicates, measure_lengths
+from lit_dpret.datamodules.survey import (
+    count_invisible,
+    count_splits,
+    count_users,
+    count_words,
+    find_duplicates,
+    measure_lengths,
+)
 from lit_dpret.errors import ConfigurationError, DataError, LitDpretError
 from lit_dpret.files import write_whole
 from lit_dpret.privacy.modes import NoPrivacy
@@ -126,6 +133,7 @@ _PRIVATE = (
     "PRIVATE. These numbers and ids come from the data as they are; no differential privacy covers them. They are for "
     "the owner of the data: do not publish this file."
 )
+_COLUMNS = " datamodule.columns={passage: NAME} reads a column that is called otherwise."
 _FRACTIONS = {"train": 0.8, "dev": 0.1, "test": 0.1}
 
 
@@ -168,15 +176,18 @@ class CheckData:
                 f"task=check_data examines queries and passages, and {type(data).__name__} has no read_collection that "
                 "gives them (lit_dpret.datamodules.collection.TextData)."
             )
-        problems = Problems(examples=self.examples)
+        problems = Problems(examples=sys.maxsize)
         facts: dict[str, Any] = {"schema": SCHEMA, "private": _PRIVATE, "source": _source(data)}
         collection = self._read(data, problems, facts)
         if collection is not None:
             self._examine(parts, data, collection, problems, facts)
-        facts["problems"] = {"total": problems.total, "counts": problems.counts, "examples": problems.shown}
+        knob = _COLUMNS if type(data) is PairsDataModule and data.pairs else ""
+        if (everywhere := problems.shown.get("missing column")) and not (collection and collection.queries):
+            everywhere[:] = [f"{everywhere[0]} So it is in every record.{knob}"]
+        facts["problems"] = {"total": problems.total, "counts": problems.counts, "messages": problems.shown}
         if collection is not None and not problems.total:
             self._offer_split(parts, data, collection, facts)
-        page = render("data_check.md", facts)
+        page = render("data_check.md", facts | {"examples": self.examples})
         for name, text in ((REPORT, json.dumps(facts, indent=2, ensure_ascii=False) + "\n"), (PAGE, page)):
             write_whole(parts.run_dir / name, text, owner_only=True)
         sys.stdout.write(page)
@@ -186,12 +197,18 @@ class CheckData:
         return {"problems": 0.0}
 
     def _read(self, data: TextData, problems: Problems, facts: dict[str, Any]) -> Collection | None:
-        """Everything readable, and every problem; None where there is nothing to examine."""
+        """Everything readable, and every problem; None where there is nothing to examine.
+
+        Raises:
+            DataError: A file that was named is not there.
+        """
         try:
             columns: dict[str, Any] = getattr(data, "columns", dict)()
             facts["columns"] = {part: list(names) for part, names in columns.items()}
             return data.read_collection(problems)
         except DataError as error:
+            if error.kind == "missing file":
+                raise
             problems(error)
             return None
 
@@ -206,6 +223,9 @@ class CheckData:
         facts["passages"], facts["queries"] = len(collection.passages), len(collection.queries)
         facts["splits"] = count_splits(collection)
         facts["duplicates"] = find_duplicates(collection, examples=self.examples)
+        facts["invisible"] = {
+            side: count_invisible(texts[side], of_one_line=side == "query") for side in SIDES
+        }  # fmt: skip
         facts["lengths"] = {"by": by} | {
             side: measure_lengths(texts[side], count=ruler.count, limit=ruler.limit, at_most=self.max_texts)
             for side, ruler in rulers.items()
@@ -220,7 +240,7 @@ class CheckData:
         unit = {"privacy.unit": "user", **chosen} if cap else {}
         is_split = set(collection.qrels) != {"train"}
         facts["command"] = _command(parts.command, {}, _fitting(data, collection, facts) | unit)
-        facts["cautions"] = _cautions(collection)
+        facts["cautions"] = _cautions(collection, facts)
         if is_split and self.write_split is None:
             return
         if is_split and not self.resplit:
@@ -237,30 +257,31 @@ class CheckData:
             return
         by = "user" if collection.users and self.split_by != "text" else "text"
         sizes = {split: len(qrels) for split, qrels in new.qrels.items()}
-        facts["split"] = {"by": by, "seed": self.split_seed, "queries": sizes, "written": None}
+        facts["split"] = {"by": by, "seed": self.split_seed, "queries": sizes, "written": None,
+                          "shared_with_train": find_duplicates(new, examples=0)["shared_with_train"]}  # fmt: skip
         if self.write_split is not None:
             read_by = write_split(new, self.write_split, public_passages=_says(data, "has_public_passages"))
             facts["split"]["written"] = str(self.write_split)
             facts["command"] = _command(parts.command, read_by, _fitting(data, new, facts) | unit)
-            facts["cautions"] = _cautions(new)
+            facts["cautions"] = _cautions(new, facts)
 
 
-def _units(collection: Collection) -> int:
-    """Count whom the command protects: users where they are known, and train queries otherwise."""
-    users = count_users(collection)
+def _units(collection: Collection, facts: Mapping[str, Any]) -> int:
+    """Count whom the command protects: users where a cap on their rows is recommended, and train queries otherwise."""
+    users = count_users(collection) if facts["users"] and facts["users"]["recommended_cap"] else None
     return int(users["users"]) if users else len(collection.qrels.get("train", {}))
 
 
-def _cautions(collection: Collection) -> list[str]:
+def _cautions(collection: Collection, facts: Mapping[str, Any]) -> list[str]:
     """Return what is weak about the promise that so many units can be given by default."""
-    units = _units(collection)
+    units = _units(collection, facts)
     delta = 1 / (2 * max(1, units))
     return [large_delta(delta, units)] if delta > LARGE_DELTA else []
 
 
 def _fitting(data: TextData, collection: Collection, facts: Mapping[str, Any]) -> dict[str, str]:
     """Return settings that this log needs: a batch that it has units for, and a length that cuts few passages."""
-    units = _units(collection)
+    units = _units(collection, facts)
     more = {"hydra.run.dir": "runs/mine"}
     if (batch := fitting_batch(units, asked := getattr(data, "expected_batch_size", None) or 256)) < asked:
         more["datamodule.expected_batch_size"] = str(batch)

@@ -8,6 +8,7 @@ from pathlib import Path
 from lit_dpret.datamodules import InsuranceQADataModule
 from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.survey import (
+    count_invisible,
     count_splits,
     count_users,
     count_words,
@@ -62,19 +63,40 @@ def test_lengths_are_quantiles_of_what_was_measured_and_the_share_that_is_cut() 
 def test_what_a_cap_keeps_is_what_training_keeps() -> None:
     found = count_users(DATA)
     assert found is not None
-    assert (found["users"], found["rows"], found["queries_without_user"]) == (2, 4, 1)
+    assert (found["users"], found["rows"], len(found["queries_without_user"])) == (2, 4, 1)
     assert found["rows_per_user"] == {"p50": 3, "p90": 3, "p99": 3, "max": 3}
     assert found["caps"][:2] == [
         {"cap": 1, "rows_kept": 2, "share_kept": 0.5, "users_cut": 1},
         {"cap": 2, "rows_kept": 3, "share_kept": 0.75, "users_cut": 1},
     ]
-    assert found["recommended_cap"] == 5
+    assert found["recommended_cap"] is None, "training by user refuses a query without one"
     from lit_dpret.datamodules.unit_dataset import GroupedUnitDataset
 
     known = replace(DATA, qrels={"train": {q: j for q, j in DATA.qrels["train"].items() if q in DATA.users}})
+    assert count_users(known)["recommended_cap"] == 5  # type: ignore[index]
+    unequal = {f"q{i}": {"p1": 1} for i in range(300)}
+    most = replace(
+        DATA, queries=dict.fromkeys(unequal, "?"), qrels={"train": unequal}, users=dict.fromkeys(unequal, "u")
+    )
+    assert count_users(most)["recommended_cap"] is None  # type: ignore[index]
     for cap in found["caps"]:
         units = GroupedUnitDataset(known, unit="user", max_rows_per_unit=cap["cap"])
         assert sum(len(units.rows(unit)) for unit in range(len(units))) == cap["rows_kept"]
+
+
+def test_texts_with_characters_that_nobody_sees_are_counted() -> None:
+    texts = [
+        "plain",
+        "a\x00b",
+        "zero\u200bwidth",
+        "\u202eturned",
+        "\ufeffmark",
+        "two\nlines",
+        "tab\there",
+        "می\u200cخواهم",
+    ]
+    assert count_invisible(texts, of_one_line=False) == 4
+    assert count_invisible(texts, of_one_line=True) == 5
 
 
 def test_without_users_there_is_nothing_to_say_about_them() -> None:

@@ -111,7 +111,7 @@ def test_every_text_that_is_no_unicode_is_listed_with_its_line(tmp_path: Path) -
     log.write_text("\n".join(lines), encoding="utf-8")
     with pytest.raises(DataError, match=str(tmp_path / "run")):
         CheckData().run(job(tmp_path, pairs=log))
-    shown = report(tmp_path)["problems"]["examples"]["not Unicode text"]
+    shown = report(tmp_path)["problems"]["messages"]["not Unicode text"]
     assert [text.partition(":")[0] for text in shown] == [f"{log} line {number}" for number in (4, 8, 10)]
 
 
@@ -160,7 +160,7 @@ def test_every_bad_line_is_one_clear_line_of_one_report(tmp_path: Path, harbour:
     with pytest.raises(DataError, match="has problems: ") as refused:
         CheckData().run(job(tmp_path, folder=harbour))
     found, page = report(tmp_path), (tmp_path / "run" / PAGE).read_text(encoding="utf-8")
-    counts, examples = found["problems"]["counts"], found["problems"]["examples"]
+    counts, examples = found["problems"]["counts"], found["problems"]["messages"]
     for _, kind, told in BAD_LINES.values():
         assert counts[kind] >= 1 and kind in str(refused.value) and f"* {kind}: " in page, kind
         assert any(told in message for message in examples[kind]), kind
@@ -175,14 +175,11 @@ def test_of_many_problems_of_a_kind_a_few_are_shown(tmp_path: Path, harbour: Pat
         CheckData(examples=3).run(job(tmp_path, folder=harbour))
     page = (tmp_path / "run" / PAGE).read_text(encoding="utf-8")
     assert page.count("is not in the corpus") == 3 and "... and 27 more" in page
+    assert len(report(tmp_path)["problems"]["messages"]["unknown passage"]) == 30, "whoever mends them needs all"
 
 
 def empty_corpus(folder: Path) -> None:
     (folder / "corpus.jsonl").write_text("")
-
-
-def no_queries(folder: Path) -> None:
-    (folder / "queries.jsonl").unlink()
 
 
 def broken_parquet(folder: Path) -> None:
@@ -201,7 +198,6 @@ def cut_gzip(folder: Path) -> None:
     ("spoil", "kind", "told"),
     [
         (empty_corpus, "empty file", "corpus.jsonl holds no passages"),
-        (no_queries, "missing file", "lacks queries.jsonl"),
         (broken_parquet, "unreadable file", "corpus.parquet is not a readable parquet file"),
         (cut_gzip, "unreadable file", "corpus.jsonl.gz is not a readable gzip file"),
     ],
@@ -212,7 +208,25 @@ def test_data_that_cannot_be_read_at_all_is_one_clear_line(
     spoil(harbour)
     with pytest.raises(DataError, match=kind):
         CheckData().run(job(tmp_path, folder=harbour))
-    assert any(told in message for message in report(tmp_path)["problems"]["examples"][kind])
+    assert any(told in message for message in report(tmp_path)["problems"]["messages"][kind])
+
+
+def test_a_file_that_is_not_there_is_said_as_such_and_no_report_is_written(tmp_path: Path, harbour: Path) -> None:
+    (harbour / "queries.jsonl").unlink()
+    for data, told in (({"pairs": tmp_path / "none.jsonl"}, "none.jsonl does not exist"),
+                       ({"folder": harbour}, "queries.jsonl")):  # fmt: skip
+        with pytest.raises(DataError, match=told):
+            CheckData().run(job(tmp_path, **data))
+        assert not (tmp_path / "run" / REPORT).exists()
+
+
+def test_a_column_that_no_record_has_is_one_problem_that_names_the_setting(tmp_path: Path) -> None:
+    log = write_log(tmp_path)
+    log.write_text(log.read_text(encoding="utf-8").replace('"passage"', '"pasage"'), encoding="utf-8")
+    with pytest.raises(DataError):
+        CheckData().run(job(tmp_path, pairs=log))
+    (told,) = report(tmp_path)["problems"]["messages"]["missing column"]
+    assert "pasage" in told and "datamodule.columns" in told
 
 
 def test_the_first_line_of_a_table_without_a_header_is_not_shown(tmp_path: Path) -> None:
@@ -244,7 +258,10 @@ def test_a_user_column_that_is_missing_is_told_by_the_columns_that_there_are(tmp
         CheckData(examples=1).run(parts(tmp_path, make_datamodule=data, make_module=no_model))
     problems = report(tmp_path)["problems"]
     told = f"{log} line 1: no key 'author'; found: query, passage, user_id."
-    assert problems["examples"]["missing column"] == [told] and problems["counts"]["missing column"] == 60
+    assert (
+        problems["messages"]["missing column"] == [f"{told} So it is in every record."]
+        and problems["counts"]["missing column"] == 60
+    )
 
 
 def test_images_are_refused(tmp_path: Path) -> None:
@@ -268,6 +285,29 @@ def test_users_and_a_cap_are_told_and_stand_in_the_command(tmp_path: Path, progr
         f"{program} datamodule.pairs={log} hydra.run.dir=runs/mine datamodule.expected_batch_size=5 "
         "privacy.unit=user datamodule.max_rows_per_unit=5 callbacks.card.tuning_data=private"
     ), "a quarter of the users is a batch"
+
+
+def test_no_user_unit_is_offered_where_training_would_refuse_it_or_would_lose_most(tmp_path: Path) -> None:
+    log = write_log(tmp_path)
+    some = log.read_text(encoding="utf-8").replace(', "user_id": "u3"', "", 1)
+    one = log.read_text(encoding="utf-8") + "".join(
+        json.dumps({"query": f"one {i}", "passage": "p", "user_id": "u0"}) + "\n" for i in range(900)
+    )
+    for lines, without in ((some, 1), (one, 0)):
+        log.write_text(lines, encoding="utf-8")
+        CheckData().run(job(tmp_path, pairs=log))
+        found = report(tmp_path)
+        assert "privacy.unit" not in found["command"] and "tuning_data" not in found["command"]
+        assert len(found["users"]["queries_without_user"]) == without
+        units = min(256, found["splits"]["train"]["queries"] // 4)
+        assert f"expected_batch_size={units}" in found["command"]
+
+
+def test_a_written_split_says_what_its_sides_share(tmp_path: Path) -> None:
+    CheckData(write_split=tmp_path / "new").run(job(tmp_path, pairs=write_log(tmp_path)))
+    shared = report(tmp_path)["split"]["shared_with_train"]
+    assert set(shared) == {"dev", "test"} and shared["dev"]["positive_passages"] > 0
+    assert "dev and train: queries that repeat" in (tmp_path / "run" / PAGE).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("users", [False, True])
