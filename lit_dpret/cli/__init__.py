@@ -152,6 +152,7 @@ def _objective(cfg: DictConfig, result: Any) -> Any:
 def _one_of_many(cfg: DictConfig) -> Any:
     """Run one job of a multirun: before the first, tell what all cost; none begins where one of them cannot be made."""
     from lit_dpret.tasks.multirun import Outcomes, tell_cost
+    from lit_dpret.tasks.trial import unprivate_results
 
     _quieten()  # the import has let Lightning speak again
     known: Any = HydraConfig.get()
@@ -163,13 +164,17 @@ def _one_of_many(cfg: DictConfig) -> Any:
         if known.job.num == 0 and rank_watch.is_first() and runs is not None:
             try:
                 tell_cost([composed_run(cfg, run) for run in runs], varied)
-            except LitDpretError as error:
+            except Exception as error:  # else the first run would pay for what is wrong with another one
                 _failed.append(error)
                 raise
         if not _outcomes:
             _outcomes.append(Outcomes(Path(known.sweep.dir)))
         result = run(cfg)
-        return _objective(cfg, result)
+        told = _objective(cfg, result)
+        if isinstance(result, dict):  # a table invites to choose, and no epsilon covers a choice by these
+            hidden = unprivate_results(checked_task(cfg), build_parts(cfg).make_privacy())
+            result = {name: value for name, value in result.items() if name not in hidden}
+        return told
     except BaseException as error:
         result = error
         raise

@@ -150,8 +150,9 @@ def test_a_multirun_tells_the_cost_first_then_a_table_and_refuses_a_setting_befo
             cwd=ROOT, capture_output=True, text=True, check=False, env=environment,
         )  # fmt: skip
 
-    refused = call("privacy.eps=3,-1", f"hydra.sweep.dir={tmp_path / 'refused'}")
-    assert refused.returncode == cli.USER_ERROR and "privacy.eps=-1" in refused.stderr
+    for bad, named in (("privacy.eps=3,-1", "privacy.eps=-1"), ("trainer=cpu,gpu", "trainer cannot be made")):
+        refused = call(bad, f"hydra.sweep.dir={tmp_path / 'refused'}")
+        assert refused.returncode == cli.USER_ERROR and named in refused.stderr and "Traceback" not in refused.stderr
     assert not list(tmp_path.rglob("privacy_ledger.jsonl"))
     refused = call("privacy.eps=3,8", "callbacks.card.tuning_data=none")
     assert refused.returncode == cli.USER_ERROR and "callbacks.card.tuning_data=none" in refused.stderr
