@@ -29,7 +29,7 @@ from lit_dpret.cli.explanations import causes, explain, lost_rank
 from lit_dpret.cli.jobs import begin_what_is_left, close_sweep, job_name, one_job, swept
 from lit_dpret.config import CONFIG_MODULE, format_help
 from lit_dpret.distributed import rank_watch
-from lit_dpret.errors import ConfigurationError, LitDpretError, WorkerError
+from lit_dpret.errors import ConfigurationError, WorkerError
 from lit_dpret.tasks.parts import as_typed
 from lit_dpret.tasks.silo_command import silo_command
 from lit_dpret.tasks.stages import holds_a_run
