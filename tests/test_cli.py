@@ -141,6 +141,7 @@ def test_a_resume_with_other_noise_or_data_is_refused_and_spends_nothing(tmp_pat
     log = write_log(tmp_path)
     settings = [*TINY, f"datamodule.pairs={log}", "privacy.noise_multiplier=5.0"]
     assert call(*settings, folder=tmp_path).returncode == 0
+    (tmp_path / "run" / "privacy_card.json").unlink()  # with its card it would be finished
     ledger = tmp_path / "run" / "privacy_ledger.jsonl"
     before = ledger.read_text(encoding="utf-8").count('"intent"')
     changed = [s.replace("5.0", "6.0") for s in settings]

@@ -21,11 +21,12 @@ from lit_dpret.audit.canaries.suite import EVALUATION_SPLITS, plant_blanks, plan
 from lit_dpret.callbacks import MetricsFile, PrivacyAccountant
 from lit_dpret.callbacks.planning import plan_run
 from lit_dpret.callbacks.refusals import refuse_broken_claims
-from lit_dpret.cards.card import CARD_NAME
-from lit_dpret.cards.start import Start
+from lit_dpret.cards.card import CARD_NAME, read_card
+from lit_dpret.cards.file import check_artefact
+from lit_dpret.cards.start import MODEL_FOLDER, Start
 from lit_dpret.distributed import rank_watch
 from lit_dpret.distributed.ranks import Ranks
-from lit_dpret.errors import ConfigurationError, DataError, ResumeError
+from lit_dpret.errors import ConfigurationError, DataError, LedgerError, ResumeError
 from lit_dpret.files import read_json, write_whole
 from lit_dpret.privacy.accounting.releases import Release
 from lit_dpret.privacy.ledger.private_run import require_run
@@ -102,6 +103,9 @@ class Fit:
         """Build, train and export; returns the last logged metrics."""
         check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
         keep_settings(parts)
+        if parts.resume and _is_finished(parts.run_dir):
+            _tell_where(parts.run_dir, "this run is finished, nothing is left to do\n")
+            return _logged(parts.run_dir)
         L.seed_everything(parts.seed, verbose=False)
         privacy = parts.make_privacy()
         datamodule = parts.make_datamodule()
@@ -177,8 +181,38 @@ def keep_settings(parts: Parts) -> None:
         write_whole(path, json.dumps({"schema": _SETTINGS_SCHEMA, "settings": now}, indent=2) + "\n")
 
 
+def _is_finished(folder: Path) -> bool:
+    """Whether a run made its planned steps, and its ledger, its model and its card are still as it left them.
+
+    To go on would append to the ledger and write another card, and what was made from this one names it by its SHA-256.
+    """
+    try:
+        records, card = PrivacyLedger.read(folder / LEDGER_NAME).records, read_card(folder)
+        check_artefact(folder / MODEL_FOLDER, card)
+    except (LedgerError, DataError):
+        return False
+    plan, last = [record for record in records if record["kind"] == "plan"][-1], records[-1]
+    inherited = card["mechanism"].get("kind") == "post_processing"  # its ledger block is that of the data's run
+    return (
+        (last["kind"], last.get("reason"), last.get("steps")) == ("end", "finished", plan["planned_steps"])
+        and (inherited or card["ledger"]["head"] == last["hash"])
+        and bool(card["subject"]["sha256"])  # the card of an interrupted run lists no model
+        and (folder / MODEL_FOLDER / CARD_NAME).is_file()
+    )
+
+
+def _logged(folder: Path) -> dict[str, float]:
+    """Return the last value of each metric that a run logged."""
+    found: dict[str, Any] = {}
+    path = folder / "metrics.jsonl"
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        found |= json.loads(line)
+    return {name: float(value) for name, value in found.items() if name != "step"}
+
+
 @rank_zero_only
-def _tell_where(folder: Path) -> None:
+def _tell_where(folder: Path, first: str = "") -> None:
+    sys.stdout.write(first)
     for what, place in (("model", folder / "model"), ("privacy card", folder / CARD_NAME)):
         if place.exists():
             sys.stdout.write(f"{what}: {place}\n")

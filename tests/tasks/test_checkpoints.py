@@ -12,6 +12,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from planned_sweeps import STEPS, trial_parts
 from stand_ins import Numbers, Regression, dp
 
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
@@ -22,7 +23,7 @@ from lit_dpret.privacy.ledger.chain import ChainedFile
 from lit_dpret.privacy.ledger.gate import ReleaseGate
 from lit_dpret.privacy.ledger.private_run import Position
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases, check_no_key_reuse, noise_keys
-from lit_dpret.tasks import checkpoints
+from lit_dpret.tasks import Fit, checkpoints
 from lit_dpret.tasks.checkpoints import WholeCheckpoints, newest_checkpoint
 from lit_dpret.tasks.fit import Training, train
 
@@ -144,6 +145,28 @@ def test_a_run_killed_at_this_moment_ends_as_if_it_had_not_been(
     assert sum(record["kind"] == "plan" for record in known) == 2, "the ledger says that the run was resumed"
     assert [r["kind"] for r in known].count("repair") == (moment == "half an intent")
     assert not list((folder / "checkpoints").glob(".*")), "no draft is left"
+
+
+@pytest.mark.parametrize("lost", [None, "privacy_card.json", "model/model.safetensors"])
+def test_a_finished_run_is_left_as_it_is_unless_something_of_it_is_lost(lost: str | None, tmp_path: Path) -> None:
+    """A card that was made from it names its card by the SHA-256."""
+    folder = tmp_path / "run"
+
+    def fit(*, resume: bool) -> dict[str, float]:
+        def callbacks() -> list[Any]:
+            saving = ModelCheckpoint(dirpath=folder / "checkpoints", every_n_train_steps=2)
+            return [PrivacyAccountant(run_dir=folder, resume=resume), PrivacyCard(run_dir=folder), saving]
+
+        return Fit(min_free_mb=1).run(trial_parts(tmp_path, folder, make_callbacks=callbacks, resume=resume))
+
+    first = fit(resume=False)
+    if lost is not None:
+        (folder / lost).unlink()
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert fit(resume=True) == pytest.approx(first)
+    after = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert (before == after) == (lost is None)
+    assert noise_keys(records(folder)) == [(0, step) for step in range(STEPS)] and (folder / (lost or "")).exists()
 
 
 def begin_with_the_streams_of(run: Path, other: Path) -> None:
