@@ -47,12 +47,14 @@ class Lineage:
 
     Args:
         folders: Where to look first, to any depth; files are taken as they are.
+        within: A folder outside of which nothing is found but in ``folders``.
 
     Attributes:
         damaged: Files that were met on the way and are no cards, or were edited.
     """
 
-    def __init__(self, folders: Iterable[str | Path] = ()) -> None:
+    def __init__(self, folders: Iterable[str | Path] = (), *, within: Path | None = None) -> None:
+        self._within = None if within is None else within.resolve()
         self._given = [Path(folder).expanduser() for folder in folders]
         for folder in self._given:
             if not folder.exists():
@@ -66,9 +68,12 @@ class Lineage:
         """Look around this card too from now on."""
         folder = card.resolve().parent
         for _ in range(LEVELS):
-            if folder not in self._near and folder not in (folder.parent, Path.home()):
+            if folder not in self._near and folder not in (folder.parent, Path.home()) and self._may_look(folder):
                 self._near.append(folder)
             folder = folder.parent
+
+    def _may_look(self, folder: Path) -> bool:
+        return self._within is None or folder.resolve().is_relative_to(self._within)
 
     def card(self, sha256: str) -> FoundCard | None:
         """The card with this SHA-256, now or before it was amended; None where it is not within reach."""
@@ -81,7 +86,8 @@ class Lineage:
         """Return the ledger that a card names: one that holds its head, else one of its name where a run leaves it."""
         ledger = card["ledger"]
         name, head = Path(str(ledger["name"])).name, str(ledger["head"]).encode()
-        usual = [folder / name for folder in (beside.parent, beside.resolve().parent.parent)]
+        places = (beside.parent, beside.resolve().parent.parent)
+        usual = [folder / name for folder in places if self._may_look(folder)]
         for path in chain(usual, self._files(name)):  # which walks folders only as far as it is asked to
             try:
                 if head in path.read_bytes():

@@ -49,11 +49,15 @@ class CheckResult:
 
 @dataclass
 class Verification:
-    """The findings on the way from a card to the private data, in the order of the chain, the subject first."""
+    """The findings on the way from a card to the private data, in the order of the chain, the subject first.
+
+    ``elsewhere`` are the cards and ledgers that were used and are not in the card's folder.
+    """
 
     path: Path
     sha256: str = ""
     claim: str = ""
+    elsewhere: list[Path] = field(default_factory=list)
     findings: list[CheckResult] = field(default_factory=list)
 
     @property
@@ -91,10 +95,16 @@ class Verification:
         }  # fmt: skip
 
     def format(self) -> str:
-        """One line for each finding."""
+        """One line for each finding, between the claim, where nothing failed, and the verdict."""
         words = {"ok": "ok", "failed": "FAILED", "not_checked": "not checked"}
         lines = [f"{words[f.outcome]:<12} {f.artefact}, {f.check}: {f.text}" for f in self.findings]
-        return "\n".join([*([self.claim] if self.claim else []), *lines])
+        counts = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in self.to_dict()["counts"].items())
+        return "\n".join([*([self.claim] if self.claim and not self.failed else []), *lines, f"checks: {counts}"])
+
+    def used(self, path: Path) -> None:
+        """Note that a card or a ledger was followed, if it does not lie where the subject does."""
+        if path not in self.elsewhere and not path.resolve().is_relative_to(self.path.resolve().parent):
+            self.elsewhere.append(path)
 
 
 _SHOWN = 5
@@ -109,6 +119,7 @@ def verify_chain(
     allow_missing_ledger: bool = False,
     public_key: str | Path | None = None,
     protocols: Iterable[str | Path] = (),
+    self_contained: bool = False,
 ) -> Verification:
     """Check a card, its files, its ledger, and every card that it was derived from.
 
@@ -127,6 +138,8 @@ def verify_chain(
         allow_missing_ledger: Accept that the ledger behind the claim is not there.
         public_key: A PEM file with the key by which the card, or one that it was derived from, must be signed.
         protocols: Files that must have been registered before the first release.
+        self_contained: Look for cards and ledgers in the card's folder and ``parents`` alone, as on a machine that got
+            nothing else.
 
     Raises:
         DataError: One of ``parents`` does not exist.
@@ -134,8 +147,8 @@ def verify_chain(
     """
     key = None if public_key is None else public_key_fingerprint(public_key)
     given = protocol_facts(protocols, knob="task.protocols")
-    lineage = Lineage(parents)
     result = Verification(card_path(path))
+    lineage = Lineage(parents, within=result.path.parent if self_contained else None)
     try:
         found = FoundCard(result.path, read_card(path))
     except DataError as error:
@@ -172,6 +185,7 @@ def _follow(
             result.pass_over(str(parent["name"]), "card", _not_found(parent, lineage), failed=not allow_missing_parents)
             child = None
             continue
+        result.used(met.path)
         later = "" if met.named is None else ", and was amended since"
         own = {"name": _name(met), "sha256": parent["sha256"], "schema": met.card["schema"]}
         problems = [] if parent == own else [f"{_name(found)} names it as {dict(parent)}, and it is {own}."]
@@ -277,6 +291,7 @@ def _check_ledger(result: Verification, lineage: Lineage, found: FoundCard, *, a
         )
         result.pass_over(name, "ledger", why, failed=not allow_missing)
         return Recheck()
+    result.used(ledger)
     try:
         again = recheck(found.card, lineage.read(ledger))
     except LedgerError as error:

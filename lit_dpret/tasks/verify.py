@@ -29,6 +29,7 @@ class Verify:
     protocols: Sequence[str | Path] = ()
     public_key: str | Path | None = None
     sign_with: str | Path | None = None
+    self_contained: bool = False
 
     def __post_init__(self) -> None:
         self.card, self.parents = Path(self.card), [Path(parent) for parent in self.parents]
@@ -52,6 +53,7 @@ class Verify:
             allow_missing_ledger=self.allow_missing_ledger,
             public_key=self.public_key,
             protocols=self.protocols,
+            self_contained=self.self_contained,
         )
         signed = [] if found.failed or self.sign_with is None else sign_card(self.card, self.sign_with)
         if signed:
@@ -59,11 +61,15 @@ class Verify:
         report = parts.run_dir / REPORT
         write_whole(report, json.dumps(found.to_dict(), indent=2) + "\n")
         sys.stdout.write(f"{found.format()}\nwritten: {report}\n")
+        if found.elsewhere:
+            sys.stdout.write(
+                f"found outside {found.path.parent}, so whoever gets that folder alone lacks them "
+                f"(task.self_contained=true checks as they will): {', '.join(map(str, found.elsewhere))}\n"
+            )
         if found.failed:
-            first = found.failed[0]
             raise VerificationError(
-                f"{len(found.failed)} of {len(found.findings)} checks failed, the first: {first.artefact}, "
-                f"{first.check}: {first.text}"
+                f"{len(found.failed)} of {len(found.findings)} checks failed, the first: {found.failed[0].artefact}, "
+                f"{found.failed[0].check}."
             )
         for path in signed:
             sys.stdout.write(f"signed: {path}\n")

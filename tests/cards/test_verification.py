@@ -18,6 +18,7 @@ from lit_dpret.cards.amendments import AttackResult, add_evidence, note_not_cove
 from lit_dpret.cards.card import build_card, inherit_card, read_card, subject_of, write_card
 from lit_dpret.cards.file import checksum
 from lit_dpret.cards.hub import claim_metadata, front_matter
+from lit_dpret.cards.lineage import copy_lineage
 from lit_dpret.cards.start import note_start, read_start
 from lit_dpret.cards.text import ALARM, BOUND
 from lit_dpret.cards.verification import Verification, verify_chain
@@ -151,6 +152,18 @@ def test_a_missing_parent_is_rejected_unless_that_is_allowed_and_then_it_is_said
     assert ("QueryGenerator", "numbers") in [(f.artefact, f.check) for f in allowed.findings], "the rest is checked"
     found = verify_chain(chain.index, parents=[elsewhere])
     assert not found.failed and ("synthetic", "card") not in [(f.artefact, f.check) for f in found.not_checked]
+
+
+def test_what_is_handed_over_alone_is_checked_without_what_lies_around_it(chain: Chain) -> None:
+    """Beside the curator's other runs an incomplete release would pass, and fail where it arrives."""
+    assert not (found := verify_chain(chain.synthetic)).failed
+    assert {path.parent for path in found.elsewhere} == {chain.generator}
+    failed = {(one.artefact, one.check) for one in verify_chain(chain.synthetic, self_contained=True).failed}
+    assert failed == {("QueryGenerator", "card"), ("synthetic", "ledger")}
+    assert not verify_chain(chain.synthetic, self_contained=True, parents=[chain.generator]).failed
+    copy_lineage(chain.synthetic / "privacy_card.json", chain.synthetic / "provenance")
+    whole = verify_chain(chain.synthetic, self_contained=True)
+    assert not whole.failed and not whole.elsewhere
 
 
 def test_a_missing_ledger_is_rejected_unless_that_is_allowed(
@@ -397,11 +410,13 @@ def test_the_task_says_each_check_in_a_line_and_fails_where_one_does(
     assert counts["failed"] == 0 and counts["ok"] > 15
     told = json.loads((tmp_path / "report" / "verify.json").read_text(encoding="utf-8"))
     assert told["schema"] == "lit-dpret/verification/1" and told["counts"]["ok"] == counts["ok"]
-    assert len(capsys.readouterr().out.splitlines()) == sum(counts.values()) + 2
+    assert len(lines := capsys.readouterr().out.splitlines()) == sum(counts.values()) + 4
+    assert lines[-3].startswith("checks: ") and str(chain.generator / LEDGER) in lines[-1]
     (chain.index / "texts.jsonl").write_bytes(b"")
-    with pytest.raises(VerificationError, match=r"checks failed, the first: index, files: texts\.jsonl was changed"):
+    with pytest.raises(VerificationError, match=r"checks failed, the first: index, files"):
         Verify(card=chain.index).run(parts(tmp_path / "report"))
-    assert "FAILED       index, files" in capsys.readouterr().out
+    assert "FAILED       index, files: texts.jsonl" in (told := capsys.readouterr().out)
+    assert not told.startswith("epsilon"), "a card that fails has no claim to show"
     with pytest.raises(DataError, match="does not exist"):
         Verify(card=chain.index, parents=[tmp_path / "no"]).run(parts(tmp_path / "report"))
 
