@@ -370,10 +370,8 @@ class _Untrained:
 
 
 def made_by(folder: Path) -> dict[str, str]:
-    """For the result of a stage that reads what a private training made: which one that was, by the card in ``folder``.
-
-    It is the last record of the ledger that the card rests on, and no two trainings have the same.
-    """
+    """Return which private training made what a stage reads, by the card in ``folder``; part of the stage's result."""
+    # It is the last record of the ledger that the card rests on, and no two trainings have the same.
     return {_READ: str(read_card(folder)["ledger"]["head"])}
 
 

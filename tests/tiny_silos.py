@@ -20,10 +20,9 @@ from lit_dpret.federated.aggregation import take_weights
 from lit_dpret.federated.data import planted_silos, planted_words
 from lit_dpret.federated.data.planted import Planted
 from lit_dpret.federated.federation import FedResult
-from lit_dpret.federated.inprocess import InProcessFederation
 from lit_dpret.federated.settings import FederatedPrivacy, PddAs2, Stage1, Stage2
 from lit_dpret.federated.silo import SiloClient
-from lit_dpret.federated.transport import FederationRun, run_federation
+from lit_dpret.federated.transport import FederationRun, InProcessFederation, run_federation
 from lit_dpret.modules import AS2DualEncoder, OptimizerSpec
 from lit_dpret.privacy.modes import NoPrivacy
 

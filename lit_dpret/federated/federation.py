@@ -1,7 +1,7 @@
 """A run of PDD-AS2 as its server sees it (Algorithm 1 of paper 004, and its second stage), and what it gives back.
 
 Which phases are run, how the rounds of stage 1 follow each other, and how their updates are combined is the same for
-every transport. How silos are asked is not: `lit_dpret.federated.inprocess` calls them, and
+every transport. How silos are asked is not: `lit_dpret.federated.transport` calls them, and
 `lit_dpret.federated.flower.server_app` sends messages.
 """
 

@@ -120,10 +120,8 @@ def attempt_folder(folder: Path) -> Path:
 
 
 def broken_attempt(folder: Path) -> tuple[Path, float] | None:
-    """Return the newest attempt of a fit that is in a ledger, and its noise multiplier; None where there is none.
-
-    Asked where the fit has no result, so that it was broken off: killed in a step, or before its result was written.
-    """
+    """Return the newest attempt of a fit that is in a ledger, and its noise multiplier; None where there is none."""
+    # Asked where the fit has no result, so that it was broken off: killed in a step, or before its result was written.
     attempts = sorted(folder.glob(f"attempt-*/{LEDGER_NAME}"), key=lambda path: int(path.parent.name.split("-")[1]))
     for path in reversed(attempts):
         plan = next((record["plan"] for record in _records(path.parent) if record["kind"] == "plan"), None)

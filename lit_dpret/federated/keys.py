@@ -68,10 +68,8 @@ def agreed(key: bytes, other: bytes, *, salt: bytes, info: bytes) -> bytes:
 
 
 def seal(key: bytes, content: bytes, about: bytes) -> bytes:
-    """Encrypt and authenticate under a key; ``about`` is authenticated as well, and not sent.
-
-    The nonce is random: one key may seal 2^32 boxes before two nonces are likely to collide.
-    """
+    """Encrypt and authenticate under a key; ``about`` is authenticated as well, and not sent."""
+    # The nonce is random: one key may seal 2^32 boxes before two nonces are likely to collide.
     nonce = secrets.token_bytes(_NONCE_BYTES)
     return nonce + ChaCha20Poly1305(key).encrypt(nonce, content, about)
 

@@ -291,14 +291,12 @@ class FedNegatives(DynamicNegatives):
         self.index = torch.cat([own, self.pool.embeddings.to(own.dtype)])
 
     def nearest(self, query_embeddings: Tensor, answers: int) -> TopK:
-        """Return the best of the pool, in places that are numbered after the client's own sentences.
-
-        The depth of the search does not depend on ``answers``, the most that a row of this batch has: otherwise the
-        negatives of a row would depend on how many answers another row has.
-        """
+        """Return the best of the pool, in places that are numbered after the client's own sentences."""
         pool, rows = self.pool.embeddings, len(query_embeddings)
         if self.pool.lists is not None or not len(pool):
             return TopK(torch.full((rows, 1), float("-inf")), torch.full((rows, 1), MISSING))
+        # The depth of the search does not depend on ``answers``, the most that a row of this batch has: otherwise the
+        # negatives of a row would depend on how many answers another row has.
         top = search(query_embeddings.float().cpu(), pool, min(self.depth + _SPARE, len(pool)))
         return TopK(top.scores, torch.where(top.indices == MISSING, top.indices, top.indices + self._own))
 

@@ -149,10 +149,8 @@ class FederationPlan(Safeguards, SuperLinkTarget):
         return {name: repr(getattr(self, name)) for name in sorted(names)}
 
     def folders(self, folder: Path) -> dict[str, Path]:
-        """Return the data folder of each client; silos that are built here are written to ``folder``, once.
-
-        The folders of other people's silos are not known here, so there are none.
-        """
+        """Return the data folder of each client; silos that are built here are written to ``folder``, once."""
+        # The folders of other people's silos are not known here, so there are none.
         if self.transport in ELSEWHERE:
             return {}
         if self.silos not in (INSURANCEQA, PLANTED):

@@ -206,13 +206,11 @@ class SiloClient:
         batch_size: int,
         callbacks: list[Callback],
     ) -> AS2DualEncoder:
-        """Train one local epoch and return its model; under a budget one that was broken off is gone through again.
-
-        Its steps get their noise again bit by bit, and are paid for once. Where that is not possible on this machine,
-        everything that it announced stays charged, and the noise of what is left of the run is raised to pay for it.
-        Where that leaves nothing, this fit and all later ones leave the weights as they are.
-        """
+        """Train one local epoch and return its model; under a budget one that was broken off is gone through again."""
         folder, data = self.state / f"{kind}-{number:03}", self._datamodule(self._batch(batch_size))
+        # Its steps get their noise again bit by bit, and are paid for once. Where that is not possible on this machine,
+        # everything that it announced stays charged, and the noise of what is left of the run is raised to pay for it.
+        # Where that leaves nothing, this fit and all later ones leave the weights as they are.
         broken = None if self.account.noise is None else broken_attempt(folder)
         if self.ledger is not None and broken is not None and self.account.ended is None:
             attempt, noise = broken

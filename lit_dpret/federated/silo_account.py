@@ -58,11 +58,7 @@ class SiloAccount:
         secret_file: str | Path | None,
         ledgers: Path,
     ) -> SiloAccount:
-        """Open the account of the silo at ``folder``, whose run keeps its files in ``state``.
-
-        Noise is chosen once, for everything that was planned when the state folder was begun, and raised where
-        something that was released is lost (`keep_within`).
-        """
+        """Open the account of the silo at ``folder``, whose run keeps its files in ``state``."""
         privacy, near = settings.privacy, [state]
         if privacy.eps is None:
             synthetic = read_synthetic(folder, budget=None, ledger=None, near=near) if settings.generated else None
@@ -76,6 +72,8 @@ class SiloAccount:
         account = cls(name, settings, ledger, data.n_units, state, synthetic)
         if settings.train_on == "queries":
             fits, kept = account._fits(), state / _NOISE
+            # Noise is chosen once, for everything that was planned when the state folder was begun, and raised where
+            # something that was released is lost (`keep_within`).
             if not kept.is_file():
                 noise = split_budget(
                     budget, tuple(fits), requests=account._requests(), request_share=privacy.request_share,
@@ -207,10 +205,7 @@ def collection_centroids(
     secret_file: str | Path | None,
     ledgers: Path,
 ) -> Tensor:
-    """Return private centroids of a collection (`centroids_once`), kept in a file for one sentence encoder.
-
-    The unit is a passage, in a ledger of its own in ``ledgers``; one sentence of each counts.
-    """
+    """Return private centroids of a collection (`centroids_once`), kept in a file for one sentence encoder."""
     if kept.is_file():
         return load_file(kept)["rows"]
     privacy, stage, passages = settings.privacy, settings.stage2, len(collection.passage_ids)
@@ -224,6 +219,7 @@ def collection_centroids(
             f"federated.privacy.collection_delta={budget.delta:g} is not below 1/n = {1 / passages:.3g} for "
             f"n={passages} passages: such a guarantee allows publishing one of them outright. Lower it."
         )
+    # The unit is a passage, in a ledger of its own in ``ledgers``; one sentence of each counts.
     ledger = SiloLedger(ledgers, budget, accountant=privacy.accountant, noise=privacy.noise, secret_file=secret_file)
 
     def noise(begun: bool) -> float:

@@ -57,15 +57,13 @@ class SumPlan:
 
 
 def _one_at_a_time(act: Callable[..., Any]) -> Callable[..., Any]:
-    """Serialise acts on a silo's state folder over all processes.
-
-    Otherwise a server that sends one message several times at once would have each answered from the same state.
-    """
+    """Serialise acts on a silo's state folder over all processes."""
 
     @wraps(act)
     def alone(self: SiloSum, *args: Any, **settings: Any) -> Any:
         folder = self._secrets.parent.parent
         folder.mkdir(parents=True, exist_ok=True)
+        # Otherwise a server that sends one message several times at once would have each answered from the same state.
         with open(folder / "sum.lock", "ab") as file:
             if sys.platform != "win32":
                 import fcntl

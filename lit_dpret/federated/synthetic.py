@@ -200,14 +200,12 @@ def check_generator(silo: str | Path, settings: PddAs2, terms: GeneratorTerms) -
 
 
 def write_synthetic(silo: str | Path, generator: str | Path, **decoding: Any) -> Path:
-    """Let a silo's generator write queries for its public sentences, into the silo's folder.
-
-    A query reveals the sentence that it was written for, and the generator's claim protects queries, not sentences. So
-    the generator sees only sentences that the silo declares public.
-    """
+    """Let a silo's generator write queries for its public sentences, into the silo's folder."""
     folder = Path(silo)
     return synthesize(
         Path(generator) / MODEL_FOLDER,
+        # A query reveals the sentence that it was written for, and the generator's claim protects queries, not
+        # sentences. So the generator sees only sentences that the silo declares public.
         public_sentences(folder),
         folder / SYNTHETIC,
         passages_are_public=True,

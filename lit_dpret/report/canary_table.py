@@ -73,10 +73,7 @@ def write_canary_table(
     notes: Sequence[str] = (),
     command: str = "",
 ) -> tuple[dict[str, Path], list[str]]:
-    """Write ``NAME.{html,md,json,csv}`` into ``folder``; returns their paths by name, and what contradicts the claim.
-
-    Their owner alone may read them: models without privacy stand in the table, too.
-    """
+    """Write ``NAME.{html,md,json,csv}``; return their paths by file name, and what contradicts the claim."""
     contradictions = [f"{row.model}, {_about(row.cell)}: {text}" for row in rows for text in row.cell.contradictions]
     lead: list[Block] = [Banner(text) for text in contradictions]
     sections = [*_in_short(rows), *_in_full(rows), *_words(rows, facts, notes, command)]
@@ -87,6 +84,7 @@ def write_canary_table(
         "contradictions": contradictions,
         "rows": [row.to_dict() for row in rows],
     }
+    # Their owner alone may read them: models without privacy stand in the table, too.
     page = Page(
         name=name, title=title, lead=lead, sections=sections, facts=data, tables={f"{name}.csv": _sheet(rows)}
     )  # fmt: skip

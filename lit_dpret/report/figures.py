@@ -64,15 +64,13 @@ def save_png(figure: Any, path: Path, *, owner_only: bool, dpi: int = 110, **how
 
 
 def draw_sweep(rows: Sequence[Mapping[str, Any]], *, metric: str, varied: Sequence[str], path: Path) -> Path:
-    """Draw a sweep as paper 000 shows it: a metric over epsilon, one line for each model size.
-
-    Infinity stands at the right end of the axis, apart from the numbers, because it is another mode and no large
-    epsilon. The picture is for its owner alone: scores may be of private queries.
-    """
+    """Draw a sweep as paper 000 shows it: a metric over epsilon, one line for each model size."""
     figure = new_figure(7, 4.5)
     axes = figure.subplots()
     axis, lines = varied[0], varied[1:]
     kept = [row for row in rows if metric in row["metrics"]]
+    # Infinity stands at the right end of the axis, apart from the numbers, because it is another mode and no large
+    # epsilon. The picture is for its owner alone: scores may be of private queries.
     places = {value: place for place, value in enumerate(sorted({row[axis] for row in kept}, key=_order))}
     names = list(dict.fromkeys(tuple(row.get(name) for name in lines) for row in kept))
     for number, name in enumerate(names):

@@ -174,13 +174,11 @@ class Cells:
             path.rename(kept)
 
     def spent(self, *, ledger: str = QUERY_LEDGER) -> dict[str, float]:
-        """Return by client what all private runs of all studies in this folder cost together, each counted once.
-
-        A client that was divided has its queries in one of its parts at each point: all that its parts released counts
-        for each of them.
-        """
+        """Return by client what all private runs of all studies in this folder cost together, each counted once."""
         kept = [*self.folder.glob("ledgers/*/attempt-*"), *self.folder.glob("state/shared-*/state")]
         running = [path for path in self.folder.glob("state/*") if not path.name.startswith((".", "shared-"))]
+        # A client that was divided has its queries in one of its parts at each point: all that its parts released
+        # counts for each of them.
         return spent_in(
             [*kept, *running], accountant=self.plan.privacy.accountant, ledger=ledger, client=self._client_of
         )

@@ -66,11 +66,9 @@ def _cut(text: str) -> str:
 
 
 def tables(study: Trainings, *, passages: int, texts: bool) -> list[ExampleTable]:
-    """Return so many passages, chosen by hash of id.
-
-    Queries that were made without privacy may repeat a private one word for word: they are shown under the same
-    condition as the original ones.
-    """
+    """Return so many passages, chosen by hash of id."""
+    # Queries that were made without privacy may repeat a private one word for word: they are shown under the same
+    # condition as the original ones.
     public = study.originals_are_public
     cells = [cell for cell in study.cells() if public or cell.eps is not None]
     data = study.parts.make_datamodule(

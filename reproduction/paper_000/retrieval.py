@@ -29,11 +29,7 @@ class Order:
     paper: bool = True
 
     def told(self, metric: str, title: str) -> str | None:
-        """Return the order in words; None where ours has not both.
-
-        Both rows are judged on the same queries, so that overlapping intervals neither show an order nor exclude one.
-        Nor do they know of the luck of a run: `experiment=compare_modes` tests differences over queries and runs.
-        """
+        """Return the order in words; None where ours has not both."""
         ours, other = self.better.ours.get(metric), self.worse.ours.get(metric)
         if ours is None or other is None:
             return None
@@ -45,6 +41,8 @@ class Order:
             verdict = "equal here"
         else:
             verdict = "so here" if ours.mean > other.mean else "the other way round here"
+        # Both rows are judged on the same queries, so that overlapping intervals neither show an order nor exclude one.
+        # Nor do they know of the luck of a run: `experiment=compare_modes` tests differences over queries and runs.
         apart = ours.low > other.high or other.low > ours.high
         sure = "and the intervals do not overlap" if apart else "and the intervals overlap, which decides nothing"
         return (

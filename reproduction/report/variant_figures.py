@@ -165,11 +165,9 @@ def draw_held_out(runs: Sequence[VariantRun], path: Path) -> str:
 
 
 def draw_batch_sizes(runs: Sequence[VariantRun], path: Path, *, variant: str) -> str:
-    """Figure 1, right: single runs of one variant with different batch sizes, relative to the lowest loss of ``runs``.
-
-    The run of the lowest seed of each batch size is drawn.
-    """
+    """Draw figure 1, right: single runs of a variant by batch size, relative to the lowest loss of ``runs``."""
     found: dict[int, VariantRun] = {}
+    # The run of the lowest seed of each batch size is drawn.
     for run in sorted(runs, key=lambda run: run.seed):
         if run.variant == variant and run.batch_size is not None:
             found.setdefault(run.batch_size, run)

@@ -111,30 +111,24 @@ class Progress:
 
 @dataclass
 class Trainer:
-    """Trains `model` on `mixture` for `seconds` of its own clock.
-
-    Args:
-        learning_rate: peak for the matrices; the embedding, whose entries are of order one in T5, may take
-            `embedding_factor` times that.
-        batch_tokens: padded source tokens in a batch.
-        checkpoint: where the run can be resumed from, written every `checkpoint_every` seconds.
-        on_checkpoint: called after each checkpoint, with the progress in [0, 1].
-    """
+    """Trains `model` on `mixture` for `seconds` of its own clock."""
 
     model: T5ForConditionalGeneration
     tokenizer: PreTrainedTokenizerFast
     mixture: Mixture
     seconds: float
-    checkpoint: Path
+    checkpoint: Path  # where the run can be resumed from, written every `checkpoint_every` seconds
     seed: int = 0
+    # peak for the matrices; the embedding, whose entries are of order one in T5, may take `embedding_factor` times
+    # that.
     learning_rate: float = 2e-3
     embedding_factor: float = 2.0
     warmup: float = 0.03
-    batch_tokens: int = 2048
+    batch_tokens: int = 2048  # padded source tokens in a batch
     max_source: int = MAX_SOURCE
     max_target: int = MAX_TARGET
     checkpoint_every: float = 180.0
-    on_checkpoint: Callable[[float], None] | None = None
+    on_checkpoint: Callable[[float], None] | None = None  # called after each checkpoint, with the progress in [0, 1]
     progress: Progress = field(default_factory=Progress)
 
     def __post_init__(self) -> None:

@@ -24,7 +24,6 @@ from lit_dpret.encoders import load_towers
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError, UnsupportedModelError
 from lit_dpret.federated.data import planted_silos, planted_words
 from lit_dpret.federated.data.planted import Planted
-from lit_dpret.federated.inprocess import InProcessFederation
 from lit_dpret.federated.model import AS2Maker, start_of
 from lit_dpret.federated.plan import FederationPlan
 from lit_dpret.federated.settings import FederatedPrivacy, Stage1, Stage2
@@ -38,6 +37,7 @@ from lit_dpret.federated.systems import (
     train_alone,
     trained_alone,
 )
+from lit_dpret.federated.transport import InProcessFederation
 from lit_dpret.federated.trust import trust_table
 from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.accounting.releases import merge

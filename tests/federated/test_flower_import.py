@@ -50,7 +50,7 @@ def test_without_flower_all_else_imports_and_one_sentence_says_what_to_install()
         "    if name == 'flwr': raise m.PackageNotFoundError(name)\n"
         "    return real(name)\n"
         "m.version = version; sys.modules['flwr'] = None\n"
-        "import lit_dpret.federated.inprocess, lit_dpret.federated.flower\n"
+        "import lit_dpret.federated.transport, lit_dpret.federated.flower\n"
         "from lit_dpret.errors import ConfigurationError\n"
         "try:\n"
         "    import lit_dpret.federated.flower.library\n"

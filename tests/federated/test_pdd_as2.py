@@ -21,11 +21,11 @@ from lit_dpret.federated.aggregation import client_weights, put_weights, take_we
 from lit_dpret.federated.data import merged_silo, planted_silos
 from lit_dpret.federated.data.planted import Planted
 from lit_dpret.federated.fitting import TowardsAnchor, fit_epochs
-from lit_dpret.federated.inprocess import InProcessFederation
 from lit_dpret.federated.negatives import FedNegatives, FedPool
 from lit_dpret.federated.secure_mean import secure_mean
 from lit_dpret.federated.settings import PddAs2, Stage1, Stage2
 from lit_dpret.federated.silo import SiloClient, public_places
+from lit_dpret.federated.transport import InProcessFederation
 from lit_dpret.modules import AS2DualEncoder, OptimizerSpec
 from lit_dpret.privacy.ledger.dataset_file import DatasetFile
 from lit_dpret.privacy.modes import NoPrivacy

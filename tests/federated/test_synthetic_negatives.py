@@ -25,12 +25,12 @@ from lit_dpret.datamodules.silo_folder import silo_folders, write_silos
 from lit_dpret.errors import BudgetExceededError, ConfigurationError, DataError, PrivateDataError, ResumeError
 from lit_dpret.federated.data import planted_silos, planted_words
 from lit_dpret.federated.fitting import RoundAccountant, fit_epochs
-from lit_dpret.federated.inprocess import InProcessFederation
 from lit_dpret.federated.negatives import FedPool
 from lit_dpret.federated.settings import PddAs2, Stage1, Stage2
 from lit_dpret.federated.silo import SiloClient
 from lit_dpret.federated.silo_ledger import SiloLedger, silo_budget
 from lit_dpret.federated.synthetic import GeneratorTerms, read_synthetic, train_generator, write_synthetic
+from lit_dpret.federated.transport import InProcessFederation
 from lit_dpret.federated.trust import trust_table
 from lit_dpret.privacy.ledger.dataset_file import DatasetFile
 from lit_dpret.privacy.ledger.run_ledger import START_EVENT, PrivacyLedger

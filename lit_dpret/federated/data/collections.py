@@ -34,11 +34,7 @@ def silos_by_domain(
     max_passages: int | None = None,
     seed: int | None = None,
 ) -> list[Silo]:
-    """Make one client for each domain of the queries, the largest first.
-
-    A client's passages are those of its domain (`Collection.passage_domains`) and those that answer its
-    queries; a passage that answers in two domains is in both. Splits stay as they are.
-    """
+    """Make one client for each domain of the queries, the largest first."""
     for knob, value in (("clients", clients), ("max_train_queries", max_train_queries), ("max_passages", max_passages),
                         ("max_test_queries", max_test_queries)):  # fmt: skip
         if value is not None and value < 1:
@@ -51,6 +47,8 @@ def silos_by_domain(
     )
     limits = {split: max_test_queries or max_train_queries for split in ("dev", "test")} | {"train": max_train_queries}
     order = partial(_place, seed)
+    # A client's passages are those of its domain (`Collection.passage_domains`) and those that answer its queries; a
+    # passage that answers in two domains is in both. Splits stay as they are.
     return [_silo(collection, name, _first(queries[name], limits, order), max_passages, order) for name in enough]
 
 

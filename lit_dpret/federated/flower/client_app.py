@@ -157,11 +157,9 @@ def check_ledgers(client: SiloClient, context: Context) -> None:
 
 
 def describe(client: SiloClient, content: RecordDict, head: Head) -> RecordDict:
-    """Return the silo's name, its number on its roster of keys and the roster's length.
-
-    It reports the number of train queries only where nothing is promised and the aggregation needs it.
-    """
+    """Return the silo's name, its number on its roster of keys and the roster's length."""
     run = client.settings
+    # It reports the number of train queries only where nothing is promised and the aggregation needs it.
     counted = run.privacy.eps is None and run.stage1.weighting != "uniform" and not run.secure_sum
     one = client.credentials
     number, listed = (0, 0) if one is None else (one.number, len(one.roster))

@@ -21,7 +21,7 @@ try:
 except PackageNotFoundError as error:
     raise ConfigurationError(
         'A federation by messages runs on Flower, which is not installed. Run: pip install "lit-dpret[federated]". '
-        "lit_dpret.federated.inprocess needs none."
+        "federated=inprocess needs none."
     ) from error
 
 try:

@@ -62,11 +62,7 @@ def check_silo(settings: SiloSettings) -> str:
 
 
 def start_silo(settings: SiloSettings, connection: Connection) -> None:
-    """Become this silo's SuperNode; does not return.
-
-    Its process is this one, so that whoever started it (a shell, systemd) ends it with SIGINT or SIGTERM; its tasks end
-    with it. A round that is ended in its middle stays charged.
-    """
+    """Become this silo's SuperNode; does not return."""
     connection.check()
     program = flower_program("flower-supernode")
     connection.reach()
@@ -83,6 +79,8 @@ def start_silo(settings: SiloSettings, connection: Connection) -> None:
     environment = silent_environment() | {"FLWR_HOME": str(home / "home")}
     environment["PATH"] = f"{commands}{os.pathsep}{program.parent}{os.pathsep}{environment.get('PATH', '')}"
     sys.stdout.flush()
+    # Its process is this one, so that whoever started it (a shell, systemd) ends it with SIGINT or SIGTERM; its tasks
+    # end with it. A round that is ended in its middle stays charged.
     os.execve(program, [str(program), *node_arguments(document, connection)], environment)
 
 

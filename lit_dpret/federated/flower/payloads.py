@@ -137,12 +137,10 @@ def block_of_parts(parts: Mapping[str, Tensor], client: str, *, rows: int, dim: 
 
 
 def pool_record(pool: FedPool, *, send_as: torch.dtype) -> ArrayRecord:
-    """Encode a pool in the type that its embeddings were answered in, so that nothing is lost.
-
-    Its lists, where it has some, travel without the places that hold nothing.
-    """
+    """Encode a pool in the type that its embeddings were answered in, so that nothing is lost."""
     parts = {"embeddings": pool.embeddings.to(send_as)}
     if pool.lists is not None:
+        # Its lists, where it has some, travel without the places that hold nothing.
         there = pool.lists != MISSING
         parts["starts"] = torch.cat([torch.zeros(1, dtype=torch.long), there.sum(1).cumsum(0)])
         parts["entries"] = pool.lists[there].to(torch.int32)
