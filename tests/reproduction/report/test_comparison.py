@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,15 @@ from scipy import stats
 
 from lit_dpret.errors import DataError
 from lit_dpret.retrieval.statistics import holm
-from reproduction.report.comparison import ComparisonReport, Headings, ModeRow, differences, p_value
+from reproduction.report.comparison import (
+    ComparisonReport,
+    Headings,
+    ModeRow,
+    differences,
+    gain_shares,
+    p_value,
+    share_of_gain,
+)
 
 QUERIES = 200
 RNG = np.random.default_rng(0)
@@ -144,3 +153,39 @@ def test_a_report_bears_the_name_of_its_comparison(tmp_path: Path) -> None:
 
 def test_no_probability_is_printed_as_zero() -> None:
     assert [p_value(p) for p in (0.0, 1e-7, 0.0009, 0.001, 0.25, 1.0)] == ["< 0.001"] * 3 + ["0.001", "0.250", "1.000"]
+
+
+# -- shares of the gain
+
+
+def system(name: str, *runs: float) -> ModeRow:
+    return ModeRow(name=name, per_run={"m": runs}, per_query={"m": [float(np.mean(runs))] * 4})
+
+
+def test_the_start_keeps_nothing_and_the_bound_keeps_all() -> None:
+    bound = [0.49, 0.50, 0.51]
+    assert share_of_gain([0.4, 0.4], bound, 0.4).mean == pytest.approx(0.0)
+    assert share_of_gain(bound, bound, 0.4).mean == pytest.approx(1.0)
+    assert share_of_gain([0.38, 0.38], bound, 0.4).mean == pytest.approx(-0.2), "worse than the start is a loss"
+
+
+def test_the_interval_holds_the_true_share_as_often_as_it_says() -> None:
+    coins = np.random.default_rng(0)
+    held = 0
+    for _ in range(1000):
+        system, bound = coins.normal(0.43, 0.004, 3), coins.normal(0.46, 0.004, 3)
+        found = share_of_gain(system.tolist(), bound.tolist(), 0.40)
+        held += found.low <= 0.5 <= found.high
+    assert 0.93 <= held / 1000 <= 0.995
+
+
+def test_with_one_run_there_is_no_interval() -> None:
+    found = share_of_gain([0.45], [0.5, 0.51], 0.4)
+    assert math.isnan(found.low) and math.isnan(found.high)
+
+
+def test_a_bound_that_gains_nothing_is_no_bound() -> None:
+    with pytest.raises(DataError, match="nothing to take a share of"):
+        share_of_gain([0.45], [0.39, 0.4], 0.4)
+    rows = [system("good", 0.45, 0.46), system("bad", 0.39, 0.38)]
+    assert {share.bound for share in gain_shares(rows, rows, system("start", 0.4), "m")} == {"good"}
