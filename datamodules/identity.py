@@ -30,9 +30,10 @@ def data_name(data: Any) -> str:
         return Path(data).resolve().name
     if (public := getattr(data, "set", None)) is not None:
         return str(public.name)
-    source = getattr(getattr(data, "collection", None), "source", None)
-    places = (getattr(data, name, None) for name in _PLACES)
-    return Path(str(source or next(filter(None, places), type(data).__name__))).name
+    place = next(filter(None, (getattr(data, name, None) for name in _PLACES)), None)
+    # Asked last, since it reads the data: a plan for a stated number of units has none to read.
+    place = place or getattr(getattr(data, "collection", None), "source", type(data).__name__)
+    return Path(str(place)).name
 
 
 def content_sha256(*parts: Mapping[str, Any]) -> str:

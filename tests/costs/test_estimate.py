@@ -1,0 +1,189 @@
+"""Time and memory of a step: the estimate is held against a real one, which reads no data."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_generator import DECODERS, decoder_only, generator
+from torch.utils.flop_counter import FlopCounterMode
+
+from lit_dpret.costs.estimate import FACTOR, estimate, format_cost, from_slices, measure
+from lit_dpret.costs.measure import LiveBytes, TrialStep, held_bytes
+from lit_dpret.costs.slices import SLICES, Part, slice_of, taken_apart
+from lit_dpret.costs.work import work_of
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.modules import OptimizerSpec, QueryGenerator
+from lit_dpret.privacy.budget import PrivacyBudget
+from lit_dpret.privacy.clipping.ghost import PHASES
+from lit_dpret.privacy.modes import DPSGD
+from lit_dpret.privacy.plan import PlainSamplingRequest, PrivacyPlan
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+
+
+def plan(rows: int = 4, batch: int = 16) -> PrivacyPlan:
+    return PrivacyPlan.build(
+        PrivacyBudget(eps=3.0, delta=1e-5),
+        PlainSamplingRequest(sampling="poisson", expected_batch_size=batch, physical_batch_size=rows),
+        steps=60, max_grad_norm=0.1, n_public=10_000, noise_multiplier=5.0,
+    )  # fmt: skip
+
+
+def new_t5(layers: int, width: int, *, passage: int, query: int, **settings: Any) -> QueryGenerator:
+    shape = {"d_model": width, "d_kv": width // 4, "d_ff": 4 * width, "num_layers": layers, "num_heads": 4}
+    return QueryGenerator(
+        privacy=DPSGD(eps=3.0), optimizer=OptimizerSpec(lr=1e-3), pretrained=None, config={**shape, "vocab_size": 8192},
+        tokenizer=ROOT / "lit_dpret" / "assets" / "public_t5", max_passage_length=passage, max_query_length=query,
+        **settings,
+    )  # fmt: skip
+
+
+def test_operations_are_six_for_each_weight_and_token_that_passes_it() -> None:
+    module = new_t5(2, 32, passage=20, query=6)
+    width, wide, words = 32, 128, 8192
+    attention, feed = 4 * width * width, 2 * width * wide
+    encoder = 2 * (attention + feed) * 20
+    decoder = 2 * ((2 * attention - 2 * width * width + feed) * 6 + 2 * width * width * 20)
+    attended = 2 * 2 * (2 * 20**2 + 2 * (6**2 + 6 * 20)) * 4 * 8  # two products with the scores of four heads of 8
+    linear = encoder + decoder + width * words * 6
+    assert estimate(module.outlined, plan(), CPU)["flops_per_row"] == 6 * linear + 3 * attended
+
+
+def test_memory_grows_by_the_same_for_each_row_and_time_with_the_batch() -> None:
+    module = generator()
+    few, many = estimate(module.outlined, plan(rows=200), CPU), estimate(module.outlined, plan(rows=800), CPU)
+    assert many["bytes"] - few["bytes"] == pytest.approx(1.3 * 600 * few["bytes_per_row"], rel=0.01)
+    assert few["seconds_of_run"] == pytest.approx(60 * few["seconds_per_step"])
+    assert json.loads(json.dumps(few, allow_nan=False)) == few
+    assert few["parameters"] == sum(p.numel() for p in module.parameters())
+
+
+IN_A_PROCESS = """
+import json, sys, torch
+sys.path[:0] = [{tests!r}, {here!r}]
+from test_estimate import CPU, new_t5, plan
+from lit_dpret.costs.estimate import estimate, measure
+torch.set_num_threads(1)
+module = new_t5({layers}, {width}, passage={passage}, query={query})
+found = plan({rows}, 64)
+print(json.dumps([estimate(module.outlined, found, CPU), measure(module, found, CPU)]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory is measured on Linux only")
+@pytest.mark.parametrize(
+    ("layers", "width", "rows", "passage", "query"), [(2, 192, 16, 96, 32), (4, 256, 8, 256, 64), (2, 64, 16, 96, 32)]
+)
+def test_the_estimate_is_within_the_stated_factor_of_a_real_step(
+    layers: int, width: int, rows: int, passage: int, query: int
+) -> None:
+    """In a process of its own, whose memory nothing else uses."""
+    program = IN_A_PROCESS.format(
+        tests=str(ROOT / "tests"), here=str(Path(__file__).parent),
+        layers=layers, width=width, rows=rows, passage=passage, query=query,
+    )  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    told, real = json.loads(done.stdout.splitlines()[-1])
+    for name in ("seconds_per_step", "bytes"):
+        assert 1 / FACTOR < told[name] / real[name] < FACTOR, (name, told[name], real[name])
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory is measured on Linux only")
+def test_a_measurement_is_of_the_planned_rows_and_lengths() -> None:
+    module = generator()
+    before = [p.detach().clone() for p in module.parameters()]
+    found = measure(module, plan(rows=4, batch=16), CPU)
+    contract = module.codec.contract
+    assert (found["passage_tokens"], found["query_tokens"]) == (contract.max_passage_length, contract.max_query_length)
+    assert found["seconds_per_step"] == pytest.approx(4 * found["seconds_of_batch"] + found["seconds_of_update"])
+    assert found["seconds_of_run"] == pytest.approx(60 * found["seconds_per_step"]) and found["bytes"] > 0
+    assert any(not torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True)), "it really stepped"
+
+
+@pytest.mark.parametrize(("settings", "half"), [
+    ({}, False), ({"gradient_checkpointing": True}, False), ({"lora": {"r": 2, "target_modules": ["q", "v"]}}, False),
+    ({"prompt_tuning": {"num_virtual_tokens": 7}}, False), ({}, True),
+], ids=["plain", "checkpointing", "lora", "prompt", "bfloat16"])  # fmt: skip
+def test_bytes_of_the_phases_add_up_over_layers_to_those_of_the_whole_model(
+    settings: dict[str, Any], half: bool
+) -> None:
+    """Bytes are counted, and linear in layers and rows, so that slices tell those of any model and batch."""
+    kind = torch.bfloat16 if half else torch.float32
+    whole = new_t5(5, 32, passage=20, query=6, **settings)
+    slices = [slice_of(whole.outlined, *layers).to(kind) for layers in SLICES]
+    base, encoder, decoder = taken_apart([Part(0.0, held_bytes(each, plan(), CPU)) for each in slices])
+    told = (base + encoder * 5 + decoder * 5).held
+    step = TrialStep(whole.to(kind), plan(), CPU)
+    for lines in (told.checked, told.clipped):
+        with LiveBytes() as counted:
+            step.clip(6)
+        assert max(line.at(6) for line in lines) == pytest.approx(counted.peak, rel=0.02)
+        for phase, line in zip(PHASES, lines, strict=True):
+            assert line.at(6) == pytest.approx(counted.peaks.get(phase, 0), rel=0.1), phase
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory is measured on Linux only")
+def test_what_slices_tell_is_of_the_whole_model_and_the_planned_rows() -> None:
+    whole = new_t5(5, 32, passage=20, query=6)
+    told = from_slices(whole.outlined, plan(rows=4), CPU)
+    slices = told["slices"]
+    assert told["rows"] == slices["rows"] == 4 and told["parameters"] == sum(p.numel() for p in whole.parameters())
+    layers = [slices[name]["seconds"] for name in ("encoder_layer", "decoder_layer")]
+    assert told["seconds_of_batch"] == pytest.approx(slices["base"]["seconds"] + 5 * sum(layers))
+    assert told["bytes"] == max(told["bytes_while_clipping"], told["bytes_while_updating"])
+    assert told["bytes"] > 5 * 4 * told["parameters"], "weights, two moments, sums, noised gradients"
+    assert json.loads(json.dumps(told, allow_nan=False))["kind"] == "from slices"
+
+
+def test_bytes_are_counted_while_something_refers_to_them() -> None:
+    with LiveBytes() as counted:
+        kept = torch.zeros(1000)
+        view = kept[:10]
+        made = kept + 1  # 4000 bytes more, and gone with the name
+        del made
+        held = kept * 2
+    assert counted.now == 8000 and counted.peak == 8000 and len(view) == 10
+    del held
+    assert counted.now == 4000
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_operations_of_a_decoder_only_model_are_those_that_run(kind: str) -> None:
+    module = decoder_only(kind, tied=False)
+    rows = module.longest_rows(3)
+    # Fused attention is counted for a whole square and in one operation that the counter does not know on a CPU.
+    module.model.set_attn_implementation("eager")
+    with FlopCounterMode(display=False) as counter:
+        module.per_row_loss(rows)
+    assert 3 * work_of(module.outlined).forward_flops == counter.get_total_flops()
+
+
+def test_slices_of_a_decoder_only_model_add_up_to_the_layers_that_it_has() -> None:
+    config = {"model_type": "gemma3_text", **DECODERS["gemma3_text"], "num_hidden_layers": 7, "vocab_size": 8192}
+    outline = decoder_only(config=config, max_passage_length=24).outlined
+    assert slice_of(outline, 0, 3).model.config.num_hidden_layers == 3
+    found = from_slices(outline, plan(), CPU)
+    assert found["slices"]["encoder_layer"]["seconds"] == 0 and found["seconds_per_step"] > 0
+
+
+def test_a_model_of_another_shape_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="Linear"):
+        measure(torch.nn.Linear(2, 2), plan(), CPU)
+
+
+def test_the_text_says_which_is_an_estimate_and_how_far_off_it_may_be() -> None:
+    told: dict[str, Any] = {"estimate": estimate(generator().outlined, plan(), CPU)}
+    text = format_cost(told)
+    assert "estimate" in text and "off by a factor of 2" in text and "task.measure=slices" in text
+    both = format_cost({**told, "measurement": {"seconds_per_step": 2.0, "seconds_of_run": 7200.0, "bytes": 2**31}})
+    assert "measurement" in both and "2 h" in both and "2 GiB" in both and "task.measure" not in both
+    assert max(len(line) for line in (text + "\n" + both).splitlines()) <= 80
+    assert format_cost({"why": "no such model"}) == "Time and memory: not estimated. no such model"
