@@ -8,16 +8,13 @@ that ledger, never from the configuration.
 
 from __future__ import annotations
 
-import inspect
 import math
 import warnings
-from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
-import torch
 from lightning.pytorch.callbacks import Callback
 
 from lit_dpret.callbacks.averages import averaging, go_on_averaging
@@ -42,6 +39,7 @@ from lit_dpret.callbacks.strategies import (
     refuse_own_optimizers,
     strategy_name,
 )
+from lit_dpret.callbacks.updates import UpdateCounter
 from lit_dpret.cards.start import Start, note_start, read_start
 from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError, UnsupportedModelError
@@ -61,23 +59,6 @@ from lit_dpret.sweeps.folder import SweepFolder, trial_ledger
 #: Advice of Lightning's that does not hold here: the sampler resumes by the step number, and the checkpoint holds the
 #: state after the update, both by design.
 _NOT_FOR_US = ("your dataloader is not resumable", "pre-optimization state")
-#: The code that torch puts around the ``step`` of every class of optimizers that was made, and that runs the hooks.
-_HOOKED_STEP = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
-
-
-def _is_step_of_a_base(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the hook that asks runs in a base class's ``step``, which the optimizer's own ``step`` called.
-
-    That is a part of an update that was counted. Read off the stack, since a count of steps that are under way would
-    stay wrong after one that raised. The same ``step`` within itself, as a closure may call it, is an update more.
-    """
-    running: list[object] = []
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code is _HOOKED_STEP and frame.f_locals.get("self") is optimizer:
-            running.append(frame.f_locals["func"])
-        frame = frame.f_back
-    return len(running) > 1 and running[0] not in running[1:]
 
 
 class PrivacyAccountant(Callback):
@@ -144,7 +125,7 @@ class PrivacyAccountant(Callback):
         self._start: Start | None = None
         self._dataset: DatasetLedger | None = None
         self._account: DatasetAccount | None = None
-        self._hook: Any = None
+        self._updates = UpdateCounter(self._require_granted)
         self._forget_earlier_fit()
 
     def _forget_earlier_fit(self) -> None:
@@ -158,7 +139,7 @@ class PrivacyAccountant(Callback):
         self._noted: set[str] = set()
         self._begun = self._ended = self._in_batch = self._counts_epochs = False
         self._strange: str | None = None
-        self._updates: Counter[str] = Counter()
+        self._updates.reset()
         for name in ("_run", "_gate", "_between", "_identity"):  # a missing one says that setup did not come so far
             vars(self).pop(name, None)
 
@@ -411,9 +392,8 @@ class PrivacyAccountant(Callback):
             go_on_averaging(trainer, pl_module)
         wrapped: Any = module.optimizers()
         optimizer = wrapped.optimizer if hasattr(wrapped, "optimizer") else wrapped
-        if isinstance(optimizer, torch.optim.Optimizer):  # also those steps that Lightning does not hear of
-            name = type(pl_module).__name__
-            self._hook = optimizer.register_step_pre_hook(lambda *_: self._count_own_update(optimizer, name))
+        # FSDP2 makes missing state by a step at learning rate 0 while a checkpoint is saved.
+        self._updates.watch(optimizer, lambda: self._in_batch and not self._between.saving)
         deterministic = pl_module.device.type == "cpu" and str(trainer.precision) in ("32-true", "64-true")
         whole = strategy_name(trainer) in ("one_device", "ddp")  # rank 0 sees the whole sum, model and optimizer
         replays = self.replay == "auto" and deterministic and whole
@@ -475,23 +455,16 @@ class PrivacyAccountant(Callback):
             raise DataError(found, trap="T38")
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
-        self._count_update("Lightning", type(pl_module).__name__)
+        self._updates.count("Lightning")
 
-    def _count_own_update(self, optimizer: torch.optim.Optimizer, module: str) -> None:
-        if not self._in_batch or self._between.saving:  # FSDP2 makes missing state by a step at learning rate 0
-            return
-        if not _is_step_of_a_base(optimizer):
-            self._count_update("itself", module)
-
-    def _count_update(self, by: str, module: str) -> None:
+    def _require_granted(self, updates: int) -> None:
         """Refuse an update that nobody granted, as a ``training_step`` of one's own makes it, and the claim."""
-        self._updates[by] += 1
-        if self.plan is None or self._updates[by] <= self._gate.granted:
+        if self.plan is None or updates <= self._gate.granted:
             return
         self._forfeit_alone()
         raise ConfigurationError(
-            f"An optimizer makes update {self._updates[by]}, and {self._gate.granted} steps were granted: it carries "
-            f"no noise and is in no ledger. Give {module} a per_row_loss, and leave training_step and "
+            f"An optimizer makes update {updates}, and {self._gate.granted} steps were granted: it carries no noise "
+            f"and is in no ledger. Give {type(self._module).__name__} a per_row_loss, and leave training_step and "
             "automatic_optimization as PrivateModule has them.",
             trap="T7",
         )
@@ -626,8 +599,7 @@ class PrivacyAccountant(Callback):
         self._count_no_epochs(trainer)
         if hasattr(self, "_between"):
             self._between.release()
-        if self._hook is not None:
-            self._hook.remove()
+        self._updates.release()
         if hasattr(self, "_run"):
             self._close()
 
