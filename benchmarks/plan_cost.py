@@ -78,7 +78,7 @@ def one(name: str, what: str) -> dict[str, Any]:
     """Return a prediction of a case, a real step, or times of both in turn, in this process."""
     import torch
 
-    from lit_dpret.tasks.plan import estimate, measure
+    from lit_dpret.costs.estimate import estimate, measure
 
     torch.set_num_threads(1)
     case, cpu = Case(name), torch.device("cpu")

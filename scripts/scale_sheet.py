@@ -17,12 +17,12 @@ from typing import Any
 
 from jinja2 import StrictUndefined, Template
 
+from lit_dpret.costs.estimate import duration, size
 from lit_dpret.costs.memory import estimated_bytes
 from lit_dpret.costs.slices import predict
 from lit_dpret.costs.work import ACCELERATORS, UTILISATION, accelerator, work_of
 from lit_dpret.modules import OptimizerSpec
 from lit_dpret.modules.outline import GeneratorOutline
-from lit_dpret.tasks.plan import duration, size
 
 ROOT = Path(__file__).resolve().parent.parent
 BATCH, EPOCHS = 1024, 30

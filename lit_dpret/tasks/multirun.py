@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lit_dpret.costs.estimate import FACTOR, duration, estimate
 from lit_dpret.errors import LitDpretError
 from lit_dpret.files import write_whole
 from lit_dpret.privacy.ledger.dataset_file import Charge, compose_across_runs, composed
@@ -82,8 +83,6 @@ def tell_cost(runs: Sequence[ComposedRun], varied: Sequence[str] = ()) -> None:
             "several of the models, or one that was chosen among them, has this and not the epsilon of one card"
         )
     if math.isfinite(seconds):
-        from lit_dpret.tasks.plan import FACTOR, duration
-
         words.append(f"Training takes {duration(seconds)} here, give or take a factor of {FACTOR:g}")
     say(". ".join(words) + ".")
 
@@ -92,8 +91,6 @@ def _seconds(task: Any, parts: Parts, mode: Any, found: Sequence[PlannedFit]) ->
     """Return how long a run takes by the formulas of ``task=plan``; NaN where they do not know it."""
     if type(task) is not Fit or len(found) != 1:
         return math.nan
-    from lit_dpret.tasks.plan import estimate
-
     with suppress(LitDpretError):
         trainer = parts.make_trainer(logger=False)
         outline = parts.make_outline(privacy=mode)

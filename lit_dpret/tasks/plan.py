@@ -7,7 +7,7 @@ import math
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -19,14 +19,10 @@ from lit_dpret.callbacks.own_code import refuse_false_bound
 from lit_dpret.callbacks.planning import begin_from, planned_steps
 from lit_dpret.cards.forecast import describe_plan
 from lit_dpret.cards.plan_text import format_plan
-from lit_dpret.costs.measure import measure_step, product_rate, seconds_per_normal, seconds_per_value
-from lit_dpret.costs.memory import bytes_of, estimated_bytes
-from lit_dpret.costs.slices import check_devices, measure_slices, predict
-from lit_dpret.costs.work import Work, work_of
+from lit_dpret.costs.estimate import estimate, format_cost, from_slices, measure
+from lit_dpret.costs.slices import check_devices, predict
 from lit_dpret.datamodules.identity import data_facts
 from lit_dpret.errors import ConfigurationError, LitDpretError
-from lit_dpret.modules import QueryGenerator
-from lit_dpret.modules.outline import GeneratorOutline
 from lit_dpret.privacy.modes import GaussianMode
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.sampling import steps_per_epoch
@@ -34,195 +30,6 @@ from lit_dpret.report.figures import can_draw, draw_plan, require_matplotlib
 from lit_dpret.settings import require_whole
 from lit_dpret.tasks.check_data import cut_texts, rulers_by_words
 from lit_dpret.tasks.parts import Parts, check_run_dir, say
-
-OVERHEAD = 1.3
-"""Products of a clipped batch over those of its linear layers in an ordinary one: what norms take."""
-
-PASSES = 20
-"""The number of single reads and writes of each value of a linear layer, an attention weight or a logit."""
-# Both were set by hand on T5-small and five T5s of 1 to 4 layers of 32 to 256 columns: 0.7 to 1.1 of the real time.
-
-FACTOR = 2.0
-"""The factor, either way, between estimate and measurement; a test holds it to that for small T5s."""
-
-_UPDATE = 2.0
-"""Time of noise and optimizer together over that of drawing the noise."""
-
-
-def estimate(
-    outline: GeneratorOutline, plan: PrivacyPlan, device: torch.device, *, precision: str = "32-true"
-) -> dict[str, Any]:
-    """Seconds and bytes of a step and of the run, by the formulas at the top of this file.
-
-    Raises:
-        ConfigurationError: The model is no generator, whose shape the formulas know.
-    """
-    work = work_of(outline)
-    half = precision == "bf16-true"
-    rows = plan.physical_batch_size
-    on_half = precision.startswith("bf16") and device.type != "cpu"
-    again = outline.gradient_checkpointing
-    products, operations = _products(work, min(rows, 4), device, half=on_half, again=again)
-    passes = PASSES * (4 / 3 if again else 1) * seconds_per_value(device)
-    batch = rows * (OVERHEAD * products + passes * (work.linear_values + work.scores + work.logits))
-    update = _UPDATE * seconds_per_normal(device, plan.noise) * outline.trained
-    found = estimated_bytes(outline, work, half=half, rows=rows)
-    return {
-        "kind": "estimate",
-        **_facts(outline, plan, device),
-        "flops_per_row": work.model_flops,
-        "flops_per_second_of_products": operations / products,
-        **_seconds(batch, update, plan),
-        "bytes": found.peak,
-        "bytes_without_rows": found.lasting + found.sums,
-        "bytes_per_row": found.row,
-    }
-
-
-def from_slices(
-    outline: GeneratorOutline,
-    plan: PrivacyPlan,
-    device: torch.device,
-    *,
-    precision: str = "32-true",
-    progress: Callable[[str], None] = lambda what: None,
-) -> dict[str, Any]:
-    """Seconds and bytes of a step and of the run, from slices of the model that were run here."""
-    work, rows = work_of(outline), plan.physical_batch_size
-    slices = measure_slices(outline, plan, device, rows=rows, precision=precision, progress=progress)
-    whole = slices.whole(work.encoder_layers, work.decoder_layers)
-    held = whole.held
-    half = precision == "bf16-true"
-    found = bytes_of(outline, half=half, rows=rows, clipped=held.clipped, checked=held.checked)
-    return {
-        "kind": "from slices",
-        **_facts(outline, plan, device),
-        "flops_per_row": work.model_flops,
-        **_seconds(whole.seconds, slices.update_seconds * outline.trained, plan),
-        "bytes": found.peak,
-        "bytes_while_clipping": found.clipping,
-        "bytes_while_updating": found.updating,
-        "bytes_per_row": found.row,
-        "slices": slices.to_dict(),
-    }
-
-
-def measure(module: Any, plan: PrivacyPlan, device: torch.device, *, autocast: bool = False) -> dict[str, Any]:
-    """Clip, noise and update on random token ids of the full lengths, and take the time and the peak memory.
-
-    Guarantees:
-        - No row of data is read, and no release is made: the ids are random, and the noise comes from a
-          stream that is thrown away.
-
-    Raises:
-        ConfigurationError: The model is no generator, or this machine does not say how
-            much memory a process takes.
-    """
-    if not isinstance(module, QueryGenerator):
-        raise ConfigurationError(
-            f"The formulas know language models (model=generator), and {type(module).__name__} is none."
-        )
-    found = measure_step(module, plan, device, rows=plan.physical_batch_size, autocast=autocast)
-    return {
-        "kind": "measurement",
-        **_facts(module.outlined, plan, device),
-        "seconds_of_first_batch": found.first_batch,
-        **_seconds(found.batch, found.update, plan),
-        "bytes": found.peak,
-        "bytes_while_clipping": found.clipping,
-        "bytes_while_updating": found.updating,
-    }
-
-
-def format_cost(costs: Mapping[str, Any]) -> str:
-    """Return the cost as a few lines for a terminal."""
-    if "why" in costs:
-        return textwrap.fill(f"Time and memory: not estimated. {costs['why']}", 80)
-    facts = costs["estimate"]
-    lines = [
-        f"Time and memory of {facts['rows']} rows of {facts['passage_tokens']} + {facts['query_tokens']} tokens "
-        f"at once, on {facts['device']}",
-        f"  {'':<14}{'a step':>12}{'the run':>12}{'memory':>12}",
-    ]
-    for name in ("estimate", "slices", "measurement"):
-        if (found := costs.get(name)) is not None:
-            shown = [duration(found["seconds_per_step"]), duration(found["seconds_of_run"]), size(found["bytes"])]
-            lines.append(f"  {name:<14}" + "".join(f"{text:>12}" for text in shown))
-    if "slices" in costs:
-        lines.append("  docs/scale.md tells how far slices were off for T5-small and T5-base.")
-    if (told := costs.get("prediction")) is not None:
-        lines += _predicted(told)
-    rate = f"{facts['flops_per_second_of_products'] / 1e9:.3g} GFLOP/s"
-    lines += [
-        f"  Estimated from {facts['parameters']:,} weights and the {rate} that products of",
-        "  their shapes reach here, and passes over the values that lie between.",
-        f"  It may be off by a factor of {FACTOR:g}."
-        + ("" if len(costs) > 1 else " Closer: task.measure=slices, or true"),
-    ]
-    return "\n".join(lines)
-
-
-def _predicted(told: Mapping[str, Any]) -> list[str]:
-    """Return the prediction for other accelerators, with what it rests on."""
-    where = f"{told['world_size']} x {told['device']}, {told['strategy']}"
-    held = size(told["bytes_lasting"] + told["bytes_gathered"] + told["bytes_of_sum"])
-    if not told["rows_that_fit"]:
-        return [f"  On {where}: does not fit ({size(told['bytes_while_updating'])} on each in an update)."]
-    return [
-        f"  Predicted, not measured, on {where}: {duration(told['seconds_per_step'])} a step, {held} on",
-        f"  each while clipping, {told['rows_that_fit']} rows at once. Assumes {told['assumed_utilisation']:g} of "
-        "the peak; no messages, no noise.",
-    ]
-
-
-def _facts(outline: GeneratorOutline, plan: PrivacyPlan, device: torch.device) -> dict[str, Any]:
-    return {
-        "model": outline.name,
-        "parameters": outline.parameters,
-        "trained_parameters": outline.trained,
-        "passage_tokens": outline.source_length,
-        "query_tokens": outline.max_query_length,
-        "rows": plan.physical_batch_size,
-        "device": str(device),
-    }
-
-
-def _seconds(batch: float, update: float, plan: PrivacyPlan) -> dict[str, float]:
-    # Physical batches of average size; the last one of a step is smaller, and takes the less.
-    step = batch * max(1.0, plan.denominator / plan.physical_batch_size) + update
-    return {
-        "seconds_of_batch": batch,
-        "seconds_of_update": update,
-        "seconds_per_step": step,
-        "seconds_of_run": step * plan.steps,
-    }
-
-
-def _products(work: Work, rows: int, device: torch.device, *, half: bool, again: bool) -> tuple[float, int]:
-    """Seconds and operations of the linear layers of one row, at rates of their shapes; ``again``: forward twice."""
-    seconds, operations = 0.0, 0
-    for product, count in work.products.items():
-        done = count * ((6 if product.trained else 4) + (2 if again else 0)) * product.size
-        seconds += done / product_rate(rows * product.tokens, product.inputs, product.outputs, device, half=half)
-        operations += done
-    return seconds, operations
-
-
-def duration(seconds: float) -> str:
-    """Seconds for a reader."""
-    for unit, length in (("years", 365.25 * 86_400), ("days", 86_400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.3g} {unit}"
-    return f"{seconds:.3g} s"
-
-
-def size(count: float) -> str:
-    """Bytes for a reader."""
-    for unit, power in (("TiB", 40), ("GiB", 30)):
-        if count >= 2**power:
-            return f"{count / 2**power:.3g} {unit}"
-    return f"{count / 2**20:.3g} MiB"
-
 
 _PATIENCE = 3.0
 
