@@ -31,6 +31,7 @@ from lit_dpret.datamodules.passage_store import build_store, cached_store, file_
 from lit_dpret.datamodules.readers import Complain, Problems, RecordFile, Records, refuse
 from lit_dpret.datamodules.rows import SPLIT_NAMES
 from lit_dpret.errors import DataError
+from lit_dpret.files import meant
 
 _SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".tsv", ".tsv.gz", ".csv", ".csv.gz", ".parquet")
 _QRELS_SUFFIXES = (".tsv", ".tsv.gz", *(s for s in _SUFFIXES if not s.startswith(".tsv")))
@@ -369,7 +370,8 @@ def folder_parts(
         if not part:
             present = ", ".join(sorted(path.name for path in root.iterdir())) or "nothing"
             raise DataError(
-                f"{root} lacks {expected} (.jsonl, .tsv, .csv, .gz, .zst, .parquet); it holds: {present}.",
+                f"{root} lacks {expected} (.jsonl, .tsv, .csv, .gz, .zst, .parquet); it holds: {present}."
+                f"{meant(root, 'queries.jsonl')}",
                 kind="missing file",
             )
     return {"corpus": corpus, "queries": queries, "qrels": qrels, "source": str(root)}

@@ -19,6 +19,15 @@ SUMMARY_NAME = "generation.json"
 SYNTHETIC_SCHEMA = "lit-dpret/synthetic-data/1"
 
 
+def meant(folder: str | Path, *names: str) -> str:
+    """Return what a refusal of a folder that lacks ``names`` ends with: that it is not there, or which one has them."""
+    place = Path(folder).expanduser()
+    if not place.exists():
+        return f" {place} does not exist."
+    near = sorted({found.parent for name in names for found in place.glob(f"*/{name}")})
+    return f" Did you mean {' or '.join(map(str, near))}?" if near else ""
+
+
 def write_whole(
     path: Path, content: str | bytes | Iterable[bytes], *, owner_only: bool = False, advice: str = ""
 ) -> Path:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,12 +13,17 @@ import torch
 from tiny_generator import generator
 from tiny_tasks import open_to_others, parts, retriever
 
-from lit_dpret.errors import StorageError
+from lit_dpret.cards.file import read_card
+from lit_dpret.datamodules.layouts import folder_parts
+from lit_dpret.encoders.st_folder import GENERATOR_CONTRACT, read_folder
+from lit_dpret.errors import DataError, LitDpretError, StorageError
 from lit_dpret.files import write_whole
 from lit_dpret.modules.embedding_trainer import save_net
+from lit_dpret.modules.generator_folder import read_contract
 from lit_dpret.privacy.modes import NoPrivacy
+from lit_dpret.synthesis.writer import synthesize
 from lit_dpret.tasks import Evaluate
-from lit_dpret.tasks.index_folder import Encoding, encode_folder
+from lit_dpret.tasks.index_folder import MANIFEST, Encoding, IndexFolder, encode_folder
 
 
 def mode(path: Path) -> int:
@@ -87,3 +94,26 @@ def test_what_is_handed_on_has_the_mode_of_new_files_and_what_is_private_is_its_
     handed_on = [file for name in names for file in (tmp_path / name).rglob("*") if file.is_file()]
     assert len(handed_on) > 10 and {mode(file) for file in handed_on} == {0o666 & ~umask}
     assert open_to_others(tmp_path / "private") == open_to_others(tmp_path / "scores") == set()
+
+
+READERS: dict[Callable[[Path], object], str] = {
+    read_contract: GENERATOR_CONTRACT, read_folder: "config.json", IndexFolder: MANIFEST,
+    read_card: "privacy_card.json", folder_parts: "queries.jsonl",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("read", READERS, ids=lambda read: read.__name__)
+def test_a_run_folder_in_the_place_of_what_lies_in_it_is_refused_with_the_name_of_that(
+    read: Callable[[Path], object], tmp_path: Path
+) -> None:
+    (tmp_path / "run" / "inner").mkdir(parents=True)
+    (tmp_path / "run" / "inner" / READERS[read]).touch()
+    with pytest.raises(LitDpretError, match=re.escape(str(tmp_path / "run" / "inner"))):
+        read(tmp_path / "run")
+    with pytest.raises(LitDpretError, match="rum does not exist"):
+        read(tmp_path / "rum")
+
+
+def test_a_generator_that_is_not_there_is_refused_before_a_declaration_is_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="does not exist"):
+        synthesize(tmp_path / "generatr", {"p": "a text"}, tmp_path / "out", passages_are_public=False)

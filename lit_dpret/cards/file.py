@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 from lit_dpret.cards.text import card_html, card_markdown
 from lit_dpret.errors import DataError, LedgerError, schema_problem
 from lit_dpret.files import CARD_NAME as CARD_NAME
-from lit_dpret.files import write_whole
+from lit_dpret.files import meant, write_whole
 from lit_dpret.privacy.budget import Neighbours, Unit, require_choice
 from lit_dpret.privacy.ledger.chain import canonical_json
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
@@ -77,7 +77,8 @@ def read_card(path: str | Path) -> dict[str, Any]:
     try:
         card = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise DataError(f"There is no readable privacy card at {path}: {error.strerror}.") from error
+        hint = meant(path.parent if path.name == CARD_NAME else path, CARD_NAME)
+        raise DataError(f"There is no readable privacy card at {path}: {error.strerror}.{hint}") from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not JSON: {error}.") from error
     if problem := malformed(card):

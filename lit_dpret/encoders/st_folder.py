@@ -24,7 +24,7 @@ from lit_dpret.encoders.backbones import load_linear, load_transformer, position
 from lit_dpret.encoders.contract import Contract, Side
 from lit_dpret.encoders.text_encoder import TextEncoder
 from lit_dpret.errors import ConfigurationError, StorageError, UnsupportedModelError
-from lit_dpret.files import settle_modes
+from lit_dpret.files import meant, settle_modes
 
 _TYPES = "sentence_transformers.models"
 _POOLING_KEYS = {
@@ -80,7 +80,7 @@ def read_folder(folder: Path) -> ModelFolder:
         if not (folder / "config.json").is_file():
             raise UnsupportedModelError(
                 f"encoder={str(folder)!r} holds neither modules.json nor config.json, so it is neither a "
-                "sentence-transformers nor a transformers model."
+                f"sentence-transformers nor a transformers model.{meant(folder, 'modules.json', 'config.json')}"
             )
         return ModelFolder(query=Tower(transformer=folder), passage=Tower(transformer=folder))
     modules = [

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_dpret.encoders.st_folder import GENERATOR_CONTRACT as CONTRACT_NAME
 from lit_dpret.errors import ConfigurationError, StorageError, UnsupportedModelError
-from lit_dpret.files import settle_modes
+from lit_dpret.files import meant, settle_modes
 from lit_dpret.modules.fine_tuning import speak_words_only
 from lit_dpret.modules.language_models import load_language_model, load_tokenizer
 
@@ -281,6 +281,7 @@ def read_contract(folder: str | Path) -> GeneratorContract:
         raise UnsupportedModelError(
             f"{folder} is no saved generator: {CONTRACT_NAME} is missing or unreadable, and without it the prompt and "
             "the lengths of training are unknown. Give the folder that a generator run exported."
+            f"{meant(folder, CONTRACT_NAME)}"
         ) from error
 
 

@@ -27,6 +27,7 @@ import torch
 from lit_dpret.cards.amendments import with_notes
 from lit_dpret.cards.card import CARD_NAME, CardFacts, inherit_card, read_card, write_card
 from lit_dpret.cards.provenance import environment_facts, version_of
+from lit_dpret.cards.start import model_folder
 from lit_dpret.distributed.job import Job
 from lit_dpret.errors import ConfigurationError, DataError, StorageError
 from lit_dpret.modules.generator_folder import load_generator, weights_hash
@@ -97,7 +98,9 @@ def synthesize(
         WorkerError: A worker or another rank died.
     """
     job = job or Job()
-    source, folder = Path(generator_folder), Path(out)
+    source, folder = model_folder(generator_folder), Path(out)
+    if not source.exists():
+        raise DataError(f"task.generator={source} does not exist.")
     if passages_are_public is not True:
         raise ConfigurationError(_why_public(source, passages_are_public))
     about = DataCard(

@@ -30,7 +30,7 @@ from lit_dpret.cards.text import privacy_line, statement
 from lit_dpret.cards.verification import verify_chain
 from lit_dpret.encoders import load_towers
 from lit_dpret.errors import ConfigurationError, DataError, VerificationError
-from lit_dpret.files import SUMMARY_NAME
+from lit_dpret.files import SUMMARY_NAME, meant
 from lit_dpret.modules import PrivateModule
 from lit_dpret.modules.checkpointed import CLASS_KEY
 from lit_dpret.privacy.ledger.private_run import Position
@@ -160,6 +160,7 @@ class Export:
         if not (source / SUMMARY_NAME).is_file():
             raise DataError(
                 f"task.data={source} holds no {SUMMARY_NAME}, so it is no set of task=synthesize or filter."
+                f"{meant(source, SUMMARY_NAME)}"
             )
         card = source / CARD_NAME  # pseudo-queries have none: nothing private was read for them
         if card.is_file() and (failed := verify_chain(card).failed):

@@ -37,7 +37,7 @@ from lit_dpret.errors import (
     StorageError,
     schema_problem,
 )
-from lit_dpret.files import settle_modes
+from lit_dpret.files import meant, settle_modes
 from lit_dpret.retrieval.backends import Faiss, search_with
 from lit_dpret.retrieval.rows import STORAGES, FileRows, Storage
 from lit_dpret.retrieval.search import lexicographic_rank, search
@@ -204,7 +204,8 @@ def _read_manifest(folder: Path) -> Manifest:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise DataError(
-            f"{folder} has no {MANIFEST}: it is no index, or one that is not finished. Run its task=encode again."
+            f"{folder} has no {MANIFEST}: it is no folder of task=encode or task=index, or one that is not finished."
+            f"{meant(folder, MANIFEST)}"
         ) from error
     except ValueError as error:
         raise DataError(f"{path} is not JSON: {error}.") from error
