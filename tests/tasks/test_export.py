@@ -381,7 +381,7 @@ def test_a_set_goes_to_the_hub_with_all_that_its_claim_is_checked_by(hub: Hub, m
     for name, content in hub.files.items():
         (got / name).parent.mkdir(parents=True, exist_ok=True)
         (got / name).write_bytes(content)
-    checked = verify_chain(got)
+    checked = verify_chain(got, self_contained=True)
     assert checked.failed == [] and any(one.check == "ledger" and one.outcome == "ok" for one in checked.findings)
     pairs = load_dataset(str(got), "pairs", split="train", cache_dir=str(tmp_path / "cache"))
     assert len(pairs) == len((made / "pairs" / "train.jsonl").read_text().splitlines()) > 0
