@@ -192,7 +192,7 @@ def _rounding(accountant: AccountantName) -> dict[str, Any]:
     errors = {
         "pld": f"privacy losses are rounded up to multiples of {FINE:g}: never below the exact value",
         "rdp": "the least bound over the orders of Renyi divergence: never below the exact value",
-        "prv": "the upper end of Opacus' interval",
+        "prv": "the upper end of Opacus' interval; its rounding errors were measured, not bounded",
     }
     return {"discretisation": FINE if accountant == "pld" else None, "error_bound": errors[accountant]}
 

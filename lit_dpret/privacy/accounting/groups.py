@@ -40,7 +40,14 @@ from lit_dpret.privacy.accounting.composition import (
     epsilon,
     simplest_law,
 )
-from lit_dpret.privacy.accounting.pld import compose_times, connect_dots, deltas_at, read_deltas, read_epsilon
+from lit_dpret.privacy.accounting.pld import (
+    compose_times,
+    compose_with,
+    connect_dots,
+    deltas_at,
+    read_deltas,
+    read_epsilon,
+)
 from lit_dpret.privacy.accounting.releases import (
     FixedSize,
     FullBatch,
@@ -217,7 +224,7 @@ def _composed(parts: tuple[tuple[Part, int], ...]) -> PrivacyLossDistribution | 
     for part, units in parts:
         single = _mixture_pld(part, units, width)
         composed = single if part.count == 1 else compose_times(single, part.count)
-        total = composed if total is None else total.compose(composed)
+        total = composed if total is None else compose_with(total, composed)
     return total
 
 
