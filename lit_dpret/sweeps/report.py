@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -20,6 +18,7 @@ from lit_dpret.privacy.ledger.dataset_ledger import one_release
 from lit_dpret.privacy.ledger.judgement import owed_releases
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, noise_keys, recorded_start
 from lit_dpret.report.figures import can_draw, draw_sweep
+from lit_dpret.report.table import Table
 from lit_dpret.sweeps.folder import SweepFolder
 
 _Covered = Literal["trials", "release"] | None
@@ -119,13 +118,11 @@ def _told(
 ) -> str:
     metric, facts = sweep.facts["metric"].get("name"), sweep.facts
     names = [*dict.fromkeys(name for row in rows for name in row["settings"]), "epsilon", *([metric] if metric else [])]
-    cells = [[_cell(row, name) for name in names] for row in rows]
-    lines = ["| trial | " + " | ".join(names) + " |", "| --- " * (len(names) + 1) + "|"]
-    lines += [
-        f"| {row['trial']}{' (best)' if row['trial'] == best else ''} | " + " | ".join(shown) + " |"
-        for row, shown in zip(rows, cells, strict=True)
+    cells = [
+        [f"{row['trial']}{' (best)' if row['trial'] == best else ''}", *(_cell(row, name) for name in names)]
+        for row in rows
     ]
-    lines.append("")
+    lines = [Table(["trial", *names], cells).markdown(), ""]
     lines.append(f"{len(rows)} of {len(facts['trials'])} trials are done.")
     bare = any(row["epsilon"] == math.inf for row in rows) or facts.get("without_privacy") != 0
     if epsilon is not None:
@@ -190,15 +187,11 @@ def _cell(row: Mapping[str, Any], name: str) -> str:
 def _csv(rows: Sequence[Mapping[str, Any]]) -> str:
     settings = list(dict.fromkeys(name for row in rows for name in row["settings"]))
     metrics = sorted({name for row in rows for name in row["metrics"]})
-    file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(["trial", *settings, "epsilon", *metrics])
-    for row in rows:
-        writer.writerow(
-            [row["trial"], *(row["settings"].get(name, "") for name in settings), row["epsilon"],
-             *(row["metrics"].get(name, "") for name in metrics)]
-        )  # fmt: skip
-    return file.getvalue()
+    lines = [
+        [row["trial"], *map(row["settings"].get, settings), row["epsilon"], *map(row["metrics"].get, metrics)]
+        for row in rows
+    ]
+    return Table(["trial", *settings, "epsilon", *metrics], lines).csv()
 
 
 def _finite(value: Any) -> Any:
