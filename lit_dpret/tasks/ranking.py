@@ -73,14 +73,18 @@ def rank_stream(
     return Ranking(query_ids=query_ids, passage_ids=passage_ids, top=stream.result())
 
 
+def rank_bm25(queries: Mapping[str, str], passages: Mapping[str, str], *, k: int, **settings: Any) -> Ranking:
+    """Return the ``k`` best passages of every query by their words; ``settings`` are those of `BM25Settings`."""
+    ids = list(passages)
+    top = BM25(list(passages.values()), ids, **settings).search(list(queries.values()), min(k, len(ids)))
+    return Ranking(query_ids=list(queries), passage_ids=ids, top=top)
+
+
 def score_bm25(
     queries: Mapping[str, str], passages: Mapping[str, str], qrels: Qrels, *, k: int = 100
 ) -> EvaluationResult:
     """BM25 (k1 0.9, b 0.4, English stop words and stems) over the same passages."""
-    passage_ids = list(passages)
-    index = BM25([passages[name] for name in passage_ids], passage_ids)
-    top = index.search(list(queries.values()), min(k, len(passage_ids)))
-    return evaluate(Ranking(query_ids=list(queries), passage_ids=passage_ids, top=top), qrels)
+    return evaluate(rank_bm25(queries, passages, k=k), qrels)
 
 
 @dataclass(kw_only=True)
@@ -128,17 +132,15 @@ class Ranker:
     ) -> Ranking:
         """Return the first ``k`` passages of every query, texts by id."""
         wanted = min(k + drop_self_matches, len(passages))
-        ranking = (self._words if self.encoder == "bm25" else self._nearest)(queries, passages, wanted)
+        if self.encoder == "bm25":
+            ranking = rank_bm25(queries, passages, k=wanted, **asdict(self._bm25))
+        else:
+            ranking = self._nearest(queries, passages, wanted)
         return without_self_matches(ranking, k) if drop_self_matches else ranking
 
     def fingerprints(self) -> list[str]:
         """Return by what the encoders that ranked are known, query side first; nothing for ``bm25``."""
         return [] if self._towers is None else fingerprints(self._towers)
-
-    def _words(self, queries: Mapping[str, str], passages: Mapping[str, str], k: int) -> Ranking:
-        ids = list(passages)
-        top = BM25(list(passages.values()), ids, **asdict(self._bm25)).search(list(queries.values()), k)
-        return Ranking(query_ids=list(queries), passage_ids=ids, top=top)
 
     def _nearest(self, queries: Mapping[str, str], passages: Mapping[str, str], k: int) -> Ranking:
         if self._towers is None:
