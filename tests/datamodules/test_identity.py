@@ -7,12 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tiny_tasks import parts, write_log
+from tiny_tasks import parts, retriever, write_log
 
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.datamodules.identity import content_sha256, data_facts
+from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.report.table import RowResult, from_json, write_csv, write_json
-from lit_dpret.tasks import Compare, Evaluate
+from lit_dpret.tasks import Compare, Encode, Evaluate
 
 
 def test_the_hash_is_that_of_the_entries_in_any_order_and_of_nothing_else() -> None:
@@ -69,3 +70,14 @@ def test_the_rows_of_a_pipeline_name_their_data(tmp_path: Path) -> None:
     assert found[0].items() >= about.items() and from_json(found) == rows
     header, line = (tmp_path / "r.csv").read_text(encoding="utf-8").splitlines()
     assert header.endswith("data,data_sha256") and line.endswith("log,ab")
+
+
+def test_embeddings_name_the_data_of_their_texts(tmp_path: Path) -> None:
+    retriever(privacy=NoPrivacy()).save_model(tmp_path / "encoder")
+    log = write_log(tmp_path / "log")
+    made = parts(tmp_path, make_datamodule=partial(PairsDataModule, folder=log))
+    Encode(encoder=str(tmp_path / "encoder")).run(made)
+    data = PairsDataModule(folder=log)
+    data.setup("test")
+    manifest = json.loads((tmp_path / "run" / "embeddings" / "index.json").read_text(encoding="utf-8"))
+    assert manifest["about"] == data_facts(data, data.public_passages())

@@ -212,7 +212,7 @@ def test_a_hub_reads_on_the_model_card_what_is_known_and_the_claim_and_nothing_t
     assert not {"base_model", "license", "language", "datasets", "model-index"} & known.keys()
     assert str(tmp_path) not in (tmp_path / "bare" / "model" / "README.md").read_text()
 
-    evaluation = evaluation_of(tmp_path / "run" / "model", tmp_path, data="scifact")
+    evaluation = evaluation_of(tmp_path / "run" / "model", tmp_path, data="scifact", data_sha256="ab" * 32)
     stated: dict[str, Any] = {
         "base_model": "org/model", "language": "en, no", "license": "cc-by-4.0", "datasets": ["org/set"],
     }  # fmt: skip
@@ -223,6 +223,7 @@ def test_a_hub_reads_on_the_model_card_what_is_known_and_the_claim_and_nothing_t
     assert (score.dataset_name, score.dataset_split, score.metric_type, score.metric_value) == (
         "scifact", "test", "ndcg@10", 0.5,
     )  # fmt: skip
+    assert score.dataset_args == {"sha256": "ab" * 32}
     claim = read_card(tmp_path / "out" / "model")["claim"]
     assert claim["epsilon"] <= data.privacy["epsilon"] < 1.01 * claim["epsilon"]
     assert data.privacy["delta"] == claim["delta"] and data.privacy["neighbours"] == claim["neighbours"]
