@@ -24,6 +24,7 @@ from lit_dpret.callbacks.planning import PlannedRun, accountant_of, plan_run
 from lit_dpret.callbacks.refusals import complaints, refuse_protected_queries
 from lit_dpret.callbacks.traps import SEVERITIES, TRAPS, Severity, Stage, Trap
 from lit_dpret.cards.forecast import cautions
+from lit_dpret.cards.text import show_delta
 from lit_dpret.errors import LitDpretError
 from lit_dpret.privacy.batches import PADDING, UnitBatch
 from lit_dpret.privacy.noise import KeyedStream, load_secret
@@ -95,7 +96,7 @@ class Examination:
         if self.planned is not None and self.planned.plan is not None:
             plan = self.planned.plan
             promise = (
-                f"within epsilon = {plan.budget.eps:g} at delta = {plan.budget.delta:.3g} "
+                f"within epsilon = {plan.budget.eps:g} at delta = {show_delta(plan.budget.delta)} "
                 f"(unit = {plan.budget.unit}, neighbours = {plan.budget.neighbours})."
             )
             if not plan.proved:

@@ -9,6 +9,7 @@ that ledger, never from the configuration.
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from functools import partial
 from pathlib import Path
@@ -402,10 +403,21 @@ class PrivacyAccountant(Callback):
             state_hash, pl_module, optimizer, summed=(self.sampler.physical_batch_size, self._ranks.world_size)
         )
         self._gate.begin(self._restored, state if replays else None)
+        if self.resume and self._ranks.is_first:
+            self._tell_repeated()
         if module.privacy.guarantee == "dp":
             declare = self._note_kept if module.log_private_loss else None
             self._checkpoint_gate = CheckpointGate(trainer, module, self._between.put_together(False), declare)
         self._ranks.share(self._reserve)
+
+    def _tell_repeated(self) -> None:
+        """Say which steps a resume makes once more, and whether they are charged again; epsilon alone would alarm."""
+        begun, first = self._run.intents, self._gate.steps_done
+        last = max((step for _, step in begun), default=-1) + 1
+        if last > first:
+            free = (self._run.attempt, first) in begun
+            how = "with the same noise, at no further cost" if free else "with fresh noise, and are charged again"
+            sys.stderr.write(f"resume=true goes on after step {first}: steps {first + 1}-{last} are repeated {how}\n")
 
     def _refuse_other_checkpoints(self, trainer: L.Trainer) -> None:
         found = self._ranks.gather(self._restored)

@@ -96,7 +96,7 @@ def told(process: subprocess.Popen[str], *, seconds: float = 60) -> str:
 
 def way_on(line: str) -> list[str]:
     """The settings that the line says to add."""
-    found = re.search(r"The same command with (.*) goes on from the last checkpoint\.", line)
+    found = re.search(r"The same command with (.*) goes on from", line)
     assert found, line
     return shlex.split(found.group(1))
 
@@ -283,6 +283,9 @@ def test_the_way_on_names_the_folder_of_what_was_begun(tmp_path: Path, monkeypat
     (tmp_path / "stage").mkdir()
     (tmp_path / "stage" / "privacy_ledger.jsonl").touch()
     assert way_on(cli._way_on()) == [f"hydra.run.dir={tmp_path}", "resume=true"]
+    assert "no checkpoint" in cli._way_on()
+    (tmp_path / "stage" / "last.ckpt").touch()
+    assert "no checkpoint" not in cli._way_on()
 
 
 def test_resume_without_a_run_is_refused_before_data_are_read(tmp_path: Path) -> None:

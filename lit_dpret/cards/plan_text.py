@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lit_dpret.cards.forecast import OTHER_BOUND
+from lit_dpret.cards.text import show_delta
 from lit_dpret.privacy import clip_fraction
 
 WIDTH = 80
@@ -43,7 +44,7 @@ def _claim(facts: Mapping[str, Any]) -> list[str]:
     passes = "" if facts["epochs"] is None else f" ({facts['epochs']:.4g} passes over the data)"
     known = facts["epsilon"] is not None
     claim = [
-        f"epsilon {facts['epsilon']:.4g} at delta {budget['delta']:.3g}, "
+        f"epsilon {facts['epsilon']:.4g} at delta {show_delta(budget['delta'])}, "
         f"unit={budget['unit']}, neighbours={budget['neighbours']}"
     ] if known else list(_paragraph("no epsilon: the sensitivity is refuted, and nothing is promised", ""))  # fmt: skip
     return [

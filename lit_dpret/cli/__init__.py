@@ -271,7 +271,9 @@ def _way_on() -> str:
     for knob, folder in _places:
         if holds_a_run(folder):
             place = as_typed([f"{knob}={folder}"])
-            return f"The same command with {place} resume=true goes on from the last checkpoint."
+            made = any(folder.rglob("*.ckpt"))
+            first = "from the last checkpoint" if made else "from its start, since there is no checkpoint yet"
+            return f"The same command with {place} resume=true goes on {first}."
     return "Nothing was begun yet: the same command starts it."
 
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lit_dpret.cards.text import show_delta
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.files import write_whole
 
@@ -115,7 +116,7 @@ def draw_plan(facts: Mapping[str, Any], path: Path) -> Path:
     figure = new_figure(12, 9)
     axes = figure.subplots(2, 2)
     figure.suptitle(
-        f"epsilon {facts['epsilon']:.4g} at delta {budget['delta']:.3g}, unit={budget['unit']}, "
+        f"epsilon {facts['epsilon']:.4g} at delta {show_delta(budget['delta'])}, unit={budget['unit']}, "
         f"neighbours={budget['neighbours']}: noise multiplier {facts['noise_multiplier']:.4g}, {facts['steps']} steps",
         fontsize=12,
     )

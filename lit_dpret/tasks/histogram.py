@@ -15,6 +15,7 @@ from lit_dpret.callbacks.own_code import refuse_false_bound
 from lit_dpret.cards.card import CARD_NAME, RunFacts, build_card, read_card, subject_of, verify_card, write_card
 from lit_dpret.cards.provenance import environment_facts
 from lit_dpret.cards.start import Start, note_start, read_start
+from lit_dpret.cards.text import show_delta
 from lit_dpret.errors import BudgetExceededError, ConfigurationError, ResumeError
 from lit_dpret.privacy.accounting.releases import Release
 from lit_dpret.privacy.budget import PrivacyBudget
@@ -226,7 +227,7 @@ class Histogram:
                      "epsilon_of_generator_alone": parts["epsilon_of_start"]}  # fmt: skip
             sys.stdout.write(
                 f"epsilon of generator and histogram together: {claim['epsilon']:.4g} (generator alone "
-                f"{parts['epsilon_of_start']:.4g}), delta {claim['delta']:.3g}\n"
+                f"{parts['epsilon_of_start']:.4g}), delta {show_delta(claim['delta'])}\n"
             )
         sys.stdout.write(f"histogram: {folder / HISTOGRAM_NAME}\nprivacy card: {folder / CARD_NAME}\n")
         return told

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lit_dpret.cards.text import show_delta
 from lit_dpret.costs.estimate import FACTOR, duration, estimate
 from lit_dpret.errors import LitDpretError
 from lit_dpret.files import write_whole
@@ -77,9 +78,9 @@ def tell_cost(runs: Sequence[ComposedRun], varied: Sequence[str] = ()) -> None:
         words.append(f"Their epsilons are of different units and do not add up: {', '.join(units)}")
     elif plans:
         epsilon, how = cost_together(plans)
-        delta = min(one.plan.budget.delta for one in plans)
+        delta = show_delta(min(one.plan.budget.delta for one in plans))
         words.append(
-            f"Together epsilon {epsilon:.4g} at delta {delta:.3g} for one {units[0]}, composed by {how}: whoever sees "
+            f"Together epsilon {epsilon:.4g} at delta {delta} for one {units[0]}, composed by {how}: whoever sees "
             "several of the models, or one that was chosen among them, has this and not the epsilon of one card"
         )
     if math.isfinite(seconds):

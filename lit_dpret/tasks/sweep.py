@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import get_args
 
 from lit_dpret.callbacks import ProgressLine
+from lit_dpret.cards.text import show_delta
 from lit_dpret.cards.tuning import TuningData
 from lit_dpret.errors import ConfigurationError, LedgerError, LitDpretError, WorkerError
 from lit_dpret.privacy.budget import PrivacyBudget, require_choice
@@ -75,8 +76,8 @@ class Sweep:
                 total, planned = self._hold(ledger, sweep), sweep.facts["planned"]
                 _say(
                     f"{len(trials)} trials, {len(sweep.places)} private runs: together epsilon "
-                    f"{planned['epsilon']:.4g} at delta {planned['delta']:.3g}; the data set then holds "
-                    f"{total.epsilon:.4g} of {total.total_eps:g} at delta {total.delta:.3g} ({ledger.path})"
+                    f"{planned['epsilon']:.4g} at delta {show_delta(planned['delta'])}; the data set then holds "
+                    f"{total.epsilon:.4g} of {total.total_eps:g} at delta {show_delta(total.delta)} ({ledger.path})"
                 )
         if not self.start:
             _say(f"planned and reserved: start trials with trial_of={sweep.folder} (docs/sweeps.md)")
@@ -186,7 +187,7 @@ class Sweep:
 
     def _refuse_uncounted(self, parts: Parts, epsilon: float, delta: float) -> None:
         """Refuse private trials without a ledger, or with a new one whose limit nobody named."""
-        cost = f"all trials together cost epsilon {epsilon:.4g} at delta {delta:.3g}"
+        cost = f"all trials together cost epsilon {epsilon:.4g} at delta {show_delta(delta)}"
         if self.dataset_ledger is None:
             raise ConfigurationError(
                 f"task.dataset_ledger=null, and {cost}: set it to the file that adds up all runs on the data set, "

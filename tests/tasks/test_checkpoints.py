@@ -147,6 +147,21 @@ def test_a_run_killed_at_this_moment_ends_as_if_it_had_not_been(
     assert not list((folder / "checkpoints").glob(".*")), "no draft is left"
 
 
+@pytest.mark.parametrize("replay", ["auto", "never"])
+def test_a_resume_tells_which_steps_are_made_once_more_and_at_what_cost(
+    replay: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    run(folder, noise=2.0, eps=50.0)
+    assert "repeated" not in capsys.readouterr().err
+    for path in (folder / "checkpoints").glob("*.ckpt"):
+        path.unlink()
+    run(folder, resume=True, replay=replay, noise=2.0, eps=50.0)
+    told = capsys.readouterr().err
+    assert "steps 1-6" in told and ("charged again" in told) == (replay == "never")
+    assert len(noise_keys(records(folder))) == (12 if replay == "never" else 6), "what was told is what was charged"
+
+
 @pytest.mark.parametrize("lost", [None, "privacy_card.json", "model/model.safetensors"])
 def test_a_finished_run_is_left_as_it_is_unless_something_of_it_is_lost(lost: str | None, tmp_path: Path) -> None:
     """A card that was made from it names its card by the SHA-256."""

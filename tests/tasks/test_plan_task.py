@@ -39,13 +39,13 @@ def parts(tmp_path: Path, **changes: Any) -> Parts:
 def test_a_plan_is_printed_written_and_drawn_without_reading_data(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = Plan(units=1000, plot=True).run(parts(tmp_path))
+    found = Plan(units=2886, plot=True).run(parts(tmp_path))
     facts = json.loads((tmp_path / "run" / "plan.json").read_text(encoding="utf-8"))
     assert found == {"noise_multiplier": 2.0, "epsilon": facts["epsilon"]}
     assert facts["steps"] == 30 and facts["cost"]["estimate"]["rows"] == facts["plan"]["physical_batch_size"]
     assert (tmp_path / "run" / "plan.png").read_bytes().startswith(b"\x89PNG")
     shown = capsys.readouterr().out
-    assert f"epsilon {facts['epsilon']:.4g} at delta 0.0005" in shown
+    assert f"epsilon {facts['epsilon']:.4g} at delta 0.000174" in shown, "as on the card: rounded up"
     for heading in ("by sampling and neighbours", "the knee", "one-run audit", "No attack", "Time and memory"):
         assert heading in shown
     assert max(map(len, shown.splitlines())) <= 80
