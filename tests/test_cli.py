@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_dpret import cli
 from lit_dpret.cards.card import write_card
-from lit_dpret.cli import build_parts, explain
+from lit_dpret.cli import CONFIG_MODULE, build_parts, explain, with_task
+from lit_dpret.cli.arguments import quoted
 from lit_dpret.errors import ConfigurationError, DataError, LitDpretError
 from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.tasks.fit import keep_settings
@@ -90,6 +92,7 @@ def check(arguments: list[str], pattern: str, tmp_path: Path) -> None:
     line = refused(call(*TINY, *log, *arguments, folder=tmp_path))
     assert re.search(pattern, line), line
     assert not list(tmp_path.glob("run/privacy_card.*"))
+    assert not list(tmp_path.glob("run/*.log")), "nothing was logged"
 
 
 @pytest.mark.parametrize(("arguments", "pattern"), FAST, ids=[a[-1] for a, _ in FAST])
@@ -127,6 +130,61 @@ def test_verify_exits_with_0_only_if_nothing_failed(tmp_path: Path) -> None:
     done = call(folder=tmp_path, program=program)
     assert "FAILED       generator, ledger" in done.stdout
     assert "checks failed, the first: generator, ledger" in refused(done)
+
+
+QUESTIONS = [
+    "can i cancel, and when?",
+    "what's covered?",
+    "'tis [a] test",
+    'a "{b}" (c) $d',
+    "x=1?",
+    "${seed}",
+    "a\\",
+    "a\\'b\\\\'",
+]
+
+
+@pytest.mark.parametrize("question", [*QUESTIONS, "plain", "12"])
+def test_a_question_is_taken_as_it_is_typed(question: str) -> None:
+    with initialize_config_module(version_base="1.3", config_module=CONFIG_MODULE):
+        cfg = compose("train", overrides=["task=search", quoted(f"task.query={question}")])
+    assert str(cfg.task.query) == question
+    again = quoted(f"task.query={question}")
+    assert quoted(again) == again, "ranks get the command as it was read"
+
+
+def test_a_path_may_hold_an_apostrophe_and_a_comma_is_explained() -> None:
+    with initialize_config_module(version_base="1.3", config_module=CONFIG_MODULE):
+        assert compose("train", overrides=[quoted("init_from=bob's run")]).init_from == "bob's run"
+        (word,) = with_task(["verify", "c:\\bob's\\run\\"])[1:]
+        assert compose("train", overrides=["task=verify", word]).task.card == "c:\\bob's\\run\\"
+        with pytest.raises(HydraException) as found:
+            compose("train", overrides=["init_from=a,b"])
+    assert "init_from='A, B'" in (explain(found.value) or "")
+
+
+def test_no_argument_prints_the_help_and_starts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for program in ("lit-dpret", "train.py"):
+        monkeypatch.setattr(sys, "argv", [program])
+        cli.main()
+        assert "group.key=VALUE" in capsys.readouterr().out and not list(tmp_path.iterdir())
+
+
+def test_a_warning_is_one_line_without_a_place_in_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    monkeypatch.setattr(sys, "argv", ["lit-dpret", "--version"])
+    cli.main()
+    assert warnings.formatwarning("no card", UserWarning, "/x/y.py", 3) == "warning: no card\n"
+
+
+def test_what_a_task_must_be_given_is_missed_before_its_imports() -> None:
+    with initialize_config_module(version_base="1.3", config_module=CONFIG_MODULE):
+        cfg = compose("train", overrides=["task=search", "task._target_=no.such.Task", "run_dir=x"])
+    with pytest.raises(ConfigurationError, match=r"task\.index, task\.query"):
+        cli.checked_task(cfg)
 
 
 def test_a_first_word_is_a_task_or_refused(tmp_path: Path) -> None:
@@ -392,7 +450,7 @@ def test_a_program_that_was_told_to_end_does_not_end_as_if_it_had_finished(
         raise SIGTERMException
 
     monkeypatch.setattr(cli, "_hydra_main", ended)
-    monkeypatch.setattr(sys, "argv", ["train.py"])
+    monkeypatch.setattr(sys, "argv", ["train.py", "seed=0"])
     with pytest.raises(SystemExit) as found:
         cli.main()
     assert found.value.code == 143 and "SIGTERM" in capsys.readouterr().err

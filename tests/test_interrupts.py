@@ -207,7 +207,7 @@ def ended(
 ) -> tuple[int, str]:
     """Status and last line of a command that ends so."""
     monkeypatch.setattr(cli, "_hydra_main", end)
-    monkeypatch.setattr(sys, "argv", ["train.py"])
+    monkeypatch.setattr(sys, "argv", ["train.py", "seed=0"])
     with pytest.raises(SystemExit) as found:
         cli.main()
     return int(found.value.code or 0), capsys.readouterr().err

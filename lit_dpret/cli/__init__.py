@@ -66,6 +66,8 @@ def run(cfg: DictConfig) -> Any:
     _note_place()
     begin_what_is_left(cfg)
     parts = build_parts(cfg)
+    if hasattr(task, "planned_fits") and rank_watch.is_first():
+        sys.stderr.write(f"run folder: {cfg.run_dir}, model: {_choice('model', cfg.model)}\n")
     parts = replace(parts, make_datamodule=_named_first(parts.make_datamodule, _data_line(cfg, task)))
     trial = None
     if cfg.objective is not None:
@@ -116,7 +118,7 @@ def _data_line(cfg: DictConfig, task: Any) -> str:
     chosen = HydraConfig.get().runtime.choices if HydraConfig.initialized() else {}
     node = cfg.datamodule
     places = [str(node[key]) for key in ("name", "folder", "pairs", "queries", "path", "hub") if node.get(key)]
-    name = chosen.get("datamodule") or str(node.get("_target_")).rpartition(".")[2]
+    name = _choice("datamodule", node)
     default = "" if given & {"datamodule", "experiment"} else " (the default; choose another with datamodule=)"
     words = [" ".join([name, *places]) + default]
     if split := cfg.task.get("split"):
@@ -127,6 +129,12 @@ def _data_line(cfg: DictConfig, task: Any) -> str:
             f"privacy {chosen.get('privacy', '')}" + (f" at eps {eps} for one {cfg.privacy.unit}" if eps else "")
         )
     return f"data: {', '.join(words)}"
+
+
+def _choice(group: str, node: Any) -> str:
+    """Return what was chosen in a group, or the class where nobody chose."""
+    chosen = HydraConfig.get().runtime.choices if HydraConfig.initialized() else {}
+    return str(chosen.get(group) or str(node.get("_target_")).rpartition(".")[2])
 
 
 def _note_place() -> None:
@@ -199,6 +207,7 @@ def main() -> None:
     """Console entry; exits with status 2 and one line on what a user can mend."""
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     errors.on_command_line = True
+    warnings.formatwarning = lambda message, *place, **more: f"warning: {message}\n"  # no line of ours is of use here
     _quieten()
     rank_watch.begin()
     interrupted = _note_interrupt()
@@ -209,7 +218,7 @@ def main() -> None:
         if sys.argv[1:2] == ["list"]:
             sys.stdout.write(f"{listing(sys.argv[2:])}\n")
             return
-        if sys.argv[1:2] in (["--help"], ["-h"]):
+        if sys.argv[1:2] in ([], ["--help"], ["-h"]):
             sys.stdout.write(f"{format_help(program())}\n")
             return
         if sys.argv[1:2] == ["--version"]:

@@ -15,6 +15,7 @@ from lit_dpret.config import format_choices, groups, names, top_level
 from lit_dpret.errors import ConfigurationError
 
 _POSITIONAL = {"compare": ("run_a", "run_b"), "verify": ("card",), "audit": ("run",), "sweep": ("file",)}
+_SENTENCES = ("task.query", "task.tuning_note", "callbacks.card.tuning_note")  # prose, which may hold any character
 _SETTING = re.compile(r"((?:\+\+?|~)?[A-Za-z_][\w./@:-]*)=(.*)", re.DOTALL)
 
 
@@ -66,19 +67,31 @@ def with_task(arguments: list[str]) -> list[str]:
 def quoted(argument: str) -> str:
     """Return a setting with its value in quotes, where it is a plain text that Hydra's grammar does not take.
 
+    Sentences, such as a question, are taken as they are.
+
     Example:
-        >>> quoted("datamodule.pairs=my log.jsonl"), quoted("task.card=a=b"), quoted("privacy.eps=3")
-        ("datamodule.pairs='my log.jsonl'", "task.card='a=b'", 'privacy.eps=3')
+        >>> quoted("task.query=can i cancel, and when?")
+        "task.query='can i cancel, and when?'"
+        >>> quoted("task.card=a=b"), quoted("privacy.eps=3")
+        ("task.card='a=b'", 'privacy.eps=3')
     """
     found = _SETTING.fullmatch(argument)
-    if found is None or set(found[2]) & set("'\"{}[](),$"):  # lists, mappings, sweeps and references are Hydra's
+    if found is None or found[2] in ("null", "???") or re.fullmatch(r"(['\"]).*\1", found[2], re.DOTALL):
+        return argument
+    if found[1] in _SENTENCES:
+        return f"{found[1]}={_literal(found[2].replace('${', chr(92) + '${'))}"
+    if set(found[2]) & set("{}[](),$"):  # lists, mappings, sweeps and references are Hydra's
         return argument
     try:
         OverridesParser.create().parse_override(argument)
     except HydraException:
-        value = re.sub(r"\\+\Z", lambda run: run[0] * 2, found[2])  # only there they are escapes
-        return f"{found[1]}='{value}'"
+        return f"{found[1]}={_literal(found[2])}"
     return argument
+
+
+def _literal(text: str) -> str:
+    """Return a text between quote marks; backslashes are escapes only before one of these."""
+    return "'" + re.sub(r"(\\*)('|\Z)", lambda run: run[1] * 2 + (r"\'" if run[2] else ""), text) + "'"
 
 
 def _by_place(task: str, knobs: tuple[str, ...], arguments: list[str]) -> list[str]:
@@ -92,8 +105,7 @@ def _by_place(task: str, knobs: tuple[str, ...], arguments: list[str]) -> list[s
         )
     if not knobs:
         return arguments
-    quoted = [path.replace("\\", "\\\\").replace("'", "\\'") for path in given]
-    return [f"task.{knob}='{path}'" for knob, path in zip(knobs, quoted, strict=False)] + arguments[len(given) :]
+    return [f"task.{knob}={_literal(path)}" for knob, path in zip(knobs, given, strict=False)] + arguments[len(given) :]
 
 
 def program() -> str:

@@ -203,6 +203,8 @@ def checked_task(cfg: DictConfig) -> Any:
     Raises:
         ConfigurationError: It does nothing with what is chosen.
     """
+    if missing := sorted(OmegaConf.missing_keys(cfg.task)):  # said before the task's imports, which take long
+        raise ConfigurationError(f"{', '.join(missing)} must be given on the command line.")
     task = instantiate(cfg.task, _convert_="all")
     if cfg.get("canaries") is not None and not getattr(task, "takes_canaries", False):
         raise ConfigurationError("canaries are planted by task=fit; task=canaries has its own, task.canaries.")

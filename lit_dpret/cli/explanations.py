@@ -64,6 +64,11 @@ def _explain_composition(error: BaseException) -> str:
     text = str(error)
     if isinstance(error, OverrideParseException):
         return f"{error.override} cannot be read as a setting: write its value in quotes, \"name='VALUE'\"."
+    if several := re.match(r"Ambiguous value for argument '([^=]+)=", text):
+        return (
+            f'{several[1]} holds a comma. Write a list as "{several[1]}=[A,B]", a text as "{several[1]}=\'A, B\'", and '
+            "add -m for a run with each."
+        )
     unknown = UNKNOWN_KEY.search(text)
     if unknown:
         return explain_unknown_key(unknown.group(1))

@@ -50,6 +50,6 @@ class Search:
                 break
             best = max(best, score) if rank > 1 else score
             text = " ".join(index.text(place).split())
-            text = text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+            text = text if len(text) <= _SHOWN else text[:_SHOWN].rstrip() + " …"
             sys.stdout.write(f"{rank:3d}  {score:.4f}  {index.ids[place]}\n     {text}\n")
         return {"best_score": best}
