@@ -76,7 +76,10 @@ class Evaluate(Ranker):
             parts.run_dir, ranking=ranking, qrels=qrels, result=result, facts=facts, name=SUMMARY
         )  # fmt: skip
         passed = "".join(f"  note: {line}\n" for line in told)
-        sys.stdout.write(f"{_table(self.encoder, result)}\n{passed}written: {path}\n")
+        owner = f"{self.whose} queries" if self.whose else "nothing says whose queries these are (task.whose)"
+        covered = "" if self.whose == "public" else ": no epsilon covers these numbers"
+        about_split = f"  split {split} of {about['data']}; {owner}{covered}\n"
+        sys.stdout.write(f"{_table(self.encoder, result)}\n{about_split}{passed}written: {path}\n")
         return dict(result.means)
 
 

@@ -216,6 +216,11 @@ def _tell_where(folder: Path, first: str = "") -> None:
     for what, place in (("model", folder / "model"), ("privacy card", folder / CARD_NAME)):
         if place.exists():
             sys.stdout.write(f"{what}: {place}\n")
+    if not (folder / CARD_NAME).exists():
+        return
+    card = read_card(folder)
+    if card["claim"]["epsilon"] is not None and not card["tuning"]["accounted"]:
+        sys.stderr.write(f"on the card: {card['tuning']['text']} (callbacks.card.tuning_data)\n")
 
 
 def _canaries(parts: Parts) -> CanarySuite | None:

@@ -61,7 +61,11 @@ def test_what_does_not_concern_the_split_is_counted_and_named_and_changes_no_num
     told = found["left_out"]
     for part in ("q3", "q4", "p3", "p7", "'q9'", "'p9'", "q5", "dev"):
         assert any(part in line for line in told), (part, told)
-    assert all(line in capsys.readouterr().out for line in told[:1])
+    shown = capsys.readouterr().out
+    assert all(line in shown for line in told[:1])
+    assert "split test" in shown and "task.whose" in shown and "no epsilon" in shown
+    measured(folder, tmp_path / "c", whose="public")
+    assert "no epsilon" not in capsys.readouterr().out
     assert clean["left_out"] and all("train" not in line for line in clean["left_out"])
 
 

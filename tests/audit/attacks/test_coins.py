@@ -102,7 +102,9 @@ def test_a_run_with_coins_trains_on_heads_alone_and_says_where_its_model_lies(
     Fit(membership_coins=True).run(made)
     coins = Coins.read(run)
     assert seen == [len(coins.trained_on)] and len(coins.heads) == 56
-    assert capsys.readouterr().out == f"model: {run / 'model'}\nprivacy card: {run / 'privacy_card.json'}\n"
+    told = capsys.readouterr()
+    assert told.out == f"model: {run / 'model'}\nprivacy card: {run / 'privacy_card.json'}\n"
+    assert "callbacks.card.tuning_data" in told.err, "the card says that the choice of settings is not accounted"
 
 
 def test_coins_of_an_earlier_run_are_not_forgotten(tmp_path: Path) -> None:
