@@ -36,7 +36,7 @@ class StepProgress(Callback):
         self._line: ProgressLine | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._line = ProgressLine(self._label) if trainer.is_global_zero else None
+        self._line = ProgressLine(self._label, begun=trainer.global_step) if trainer.is_global_zero else None
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -31,12 +31,14 @@ class ProgressLine:
     Args:
         label: What is going on.
         every: Least seconds between two lines where the output is no terminal.
+        begun: How much was done before the line was made; None for what the first call says.
     """
 
-    def __init__(self, label: str, every: float = 15.0) -> None:
+    def __init__(self, label: str, every: float = 15.0, *, begun: int | None = None) -> None:
         self._label = label
         self._start = time.monotonic()
-        self._first: int | None = None
+        self._first = begun
+        self._ended = False
         self._terminal = sys.stderr.isatty()
         self._every = 0.2 if self._terminal else every
         self._next = 0.0
@@ -46,7 +48,8 @@ class ProgressLine:
         now = time.monotonic()
         if self._first is None:
             self._first = done
-        if _muted.get() or (done < total and now < self._next):
+        ended, self._ended = self._ended, done >= total
+        if _muted.get() or (ended and self._ended) or (done < total and now < self._next):
             return
         self._next = now + self._every
         elapsed = now - self._start

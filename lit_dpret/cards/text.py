@@ -516,9 +516,11 @@ def _ceiling_blocks(ceilings: Mapping[str, Any]) -> list[Block]:
 
 
 def _percent(value: float) -> str:
-    """A share in percent, rounded up to three digits; tiny ones as a power of ten."""
+    """A share in percent, rounded up to three digits."""
+    if value <= 0:
+        return "0 %"
     if value < 1e-4:
-        return show_delta(value) if value > 0 else "0"
+        return f"{show_delta(100 * value)} %"
     digits = max(0, 2 - math.floor(math.log10(100 * value)))
     return f"{math.ceil(100 * value * 10**digits * (1 - 1e-12)) / 10**digits:.{digits}f} %"
 

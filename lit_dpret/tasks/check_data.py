@@ -160,8 +160,8 @@ class CheckData:
         self.write_split = None if self.write_split is None else Path(self.write_split)
         self.fractions = checked_fractions(_FRACTIONS if self.fractions is None else self.fractions)
 
-    def run(self, parts: Parts) -> dict[str, float]:
-        """Write and print the report, and the split where one is asked for; returns how many problems there are.
+    def run(self, parts: Parts, *, show: bool = True) -> dict[str, float]:
+        """Write the report, and ``show`` it; write the split if one is asked for; returns how many problems there are.
 
         Raises:
             DataError: There are problems; the exit status of the command line is then not 0.
@@ -190,7 +190,8 @@ class CheckData:
         page = render("data_check.md", facts | {"examples": self.examples})
         for name, text in ((REPORT, json.dumps(facts, indent=2, ensure_ascii=False) + "\n"), (PAGE, page)):
             write_whole(parts.run_dir / name, text, owner_only=True)
-        sys.stdout.write(page)
+        if show:
+            sys.stdout.write(page)
         if problems.total:
             kinds = ", ".join(problems.counts)  # how many would be a number of the private data
             raise DataError(f"{facts['source']} has problems: {kinds}. See {parts.run_dir / PAGE}.")

@@ -10,7 +10,7 @@ from typing import Any
 from lit_dpret.datamodules.readers import Problems
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.settings import require_whole
-from lit_dpret.tasks.check_data import CheckData, fitting_batch, fitting_length, make_rulers
+from lit_dpret.tasks.check_data import PAGE, CheckData, fitting_batch, fitting_length, make_rulers
 from lit_dpret.tasks.fit import PlannedFit
 from lit_dpret.tasks.parts import Parts, check_run_dir, say
 from lit_dpret.tasks.pipeline import Pipeline
@@ -82,10 +82,11 @@ class OwnLog(Pipeline):
                 is_split = set(data.read_collection(Problems(examples=0)).qrels) != {"train"}
             except DataError:
                 is_split = True  # the check tells of this and of every other problem
-            # The report is as private as the log; it is printed, and kept beside the split for the owner.
+            # The report is as private as the log; it is kept beside the split for the owner.
             check = CheckData(write_split=None if is_split else folder)
             program = " ".join(takewhile(lambda word: "=" not in word, parts.command.split()))
-            check.run(replace(parts, run_dir=parts.run_dir / "check", command=program))
+            check.run(replace(parts, run_dir=parts.run_dir / "check", command=program), show=False)
+            say(f"no problems in the log; the whole check: {parts.run_dir / 'check' / PAGE}")
             if is_split:
                 return {}
         unset = dict.fromkeys(("folder", "pairs", "columns", "corpus", "queries", "qrels"))

@@ -457,7 +457,8 @@ class Pipeline:
             notes=notes,
         ).write(folder)
         for row in shown:
-            console.print(f"[bold]{escape(row.query)}[/bold]\n    {escape(row.passage[:160])}", highlight=False)
+            passage = row.passage if len(row.passage) <= 160 else row.passage[:160].rstrip() + " …"
+            console.print(f"[bold]{escape(row.query)}[/bold]\n    {escape(passage)}", highlight=False)
         console.print(
             f"Round trip: {round_trip.recall.mean:.3f} of {round_trip.queries} synthetic queries find their own "
             f"passage among the first {round_trip.k}; with shuffled passages {round_trip.control.mean:.3f}.",

@@ -10,7 +10,7 @@ import pytest
 from stand_ins import Numbers, Regression, dp, fit
 from tiny_generator import generator
 
-from lit_dpret.callbacks.progress import Throughput
+from lit_dpret.callbacks.progress import ProgressLine, Throughput
 from lit_dpret.costs.work import ACCELERATORS, work_of
 from lit_dpret.errors import ConfigurationError
 
@@ -33,6 +33,20 @@ def test_rates_follow_from_the_plan_and_the_lengths_and_not_from_the_batch() -> 
     done = work_of(module.outlined).model_flops * 50 / 0.5
     assert found["model_flop_utilisation"] == pytest.approx(done / (2 * ACCELERATORS["h100-80gb"].bf16_flops))
     assert "model_flop_utilisation" not in Throughput().rates(trainer, module, seconds=0.5), "no peak, no share"
+
+
+def test_a_line_that_ended_is_printed_once_and_the_first_step_tells_how_long_the_rest_takes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks = count()
+    monkeypatch.setattr("lit_dpret.progress.time.monotonic", lambda: 60.0 * next(ticks))
+    line = ProgressLine("training", begun=4)
+    for done in (5, 6, 6):
+        line(done, 6)
+    assert capsys.readouterr().err.splitlines() == ["training:  83% 5/6  1:00 ETA 1:00", "training: 100% 6/6  2:00"]
+    for done in (1, 2):
+        line(done, 2)
+    assert len(capsys.readouterr().err.splitlines()) == 2, "of the next round too"
 
 
 def test_a_setting_out_of_range_is_refused_by_name() -> None:

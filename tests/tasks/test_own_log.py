@@ -62,8 +62,11 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[tuple[OwnLog, Parts]]:
     return found
 
 
-def test_a_log_is_checked_split_and_given_sizes_that_fit_it(tmp_path: Path, begun: list[tuple[OwnLog, Parts]]) -> None:
+def test_a_log_is_checked_split_and_given_sizes_that_fit_it(
+    tmp_path: Path, begun: list[tuple[OwnLog, Parts]], capsys: pytest.CaptureFixture[str]
+) -> None:
     own_log().run(log_parts(tmp_path))
+    assert "check_data.private.md" in (shown := capsys.readouterr().out) and "## Next" not in shown
     own_log().run(log_parts(tmp_path, resume=True))
     with pytest.raises(ConfigurationError, match=r"resume=true"):
         own_log().run(log_parts(tmp_path))
