@@ -344,6 +344,7 @@ def test_a_run_leaves_model_ledger_card_and_metrics(tmp_path: Path, program: tup
     card = json.loads((run / "privacy_card.json").read_text(encoding="utf-8"))
     records = PrivacyLedger.read(run / "privacy_ledger.jsonl").records
     spent = epsilon(charged_releases(records), delta=1 / 80, neighbours="zero_out")
+    assert f"run folder: {run}, model: generator" in done.stderr.splitlines()[0]
     assert card["claim"]["epsilon"] == pytest.approx(spent) and spent <= 3
     assert (run / "metrics.jsonl").exists() and (run / "model" / "model.safetensors").exists()
     assert done.stdout.splitlines()[-2:] == [f"model: {run / 'model'}", f"privacy card: {run / 'privacy_card.json'}"]
