@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError
 from lit_dpret.privacy.batches import ALONE, Draw, SeededDraws, UnitOwners, answer_of, names_its_unit, row_keys
+from lit_dpret.privacy.content import content_of
 from lit_dpret.privacy.ledger.trained import objects_in
 from lit_dpret.privacy.sampling import PrivateBatchSampler
 from lit_dpret.privacy.user_generators import kept_generators, own_generators
@@ -259,7 +259,7 @@ def refuse_other_units(loader: Any, sampler: PrivateBatchSampler) -> bool:
                     "be false: dataset[draw] must return the draw itself (datamodule.train_dataloader).",
                     trap="T38",
                 )
-            keys = row_keys(rows, sampler.unit)
+            keys = row_keys(rows, sampler.unit, or_row=True)
             seen |= bool(keys)
             unnamed |= not all(names_its_unit(row, sampler.unit) for row in rows)
             if unit == UNNAMED and not seen:
@@ -304,7 +304,7 @@ def _ask(dataset: Any, unit: int) -> Any:
 
 def _content(rows: Any) -> bytes | None:
     try:
-        return pickle.dumps(list(rows))
+        return content_of(list(rows))
     except Exception:  # rows that no worker process could send either
         return None
 

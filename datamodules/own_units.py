@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import hmac
-import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
-import numpy as np
-import torch
-from torch import Tensor
 from torch.utils.data import IterableDataset
 
+from lit_dpret.datamodules.readers import as_id
 from lit_dpret.datamodules.sampled import SampledDataModule, SamplingSettings
 from lit_dpret.datamodules.unit_dataset import Planted
 from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.privacy.content import content_of
 from lit_dpret.privacy.user_generators import kept_generators, seed_everywhere
 
 
@@ -76,6 +74,13 @@ class UnitDataModule(SampledDataModule):
             )
         if len(dataset) == 0:
             raise DataError(f"dataset={kind} has no row, so there is no unit to train on.")
+        names: Any = getattr(unit_of, "__self__", None)  # users, of users.__getitem__
+        if hasattr(names, "__len__") and len(names) != len(dataset):
+            raise DataError(
+                f"unit_of reads {len(names)} names and dataset={kind} has {len(dataset)} rows: it would name other "
+                "rows. unit_of gets the number of a row of this data set: of a Subset, "
+                "lambda row: users[subset.indices[row]]."
+            )
         self.dataset, self.unit_of = dataset, unit_of
         self._units: OwnUnits | None = None
 
@@ -115,12 +120,12 @@ class UnitDataModule(SampledDataModule):
                 f"unit_of({row}) raised {type(error).__name__}: it gets the number of a row, and must name the unit of "
                 "dataset[number], as users.__getitem__ does."
             ) from error
-        if not isinstance(name, (str, int)):  # of a float NaN differs from itself, and so do equal tensors
+        if (found := as_id(name)) is None:  # NaN differs from itself, and so do equal tensors
             raise DataError(
-                f"unit_of({row}) returned a {type(name).__name__}: the name of a unit is a text or a whole number, "
-                "so that rows of one unit can be told by it."
+                f"unit_of({row}) returned {'an empty text' if isinstance(name, str) else f'a {type(name).__name__}'}: "
+                "the name of a unit is a text or a whole number, so that rows of one unit can be told by it."
             )
-        return name
+        return found
 
     def plant(self, planted: Planted) -> None:
         """Refuse: canaries are made of texts, and nobody knows how a row of this data set is made.
@@ -136,30 +141,6 @@ class UnitDataModule(SampledDataModule):
         with kept_generators():
             for row in range(len(self.dataset)):
                 seed_everywhere(row)  # of what the data set draws, as for an augmentation
-                for part in (*_content(self._name_of(row)), *_content(self.dataset[row])):
-                    found.update(len(part).to_bytes(8, "big") + part)
+                part = content_of((self._name_of(row), self.dataset[row]))
+                found.update(len(part).to_bytes(8, "big") + part)
         return found.hexdigest()
-
-
-def _content(value: Any) -> Iterator[bytes]:
-    """The bytes by which two rows are told apart."""
-    if isinstance(value, Mapping):
-        yield f"mapping {len(value)}".encode()
-        for name, each in value.items():
-            yield from (*_content(name), *_content(each))
-    elif isinstance(value, (list, tuple)):
-        yield f"sequence {len(value)}".encode()
-        for each in value:
-            yield from _content(each)
-    elif isinstance(value, (set, frozenset)):  # their order is another one in each process
-        yield f"set {len(value)}".encode()
-        yield from sorted(b"".join(_content(each)) for each in value)
-    elif isinstance(value, Tensor):
-        flat = value.detach().cpu().contiguous().reshape(-1)
-        yield f"{value.dtype} {tuple(value.shape)}".encode()
-        yield flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-    elif isinstance(value, np.ndarray):
-        yield f"{value.dtype} {value.shape}".encode()
-        yield pickle.dumps(value) if value.dtype.hasobject else value.tobytes()
-    else:
-        yield pickle.dumps(value)

@@ -24,6 +24,7 @@ import gzip
 import importlib
 import io
 import json
+import math
 import re
 import unicodedata
 import zlib
@@ -137,8 +138,16 @@ class Records:
         return self.unicode(number, name, found)
 
     def optional_id(self, number: int, record: Mapping[str, Any], name: str) -> str | None:
-        """Return the id under ``name``; None where it is missing, null or empty."""
-        found = as_id(record.get(name))
+        """Return the id under ``name``; None where it is missing, null, NaN or empty.
+
+        Raises:
+            DataError: It is neither a text nor a whole number: to pass it over would be to forget whose the row is.
+        """
+        value = record.get(name)
+        found = as_id(value)
+        missing = value is None or isinstance(value, str) or (isinstance(value, float) and math.isnan(value))
+        if found is None and not missing:
+            raise DataError(f"{self.where(number)}: {name!r} is {kind_of(value)}; an id is expected.", kind="no id")
         return None if found is None else self.unicode(number, name, found)
 
     def text(self, number: int, record: Mapping[str, Any], *names: str, optional: bool = False) -> str:
@@ -462,8 +471,8 @@ def is_unicode(text: str) -> bool:
 def as_id(value: object) -> str | None:
     r"""Return an id as a string; whole numbers are ids too. None for what cannot be an id.
 
-    Surrounding whitespace is removed and accents are composed (NFC): who is meant must not depend on how an id
-    was written.
+    Surrounding whitespace is removed, accents are composed (NFC), and 7.0 is 7, as a column of a table has it in which
+    some ids are missing: who is meant must not depend on how an id was written.
 
     Example:
         >>> as_id("u1 "), as_id(7), as_id("Jose\N{COMBINING ACUTE ACCENT}") == "Jos\N{LATIN SMALL LETTER E WITH ACUTE}"
@@ -473,6 +482,8 @@ def as_id(value: object) -> str | None:
         return unicodedata.normalize("NFC", value.strip()) or None
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:  # beyond, numbers fall together
+        return str(int(value))
     return None
 
 

@@ -38,7 +38,9 @@ ALLOWED: dict[str, set[str]] = {
     # What is trained, on what, and what comes out.
     "encoders": {"files", "distributed", "evaluation_mode"},
     "negatives": {"files", "progress", "privacy", "retrieval", "encoders"},
-    "datamodules": {"files", "privacy.batches", "privacy.budget", "privacy.sampling", "privacy.user_generators"},
+    "datamodules": {
+        "files", "privacy.batches", "privacy.budget", "privacy.content", "privacy.sampling", "privacy.user_generators",
+    },
     "modules": {
         "files", "evaluation_mode", "distributed", "privacy", "losses", "encoders", "assets", "negatives", "progress",
         "memory", "matmul_precision",

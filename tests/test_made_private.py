@@ -6,18 +6,20 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import dp_accounting
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from dp_accounting.pld.pld_privacy_accountant import PLDAccountant
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 import lit_dpret
 from lit_dpret import (
@@ -31,6 +33,7 @@ from lit_dpret import (
 )  # fmt: skip
 from lit_dpret.cards.verification import verify_chain
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError, UnsupportedModelError
+from lit_dpret.privacy.content import content_of
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 
 
@@ -362,7 +365,7 @@ def test_another_row_name_or_order_is_another_fingerprint() -> None:
 def test_the_order_of_a_set_is_no_part_of_the_fingerprint() -> None:
     found = []
     for seed in ("1", "2"):
-        code = "from lit_dpret.datamodules.own_units import _content; print(list(_content({'ab', 'cd', 'ef', 'gh'})))"
+        code = "from lit_dpret.privacy.content import content_of; print(content_of({'ab', 'cd', 'ef', 'gh'}))"
         command = [sys.executable, "-c", code]
         found.append(
             subprocess.run(command, env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, check=True)
@@ -427,6 +430,70 @@ def test_a_data_set_that_remembers_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(DataError):
         fit(tmp_path, made(), data(Remembering()))
+
+
+class Fresh(Dataset[Any]):
+    """Makes every row when it is asked for, as most data sets do."""
+
+    def __init__(self, change: Any) -> None:
+        self.rows, self.change = rows().tensors, change
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, row: int) -> Any:
+        x, y = self.rows
+        return self.change(x[row]), int(y[row])
+
+
+@pytest.mark.parametrize(
+    "change", [lambda x: torch.tensor(x.tolist()), lambda x: x / 2, lambda x: x + 0.01 * torch.randn(4)],
+    ids=["made", "computed", "augmented"],
+)  # fmt: skip
+def test_rows_that_are_made_when_they_are_asked_for_are_no_memory(change: Any, tmp_path: Path) -> None:
+    for turn in range(3):  # where a tensor lies in memory is a matter of luck
+        fit(tmp_path / str(turn), made(), data(Fresh(change)), max_steps=1)
+
+
+@dataclass
+class Row:
+    x: Tensor
+    tags: frozenset[str]
+
+
+def test_equal_rows_of_any_kind_have_one_content_and_others_another_one() -> None:
+    row = Row(torch.ones(3), frozenset({"a", "bb"}))
+    word = "abc"
+    assert content_of(row) == content_of(Row(torch.ones(6)[::2], frozenset({"bb", "a"})))
+    assert content_of((word, word)) == content_of((word, "".join(["a", "bc"])))
+    others = [row, Row(torch.zeros(3), row.tags), Row(torch.ones(3).double(), row.tags), Row(row.x, frozenset()),
+              [[1], 2], [1, [2]], torch.ones(3).bfloat16(), torch.empty(0, 3), torch.empty(0, 4), np.ones(3),
+              "1", 1]  # fmt: skip
+    assert len({content_of(other) for other in others}) == len(others)
+
+
+def test_who_a_unit_is_does_not_depend_on_how_its_name_is_written() -> None:
+    names = ["u1", "u1 ", 1, "1", 1.0, np.int64(1), "Jos\u00e9", "Jose\u0301"]
+    assert data([*range(8)], unit_of=names.__getitem__).n_units == 3
+
+
+def test_names_of_more_rows_than_a_subset_has_are_refused() -> None:
+    users = [f"u{row // 10}" for row in range(60)]
+    part = Subset(rows(), range(0, 60, 2))
+    with pytest.raises(DataError, match="unit_of"):
+        data(part, unit_of=users.__getitem__)
+    assert data(part, unit_of=lambda row: users[part.indices[row]]).n_units == 6
+
+
+def test_two_users_who_clicked_the_same_passage_for_the_same_query_are_two_units(tmp_path: Path) -> None:
+    x, _ = rows().tensors
+    clicks = [{"query_id": "q", "passage_id": "p", "x": x[row], "y": row % 3} for row in range(60)]
+
+    def collate(chosen: list[Any]) -> Any:
+        return torch.stack([row["x"] for row in chosen]), torch.tensor([row["y"] for row in chosen])
+
+    fit(tmp_path, made(collate_fn=collate), data(clicks, unit_of=lambda row: f"u{row}"), max_steps=2)
+    assert card_in(tmp_path)["claim"]["epsilon"] is not None
 
 
 # -- what a reader of the terminal sees ------------------------------------------------------------------------

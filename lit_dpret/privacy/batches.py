@@ -44,19 +44,21 @@ def names_its_unit(row: Any, unit: str) -> bool:
     return None not in _named(row, NAMES[unit])
 
 
-def row_keys(rows: Iterable[Any], unit: str) -> tuple[int, ...]:
+def row_keys(rows: Iterable[Any], unit: str, *, or_row: bool) -> tuple[int, ...]:
     """The `row_key` of each row that has one."""
-    return tuple(key for row in rows if (key := row_key(row, unit)) is not None)
+    return tuple(key for row in rows if (key := row_key(row, unit, or_row=or_row)) is not None)
 
 
-def row_key(row: Any, unit: str) -> int | None:
+def row_key(row: Any, unit: str, *, or_row: bool) -> int | None:
     """A number for what may stand in one unit alone; None where the row has no name.
 
-    That is the name of the unit (``query_id`` under ``privacy.unit=query``). A row without it is known by its query and
-    passage, or its image, so that at least the same row in two units is noticed.
+    That is the name of the unit (``query_id`` under ``privacy.unit=query``). With ``or_row`` a row without it is known
+    by its query and passage, or its image, so that at least the same row in two units is noticed.
     """
     names = _named(row, NAMES[unit])
     if None in names:
+        if not or_row:
+            return None
         names = _named(row, _ROW)
         if names[0] is None and names[2] is None:
             return None
@@ -561,7 +563,9 @@ class UnitCollator:
                 slots.extend([slot] * len(chosen))
         first = items[0][0]
         # Of all its rows, not of the one that was taken: the others must be its own as well.
-        origin = tuple((draw.unit, row_keys(unit_rows, self._unit)) for draw, unit_rows in items)
+        # Two records may well hold the same query and passage, or the same image: two people who clicked alike.
+        or_row = self._unit != "record"
+        origin = tuple((draw.unit, row_keys(unit_rows, self._unit, or_row=or_row)) for draw, unit_rows in items)
         real = [draw.unit != PADDING for draw, _ in items]
         self._looks = bool(drawn) and self._is_looked_at(first.step)
         features = self._collated(drawn) if drawn else None

@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -325,10 +326,12 @@ def test_without_the_two_looks_the_same_run_ends_with_a_claim(tmp_path: Path, mo
 
 
 def test_rows_are_told_apart_by_what_names_their_unit() -> None:
-    assert row_key(object(), "query") is None
+    key = partial(row_key, or_row=True)
+    assert key(object(), "query") is None
     line, other = (Line("q", "text", p, "passage", frozenset(p)) for p in ("p", "p2"))
-    assert row_key(line, "query") == row_key(other, "query") == row_key({"query_id": "q"}, "query")
-    assert row_key(line, "pair") != row_key(other, "pair")
-    assert row_key(line, "user") != row_key(other, "user"), "a row that names no user is known by itself"
+    assert key(line, "query") == key(other, "query") == key({"query_id": "q"}, "query")
+    assert key(line, "pair") != key(other, "pair")
+    assert key(line, "user") != key(other, "user"), "a row that names no user is known by itself"
+    assert row_key(line, "user", or_row=False) is None
     batch = UnitCollator(list, unit="pair")([(Draw(3, 0, 0, True), [object(), line])])
-    assert batch.origin == ((3, (row_key(line, "pair"),)),)
+    assert batch.origin == ((3, (key(line, "pair"),)),)

@@ -50,6 +50,18 @@ def test_a_user_of_a_log_is_one_unit_however_the_id_was_written(ending: str, tmp
     assert users_of(data) == 2
 
 
+def test_a_user_is_one_unit_where_a_table_has_whole_floats_for_ids(tmp_path: Path) -> None:
+    data = PairsDataModule(pairs=pairs(tmp_path, [7.0, 7, "7", 8.0]), passages_are_public=True, expected_batch_size=1)
+    assert users_of(data) == 2
+
+
+@pytest.mark.parametrize("user", [7.5, True, ["ann"], float("inf"), 2.0**60])
+def test_what_is_no_id_of_a_user_is_not_passed_over(user: Any, tmp_path: Path) -> None:
+    data = PairsDataModule(pairs=pairs(tmp_path, ["ann", user]), passages_are_public=True, expected_batch_size=1)
+    with pytest.raises(DataError, match="user_id"):
+        data.setup("fit")
+
+
 @pytest.mark.parametrize("inside", [True, False])
 def test_a_user_of_a_file_of_queries_is_one_unit(inside: bool, tmp_path: Path) -> None:
     def said(user: str) -> dict[str, Any]:
