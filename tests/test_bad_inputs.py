@@ -243,7 +243,7 @@ def test_bad_input_is_one_line_that_names_the_setting(name: str, said: dict[str,
     status, text, seconds = said[name]
     assert status == cli.USER_ERROR, text
     # A bar of transformers', which the program switches off before it loads that; a test has loaded it already.
-    beside = ("data: ", "Loading weights")
+    beside = ("run folder: ", "data: ", "Loading weights")
     lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith(beside)]
     assert len(lines) == 1 and re.search(rf"error: .*(?:{CASES[name].named})", lines[0]), text
     assert seconds < SECONDS_OF_PROCESSOR
