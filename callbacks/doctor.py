@@ -24,9 +24,9 @@ from lit_dpret.callbacks.planning import PlannedRun, accountant_of, plan_run
 from lit_dpret.callbacks.refusals import complaints, refuse_protected_queries
 from lit_dpret.callbacks.traps import SEVERITIES, TRAPS, Severity, Stage, Trap
 from lit_dpret.cards.forecast import cautions
-from lit_dpret.cards.text import show_delta
 from lit_dpret.errors import LitDpretError
 from lit_dpret.privacy.batches import PADDING, UnitBatch
+from lit_dpret.privacy.budget import show_delta
 from lit_dpret.privacy.noise import KeyedStream, load_secret
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.sampling import PrivateBatchSampler

@@ -315,3 +315,17 @@ def test_the_continuous_run_names_tests_that_exist() -> None:
     named = re.findall(r"(?<![\w/.])tests/[\w/.]+", (ROOT / ".ci" / "run").read_text(encoding="utf-8"))
     assert named
     assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+def test_no_text_rounds_a_delta_by_itself() -> None:
+    """`show_delta` rounds up; a format that rounds to the nearest may state a smaller one, or differ from the card."""
+    rounded = re.compile(r"\{[^{}]*delta[^{}()]*(\([^{}]*\))?:\.\dg\}")
+    assert rounded.search('f"{budget.delta:.3g}"') and not rounded.search('f"{budget.delta:g}, {eps:.3g}"')
+    told = [
+        f"{path.relative_to(ROOT)}: {line.strip()}"
+        for folder in ("lit_dpret", "callbacks", "datamodules")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if rounded.search(line) and ">>>" not in line
+    ]
+    assert told == []

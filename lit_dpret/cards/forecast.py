@@ -40,7 +40,7 @@ from lit_dpret.privacy.accounting.releases import (
     Shuffle,
     TruncatedPoisson,
 )
-from lit_dpret.privacy.budget import AccountantName, Neighbours
+from lit_dpret.privacy.budget import AccountantName, Neighbours, show_delta
 from lit_dpret.privacy.plan import PrivacyPlan
 
 OTHER_BOUND = "the loss couples units, and under this law and relation one of them moves the sum further than planned"
@@ -346,8 +346,8 @@ def large_delta(delta: float, units: int | None) -> str:
     """Say why a delta is large for so many units, and what is usual."""
     of = "" if units is None else f" for {units} units, where 1/n is {1 / units:.2g}"
     return (
-        f"delta={delta:.3g} is large{of}: with up to that chance a unit is not protected at all, so that the usual "
-        f"delta is far below 1/n, as {USUAL_DELTA:g}. Set privacy.delta={USUAL_DELTA:g}, or train on more units."
+        f"delta={show_delta(delta)} is large{of}: with up to that chance a unit is not protected at all, so that the "
+        f"usual delta is far below 1/n, as {USUAL_DELTA:g}. Set privacy.delta={USUAL_DELTA:g}, or train on more units."
     )
 
 

@@ -14,8 +14,9 @@ from typing import Any
 import yaml
 
 from lit_dpret.cards.file import CARD_NAME, card_json
-from lit_dpret.cards.text import printed_epsilon, show_delta
+from lit_dpret.cards.text import printed_epsilon
 from lit_dpret.errors import ConfigurationError
+from lit_dpret.privacy.budget import show_delta
 
 _LANGUAGE = re.compile(r"[a-z]{2,3}(-[A-Za-z0-9]+)*")
 _LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]*")

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lit_dpret.cards.forecast import OTHER_BOUND
-from lit_dpret.cards.text import show_delta
 from lit_dpret.privacy import clip_fraction
+from lit_dpret.privacy.budget import show_delta
 
 WIDTH = 80
 _RELATIONS = ("zero_out", "add_or_remove", "replace_one")

@@ -25,6 +25,7 @@ from lit_dpret.cards.blocks import (
     to_html,
     to_markdown,
 )
+from lit_dpret.privacy.budget import show_delta
 
 SIGNOFF = (
     "Everything on this card that follows from its ledger can be computed anew, and an edit of the card, the ledger "
@@ -112,7 +113,7 @@ def bound_text(eps_lower: float, delta: float | None, confidence: float | None) 
     >>> bound_text(0.41, 0.0, 0.95)
     'evidence of leakage at least 0.41 at delta=0 (confidence 0.95); absence of evidence is no guarantee'
     """
-    at = "" if delta is None else f" at delta={delta:.3g}"
+    at = "" if delta is None else f" at delta={show_delta(delta)}"
     sure = "a point value without confidence" if confidence is None else f"confidence {confidence:g}"
     return f"evidence of leakage at least {eps_lower:.4g}{at} ({sure}); {NO_GUARANTEE}"
 
@@ -168,17 +169,6 @@ def show_epsilon(value: float | None) -> str:
     scaled = value * 10.0**digits
     rounded = math.ceil(scaled * (1 - 1e-12)) / 10.0**digits
     return f"{rounded:.{max(0, digits)}f}"
-
-
-def show_delta(value: float) -> str:
-    """A delta rounded up to three significant digits: a smaller one would be a stronger claim.
-
-    Example:
-        >>> show_delta(1e-5), show_delta(3.8711e-5)
-        ('1e-05', '3.88e-05')
-    """
-    unit = 10.0 ** (math.floor(math.log10(value)) - 2)
-    return f"{math.ceil(value / unit * (1 - 1e-12)) * unit:.3g}"
 
 
 def charges_every_unit(card: Card) -> bool:

@@ -8,10 +8,10 @@ from contextlib import suppress
 from functools import cache
 from typing import Any, Literal, TypeAlias, get_args
 
-from lit_dpret.cards.text import show_delta, show_epsilon
+from lit_dpret.cards.text import show_epsilon
 from lit_dpret.errors import ConfigurationError, UnsupportedAccountingError
 from lit_dpret.privacy.accounting.selection import RandomStopping, selection_epsilon
-from lit_dpret.privacy.budget import require_choice
+from lit_dpret.privacy.budget import require_choice, show_delta
 from lit_dpret.privacy.ledger.dataset_ledger import one_release, sweep_limit, sweep_of
 from lit_dpret.privacy.ledger.judgement import Judged
 from lit_dpret.privacy.ledger.run_ledger import recorded_start
@@ -259,8 +259,8 @@ def _of_sweep(sweep: Mapping[str, Any], *, claims: bool) -> str:
     return (
         f"{text}, whose {sweep['private_runs']} private trainings were reserved in the ledger of the data set before "
         f"the first of them: as planned, all of them together are within epsilon = {show_epsilon(planned['epsilon'])} "
-        f"at delta = {planned['delta']:.3g}. Whoever sees several of the models, or one that was chosen among them, "
-        "has that, not the epsilon of one."
+        f"at delta = {show_delta(planned['delta'])}. Whoever sees several of the models, or one that was chosen "
+        "among them, has that, not the epsilon of one."
     )
 
 

@@ -33,6 +33,19 @@ ROUNDING_SHARE = 2.0**-16
 """The share of the sensitivity, and so of the noise, that is paid for rounding a sum to the grid of `noise_source`."""
 
 
+def show_delta(value: float) -> str:
+    """A delta rounded up to three significant digits: a smaller one would be a stronger claim.
+
+    Example:
+        >>> show_delta(1e-5), show_delta(3.8711e-5), show_delta(0)
+        ('1e-05', '3.88e-05', '0')
+    """
+    if value <= 0:
+        return "0"
+    unit = 10.0 ** (math.floor(math.log10(value)) - 2)
+    return f"{math.ceil(value / unit * (1 - 1e-12)) * unit:.3g}"
+
+
 def with_rounding_paid(sensitivity: float, noise: NoiseName) -> float:
     """Return the sensitivity of what is noised, where that of the sum is given: rounding is paid for."""
     return sensitivity * (1 + ROUNDING_SHARE) if noise == "discrete" else sensitivity

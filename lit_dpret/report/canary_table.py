@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from lit_dpret.cards.blocks import Banner, Block, Bullets, Code, Grid, Paragraph, Section
-from lit_dpret.cards.text import show_delta, show_epsilon
+from lit_dpret.cards.text import show_epsilon
+from lit_dpret.privacy.budget import show_delta
 from lit_dpret.report.page import Page
 from lit_dpret.report.table import Measured, Table
 
@@ -172,7 +173,7 @@ def _claims(rows: Sequence[CanaryRow]) -> list[str]:
             together = f"epsilon = {show_epsilon(limits.group_eps)}" if known else "no epsilon that bounds anything"
             text += (
                 f"; for {row.cell.copies} together the mixture gives {together}, and group privacy "
-                f"({show_epsilon(row.cell.copies * limits.eps)}, {_group_delta(limits, row.cell.copies):.2g})"
+                f"({show_epsilon(row.cell.copies * limits.eps)}, {show_delta(_group_delta(limits, row.cell.copies))})"
             )
         found[f"{row.model} {row.cell.copies}"] = f"{text}."
     return list(found.values())

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.cards.text import show_delta
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.files import write_whole
+from lit_dpret.privacy.budget import show_delta
 
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#666666"
 # Lines are told apart by dashes and markers as well as by colour.

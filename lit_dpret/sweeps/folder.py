@@ -216,8 +216,8 @@ def trial_ledger(sweep: SweepFolder, budget: PrivacyBudget, *, own: DatasetLedge
         )
     if (known := sweep.facts["ledger_delta"]) is not None and (found := ledger.terms()["delta"]) != known:
         raise ConfigurationError(
-            f"trial_of={sweep.folder} was planned with a limit at delta {known:.3g}, and its ledger {ledger.path} "
-            f"counts at delta {found:.3g}: another one lies there now. Put that of the plan back, or plan anew."
+            f"trial_of={sweep.folder} was planned with a limit at delta {known}, and its ledger {ledger.path} "
+            f"counts at delta {found}: another one lies there now. Put that of the plan back, or plan anew."
         )
     return ledger
 

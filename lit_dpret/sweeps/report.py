@@ -13,6 +13,7 @@ from lit_dpret.cards.card import read_card
 from lit_dpret.cards.text import show_epsilon
 from lit_dpret.errors import LitDpretError
 from lit_dpret.files import write_whole
+from lit_dpret.privacy.budget import show_delta
 from lit_dpret.privacy.ledger.dataset_file import Charge, EarlierRun, compose_across_runs, composed
 from lit_dpret.privacy.ledger.dataset_ledger import one_release
 from lit_dpret.privacy.ledger.judgement import owed_releases
@@ -127,12 +128,12 @@ def _told(
     bare = any(row["epsilon"] == math.inf for row in rows) or facts.get("without_privacy") != 0
     if epsilon is not None:
         planned, holds_at = facts["planned"], facts.get("ledger_delta")
-        limit_at = "" if holds_at in (None, planned["delta"]) else f" at its own delta = {holds_at:.3g}"
+        limit_at = "" if holds_at in (None, planned["delta"]) else f" at its own delta = {show_delta(holds_at)}"
         lines.append(
             f"All private trials together have cost epsilon = {show_epsilon(epsilon)} at delta = "
-            f"{planned['delta']:.3g} (unit {planned['unit']}, neighbours {planned['neighbours']}, composed by {how}); "
-            f"{show_epsilon(planned['epsilon'])} was planned, and the ledger of the data set ends at "
-            f"{facts['total_eps']:g}{limit_at}. Whoever sees several of the models, or one that was chosen among "
+            f"{show_delta(planned['delta'])} (unit {planned['unit']}, neighbours {planned['neighbours']}, "
+            f"composed by {how}); {show_epsilon(planned['epsilon'])} was planned, and the ledger of the data set ends "
+            f"at {facts['total_eps']:g}{limit_at}. Whoever sees several of the models, or one that was chosen among "
             "them, has this epsilon, not that of a row."
             + (" Of a trial without privacy nothing is promised to anybody, beside whatever else." if bare else "")
         )

@@ -33,6 +33,7 @@ from lit_dpret.federated.synthetic import (
     write_synthetic,
 )
 from lit_dpret.modules import QueryGenerator
+from lit_dpret.privacy.budget import show_delta
 from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.report.page import write_short
 from lit_dpret.settings import picked, require_whole
@@ -171,7 +172,7 @@ class FederatedGenerators:
             "| :-- | --: | --: | --: | --: | --: |",
             *(
                 f"| {name} | {one['queries']} | {one['eps_spent']:.3f} | {one['eps']:g} | {one['left']:.3f} | "
-                f"{one['delta']:.2g} |"
+                f"{show_delta(one['delta'])} |"
                 for name, one in found.items()
             ),
             "",

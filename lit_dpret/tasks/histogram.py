@@ -15,10 +15,9 @@ from lit_dpret.callbacks.own_code import refuse_false_bound
 from lit_dpret.cards.card import CARD_NAME, RunFacts, build_card, read_card, subject_of, verify_card, write_card
 from lit_dpret.cards.provenance import environment_facts
 from lit_dpret.cards.start import Start, note_start, read_start
-from lit_dpret.cards.text import show_delta
 from lit_dpret.errors import BudgetExceededError, ConfigurationError, ResumeError
 from lit_dpret.privacy.accounting.releases import Release
-from lit_dpret.privacy.budget import PrivacyBudget
+from lit_dpret.privacy.budget import PrivacyBudget, show_delta
 from lit_dpret.privacy.histogram import (
     HISTOGRAM_NAME,
     ReleasedHistogram,

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.cards.text import show_delta
 from lit_dpret.costs.estimate import FACTOR, duration, estimate
 from lit_dpret.errors import LitDpretError
 from lit_dpret.files import write_whole
+from lit_dpret.privacy.budget import show_delta
 from lit_dpret.privacy.ledger.dataset_file import Charge, compose_across_runs, composed
 from lit_dpret.report.table import Table
 from lit_dpret.sweeps.report import claimed_epsilon

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import get_args
 
 from lit_dpret.callbacks import ProgressLine
-from lit_dpret.cards.text import show_delta
 from lit_dpret.cards.tuning import TuningData
 from lit_dpret.errors import ConfigurationError, LedgerError, LitDpretError, WorkerError
-from lit_dpret.privacy.budget import PrivacyBudget, require_choice
+from lit_dpret.privacy.budget import PrivacyBudget, require_choice, show_delta
 from lit_dpret.privacy.ledger.dataset_account import RunLock
 from lit_dpret.privacy.ledger.dataset_file import Charge, Total
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
@@ -133,8 +132,8 @@ class Sweep:
         terms = {} if ledger is None else ledger.terms()
         if budget is not None and self.metric_data == "private" and terms["delta"] > budget.delta:
             raise ConfigurationError(
-                f"task.metric_data=private with privacy.delta={budget.delta:.3g}: the choice is covered by the limit "
-                f"of task.dataset_ledger={self.dataset_ledger}, which holds at delta {terms['delta']:.3g} and says "
+                f"task.metric_data=private with privacy.delta={budget.delta}: the choice is covered by the limit "
+                f"of task.dataset_ledger={self.dataset_ledger}, which holds at delta {terms['delta']} and says "
                 "nothing at a smaller one. Set privacy.delta to that, or choose on public data."
             )
         places = [Charge.of(one.releases, one.start.uncounted(ledger) if one.start else ()) for one in plans]

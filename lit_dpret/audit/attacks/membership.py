@@ -125,7 +125,7 @@ def measure(
     if delta is not None and claimed is not None:
         proved = one_run_audit(scores, delta=delta, confidence=1 - least).eps_lower
         if proved > claimed:
-            above.append(Exceeded(what=f"epsilon at delta={delta:.3g}", at_least=proved, ceiling=claimed))
+            above.append(Exceeded(what=f"epsilon at delta={delta}", at_least=proved, ceiling=claimed))
     rates = {f"{rate:g}": partial(tpr_at_fpr, fpr=rate) for rate in RATES}
     intervals = bootstrap(
         {"auc": auc, "accuracy": half_accuracy, **rates}, scores, confidence=confidence, resamples=resamples

@@ -7,6 +7,7 @@ from typing import Any
 
 from lit_dpret.audit.statistics.curves import group_delta
 from lit_dpret.errors import ConfigurationError
+from lit_dpret.privacy.budget import show_delta
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +36,7 @@ class Evidence:
 
     def __str__(self) -> str:
         sure = "a point value without confidence" if self.confidence is None else f"confidence {self.confidence:g}"
-        at = "" if self.delta is None else f" at delta={self.delta:g}"
+        at = "" if self.delta is None else f" at delta={show_delta(self.delta)}"
         return (
             f"{self.method}: evidence of leakage at least {self.eps_lower:.4g}{at} ({sure}); absence of evidence is no "
             f"guarantee. It assumes: {self.assumption}"

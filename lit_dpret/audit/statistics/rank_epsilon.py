@@ -25,6 +25,7 @@ from lit_dpret.audit.statistics.evidence import (
 )
 from lit_dpret.audit.statistics.exposure import mean_rank
 from lit_dpret.errors import ConfigurationError
+from lit_dpret.privacy.budget import show_delta
 
 RANDOM = "each secret was drawn uniformly from its candidates, and ranked among them all with ties against it"
 TAKEN_OUT = "a unit is taken out (zero_out or add_or_remove)"
@@ -176,7 +177,7 @@ def top_rank_one_training(
         beyond = (candidates - 1) * min(1.0, swap) / (top * odds + candidates - top)
         return _chance_of_hits(hits, canaries, rate, canaries * beyond) < terms.error
 
-    about = "pure DP, with delta=0," if delta == 0 else f"delta={delta:.3g}"
+    about = "pure DP, with delta=0," if delta == 0 else f"delta={show_delta(delta)}"
     assumption = f"{TOGETHER} The bound is for {about} under {neighbours}."
     return terms.evidence(f"rank {top} or better, one training", largest_contradicted(contradicted), assumption)
 

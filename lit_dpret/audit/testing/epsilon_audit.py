@@ -17,6 +17,7 @@ from lit_dpret.audit.statistics.error_rates import rate_at_least, rate_at_most
 from lit_dpret.audit.testing.probe import Probe
 from lit_dpret.audit.testing.sum_checks import LOUD, norm
 from lit_dpret.errors import ConfigurationError, PrivacyViolation
+from lit_dpret.privacy.budget import show_delta
 
 CONFIDENCE = 1 - 1e-4
 #: The share of the trials by which the threshold is chosen; the rest is what is counted.
@@ -93,7 +94,7 @@ def check_epsilon(probe: Probe, unit: int, weight: float, eps: float, delta: flo
     if found > eps:
         raise PrivacyViolation(
             f"epsilon: {trials} releases of two neighbouring batches can be told apart so well that epsilon is over "
-            f"{found:.3g} at delta={delta:g} (confidence {CONFIDENCE:.4f}), more than the claimed {eps:g}."
+            f"{found:.3g} at delta={show_delta(delta)} (confidence {CONFIDENCE:.4f}), more than the claimed {eps:g}."
         )
     return found
 

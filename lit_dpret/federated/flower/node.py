@@ -27,6 +27,7 @@ from lit_dpret.federated.flower.connection import Connection
 from lit_dpret.federated.silo import SiloClient
 from lit_dpret.federated.synthetic import GENERATOR
 from lit_dpret.federated.trust import trust_table
+from lit_dpret.privacy.budget import show_delta
 
 ANSWERS = "flwr-clientapp"  # the one command that is answered
 
@@ -145,7 +146,7 @@ def _budget_line(client: SiloClient) -> str:
     budget, total = client.ledger.budget, client.ledger.total()
     spent, delta = (0.0, budget.delta) if total is None else (total.epsilon, total.delta)
     return (
-        f"budget: epsilon {spent:.4g} of {budget.eps:.4g} is spent at delta={delta:.3g}, unit {budget.unit}, "
+        f"budget: epsilon {spent:.4g} of {budget.eps:.4g} is spent at delta={show_delta(delta)}, unit {budget.unit}, "
         f"{budget.neighbours}; {'nothing' if spent >= budget.eps else f'{budget.eps - spent:.4g}'} is left"
     )
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from lit_dpret.errors import BudgetExceededError, ConfigurationError, LedgerError, ResumeError
 from lit_dpret.privacy.accounting.releases import GaussianRelease, NonPrivateRelease, Release
-from lit_dpret.privacy.budget import AccountantName, PrivacyBudget
+from lit_dpret.privacy.budget import AccountantName, PrivacyBudget, show_delta
 from lit_dpret.privacy.ledger.dataset_file import (
     SCHEMA,
     Charge,
@@ -171,7 +171,7 @@ def refusal_of_sweep(
         what = f"None of them fits beside the {before:.4g} that other runs hold" if before else "Not one of them fits"
     return (
         f"privacy.total_eps={total.total_eps:g} does not cover this sweep: with its {runs} private runs, "
-        f"privacy.dataset_ledger={path} would hold epsilon {total.epsilon:.4g} (delta={total.delta:.3g}, "
+        f"privacy.dataset_ledger={path} would hold epsilon {total.epsilon:.4g} (delta={show_delta(total.delta)}, "
         f"unit={terms['unit']}, neighbours={terms['neighbours']}, composed by {total.accountant}). {what}. Try fewer "
         "or noisier trials, or begin the ledger with a larger limit."
     )
@@ -489,8 +489,9 @@ class DatasetLedger:
         raise BudgetExceededError(
             f"privacy.total_eps={total.total_eps:g} does not cover this run: the {before.runs} other runs in "
             f"privacy.dataset_ledger={self.path} hold epsilon {before.epsilon:.4g}, and with this one it would be "
-            f"{total.epsilon:.4g} (delta={total.delta:.3g}, unit={terms['unit']}, neighbours={terms['neighbours']}, "
-            f"composed by {total.accountant}).{waiting} Lower privacy.eps, or plan fewer steps."
+            f"{total.epsilon:.4g} (delta={show_delta(total.delta)}, unit={terms['unit']}, "
+            f"neighbours={terms['neighbours']}, composed by {total.accountant}).{waiting} "
+            "Lower privacy.eps, or plan fewer steps."
         )
 
 

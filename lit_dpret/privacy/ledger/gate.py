@@ -27,6 +27,7 @@ from lit_dpret.privacy.accounting.releases import (
     Shuffle,
     TruncatedPoisson,
 )
+from lit_dpret.privacy.budget import show_delta
 from lit_dpret.privacy.clip_fraction import NAME
 from lit_dpret.privacy.ledger.noise_check import NoiseCheck
 from lit_dpret.privacy.ledger.private_run import Position, PrivateRun, sample_tag, sum_tag, update_hash
@@ -336,7 +337,7 @@ class ReleaseGate:
         after = self._accountant.epsilon(releases)
         budget = self.plan.budget
         raise BudgetExceededError(
-            f"The next step would bring epsilon to {after:.4g} at delta={budget.delta:.3g} "
+            f"The next step would bring epsilon to {after:.4g} at delta={show_delta(budget.delta)} "
             f"(unit={budget.unit}, neighbours={budget.neighbours}), over the budget privacy.eps={budget.eps:g} "
             f"(already spent: {self.epsilon():.4g} in {self.steps_done} steps). The run ends here. Raise "
             "privacy.noise_multiplier, plan fewer steps, or pay in advance with callbacks.accountant.resume_reserve."
