@@ -24,6 +24,7 @@ from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
 
 SCHEMA = "lit-dpret/privacy-card/1"
 SIGNATURE_NAME = "privacy_card.sig"
+CARD_FILES = (CARD_NAME, "privacy_card.md", "privacy_card.html", SIGNATURE_NAME)
 
 ArtifactType = Literal["weights", "dataset", "index", "histogram"]
 

@@ -72,8 +72,8 @@ class Lineage:
                 self._near.append(folder)
             folder = folder.parent
 
-    def _may_look(self, folder: Path) -> bool:
-        return self._within is None or folder.resolve().is_relative_to(self._within)
+    def _may_look(self, place: Path) -> bool:
+        return self._within is None or place.resolve().is_relative_to(self._within)
 
     def card(self, sha256: str) -> FoundCard | None:
         """The card with this SHA-256, now or before it was amended; None where it is not within reach."""
@@ -87,7 +87,7 @@ class Lineage:
         ledger = card["ledger"]
         name, head = Path(str(ledger["name"])).name, str(ledger["head"]).encode()
         places = (beside.parent, beside.resolve().parent.parent)
-        usual = [folder / name for folder in places if self._may_look(folder)]
+        usual = [path for folder in places if self._may_look(path := folder / name)]
         for path in chain(usual, self._files(name)):  # which walks folders only as far as it is asked to
             try:
                 if head in path.read_bytes():
@@ -122,7 +122,7 @@ class Lineage:
                     yield path
         for folder in self._near:
             for path in _below(folder, name, depth=LEVELS):
-                if path not in seen:
+                if path not in seen and self._may_look(path):
                     seen.add(path)
                     yield path
 

@@ -11,6 +11,7 @@ card can: it names all others by hash.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,14 +23,14 @@ import lit_dpret
 from lit_dpret.cards.amendments import versions
 from lit_dpret.cards.card import gaps, said, signoff
 from lit_dpret.cards.check import Place, Recheck, changed_files, recheck
-from lit_dpret.cards.file import CARD_NAME, SIGNATURE_NAME, card_path, card_sha256, read_card
+from lit_dpret.cards.file import CARD_FILES, CARD_NAME, SIGNATURE_NAME, card_path, card_sha256, read_card
 from lit_dpret.cards.hub import claim_metadata
 from lit_dpret.cards.lineage import FoundCard, Lineage, link_problems, passed_on
 from lit_dpret.cards.provenance import CHANGED, code_commit, protocol_facts
 from lit_dpret.cards.signature import Signed, check_signature, public_key_fingerprint
 from lit_dpret.cards.start import MODEL_FOLDER
 from lit_dpret.cards.text import NO_GUARANTEE, audit_problems, card_html, card_markdown, privacy_line, statement
-from lit_dpret.errors import ConfigurationError, DataError, LedgerError
+from lit_dpret.errors import ConfigurationError, DataError, LedgerError, first_line
 
 SCHEMA = "lit-dpret/verification/1"
 README = "README.md"
@@ -108,6 +109,8 @@ class Verification:
 
 
 _SHOWN = 5
+_OPENED = re.compile(r"---[ \t]*(\n|\Z)")
+_HEADER = re.compile(r"---\n(.*?)\n---(\n|\Z)", re.DOTALL)
 _OF_THE_PROGRAM = ("checksum", "environment", "package_versions")
 
 
@@ -253,25 +256,33 @@ def _check_files(result: Verification, found: FoundCard, *, required: bool) -> N
         result.pass_over(name, "files", "none of them lies beside the card; the artefact that was made from them does.")
         return
     result.add(name, "files", changed_files(digests, folder), f"{len(digests)} with the SHA-256 on the card")
-    own = (CARD_NAME, "privacy_card.md", "privacy_card.html", SIGNATURE_NAME)
+    page = found.path.parent / README
+    checked = [page] if _check_page(result, found, page) else []
     others = [
         file.relative_to(folder).as_posix()
         for file in sorted(folder.rglob("*"))
-        if file.is_file() and file.name not in own and file.relative_to(folder).as_posix() not in digests
+        if file.is_file() and file.name not in CARD_FILES and file not in checked
     ]
-    if _check_page(result, found):
-        others.remove(README)
+    others = [name for name in others if name not in digests]
     if others:
         shown = ", ".join(others[:_SHOWN]) + (f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else "")
         result.pass_over(name, "other files", f"not on the card, so nothing is known of them: {shown}")
 
 
-def _check_page(result: Verification, found: FoundCard) -> bool:
+def _check_page(result: Verification, found: FoundCard, page: Path) -> bool:
     """The claim in the header of ``README.md``, which a hub shows, is that of the card; False where it states none."""
     try:
-        header = yaml.safe_load((found.path.parent / README).read_text(encoding="utf-8").split("---\n")[1])
-        stated = header["privacy"]
-    except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
+        text = page.read_text(encoding="utf-8-sig", errors="replace").lstrip()
+    except OSError:
+        return False
+    if not _OPENED.match(text):
+        return False
+    try:  # a line of dashes and blanks, at which some readers end the header, is no YAML within it and fails
+        stated = dict(yaml.safe_load(_HEADER.match(text)[1])).get("privacy")  # type: ignore[index]
+    except (ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
+        result.pass_over(_name(found), README, f"its header cannot be read: {first_line(error)}", failed=True)
+        return True
+    if stated is None:
         return False
     known = [claim_metadata(version) for version in versions(found.card)]  # it was written before any amendment
     problems = [] if stated in known else [f"its header states {stated}, and the card {known[0]}."]

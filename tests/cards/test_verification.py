@@ -166,6 +166,16 @@ def test_what_is_handed_over_alone_is_checked_without_what_lies_around_it(chain:
     assert not whole.failed and not whole.elsewhere
 
 
+def test_a_link_that_leads_out_of_the_folder_completes_no_release(chain: Chain) -> None:
+    copy_lineage(chain.synthetic / "privacy_card.json", chain.synthetic / "provenance")
+    for file in [one for one in (chain.synthetic / "provenance").rglob("*") if one.is_file()]:
+        away = chain.root / f"{file.parent.name}-{file.name}"
+        file.rename(away)
+        file.symlink_to(away)
+    failed = {(one.artefact, one.check) for one in verify_chain(chain.synthetic, self_contained=True).failed}
+    assert failed == {("QueryGenerator", "card"), ("synthetic", "ledger")}
+
+
 def test_a_missing_ledger_is_rejected_unless_that_is_allowed(
     chain: Chain, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -469,3 +479,39 @@ def test_the_claim_on_the_page_that_a_hub_shows_is_checked_and_one_without_is_na
     better = {**claim_metadata(card), "epsilon": 0.1}
     page.write_text(front_matter({"privacy": better}) + "# A model\n", encoding="utf-8")
     assert readme() == [("failed", "README.md")]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "---\nnote: a---\nprivacy: {epsilon: 0.001}\n---\n",
+        "---\nnote: a\n--- \nprivacy: {epsilon: 0.001}\n---\n",
+        "\n\n---\r\nprivacy: {epsilon: 0.001}\r\n---\r\n",
+        "\ufeff---\nprivacy: {epsilon: 0.001}\n---\n",
+        "---\nprivacy: {epsilon: 0.001}\n---",
+        "---\nprivacy: {epsilon: 0.001\n---\n",
+        "---\nprivacy: {epsilon: 0.001}\n",
+        "---\nprivacy\n---\n",
+        "---\nprivacy: {epsilon: 0.001}\nnote: \udcff\n---\n",
+    ],
+)
+def test_no_header_that_a_hub_might_read_otherwise_passes(text: str, chain: Chain) -> None:
+    folder = chain.generator / "model"
+    (folder / "README.md").write_bytes(text.encode("utf-8", "surrogateescape"))
+    rejected(verify_chain(folder), artefact="QueryGenerator", check="README.md")
+
+
+def test_a_page_beside_the_card_is_read_where_the_files_lie_in_the_model_folder_or_the_page_is_on_the_card(
+    chain: Chain,
+) -> None:
+    folder = chain.generator
+    card = read_card(folder)
+    (folder / "README.md").write_text(front_matter({"privacy": claim_metadata(card)}), encoding="utf-8")
+    found = verify_chain(folder)
+    assert ("ok", "README.md") in [(one.outcome, one.check) for one in found.findings] and not found.failed
+    (folder / "model" / "README.md").write_text("# A model\n", encoding="utf-8")
+    others = [one.text for one in verify_chain(folder).not_checked if one.check == "other files"]
+    assert any("README.md" in text for text in others), "the page in the model folder was not read"
+    edit(chain.synthetic / "privacy_card.json", lambda card: card["subject"]["sha256"].update({"README.md": "0" * 64}))
+    failed = {one.check for one in verify_chain(chain.synthetic).failed}
+    assert failed == {"README.md", "files"}, "its header names another card, and its digest is another"
