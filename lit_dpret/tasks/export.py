@@ -6,7 +6,7 @@ import importlib
 import json
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from lit_dpret.cards.card import CardFacts, inherit_card, read_card, subject_of, write_card
-from lit_dpret.cards.file import CARD_NAME
+from lit_dpret.cards.file import CARD_FILES, CARD_NAME
 from lit_dpret.cards.hub import (
     base_model_of,
     check_license,
@@ -27,7 +27,7 @@ from lit_dpret.cards.lineage import copy_lineage
 from lit_dpret.cards.provenance import environment_facts
 from lit_dpret.cards.start import MODEL_FOLDER
 from lit_dpret.cards.text import privacy_line, statement
-from lit_dpret.cards.verification import verify_chain
+from lit_dpret.cards.verification import README, verify_chain
 from lit_dpret.encoders import load_towers
 from lit_dpret.errors import ConfigurationError, DataError, VerificationError
 from lit_dpret.files import SUMMARY_NAME, meant
@@ -37,6 +37,7 @@ from lit_dpret.privacy.ledger.private_run import Position
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
 from lit_dpret.report.page import render
 from lit_dpret.settings import require_switch
+from lit_dpret.synthesis.dataset_folder import DATA_FILES
 from lit_dpret.synthesis.shards import MANIFEST_NAME, SHARDS_NAME
 from lit_dpret.tasks.checkpoints import newest_checkpoint
 from lit_dpret.tasks.fit import CHECKPOINTS
@@ -53,7 +54,8 @@ class Export:
 
     Guarantees:
         - A synthetic set goes out only if its card, its files, and all that the card was derived from pass the checks
-          of `task=verify`; with it go the cards and the ledger that those checks read, and no state of the generation.
+          of `task=verify`; with it go the cards and the ledger that those checks read, and nothing else of its
+          folder. What is sent passes them alone.
         - The folder's privacy card repeats the claim of the run that the checkpoint belongs to and names its
           card by SHA-256; a run without a card is refused.
         - What proves no guarantee goes to no hub unless that is said (``push_without_guarantee``), and nothing goes
@@ -97,8 +99,11 @@ class Export:
     def run(self, parts: Parts) -> dict[str, float]:
         """Write the folder; returns the number of its bytes."""
         check_run_dir(parts.run_dir, min_free_mb=100)
+        new = parts.run_dir / (MODEL_FOLDER if self.data is None else "data")
+        if new.exists():  # what lies there would be handed on, and certified, with what is written now
+            raise ConfigurationError(f"{new} is there already. Export into a new folder: set another hydra.run.dir.")
         if self.data is not None:
-            return self._export_data(self.data, parts.run_dir / "data")
+            return self._export_data(self.data, new)
         metrics = self._metrics()
         path = self._path()
         run_dir = path.parent.parent if path.parent.name == CHECKPOINTS else path.parent
@@ -168,13 +173,21 @@ class Export:
                 f"task.data={source} does not pass its checks, the first: {failed[0].artefact}, {failed[0].check}: "
                 f"{failed[0].text} lit-dpret verify {source} lists all."
             )
-        guarantee = read_card(card)["claim"]["guarantee"] if card.is_file() else "nothing"
-        hub = self._hub("dataset", source.name, guarantee)
-        shutil.copytree(
-            source, folder, ignore=shutil.ignore_patterns(SHARDS_NAME, f"*{MANIFEST_NAME}*"), dirs_exist_ok=True
-        )
-        if card.is_file():
+        known = read_card(card) if card.is_file() else None
+        names = DATA_FILES if known is None else known["subject"]["sha256"]
+        files = _files_of_set(source, {*names, *CARD_FILES, README, SUMMARY_NAME})
+        hub = self._hub("dataset", source.name, "nothing" if known is None else known["claim"]["guarantee"])
+        for file in files:
+            into = folder / file.relative_to(source)
+            into.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, into)
+        if known is not None:
             copy_lineage(card, folder / "provenance")
+            if failed := verify_chain(folder, self_contained=True).failed:
+                raise VerificationError(
+                    f"{folder} would not pass task=verify task.self_contained=true where it arrives, so it is sent "
+                    f"nowhere. The first: {failed[0].artefact}, {failed[0].check}: {failed[0].text}"
+                )
         if self.push_to_hub is not None:
             readme = (folder / "README.md").read_text(encoding="utf-8")
             shown = readme.replace('load_dataset("FOLDER"', f'load_dataset("{self.push_to_hub}"')
@@ -245,6 +258,21 @@ class Export:
         if not found.get("fingerprints", True):
             raise DataError(f"task.evaluation={self.evaluation} measured {found.get('encoder')}, which is no model.")
         return found
+
+
+def _files_of_set(source: Path, names: Set[str]) -> list[Path]:
+    """Return the files of a set that go out, by their names; say which others lie in its folder and stay behind.
+
+    Raises:
+        DataError: One is a link, which may lead to anything.
+    """
+    there = {file.relative_to(source).as_posix(): file for file in sorted(source.rglob("*")) if not file.is_dir()}
+    if links := [name for name in there if name in names and there[name].is_symlink()]:
+        raise DataError(f"task.data={source}: {links[0]} is a link. Put the file itself there.")
+    ours = (f"{SHARDS_NAME}/", "provenance/", MANIFEST_NAME, f".{MANIFEST_NAME}")  # provenance is put together anew
+    if left := [name for name in there if name not in names and not name.startswith(ours)]:
+        sys.stdout.write(f"left behind, for they are not of the set: {', '.join(left)}\n")
+    return [file for name, file in there.items() if name in names]
 
 
 def _handed_on(what: str, folder: Path, hub: HubRepository | None) -> dict[str, float]:

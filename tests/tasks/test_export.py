@@ -405,6 +405,56 @@ def test_a_set_that_was_changed_is_refused_before_anything_is_written_or_sent(
     assert not hub.files and not hub.private and not (tmp_path / "out" / "data").exists()
 
 
+def test_only_what_the_card_knows_goes_out_of_the_folder_of_a_set(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(made.parent.parent, tmp_path / "runs")
+    source = tmp_path / "runs" / "made" / "synthetic"
+    (source / "notes.txt").write_text("what did ann ask")
+    (source / ".cache").mkdir()
+    (source / ".cache" / "x").write_text("what did ann ask")
+    (source / "queries.txt").symlink_to(source.parent.parent / "secret")
+    Export(data=source).run(parts(tmp_path / "out"))
+    there = {p.relative_to(tmp_path / "out" / "data") for p in (tmp_path / "out" / "data").rglob("*") if p.is_file()}
+    own = {"README.md", "generation.json", "privacy_card.json", "privacy_card.md", "privacy_card.html"}
+    assert {str(p) for p in there if p.parts[0] != "provenance"} == own | set(DATA_FILES)
+    told = capsys.readouterr().out
+    assert all(name in told for name in ("notes.txt", ".cache/x", "queries.txt"))
+
+
+def test_a_link_in_the_place_of_a_file_of_a_set_is_refused_before_anything_is_written(
+    made: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(made.parent.parent, tmp_path / "runs")
+    source = tmp_path / "runs" / "made" / "synthetic"
+    (source / "README.md").unlink()
+    (source / "README.md").symlink_to(source.parent.parent / "secret")
+    with pytest.raises(DataError, match=r"task\.data.*README\.md"):
+        Export(data=source).run(parts(tmp_path / "out"))
+    assert not (tmp_path / "out" / "data").exists()
+
+
+@pytest.mark.parametrize("name", ["data", "model"])
+def test_an_export_goes_into_a_new_folder_so_that_nothing_of_an_earlier_one_goes_with_it(
+    name: str, made: Path, tmp_path: Path
+) -> None:
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "stale.jsonl").write_text("what did ann ask")
+    settings = {"data": made} if name == "data" else {"checkpoint": made.parent.parent / "generator"}
+    with pytest.raises(ConfigurationError, match=r"hydra\.run\.dir"):
+        Export(**settings).run(parts(tmp_path))
+    assert [p.name for p in (tmp_path / name).iterdir()] == ["stale.jsonl"]
+
+
+def test_a_set_that_would_not_pass_its_checks_where_it_arrives_is_not_sent(
+    hub: Hub, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lit_dpret.tasks.export.copy_lineage", lambda card, folder: None)
+    with pytest.raises(VerificationError, match=r"self_contained"):
+        Export(data=made, push_to_hub="org/queries").run(parts(tmp_path / "out"))
+    assert not hub.files
+
+
 @pytest.mark.parametrize(
     ("settings", "knob"),
     [({}, r"task\.data"), ({"checkpoint": "a", "data": "b"}, r"task\.data"),
