@@ -37,7 +37,9 @@ def attach_batches(trainer: L.Trainer, module: Any, data: Any, sampler: PrivateB
     mode.fixed_shapes = asks_for_one_program(trainer, module)
     sampler.scatters = shape is not None and mode.neighbours == "add_or_remove"
     collate, apart = collate_of(trainer, module), mode.guarantee == "dp"
-    data.attach(sampler, UnitCollator(collate, data.rows_per_unit, unit=mode.unit, shape=shape, apart=apart))
+    # Where a function of the user's names the units, two of them may hold the same query and passage.
+    or_row, one = not hasattr(data, "unit_of"), data.rows_per_unit
+    data.attach(sampler, UnitCollator(collate, one, unit=mode.unit, or_row=or_row, shape=shape, apart=apart))
 
 
 def collate_of(trainer: L.Trainer, module: Any) -> Collate:

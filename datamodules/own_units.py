@@ -6,6 +6,8 @@ import hmac
 from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
+import numpy as np
+import torch
 from torch.utils.data import IterableDataset
 
 from lit_dpret.datamodules.readers import as_id
@@ -75,7 +77,7 @@ class UnitDataModule(SampledDataModule):
         if len(dataset) == 0:
             raise DataError(f"dataset={kind} has no row, so there is no unit to train on.")
         names: Any = getattr(unit_of, "__self__", None)  # users, of users.__getitem__
-        if hasattr(names, "__len__") and len(names) != len(dataset):
+        if isinstance(names, (list, tuple, np.ndarray, torch.Tensor)) and len(names) != len(dataset):
             raise DataError(
                 f"unit_of reads {len(names)} names and dataset={kind} has {len(dataset)} rows: it would name other "
                 "rows. unit_of gets the number of a row of this data set: of a Subset, "

@@ -472,6 +472,16 @@ def test_equal_rows_of_any_kind_have_one_content_and_others_another_one() -> Non
     assert len({content_of(other) for other in others}) == len(others)
 
 
+def test_rows_that_hold_themselves_have_a_content_too() -> None:
+    def ring(value: float) -> list[Any]:
+        found: list[Any] = [torch.tensor([value])]
+        found.append(found)
+        return found
+
+    assert content_of(ring(1.0)) == content_of(ring(1.0)) != content_of(ring(2.0))
+    assert content_of(torch.tensor([1j]).conj()) != content_of(torch.tensor([1j]))
+
+
 def test_who_a_unit_is_does_not_depend_on_how_its_name_is_written() -> None:
     names = ["u1", "u1 ", 1, "1", 1.0, np.int64(1), "Jos\u00e9", "Jose\u0301"]
     assert data([*range(8)], unit_of=names.__getitem__).n_units == 3
@@ -483,6 +493,7 @@ def test_names_of_more_rows_than_a_subset_has_are_refused() -> None:
     with pytest.raises(DataError, match="unit_of"):
         data(part, unit_of=users.__getitem__)
     assert data(part, unit_of=lambda row: users[part.indices[row]]).n_units == 6
+    assert data(part, unit_of={row: row // 2 for row in range(90)}.__getitem__).n_units == 15
 
 
 def test_two_users_who_clicked_the_same_passage_for_the_same_query_are_two_units(tmp_path: Path) -> None:

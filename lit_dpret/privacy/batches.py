@@ -436,6 +436,7 @@ class UnitCollator:
         rows_per_unit: ``"one"`` takes one row of each unit, chosen by the keyed stream;
             ``"all"`` takes all of them, and the module averages inside the unit.
         unit: ``privacy.unit``, which says what the rows of one unit have in common.
+        or_row: Whether one row, without such a name, may not come for two units either.
         shape: Fill every batch with rows up to this shape; None for as many as there are.
         apart: Whether units are kept apart where ``collate_rows`` draws. Without a guarantee to keep, all rows are
             collated at once, under the seed of the first of them.
@@ -447,13 +448,14 @@ class UnitCollator:
         rows_per_unit: str = "one",
         *,
         unit: str = "query",
+        or_row: bool = True,
         shape: FixedShape | None = None,
         apart: bool = True,
     ) -> None:
         require_choice("datamodule.rows_per_unit", rows_per_unit, get_args(RowsPerUnit))
         self._collate_rows = collate_rows
         self._one = rows_per_unit == "one"
-        self._unit = unit
+        self._unit, self._or_row = unit, or_row
         self._shape = shape
         self._apart = apart
         self._draws = self._looked = self._looks = False
@@ -563,9 +565,7 @@ class UnitCollator:
                 slots.extend([slot] * len(chosen))
         first = items[0][0]
         # Of all its rows, not of the one that was taken: the others must be its own as well.
-        # Two records may well hold the same query and passage, or the same image: two people who clicked alike.
-        or_row = self._unit != "record"
-        origin = tuple((draw.unit, row_keys(unit_rows, self._unit, or_row=or_row)) for draw, unit_rows in items)
+        origin = tuple((draw.unit, row_keys(unit_rows, self._unit, or_row=self._or_row)) for draw, unit_rows in items)
         real = [draw.unit != PADDING for draw, _ in items]
         self._looks = bool(drawn) and self._is_looked_at(first.step)
         features = self._collated(drawn) if drawn else None

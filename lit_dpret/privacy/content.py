@@ -16,7 +16,8 @@ class _ByValue(pickle.Pickler):
 
     def persistent_id(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            dense = value.detach().cpu()
+            dense = value.detach().cpu().resolve_conj().resolve_neg()
+            dense = dense.dequantize() if dense.is_quantized else dense
             dense = (dense if dense.layout == torch.strided else dense.to_dense()).contiguous()
             # Through bytes, for numpy has no bfloat16.
             flat = dense.reshape(-1).view(torch.uint8) if dense.numel() else dense.new_empty(0, dtype=torch.uint8)
@@ -36,8 +37,15 @@ def content_of(value: Any) -> bytes:
     Raises:
         Exception: What ``pickle`` raises for what it cannot write, such as an open file.
     """
-    written = io.BytesIO()
-    pickler = _ByValue(written, protocol=5)
-    pickler.fast = True  # without a memo, in which two equal texts differ from one text held twice
-    pickler.dump(value)
+    # Without a memo, in which two equal texts differ from one text held twice; but what holds itself needs one.
+    for fast in (True, False):
+        written = io.BytesIO()
+        pickler = _ByValue(written, protocol=5)
+        pickler.fast = fast
+        try:
+            pickler.dump(value)
+            break
+        except (ValueError, RecursionError):
+            if not fast:
+                raise
     return written.getvalue()

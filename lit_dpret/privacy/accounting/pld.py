@@ -179,7 +179,7 @@ def compose_with(first: Any, second: Any) -> PrivacyLossDistribution:
     """Return the library's composition of two distributions; what rounding may have taken is added to every loss."""
 
     def together(one: Any, other: Any) -> Any:
-        found = pld_pmf.compose_pmfs(one, other, _TAIL).to_dense_pmf()
+        found = pld_pmf.compose_pmfs(one, other, 0.0).to_dense_pmf()
         sizes = [float(np.linalg.norm(pmf.to_dense_pmf()._probs)) for pmf in (one, other)]
         off = 3 * _error(one.size + other.size) * sizes[0] * sizes[1]
         raised = np.maximum(np.asarray(found._probs), 0.0) + off

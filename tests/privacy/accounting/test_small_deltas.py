@@ -16,7 +16,7 @@ from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 from scipy import special, stats
 
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.privacy.accounting.composition import epsilon, epsilon_if_shuffled
+from lit_dpret.privacy.accounting.composition import epsilon, epsilon_curve, epsilon_if_shuffled
 from lit_dpret.privacy.accounting.groups import group_epsilon
 from lit_dpret.privacy.accounting.pld import compose_times, compose_with
 from lit_dpret.privacy.accounting.releases import GaussianRelease, Poisson, Shuffle
@@ -84,6 +84,13 @@ def test_prv_understates_nothing_or_refuses() -> None:
     for delta in (1e-8, 1e-6):
         claimed = epsilon(releases, delta=delta, neighbours="zero_out", accountant="prv")
         assert proved_at_least(steps, rate, noise, delta) <= claimed
+
+
+def test_the_curve_of_prv_ends_where_it_can_tell_no_delta_from_rounding() -> None:
+    releases = [GaussianRelease(noise_multiplier=52.7, law=Poisson(sample_rate=0.1), count=120_000)]
+    told = [delta for _, delta in epsilon_curve(releases, neighbours="zero_out", accountant="prv")]
+    assert told and min(told) > 1e-10
+    assert len(epsilon_curve(releases, neighbours="zero_out", deltas=(1e-10,))) == 1
 
 
 @pytest.mark.parametrize("count", [2, 37, 300])
