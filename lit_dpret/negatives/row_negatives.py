@@ -341,7 +341,7 @@ def _refuse_memory(source: PassageSource, texts: TrainTexts, mode: str) -> None:
                 f"privacy={mode} cannot take model.negatives.{source.name}: {type(source).__name__} names other "
                 "passages for a query when other queries were asked about before, so one unit has a say in steps that "
                 "it takes no part in, which no noise covers. Let choose() depend on its seat, step, epoch and coins "
-                "(lit_dpret.negatives.base.coins) alone.",
+                "(lit_dpret.negatives.base.public_coins) alone.",
                 trap="T11",
             )
 
