@@ -370,6 +370,8 @@ def public_settings(groups: Mapping[str, Any], prefix: str = "") -> Iterator[tup
         {'privacy': 'DPSGD', 'privacy.eps': 3.0}
     """
     for key, value in groups.items():
+        if not str(key).isidentifier():  # a key that the user wrote, such as the path of a file
+            continue
         name = f"{prefix}.{key}" if prefix else str(key)
         if isinstance(value, Mapping):
             yield from public_settings(value, name)

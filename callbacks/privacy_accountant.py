@@ -413,9 +413,9 @@ class PrivacyAccountant(Callback):
     def _tell_repeated(self) -> None:
         """Say which steps a resume makes once more, and whether they are charged again; epsilon alone would alarm."""
         begun, first = self._run.intents, self._gate.steps_done
-        last = max((step for _, step in begun), default=-1) + 1
+        free = (self._run.attempt, first) in begun  # as far as this attempt came; another had other keys
+        last = max((step for attempt, step in begun if not free or attempt == self._run.attempt), default=-1) + 1
         if last > first:
-            free = (self._run.attempt, first) in begun
             how = "with the same noise, at no further cost" if free else "with fresh noise, and are charged again"
             sys.stderr.write(f"resume=true goes on after step {first}: steps {first + 1}-{last} are repeated {how}\n")
 

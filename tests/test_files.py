@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from planned_sweeps import trial_parts
 from tiny_generator import generator
 from tiny_tasks import open_to_others, parts, retriever
 
@@ -22,7 +23,7 @@ from lit_dpret.modules.embedding_trainer import save_net
 from lit_dpret.modules.generator_folder import read_contract
 from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.synthesis.writer import synthesize
-from lit_dpret.tasks import Evaluate
+from lit_dpret.tasks import Evaluate, Fit
 from lit_dpret.tasks.index_folder import MANIFEST, Encoding, IndexFolder, encode_folder
 
 
@@ -94,6 +95,13 @@ def test_what_is_handed_on_has_the_mode_of_new_files_and_what_is_private_is_its_
     handed_on = [file for name in names for file in (tmp_path / name).rglob("*") if file.is_file()]
     assert len(handed_on) > 10 and {mode(file) for file in handed_on} == {0o666 & ~umask}
     assert open_to_others(tmp_path / "private") == open_to_others(tmp_path / "scores") == set()
+
+
+def test_a_fit_that_promises_nothing_lies_in_a_folder_for_its_owner_alone(tmp_path: Path) -> None:
+    folders = {name: tmp_path / name for name in ("none", "dp")}
+    Fit(min_free_mb=1).run(trial_parts(tmp_path, folders["none"], make_privacy=NoPrivacy))
+    Fit(min_free_mb=1).run(trial_parts(tmp_path, folders["dp"]))
+    assert mode(folders["none"]) == 0o700 and mode(folders["dp"]) & 0o044
 
 
 READERS: dict[Callable[[Path], object], str] = {

@@ -185,13 +185,22 @@ def _is_finished(folder: Path) -> bool:
     """Whether a run made its planned steps, and its ledger, its model and its card are still as it left them.
 
     To go on would append to the ledger and write another card, and what was made from this one names it by its SHA-256.
+
+    Raises:
+        LedgerError: The ledger was emptied.
     """
     try:
         records, card = PrivacyLedger.read(folder / LEDGER_NAME).records, read_card(folder)
         check_artefact(folder / MODEL_FOLDER, card)
     except (LedgerError, DataError):
         return False
-    plan, last = [record for record in records if record["kind"] == "plan"][-1], records[-1]
+    plans = [record for record in records if record["kind"] == "plan"]
+    if not plans:  # to begin it anew would forget what the card counts
+        raise LedgerError(
+            f"{folder / LEDGER_NAME} holds no plan, and a card and a model of the run lie beside it: its records are "
+            "lost. Bring them back from a copy, or choose another hydra.run.dir."
+        )
+    plan, last = plans[-1], records[-1]
     inherited = card["mechanism"].get("kind") == "post_processing"  # its ledger block is that of the data's run
     return (
         (last["kind"], last.get("reason"), last.get("steps")) == ("end", "finished", plan["planned_steps"])
@@ -287,7 +296,7 @@ def train(
           gets its model and its card.
         - ``canaries`` are planted before anything reads the training data, and kept in ``canaries.json``.
         - Of several ranks, rank 0 writes what there is one of, and the others end when it has.
-        - What a longer task trains without privacy, or so that no claim is left, lies in a folder for its owner alone.
+        - What is trained without privacy, or so that no claim is left, lies in a folder for its owner alone.
 
     Raises:
         ConfigurationError: The Trainer has several processes, and who calls this has work for one.
@@ -300,9 +309,9 @@ def train(
     refuse_broken_claims(trainer, module, datamodule)  # before any data is read; the accountant asks again
     if not how.several_ranks:
         refuse_several_ranks(trainer)
-        if _claims_nothing(module):  # beside private runs, whose folders may be shown
-            run_dir.mkdir(parents=True, exist_ok=True)
-            run_dir.chmod(0o700)
+    if _claims_nothing(module):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        run_dir.chmod(0o700)
     ranks = _meet(trainer)
     if any(getattr(callback, "counts_releases", False) and callback.resume for callback in callbacks):
         ranks.share(lambda: require_run(run_dir / LEDGER_NAME))

@@ -23,8 +23,9 @@ from lit_dpret.errors import ConfigurationError
 PRIVATE = ("ann_log.jsonl", "what did ann ask", "machine-of-ann", "user-ann", "ann_script.py", "home-of-ann")
 SETTINGS = {
     "privacy": {"_target_": "lit_dpret.privacy.modes.DPSGD", "eps": 3.0, "secret_file": PRIVATE[0]},
-    "datamodule": {"pairs": PRIVATE[0], "words": PRIVATE[1], "expected_batch_size": 4},
-}
+    "datamodule": {"pairs": PRIVATE[0], "words": PRIVATE[1], "expected_batch_size": 4,
+                   "weights": {f"/home/{PRIVATE[0]}": 2.0, PRIVATE[1]: {"share": 0.5}}},
+}  # fmt: skip
 
 
 def wandb_logger(folder: Path) -> Any:

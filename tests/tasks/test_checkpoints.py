@@ -13,11 +13,11 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from planned_sweeps import STEPS, trial_parts
-from stand_ins import Numbers, Regression, dp
+from stand_ins import Numbers, Regression, StopAfter, dp
 
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
 from lit_dpret.cards.card import read_card, verify_card
-from lit_dpret.errors import ResumeError, StorageError
+from lit_dpret.errors import LedgerError, ResumeError, StorageError
 from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.ledger.chain import ChainedFile
 from lit_dpret.privacy.ledger.gate import ReleaseGate
@@ -160,6 +160,37 @@ def test_a_resume_tells_which_steps_are_made_once_more_and_at_what_cost(
     told = capsys.readouterr().err
     assert "steps 1-6" in told and ("charged again" in told) == (replay == "never")
     assert len(noise_keys(records(folder))) == (12 if replay == "never" else 6), "what was told is what was charged"
+
+
+def test_a_resume_tells_as_free_only_what_its_own_attempt_began(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    run(folder, noise=2.0, eps=50.0)
+    for path in (folder / "checkpoints").glob("*.ckpt"):
+        path.unlink()
+    (tmp_path / "secret").unlink()  # another one is made, and with it a second attempt
+    with pytest.raises(RuntimeError, match="stop"):
+        run(folder, resume=True, noise=2.0, eps=50.0, extra=[StopAfter(5)])
+    capsys.readouterr()
+    run(folder, resume=True, noise=2.0, eps=50.0)
+    assert "steps 5-5 are repeated with the same noise" in capsys.readouterr().err
+    assert noise_keys(records(folder))[-2:] == [(1, 4), (1, 5)], "the sixth was charged again"
+
+
+def test_the_empty_ledger_of_a_finished_run_is_refused_by_its_name(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+
+    def fit(*, resume: bool) -> None:
+        def callbacks() -> list[Any]:
+            return [PrivacyAccountant(run_dir=folder, resume=resume), PrivacyCard(run_dir=folder)]
+
+        Fit(min_free_mb=1).run(trial_parts(tmp_path, folder, make_callbacks=callbacks, resume=resume))
+
+    fit(resume=False)
+    (folder / "privacy_ledger.jsonl").write_bytes(b"")
+    with pytest.raises(LedgerError, match="privacy_ledger"):
+        fit(resume=True)
 
 
 @pytest.mark.parametrize("lost", [None, "privacy_card.json", "model/model.safetensors"])
