@@ -20,6 +20,7 @@ from lit_dpret.privacy.batches import ALONE, Draw, SeededDraws, UnitOwners, answ
 from lit_dpret.privacy.content import content_of
 from lit_dpret.privacy.ledger.trained import objects_in
 from lit_dpret.privacy.sampling import PrivateBatchSampler
+from lit_dpret.privacy.state_watch import checksums
 from lit_dpret.privacy.user_generators import kept_generators, own_generators
 
 _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
@@ -155,6 +156,35 @@ def refuse_made_in_setup(module: Any, before: Mapping[str, Tensor] | None) -> No
                 f"{name} of {type(module).__name__} was made in setup, where private rows are at hand, and it is saved "
                 "with the weights: no noise covers it. Make it in the constructor from public data, or list its "
                 "name in public_metrics of the module if no private row is behind it.",
+                trap="T11",
+            )
+
+
+def noted(module: Any) -> dict[str, tuple[torch.dtype, int]]:
+    """Return type and checksum of what is saved of a module, before callbacks and hooks have private rows at hand."""
+    saved = module.state_dict(keep_vars=True).keys()  # embeddings of public passages are kept, and not saved
+    made_later = getattr(module, "made_of_public", ())
+    held = {name: tensor for name, tensor in _tensors_of(module) if name in saved and name not in made_later}
+    sums = checksums(held.values())
+    return {name: (tensor.dtype, found) for (name, tensor), found in zip(held.items(), sums, strict=True)}
+
+
+def refuse_written_early(module: Any, before: Mapping[str, tuple[torch.dtype, int]] | None) -> None:
+    """Refuse weights and buffers that a hook has written since they were `noted`, before the first batch is trained on.
+
+    What a precision plugin has cast since is not compared.
+    """
+    if before is None:
+        return
+    public = set(getattr(module, "public_metrics", ()))
+    for name, (dtype, found) in noted(module).items():
+        old_dtype, old = before.get(name, (None, 0))
+        if dtype == old_dtype and found != old and public.isdisjoint({name, *name.split(".")}):
+            raise UnsupportedModelError(
+                f"{name} of {type(module).__name__} was written before the first batch, by a hook of the module or of "
+                "a callback. Private rows are at hand there, it is saved with the weights, and no noise covers it. Set "
+                "it in the constructor from public data, or list its name in public_metrics of the module if no "
+                "private row is behind it.",
                 trap="T11",
             )
 

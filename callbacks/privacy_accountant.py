@@ -25,10 +25,12 @@ from lit_dpret.callbacks.log_gate import LogGate, tell
 from lit_dpret.callbacks.origins import OwnWeights, claim_of, declared_weights, refuse_other_weights
 from lit_dpret.callbacks.own_code import (
     built,
+    noted,
     refuse_made_in_setup,
     refuse_other_units,
     refuse_remembering_collation,
     refuse_replaced_sampler,
+    refuse_written_early,
     trusted_code,
 )
 from lit_dpret.callbacks.physical_batch import fit_physical_batch
@@ -136,6 +138,7 @@ class PrivacyAccountant(Callback):
         self._restored: Position | None = None
         self.log_gate: LogGate | None = None
         self._checkpoint_gate: CheckpointGate | None = None
+        self._looked_at_start = False
         self._weights: OwnWeights | None = None
         self._noted: set[str] = set()
         self._begun = self._ended = self._in_batch = self._counts_epochs = False
@@ -224,7 +227,9 @@ class PrivacyAccountant(Callback):
         )  # fmt: skip
 
         self._attach(trainer, module, data, stream)
-        self._built = built(module) if mode.guarantee == "dp" and strategy in ("one_device", "ddp") else None
+        whole = mode.guarantee == "dp" and strategy in ("one_device", "ddp")
+        self._built = built(module) if whole else None
+        self._held_before = noted(module) if whole else None
         self._between = BetweenSteps(trainer, module, self._complete)
         if mode.guarantee == "dp":
             declare = self._note_private if module.log_private_loss else None
@@ -419,6 +424,20 @@ class PrivacyAccountant(Callback):
             how = "with the same noise, at no further cost" if free else "with fresh noise, and are charged again"
             sys.stderr.write(f"resume=true goes on after step {first}: steps {first + 1}-{last} are repeated {how}\n")
 
+    def refuse_unseen_writes(self, trainer: L.Trainer, module: Any) -> None:
+        """Refuse what a hook wrote after the last batch, and what is saved beside weights and no noise covers.
+
+        Raises:
+            UnsupportedModelError: Something was written; the message names it.
+            ConfigurationError: The state of the module holds something else that changed since training began.
+        """
+        if module.privacy.guarantee != "dp" or self._held_before is None:
+            return
+        if hasattr(module, "look_at_last_hooks"):
+            module.look_at_last_hooks(trained=averaging(trainer) is None)
+        if self._checkpoint_gate is not None:
+            self._checkpoint_gate.check({"state_dict": module.state_dict()})
+
     def _refuse_other_checkpoints(self, trainer: L.Trainer) -> None:
         found = self._ranks.gather(self._restored)
         for rank, position in enumerate(found):
@@ -445,6 +464,9 @@ class PrivacyAccountant(Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        if not self._looked_at_start and self._restored is None:
+            refuse_written_early(pl_module, self._held_before)
+        self._looked_at_start = True
         if (watch := getattr(pl_module, "watch_hooks", None)) is not None:
             watch()
         self._in_batch = True

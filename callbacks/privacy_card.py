@@ -70,7 +70,7 @@ class PrivacyCard(Callback):
         audit_protocols: Sequence[str | Path] = (),
     ) -> None:
         self.run_dir = None if run_dir is None else Path(run_dir)
-        self._written = False
+        self._written = self._fits = False
         self.tuning = {
             "data": tuning_data,
             "n_trials": tuning_trials,
@@ -86,13 +86,16 @@ class PrivacyCard(Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Register the protocols in the ledger, which the accountant has just opened."""
+        self._fits = stage == "fit"
+        if not self._fits:  # the card of a finished run stays, whatever is measured with its module
+            return
         self._written = False
         self._check_order(trainer)
         if (sweep := getattr(accountant_of(trainer), "sweep", None)) is not None:
             refuse_other_tuning(self.tuning, sweep.facts["metric_data"])
         if getattr(pl_module.privacy, "dataset_ledger", None):
             refuse_told_number(self.tuning, "privacy.dataset_ledger")
-        if stage != "fit" or not self.audit_protocols:
+        if not self.audit_protocols:
             return
         Ranks.here().share(lambda: self._register(trainer, pl_module))
 
@@ -118,6 +121,8 @@ class PrivacyCard(Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         module: Any = pl_module
+        if (accountant := accountant_of(trainer)) is not None and hasattr(module, "save_model"):
+            accountant.refuse_unseen_writes(trainer, module)
         assembled = module.assembled() if hasattr(module, "assembled") else nullcontext()  # not every module is ours
         with averaged(trainer, pl_module), assembled:
             Ranks.here().share(lambda: self._write(trainer, pl_module, finished=True))
@@ -129,7 +134,7 @@ class PrivacyCard(Callback):
             self.on_train_end(trainer, pl_module)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        if self._written:  # what failed came after the end of training: the card of the finished model stays
+        if self._written or not self._fits:  # what failed is no training: the card of the finished model stays
             return
         ledger = ledger_of(trainer)
         if ledger is not None and ledger.records and not isinstance(exception, OSError):

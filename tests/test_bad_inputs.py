@@ -143,7 +143,7 @@ CASES: dict[str, Case] = {
     "one run of two": Case(("compare", "nope"), r"RUN_A RUN_B"),
     "an encoder that is nowhere": Case(("evaluate", *LOG[:2], "task.encoder=nope"), r"nope"),
     "a generator that is nowhere": Case(
-        ("synthesize", *LOG[:2], "task.generator=./nope", "task.passages_are_public=true"), r"nope holds no"
+        ("synthesize", *LOG[:2], "task.generator=./nope", "task.passages_are_public=true"), r"task\.generator=nope"
     ),
     "embeddings that are nowhere": Case(("index", "task.embeddings=nope"), r"nope"),
     "a sweep that is nowhere": Case(("sweep", "nope.yaml"), r"nope\.yaml"),

@@ -101,6 +101,9 @@ class FrozenDualEncoder(PairModule):
         ConfigurationError: Two settings contradict each other, or the encoder cannot be found.
     """
 
+    #: Buffers that `prepare_texts` makes of public passages, once the run has begun.
+    made_of_public = ("basis",)
+
     passage_embeddings: Tensor
     basis: Tensor | None
     coupled_loss: bool

@@ -229,6 +229,15 @@ class PrivateModule(Checkpointed):
         if self.privacy.guarantee == "dp" and not self.log_private_loss:
             self._hooks.note_first(self)
 
+    def look_at_last_hooks(self, *, trained: bool) -> None:
+        """Compare what the last batch left with what is there now, before it is saved; trained weights where said.
+
+        Raises:
+            UnsupportedModelError: A hook wrote something; the message names it.
+        """
+        if self.privacy.guarantee == "dp" and not self.log_private_loss:
+            self._hooks.compare_last(self, self._public() | ALWAYS, trained=trained)
+
     def receive_handover(self, handover: Handover) -> None:
         """Called where somebody else than ``.grad`` takes the gradients, after `receive_guard` and before a step."""
         self._handover = handover
@@ -304,7 +313,14 @@ class PrivateModule(Checkpointed):
                 ) from error
         if watched:
             coin = guard.stream.model_seed(batch.attempt, batch.step, batch.part)
-            self._hooks.note(self, coin, ends_epoch=self._trainer is not None and self._trainer.is_last_batch)
+            self._hooks.note(self, coin, ends_epoch=self._is_last_of_something())
+
+    def _is_last_of_something(self) -> bool:
+        """Return whether an epoch or the training ends with this batch."""
+        trainer = self._trainer
+        if trainer is None:
+            return False
+        return trainer.is_last_batch or 0 <= trainer.max_steps <= trainer.global_step
 
     def _or_hold_error(self, work: Callable[[], object]) -> None:
         """Do the part of a step that a rank does alone; what it refuses is raised later, on all ranks together.

@@ -1,0 +1,124 @@
+"""Hooks of a Lightning user's own put nothing that no noise covers into the weights that `make_private` saves."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import WeightAveraging
+from test_made_private import Classifier, card_in, data, fit, made, row_loss, rows
+from torch import Tensor, nn
+from torchmetrics import MeanMetric
+
+from lit_dpret.cards.verification import verify_chain
+from lit_dpret.errors import LitDpretError
+
+ONCE = {"max_steps": -1, "max_epochs": 1}
+
+
+class WithMean(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+
+
+def writes(hook: str, *, weight: bool = False) -> L.Callback:
+    """Return a callback that writes what it reads off the private rows in one of its hooks."""
+
+    def write(trainer: Any, private: Any, *_: Any) -> None:
+        found = rows().tensors[0].mean(0)
+        with torch.no_grad():
+            if weight:
+                private.module.net[-1].bias.copy_(found[:3])
+            else:
+                private.module.mean.copy_(found)
+
+    callback = L.Callback()
+    setattr(callback, hook, write)
+    return callback
+
+
+@pytest.mark.parametrize("weight", [True, False], ids=["weight", "buffer"])
+@pytest.mark.parametrize("hook", ["on_fit_start", "on_train_start", "on_train_epoch_start"])
+def test_what_is_written_before_the_first_batch_is_refused(hook: str, weight: bool, tmp_path: Path) -> None:
+    with pytest.raises(LitDpretError, match=r"module\."):
+        fit(tmp_path, made(WithMean()), callbacks=[writes(hook, weight=weight)], max_steps=2)
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize(
+    ("hook", "weight"), [("on_train_epoch_end", False), ("on_train_epoch_end", True), ("on_train_end", False)]
+)
+@pytest.mark.parametrize("length", [ONCE, {"max_steps": 2}], ids=["epoch", "steps"])
+def test_what_is_written_after_the_last_batch_is_not_saved(
+    hook: str, weight: bool, length: dict[str, int], tmp_path: Path
+) -> None:
+    if hook == "on_train_epoch_end" and length is not ONCE:
+        length = {"max_steps": 3}  # an epoch's end
+    with pytest.raises(LitDpretError, match=r"module\."):
+        fit(tmp_path, made(WithMean()), callbacks=[writes(hook, weight=weight)], **length)
+    assert not (tmp_path / "model").exists()
+
+
+class Counting(Classifier):
+    """Keeps a number of the private rows in a metric, or in its extra state."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.seen = how, Counter[int]()
+        self.loss_so_far = MeanMetric()
+        self.loss_so_far.persistent(how == "metric")
+
+    def get_extra_state(self) -> Any:
+        return dict(self.seen)
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = Counter(state)
+
+
+def counting_loss(model: Any, batch: Any) -> Tensor:
+    found = row_loss(model, batch)
+    if model.how == "metric":
+        model.loss_so_far.update(found.detach())
+    else:
+        model.seen.update(batch[1].tolist())
+    return found
+
+
+@pytest.mark.parametrize("how", ["metric", "extra state"])
+def test_what_else_a_state_dict_holds_is_not_saved_with_the_weights(how: str, tmp_path: Path) -> None:
+    with pytest.raises(LitDpretError):
+        fit(tmp_path, made(Counting(how), per_row_loss=counting_loss), max_steps=2, enable_checkpointing=False)
+    assert not (tmp_path / "model").exists()
+
+
+def test_an_average_of_the_weights_is_saved(tmp_path: Path) -> None:
+    private = made()
+    fit(tmp_path, private, callbacks=[WeightAveraging()], max_steps=3)
+    assert (tmp_path / "model" / "weights.pt").is_file()
+
+
+class Measured(Classifier):
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        raise RuntimeError("a test of one's own that fails")
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(batch[0])
+
+
+def test_what_is_measured_afterwards_leaves_the_card_as_it_is(tmp_path: Path) -> None:
+    module = Measured()
+    trainer = fit(tmp_path, made(module), max_steps=2)
+    before = (tmp_path / "privacy_card.json").read_bytes()
+    loader = torch.utils.data.DataLoader(rows(), batch_size=20)
+    trainer.validate(module, loader, verbose=False)
+    trainer.predict(module, loader)
+    with pytest.raises(RuntimeError, match="of one's own"):
+        trainer.test(module, loader, verbose=False)
+    assert (tmp_path / "privacy_card.json").read_bytes() == before
+    assert card_in(tmp_path)["claim"]["epsilon"] is not None and not verify_chain(tmp_path).failed
+    assert isinstance(module, nn.Module) and data().n_units == 60
