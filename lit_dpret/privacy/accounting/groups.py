@@ -33,6 +33,7 @@ from lit_dpret.privacy.accounting.accountant import truncation_delta
 from lit_dpret.privacy.accounting.composition import (
     FINE,
     LARGEST_EPSILON,
+    RELATIONS,
     Part,
     beyond_reach,
     composable_parts,
@@ -45,6 +46,7 @@ from lit_dpret.privacy.accounting.pld import (
     compose_with,
     connect_dots,
     deltas_at,
+    gaussian_pld,
     read_deltas,
     read_epsilon,
 )
@@ -288,6 +290,8 @@ class _MixtureLoss(MixtureGaussianPrivacyLoss):  # type: ignore[misc]
 def _mixture_pld(part: Part, units: int, width: float) -> PrivacyLossDistribution:
     """The privacy loss distribution of one release: connect-the-dots, as the library does it."""
     counts, chances = _in_batch(part, units)
+    if len(counts) == 1:  # every unit is in the batch; of one component the library's search for a tail finds none
+        return gaussian_pld(part.noise_multiplier / float(counts[0]), 1.0, RELATIONS["add_or_remove"], width)
 
     def one_way(adjacency: AdjacencyType) -> Any:
         loss = _MixtureLoss(part.noise_multiplier, counts, chances, adjacency_type=adjacency)

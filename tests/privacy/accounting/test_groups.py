@@ -245,3 +245,13 @@ def test_nothing_released_costs_nothing_and_no_noise_costs_everything() -> None:
 def test_a_number_of_units_that_is_none_is_refused(units: object) -> None:
     with pytest.raises(ConfigurationError, match=r"privacy\.max_units_per_user"):
         group(drawn(), units=units)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("noise", [0.65, 1.25, 2.5, 5.7, 10.0])
+@pytest.mark.parametrize("units", [10, 40])
+def test_units_of_a_full_batch_beside_sampled_ones_have_an_epsilon(noise: float, units: int) -> None:
+    whole = GaussianRelease(noise_multiplier=noise, law=FullBatch(), count=1)
+    sampled = GaussianRelease(noise_multiplier=60.0, law=Poisson(sample_rate=0.01), count=3)
+    both = group_epsilon([whole, sampled], delta=1e-5, neighbours="zero_out", units=units)
+    alone = group_epsilon([whole], delta=1e-5, neighbours="zero_out", units=units)
+    assert alone <= both <= 1.02 * alone + 0.01
