@@ -229,7 +229,9 @@ class PrivacyAccountant(Callback):
         self._attach(trainer, module, data, stream)
         whole = mode.guarantee == "dp" and strategy in ("one_device", "ddp")
         self._built = built(module) if whole else None
-        self._held_before = noted(module) if whole else None
+        self._saves_whole = whole
+        # On rank 0 alone: the others get its weights before the first batch.
+        self._held_before = noted(module) if whole and ranks.is_first else None
         self._between = BetweenSteps(trainer, module, self._complete)
         if mode.guarantee == "dp":
             declare = self._note_private if module.log_private_loss else None
@@ -431,8 +433,10 @@ class PrivacyAccountant(Callback):
             UnsupportedModelError: Something was written; the message names it.
             ConfigurationError: The state of the module holds something else that changed since training began.
         """
-        if module.privacy.guarantee != "dp" or self._held_before is None:
-            return
+        if module.privacy.guarantee == "dp" and self._saves_whole:
+            self._ranks.together(lambda: self._look_before_saving(trainer, module))
+
+    def _look_before_saving(self, trainer: L.Trainer, module: Any) -> None:
         if hasattr(module, "look_at_last_hooks"):
             module.look_at_last_hooks(trained=averaging(trainer) is None)
         if self._checkpoint_gate is not None:
@@ -465,7 +469,7 @@ class PrivacyAccountant(Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if not self._looked_at_start and self._restored is None:
-            refuse_written_early(pl_module, self._held_before)
+            self._ranks.together(lambda: refuse_written_early(pl_module, self._held_before))
         self._looked_at_start = True
         if (watch := getattr(pl_module, "watch_hooks", None)) is not None:
             watch()

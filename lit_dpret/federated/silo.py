@@ -83,7 +83,8 @@ class SiloClient:
 
     Guarantees:
         - With ``privacy.eps`` set, everything that a method returns and that depends on queries is charged to the
-          silo's ledger before it is returned, and nothing is returned that the budget does not cover.
+          silo's ledger before it is returned, and nothing is returned that the budget does not cover. That a method
+          raises is not charged: against weights that make queries overflow this is no guarantee (docs/federated.md).
         - With ``train_on=synthetic`` everything that is trained or sent depends on the silo's own queries only through
           its generator, which the ledger has counted already.
 

@@ -170,7 +170,8 @@ class HookWatch:
           tensor of the optimizer's state, that was written, added or removed between the end of a batch and the
           beginning of the next. While the optimizer steps the same holds of the noised gradients, and not of the
           trained parameters and the state. A name of which a part is declared public passes.
-        - The end of every epoch is looked at, and that of the training before anything is saved.
+        - The end of every epoch is looked at, and on one process and under DDP that of the training, before
+          ``save_model`` is called.
         - A batch whose tensors are others than were collated is refused.
         - Where each rank holds parts of the parameters, the parameters are not looked at.
 

@@ -64,4 +64,4 @@ def test_an_installed_suite_finds_the_fixture_and_a_broken_step_fails_in_it(tmp_
     )
     assert done.returncode == 1, done.stdout + done.stderr
     assert "1 failed, 2 passed" in done.stdout, done.stdout
-    assert "PrivacyViolation: refused: privacy=dp_sgd cannot train" in done.stdout
+    assert "PrivacyViolation: refused: privacy=DPSGD cannot train" in done.stdout

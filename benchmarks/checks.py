@@ -1,0 +1,101 @@
+"""What the checks of a private fit cost beside its steps.
+
+    python benchmarks/checks.py [--steps 60] [--out results/checks_cpu.json]
+
+Real runs of `train.py` on InsuranceQA, in one process each: processor time inside the checks over processor time of
+all training steps, the checks included, so both are measured in the same run. Checks look at one batch in about every
+doubling, so their share falls with the number of physical batches; a run of few short ones is the worst case.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from common import options, say, write
+
+RUNS = {
+    "generator, steps of 256 in physical batches of 32": ["model=generator", "datamodule.expected_batch_size=256"],
+    "the same on texts cut to 16 tokens": [
+        "model=generator", "model.max_passage_length=16", "model.max_query_length=16",
+        "datamodule.expected_batch_size=256",
+    ],
+    "the same in one physical batch of 64": [
+        "model=generator", "model.max_passage_length=16", "model.max_query_length=16",
+        "datamodule.expected_batch_size=64", "datamodule.physical_batch_size=128",
+    ],
+    "query head on a frozen encoder, steps of 2048": ["experiment=direct_eps3", "datamodule.max_passages=4000"],
+}  # fmt: skip
+
+CHILD = """
+import json, sys, time
+from lit_dpret import cli
+from lit_dpret.callbacks import PrivacyAccountant
+from lit_dpret.modules.coupling_check import CouplingCheck
+from lit_dpret.modules.module_state import HookWatch
+from lit_dpret.modules.private_module import PrivateModule
+from lit_dpret.privacy.state_watch import StateWatch
+from lit_dpret.privacy.ledger.noise_check import NoiseCheck
+
+spent = {}
+
+def timed(owner, name, label):
+    made = getattr(owner, name)
+    def wrapper(*args, **kwargs):
+        begun = time.process_time()
+        try:
+            return made(*args, **kwargs)
+        finally:
+            spent[label] = spent.get(label, 0.0) + time.process_time() - begun
+    setattr(owner, name, wrapper)
+
+for name in ("prepare", "look", "compare_collations"):
+    timed(CouplingCheck, name, "rows that depend on each other")
+for name in ("note", "compare", "compare_last"):
+    timed(HookWatch, name, "writes of hooks")
+for name in ("before", "after"):
+    timed(StateWatch, name, "writes of the forward pass")
+timed(NoiseCheck, "verdict", "noise that is missing")
+timed(PrivacyAccountant, "_require_drawn", "units that were not drawn")
+timed(PrivateModule, "training_step", "all steps")
+out, sys.argv[1:] = sys.argv[1], sys.argv[2:]
+try:
+    cli.main()
+finally:
+    json.dump(spent, open(out, "w"))
+"""
+
+
+def main() -> None:
+    """Run them one after the other and print the shares."""
+    parser = options(__doc__, "checks_cpu.json")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--only", type=int, help="number of the run, from 0")
+    chosen = parser.parse_args()
+    report = {}
+    for number, (name, settings) in enumerate(RUNS.items()):
+        if chosen.only not in (None, number):
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            command = [
+                sys.executable, "-c", CHILD, f"{folder}/spent.json", *settings, "privacy.eps=3", "trainer=cpu",
+                f"trainer.max_steps={chosen.steps}", f"hydra.run.dir={folder}/run",
+                f"privacy.secret_file={folder}/secret",
+            ]  # fmt: skip
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            spent = json.loads(Path(folder, "spent.json").read_text())
+        steps = spent.pop("all steps")
+        report[name] = {
+            "steps": chosen.steps,
+            "processor_seconds_of_all_steps": round(steps, 2),
+            "share": {check: round(seconds / steps, 4) for check, seconds in spent.items()},
+        }
+        say(f"{name}: {steps:.1f} s; " + ", ".join(f"{c} {s / steps:.2%}" for c, s in spent.items()))
+    write(report, chosen.out)
+
+
+if __name__ == "__main__":
+    main()
