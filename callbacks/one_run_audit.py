@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +28,44 @@ from lit_dpret.audit.statistics.one_run import (
     Refutation,
     both_ends,
     both_ends_audit,
-    most_certifiable,
+    perfect_scores,
     refute,
 )
 from lit_dpret.audit.statistics.scores import CanaryScores
 from lit_dpret.callbacks.planning import ledger_of
 from lit_dpret.callbacks.privacy_card import MODEL_FOLDER, PrivacyCard
 from lit_dpret.cards.amendments import AttackResult, add_evidence
-from lit_dpret.cards.claim import ClaimedCurve, claimed_curve
+from lit_dpret.cards.claim import ClaimedCurve, claimed_curve, planned_curve
 from lit_dpret.cards.file import CARD_NAME, read_card
 from lit_dpret.cards.text import ALARM, AUDIT_EVENT, BOUND
 from lit_dpret.errors import ConfigurationError, PrivacyViolation, ResumeError
 from lit_dpret.privacy.budget import show_delta
+from lit_dpret.privacy.ledger.judgement import plan_of
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
+
+
+@dataclass(frozen=True)
+class Best:
+    """What the audit would find if it guessed every coin: the bound at the claim's delta, and whether it would raise.
+
+    ``alarms`` is None where there is no claim to contradict.
+    """
+
+    eps_lower: float
+    alarms: bool | None
+
+    @classmethod
+    def of(cls, canaries: int, claim: ClaimedCurve | None, *, confidence: float) -> Best:
+        """Audit scores that tell every coin, against ``claim``."""
+        perfect = perfect_scores(canaries)
+        bound = both_ends_audit(perfect, delta=0.0 if claim is None else claim.delta, confidence=confidence)
+        alarms = None if claim is None else refute(perfect, claim.pairs).contradicts(confidence=ALARM)
+        return cls(bound.eps_lower, alarms)
+
+    def describe(self, canaries: int) -> str:
+        """Say how much an audit of ``canaries`` canaries could show at all."""
+        told = f"{canaries} canaries show {self.eps_lower:.3g} at most"
+        return f"{told}, and no guesses of theirs contradict this claim" if self.alarms is False else told
 
 
 def audit_results(
@@ -47,6 +73,7 @@ def audit_results(
     *,
     canaries: int,
     counts: Sequence[tuple[int, int]],
+    best: Best,
     refutation: Refutation | None,
     at_point: Evidence | None,
 ) -> list[AttackResult]:
@@ -57,11 +84,10 @@ def audit_results(
     the delta of ``refutation``, at the confidence of the alarm.
     """
     guesses, right = counts[0]
-    best = most_certifiable(canaries, delta=0.0, confidence=evidence.confidence or 0.95)
     found = [
         AttackResult(
             attack="one-run audit: a fair coin decided for each canary whether it was trained on, and the coins were "
-            f"guessed from what the model had gained; so many canaries can show {best:.3g} at most",
+            f"guessed from what the model had gained; {best.describe(canaries)}",
             n=canaries,
             metric=f"share of right guesses among {guesses}",
             estimate=right / guesses,
@@ -296,12 +322,15 @@ class OneRunAudit(Callback):
                     )
             return
         ledger.append("event", name=AUDIT_EVENT, audit=facts)
-        claim = _planned_eps(ledger.records)
-        best = most_certifiable(len(self._planted.rows), delta=0.0, confidence=self.confidence)
-        if claim is not None and best < claim:
+        plan, _ = plan_of(ledger.records)
+        claim = None if plan is None else planned_curve(plan)
+        if claim is None:
+            return
+        best = Best.of(len(self._planted.rows), claim, confidence=self.confidence)
+        if best.eps_lower < claim.eps or not best.alarms:
             _log.warning(
-                "callbacks.audit: %d canaries can show an epsilon of %.3g at most, so that they cannot contradict "
-                "privacy.eps=%g, whatever the run does.", len(self._planted.rows), best, claim,
+                "callbacks.audit: %s, whatever the run does; %.3g is planned. Raise callbacks.audit.canaries, where "
+                "callbacks.audit.max_share allows it.", best.describe(len(self._planted.rows)), claim.eps,
             )  # fmt: skip
 
     @property
@@ -345,8 +374,9 @@ class OneRunAudit(Callback):
         refutation = None if claim is None else refute(scores, claim.pairs)
         at_point = None if refutation is None else both_ends_audit(scores, delta=refutation.delta, confidence=ALARM)
         found = audit_results(
-            evidence, canaries=len(scores), counts=both_ends(scores), refutation=refutation, at_point=at_point
-        )
+            evidence, canaries=len(scores), counts=both_ends(scores), refutation=refutation, at_point=at_point,
+            best=Best.of(len(scores), claim, confidence=self.confidence),
+        )  # fmt: skip
         for place in (folder, folder / MODEL_FOLDER):
             known = read_card(place)["empirical"]["results"] if (place / CARD_NAME).is_file() else []
             add_evidence(place, [result for result in found if not stands_already(result, known)])
@@ -364,9 +394,3 @@ def _violation(evidence: Evidence, claim: ClaimedCurve, refutation: Refutation, 
         "The model and its card are written, and the card says what was found: publish neither before the defect "
         "is known."
     )
-
-
-def _planned_eps(records: Sequence[Mapping[str, Any]]) -> float | None:
-    """The budget of the last plan, where there is one."""
-    plans = [record["plan"] for record in records if record["kind"] == "plan"]
-    return None if not plans or plans[-1] is None else float(plans[-1]["budget"]["eps"])

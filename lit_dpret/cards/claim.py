@@ -399,11 +399,23 @@ def claimed_curve(records: Sequence[Mapping[str, Any]]) -> ClaimedCurve | None:
     if judged.claimed_plan is None or verdict.epsilon is None:
         return None
     accountant: AccountantName = plan.accountant if verdict.basis == "as_charged" else "pld"
-    stated = (verdict.epsilon, plan.budget.delta)
-    grid = [float(eps) for eps in np.linspace(0.0, 2.0 * verdict.epsilon + 4.0, _PAIRS)]
+    return _curve(verdict.epsilon, judged.charged, plan, accountant)
+
+
+def planned_curve(plan: PrivacyPlan) -> ClaimedCurve | None:
+    """Return the same of the steps that are planned, before the first of them; None where nothing will be claimed."""
+    if not plan.proved:
+        return None
+    steps = GaussianRelease(noise_multiplier=plan.noise_multiplier, law=plan.law, count=plan.steps)
+    return _curve(plan.epsilon(), [steps], plan, plan.accountant)
+
+
+def _curve(epsilon: float, charged: Sequence[Release], plan: PrivacyPlan, accountant: AccountantName) -> ClaimedCurve:
+    stated = (epsilon, plan.budget.delta)
+    grid = [float(eps) for eps in np.linspace(0.0, 2.0 * epsilon + 4.0, _PAIRS)]
     neighbours = plan.budget.neighbours
     try:
-        deltas = delta_at(grid, judged.charged, neighbours=neighbours, accountant=accountant)
+        deltas = delta_at(grid, charged, neighbours=neighbours, accountant=accountant)
     except UnsupportedAccountingError:  # an accountant that bounds epsilon only
         deltas = []
     pairs = [(eps, delta) for eps, delta in zip(grid, deltas, strict=False) if _LEAST_DELTA <= delta < 1]

@@ -76,7 +76,8 @@ class Stages:
 
         The first stage does it; a task that writes before its first stage calls it itself.
         """
-        (self.run_dir / MARK).write_text(self._fingerprint, encoding="utf-8")
+        # For the owner alone: where a task reads private texts, the hash is one of them, and they can be guessed.
+        write_whole(self.run_dir / MARK, self._fingerprint, owner_only=True)
         return self
 
     def is_done(self, name: str) -> bool:

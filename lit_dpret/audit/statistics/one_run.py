@@ -265,21 +265,18 @@ def refute(scores: CanaryScores, curve: Curve) -> Refutation:
 
 # -- how much an audit of a given size could ever prove -----------------------------------------
 
-CANARIES = (100, 1000, 10_000)
 
+def perfect_scores(canaries: int) -> CanaryScores:
+    """Return scores that tell every coin: no audit of so many canaries shows more than `both_ends_audit` of these.
 
-def most_certifiable(canaries: int, *, delta: float, copies: int = 1, confidence: float = 0.95) -> float:
-    """Return the bound of an attack without a mistake: an audit that could not have failed proves nothing.
-
-    >>> round(most_certifiable(1000, delta=0.0), 4)
-    5.8091
-
-    Raises:
-        ConfigurationError: A number is out of its range.
+    >>> round(both_ends_audit(perfect_scores(1000), delta=0.0).eps_lower, 2)
+    5.27
     """
-    return one_run_counts(
-        canaries=canaries, guesses=canaries, correct=canaries, delta=delta, confidence=confidence, copies=copies
-    ).eps_lower
+    heads = canaries // 2
+    return CanaryScores.of([1.0] * heads + [0.0] * (canaries - heads), [True] * heads + [False] * (canaries - heads))
+
+
+CANARIES = (100, 1000, 10_000)
 
 
 def audit_power(

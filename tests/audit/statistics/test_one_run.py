@@ -26,10 +26,10 @@ from lit_dpret.audit.statistics.one_run import (
     both_ends,
     both_ends_audit,
     guess_extremes,
-    most_certifiable,
     one_run_audit,
     one_run_counts,
     one_run_p_value,
+    perfect_scores,
     refute,
     unplanned_p_value,
 )
@@ -294,7 +294,7 @@ def test_delta_weakens_what_is_certified_and_a_right_guess_strengthens_it() -> N
      (5000, 7.42), (10_000, 8.11)],
 )  # fmt: skip
 def test_an_audit_without_a_mistake_certifies_the_published_epsilon(canaries: int, expected: float) -> None:
-    found = most_certifiable(canaries, delta=0.0)
+    found = one_run_counts(canaries=canaries, guesses=canaries, correct=canaries, delta=0.0).eps_lower
     assert found == pytest.approx(expected, abs=6e-3)
     rate = 0.05 ** (1 / canaries)
     assert found == pytest.approx(math.log(rate / (1 - rate)), abs=1e-6)
@@ -305,16 +305,32 @@ def test_an_audit_without_a_mistake_certifies_the_published_epsilon(canaries: in
 
 def test_the_plan_of_a_run_says_the_same() -> None:
     [row] = audit_power(8.0, 1e-6, canaries=(1000,))
-    assert row["at_best"] == pytest.approx(most_certifiable(1000, delta=1e-6), rel=1e-6)
+    counted = one_run_counts(canaries=1000, guesses=1000, correct=1000, delta=1e-6)
+    assert row["at_best"] == pytest.approx(counted.eps_lower, rel=1e-6)
 
 
 def test_copies_let_fewer_canaries_prove_less_of_one_copy() -> None:
-    assert most_certifiable(100, delta=0.0, copies=10) == pytest.approx(3.492965 / 10, abs=1e-6)
+    counted = one_run_counts(canaries=100, guesses=100, correct=100, delta=0.0, copies=10)
+    assert counted.eps_lower == pytest.approx(3.492965 / 10, abs=1e-6)
 
 
 def test_an_audit_that_cannot_fail_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="canaries=0"):
-        most_certifiable(0, delta=0.0)
+        one_run_counts(canaries=0, guesses=0, correct=0, delta=0.0)
+
+
+@pytest.mark.parametrize("canaries", [32, 65, 200])
+def test_no_scores_show_more_than_perfect_ones(canaries: int) -> None:
+    best = perfect_scores(canaries)
+    assert all(right == guesses for guesses, right in both_ends(best))
+    claim = [(0.5, 1e-5), (1.0, 1e-7)]
+    coins = np.random.default_rng(canaries)
+    for _ in range(20):
+        told = coins.random(canaries) < 0.5
+        scores = CanaryScores.of(list(told + coins.normal(0, 0.3, canaries)), [bool(coin) for coin in told])
+        for delta in (0.0, 1e-5):
+            assert both_ends_audit(scores, delta=delta).eps_lower <= both_ends_audit(best, delta=delta).eps_lower
+        assert refute(scores, claim).p_value >= refute(best, claim).p_value
 
 
 @pytest.mark.parametrize("name", [module.name for module in pkgutil.iter_modules(lit_dpret.audit.statistics.__path__)])
