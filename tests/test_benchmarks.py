@@ -115,6 +115,7 @@ def test_the_acts_of_a_secure_sum_are_timed_and_its_sum_is_right(tmp_path: Path)
     assert results("secure_sum", "--clients", 4, "--words", 1000, out=tmp_path / "sum.json")["mask_seconds"] >= 0
 
 
+@pytest.mark.slow
 def test_noise_is_timed_in_every_way_and_compared_with_drawing_at_once(tmp_path: Path) -> None:
     rows = results("noise", "--count", 200_000, "--rounds", 2, out=tmp_path / "noise.json")["rows"]
     assert len(rows) == 9 and rows["a parameter at once"]["ratio_to_a_parameter_at_once"] == 1.0

@@ -67,45 +67,7 @@ def refused(done: subprocess.CompletedProcess[str]) -> str:
     return lines[0]
 
 
-# Each case is a process of a few seconds: what no unit test sees of a refusal, its way through Hydra to one line.
-FAST = [
-    (["privacy.epsilon=3"], r"privacy.epsilon is not a setting.*delta, .*eps"),
-    (["privacy.eps=0"], r"privacy.eps=0"),
-]
-SLOW = [
-    (["privacy=none", "privacy.eps=3"], r"privacy.eps is not a setting"),
-    (["privacy.eps=1e-9", "privacy.delta=1e-300"], r"privacy.eps"),
-    (["model.pretrained=configs"], r"configs"),
-    (["model.optimizer.name=adamx"], r"model.optimizer.name='adamx' is not one of"),
-    (["model=nonsense"], r"model=nonsense does not exist.*generator"),
-    (["run_dir=/proc/nowhere"], r"/proc/nowhere cannot be written"),
-    (["task.min_free_mb=1e12"], r"free disk"),
-]
-
-
-def check(arguments: list[str], pattern: str, tmp_path: Path) -> None:
-    import re
-
-    log = (
-        [] if any(a.startswith("datamodule.pairs=") for a in arguments) else [f"datamodule.pairs={write_log(tmp_path)}"]
-    )
-    line = refused(call(*TINY, *log, *arguments, folder=tmp_path))
-    assert re.search(pattern, line), line
-    assert not list(tmp_path.glob("run/privacy_card.*"))
-    assert not list(tmp_path.glob("run/*.log")), "nothing was logged"
-
-
-@pytest.mark.parametrize(("arguments", "pattern"), FAST, ids=[a[-1] for a, _ in FAST])
-def test_bad_input_is_one_clear_line(arguments: list[str], pattern: str, tmp_path: Path) -> None:
-    check(arguments, pattern, tmp_path)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("arguments", "pattern"), SLOW, ids=[a[-1] for a, _ in SLOW])
-def test_more_bad_input_is_one_clear_line(arguments: list[str], pattern: str, tmp_path: Path) -> None:
-    check(arguments, pattern, tmp_path)
-
-
 def test_the_doctor_reports_and_fails_where_a_fit_would_be_refused(tmp_path: Path) -> None:
     settings = [*TINY, f"datamodule.pairs={write_log(tmp_path)}", "privacy.noise_multiplier=5.0"]
     doctor = ("-m", "lit_dpret", "doctor")
@@ -180,6 +142,7 @@ def test_a_warning_is_one_line_without_a_place_in_the_code(monkeypatch: pytest.M
     assert warnings.formatwarning("no card", UserWarning, "/x/y.py", 3) == "warning: no card\n"
 
 
+@pytest.mark.slow
 def test_what_a_task_must_be_given_is_missed_before_its_imports() -> None:
     with initialize_config_module(version_base="1.3", config_module=CONFIG_MODULE):
         cfg = compose("train", overrides=["task=search", "task._target_=no.such.Task", "run_dir=x"])
@@ -209,6 +172,7 @@ def test_a_resume_with_other_noise_or_data_is_refused_and_spends_nothing(tmp_pat
     assert ledger.read_text(encoding="utf-8").count('"intent"') == before
 
 
+@pytest.mark.slow
 def test_a_fit_goes_on_with_the_settings_that_it_began_with(tmp_path: Path) -> None:
     """What is trained stays as it was, and is named as the user named it; how fast it goes may change."""
 

@@ -138,6 +138,7 @@ def test_an_own_module_is_trained_interrupted_and_resumed_in_its_run_folder(scri
     assert Path("runs/cli/model/weights.pt").is_file()
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_the_command_line_is_the_one_that_runs_and_is_named(script: ModuleType) -> None:
     done = fit(script, "--optimizer", "SGD", "--optimizer.lr", "0.1")
     assert isinstance(done.trainer.optimizers[0], torch.optim.SGD)

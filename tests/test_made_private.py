@@ -362,6 +362,7 @@ def test_another_row_name_or_order_is_another_fingerprint() -> None:
     assert data(TensorDataset(x, y)).data_fingerprint(b"l" * 32) != whole
 
 
+@pytest.mark.slow
 def test_the_order_of_a_set_is_no_part_of_the_fingerprint() -> None:
     found = []
     for seed in ("1", "2"):
@@ -510,6 +511,7 @@ def test_two_users_who_clicked_the_same_passage_for_the_same_query_are_two_units
 # -- what a reader of the terminal sees ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_epochs_of_a_run_with_a_number_of_steps_are_known(tmp_path: Path) -> None:
     seen = []
 

@@ -55,6 +55,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return sdist, next(out.glob("*.whl"))
 
 
+@pytest.mark.slow
 def test_the_wheel_of_the_sdist_holds_every_file_once(built: tuple[Path, Path]) -> None:
     names = zipfile.ZipFile(built[1]).namelist()
     assert len(names) == len(set(names))

@@ -91,6 +91,7 @@ def few() -> Numbers:
     return Numbers(8, sampling="poisson", expected_batch_size=2)
 
 
+@pytest.mark.slow
 def test_a_small_second_run_states_its_claim_at_the_delta_of_the_many_behind_its_start(tmp_path: Path) -> None:
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
     train(first)

@@ -166,6 +166,7 @@ def test_what_will_be_done_stands_in_the_ledger_before_the_first_release(short: 
 # -- resuming ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_with_the_same_canaries_and_first_scores(killed: Path, tmp_path: Path) -> None:
     shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
     before = {name: (tmp_path / "run" / name).read_bytes() for name in ("canaries.json", "audit_scores.json")}

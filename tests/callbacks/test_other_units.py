@@ -130,6 +130,7 @@ def test_a_data_set_that_counts_rows_as_units_is_refused_where_a_query_or_a_user
     assert not [record for record in ledger(tmp_path) if record["kind"] == "intent"]
 
 
+@pytest.mark.slow
 def test_the_same_rows_are_units_where_a_pair_is_one(tmp_path: Path) -> None:
     run(tmp_path, Rows([of_a_query(number) for number in range(SIZE)]), unit="pair")
     assert not unverified(tmp_path)

@@ -38,6 +38,7 @@ class KeepsSome(Regression):
         self.save_hyperparameters(ignore="note")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Keeps, KeepsSome])
 def test_a_module_that_saves_its_hyperparameters_trains_logs_them_and_goes_on(kind: Any, tmp_path: Path) -> None:
     folder = tmp_path / "run"

@@ -91,6 +91,7 @@ class HalvedAndMore(Halved):
             raw.step()
 
 
+@pytest.mark.slow
 def test_a_step_that_calls_its_base_is_one_update(tmp_path: Path) -> None:
     torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))])  # from now on torch runs the hooks in the step of Adam too
     trainer = fit(tmp_path / "run", Halved(privacy=dp(tmp_path)), steps=3)

@@ -63,6 +63,7 @@ def test_the_size_is_found_on_rows_of_nobody_before_the_first_release_and_writte
     assert any(not torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
 
 
+@pytest.mark.slow
 def test_tries_change_neither_the_draws_nor_the_noise_nor_the_weights(tmp_path: Path) -> None:
     """A run that found 8 is the run that was told 8."""
     ends = []
@@ -74,6 +75,7 @@ def test_tries_change_neither_the_draws_nor_the_noise_nor_the_weights(tmp_path: 
     assert torch.equal(*ends)
 
 
+@pytest.mark.slow
 def test_where_not_even_one_unit_fits_the_run_ends_before_there_is_a_ledger(tmp_path: Path) -> None:
     with pytest.raises(DeviceMemoryError, match=r"auto: one unit of the longest rows.*nothing was released"):
         fit(tmp_path / "run", Growing(room=0, privacy=dp(tmp_path)), auto(), steps=2)
@@ -84,6 +86,7 @@ def test_where_not_even_one_unit_fits_the_run_ends_before_there_is_a_ledger(tmp_
     (64, 64, 64, [1, 2, 4, 8, 16, 32, 64]), (20, 64, 20, [1, 2, 4, 8, 16, 20]), (20, 17, 16, [1, 2, 4, 8, 16, 20]),
     (1, 1, 1, [1]), (64, 1, 1, [1, 2]),
 ])  # fmt: skip
+@pytest.mark.slow
 def test_sizes_double_until_one_does_not_fit(most: int, limit: int, expected: int, tried: list[int]) -> None:
     made: list[int] = []
 
@@ -95,6 +98,7 @@ def test_sizes_double_until_one_does_not_fit(most: int, limit: int, expected: in
     assert largest_that_fits(attempt, most=most) == expected and made == tried
 
 
+@pytest.mark.slow
 def test_where_attempts_do_not_fail_doubling_stops_while_there_is_room() -> None:
     """Ten bytes a row beside a hundred; 60 free: 2 rows took 20, and 4 would take more than half of what is left."""
     made: list[int] = []
@@ -132,6 +136,7 @@ FULL: dict[str, Any] = {"sampling": "full_batch", "expected_batch_size": 20}
 UNKNOWN: dict[str, Any] = {"neighbours": "add_or_remove", "delta": 1e-3, "eps": 200.0, "noise_multiplier": 2.0}
 
 
+@pytest.mark.slow
 def test_a_private_number_of_units_does_not_bound_the_size_that_is_published(tmp_path: Path) -> None:
     sizes = []
     for units in (23, 24):

@@ -51,6 +51,7 @@ def released(folder: Path) -> list[int]:
 LENGTHS: list[dict[str, Any]] = [{"save_every": 1}, {"save_every": 2, "max_steps": -1, "max_epochs": 3}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", ["truncated_poisson", "poisson"])
 @pytest.mark.parametrize("length", LENGTHS, ids=["steps", "epochs"])
 @pytest.mark.parametrize(("first", "second", "third"), [(8, 4, 8), (4, 16, 5), (8, 8, 8)])

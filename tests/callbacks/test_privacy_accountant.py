@@ -91,6 +91,7 @@ class StretchTo(Callback):
         trainer.fit_loop.epoch_loop.max_steps = self.steps
 
 
+@pytest.mark.slow
 def test_a_fixed_noise_that_is_too_small_is_refused_before_the_first_step(tmp_path: Path) -> None:
     with pytest.raises((BudgetExceededError, ConfigurationError), match="noise_multiplier"):
         fit(tmp_path / "run", seeded(tmp_path, noise_multiplier=0.1))
@@ -125,6 +126,7 @@ def test_without_replay_repeated_steps_draw_fresh_noise_and_are_charged(tmp_path
     assert len(keys) == len(set(keys)) == 6 and {attempt for attempt, _ in keys} == {0, 1}
 
 
+@pytest.mark.slow
 def test_a_reserve_pays_for_repeated_steps_in_advance(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     first = PrivacyAccountant(eps_log_points=1, run_dir=folder, resume_reserve=2)
@@ -345,6 +347,7 @@ class TellsItsProgress(Regression):
         return super().per_row_loss(rows)
 
 
+@pytest.mark.slow
 def test_the_epoch_and_the_step_may_be_logged_by_hand(tmp_path: Path) -> None:
     fit(tmp_path / "run", TellsItsProgress(privacy=dp(tmp_path, noise_seed=1)), steps=4)
 
@@ -462,6 +465,7 @@ def test_a_card_before_the_accountant_is_refused_before_a_step(tmp_path: Path) -
     assert not list(tmp_path.glob("privacy_card.*"))
 
 
+@pytest.mark.slow
 def test_the_card_of_other_data_is_not_inherited(tmp_path: Path) -> None:
     fit(tmp_path / "run", seeded(tmp_path), extra=[PrivacyCard(run_dir=tmp_path / "run")])
     (tmp_path / "run" / "queries.jsonl").write_text("{}", encoding="utf-8")

@@ -60,6 +60,7 @@ def logged(tmp_path: Path, name: str) -> dict[int, float]:
     return {line["step"]: line[name] for line in lines if name in line}
 
 
+@pytest.mark.slow
 def test_metrics_of_public_queries_are_logged_on_time_and_the_claim_stands(tmp_path: Path) -> None:
     callback = RetrievalEvaluation(data="public", every_n_steps=4, metrics=["mrr@10", "success@1"])
     trainer = run(tmp_path, callback)

@@ -232,6 +232,7 @@ def test_a_public_frozen_encoder_passes_again_and_again(ready: bool, tmp_path: P
     train(tmp_path / "last", private(tmp_path, public if ready else tmp_path / "public"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ready", [False, True])
 def test_a_frozen_encoder_of_the_run_that_is_named_as_the_start_is_counted(ready: bool, tmp_path: Path) -> None:
     mode = PublicPassages(eps=8.0, noise_multiplier=2.0, pool_size=8, secret_file=tmp_path / "secret")

@@ -265,6 +265,7 @@ def slow_and_fast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **settings: A
     return found
 
 
+@pytest.mark.slow
 def test_runs_that_differ_in_the_time_of_their_steps_alone_leave_the_same_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,6 +276,7 @@ def test_runs_that_differ_in_the_time_of_their_steps_alone_leave_the_same_files(
     assert [name for name in slow if slow[name] != fast[name]] == []
 
 
+@pytest.mark.slow
 def test_a_time_in_a_checkpoint_or_a_card_makes_the_files_differ(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

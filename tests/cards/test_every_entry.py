@@ -172,7 +172,9 @@ def hole(place: Place, new: Any, honest: Any) -> Place:
 
 
 @pytest.mark.parametrize("every", [SAMPLE, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"])
-@pytest.mark.parametrize("make", [private, without_privacy, started, derived, trial])
+@pytest.mark.parametrize(
+    "make", [private, without_privacy, *(pytest.param(m, marks=pytest.mark.slow) for m in (started, derived, trial))]
+)
 def test_no_edit_of_a_card_passes_in_silence(
     make: Callable[[Path], Path], every: int, tmp_path: Path, by_this_program: None
 ) -> None:
@@ -230,6 +232,7 @@ def rewritten(run: Path, card: dict[str, Any], *places: str) -> None:
         write_card(card, run / place)
 
 
+@pytest.mark.slow
 def test_no_block_of_the_copy_in_the_model_folder_can_be_edited(run: Path) -> None:
     tried = set()
     for place, _, card in edits(read_card(run)):

@@ -30,6 +30,7 @@ def each(table: dict[str, Any]) -> list[tuple[int, dict[str, Any]]]:
     return [(i % width, cell) for i, cell in enumerate(table["cells"])]
 
 
+@pytest.mark.slow
 def test_the_planned_batch_and_passes_are_on_the_grid(table: dict[str, Any]) -> None:
     assert json.loads(json.dumps(table, allow_nan=False)) == table
     assert 256 in table["batches"] and 6.0 in table["epochs"]
@@ -40,6 +41,7 @@ def test_the_planned_batch_and_passes_are_on_the_grid(table: dict[str, Any]) -> 
             assert cell["epochs"] == pytest.approx(table["epochs"][column], rel=0.34)
 
 
+@pytest.mark.slow
 def test_every_cell_keeps_the_budget_with_hardly_more_noise_than_that_takes(table: dict[str, Any]) -> None:
     for _, cell in each(table)[::7]:
         law = Poisson(sample_rate=cell["batch"] / N)

@@ -43,6 +43,7 @@ def levels() -> dict[str, Any]:
     return user_levels(PLAN)
 
 
+@pytest.mark.slow
 def test_the_planned_law_comes_first_and_every_law_has_every_relation(matrix: dict[Any, Any]) -> None:
     kinds = ["truncated_poisson", "poisson", "fixed_size", "shuffle"]
     relations = ["zero_out", "add_or_remove", "replace_one"]
@@ -72,6 +73,7 @@ def test_what_no_library_judges_has_no_number_and_says_so(matrix: dict[Any, Any]
         assert f"sampling={key[0]}" in matrix[key]["why"]
 
 
+@pytest.mark.slow
 def test_every_level_is_the_group_epsilon_of_its_law(levels: dict[str, Any]) -> None:
     assert [column["sampling"] for column in levels["columns"]] == [
         "truncated_poisson", "truncated_poisson", "fixed_size", "shuffle",
@@ -89,6 +91,7 @@ def test_every_level_is_the_group_epsilon_of_its_law(levels: dict[str, Any]) -> 
             assert ("why" in row) == (row["epsilon"] is None)
 
 
+@pytest.mark.slow
 def test_the_roomy_cap_keeps_nearly_the_epsilon_of_poisson_sampling(levels: dict[str, Any]) -> None:
     assert levels["roomy_cap"] > TRUNCATED.cap
     tight, roomy = (column["rows"] for column in levels["columns"][:2])

@@ -115,6 +115,7 @@ def of_one_person(*runs: tuple[int, int]) -> float:
     return float(total.get_epsilon_for_delta(DELTA))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bounds", [(10, 2), (2, 10), (1, 10)])
 def test_what_one_person_contributed_is_judged_by_the_bound_of_each_run(
     bounds: tuple[int, int], tmp_path: Path
@@ -249,6 +250,7 @@ def test_claims_that_do_not_add_up_are_refused_before_training(mode: Any, named:
         read_start(parent, public=False).check(mode)
 
 
+@pytest.mark.slow
 def test_an_accountant_that_cannot_judge_the_start_is_refused(tmp_path: Path) -> None:
     law = FixedSize(batch_size=50, n=1000)
     run = begun(tmp_path / "parent", law=law, neighbours="replace_one", accountant="rdp")

@@ -109,8 +109,14 @@ def test_a_measurement_is_of_the_planned_rows_and_lengths() -> None:
 
 
 @pytest.mark.parametrize(("settings", "half"), [
-    ({}, False), ({"gradient_checkpointing": True}, False), ({"lora": {"r": 2, "target_modules": ["q", "v"]}}, False),
-    ({"prompt_tuning": {"num_virtual_tokens": 7}}, False), ({}, True),
+    ({}, False),
+    *(
+        pytest.param(*given, marks=pytest.mark.slow)
+        for given in (
+            ({"gradient_checkpointing": True}, False), ({"lora": {"r": 2, "target_modules": ["q", "v"]}}, False),
+            ({"prompt_tuning": {"num_virtual_tokens": 7}}, False), ({}, True),
+        )
+    ),
 ], ids=["plain", "checkpointing", "lora", "prompt", "bfloat16"])  # fmt: skip
 def test_bytes_of_the_phases_add_up_over_layers_to_those_of_the_whole_model(
     settings: dict[str, Any], half: bool
@@ -130,6 +136,7 @@ def test_bytes_of_the_phases_add_up_over_layers_to_those_of_the_whole_model(
             assert line.at(6) == pytest.approx(counted.peaks.get(phase, 0), rel=0.1), phase
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory is measured on Linux only")
 def test_what_slices_tell_is_of_the_whole_model_and_the_planned_rows() -> None:
     whole = new_t5(5, 32, passage=20, query=6)
@@ -166,6 +173,7 @@ def test_operations_of_a_decoder_only_model_are_those_that_run(kind: str) -> Non
     assert 3 * work_of(module.outlined).forward_flops == counter.get_total_flops()
 
 
+@pytest.mark.slow
 def test_slices_of_a_decoder_only_model_add_up_to_the_layers_that_it_has() -> None:
     config = {"model_type": "gemma3_text", **DECODERS["gemma3_text"], "num_hidden_layers": 7, "vocab_size": 8192}
     outline = decoder_only(config=config, max_passage_length=24).outlined

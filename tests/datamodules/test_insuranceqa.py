@@ -44,6 +44,7 @@ def test_the_package_s_files_become_ids_splits_and_collapsed_texts(package: Path
     assert InsuranceQADataModule(folder=package).collection.queries["train-0"] == "train fog?"
 
 
+@pytest.mark.slow
 def test_the_installed_data_has_the_published_sizes(installed: InsuranceQADataModule) -> None:
     data = installed.collection
     assert len(data.passages) == 27_413
@@ -77,6 +78,7 @@ def test_six_test_questions_and_98_answers_are_shared_with_train(installed: Insu
     assert (test.queries, test.passages) == (6, 98)
 
 
+@pytest.mark.slow
 def test_dropping_the_overlap_leaves_the_test_set_whole(installed: InsuranceQADataModule) -> None:
     cleaned = InsuranceQADataModule(drop_overlap=True)
     overlap = cleaned.report_overlap()
@@ -86,6 +88,7 @@ def test_dropping_the_overlap_leaves_the_test_set_whole(installed: InsuranceQADa
     assert 12_500 < sum(map(bool, train.values())) < len(train) == 12_889, "the published number of units must not tell"
 
 
+@pytest.mark.slow
 def test_a_public_sample_is_small_and_consistent(installed: InsuranceQADataModule) -> None:
     small = InsuranceQADataModule(max_passages=3_000, max_eval_queries=100)
     assert len(small.public_passages()) == 3_000

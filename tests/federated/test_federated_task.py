@@ -76,6 +76,7 @@ def parts(folder: Path, made: FederationPlan | None, *, resume: bool = False) ->
 # -- what is done, and what is not done again --------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_system_and_seed_is_run_once_told_beside_the_paper_and_a_later_start_adds_to_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,6 +145,7 @@ def test_a_run_that_was_interrupted_goes_on_and_makes_no_finished_round_again(
     assert sorted(path.parent.name for path in fits) == ["stage1-000", "stage1-001"]
 
 
+@pytest.mark.slow
 def test_under_a_budget_systems_go_on_from_the_ledgers_of_stage_1_and_each_stays_within(tmp_path: Path) -> None:
     made = plan(privacy=EPS, secret_file=str(tmp_path / "secret"))
     Federated(systems=["stage1", "customised", "fed_negative"], seeds=[0, 1]).run(parts(tmp_path / "run", made))
@@ -388,6 +390,7 @@ def test_the_doctor_says_that_it_examines_no_federation_and_who_sees_what_in_it(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("eps", [None, 20.0])
 def test_without_stage_2_its_systems_are_refused_and_stage_1_is_run_and_charged_alone(
     eps: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -78,6 +78,7 @@ def test_a_silo_that_fails_in_a_round_is_named_the_round_goes_on_and_it_comes_ba
     assert result.faults[0].startswith("stage 1, round 0: client 'client1' failed: RuntimeError")
 
 
+@pytest.mark.slow
 def test_a_silo_that_answers_late_or_is_gone_is_named_and_takes_part_again(tmp_path: Path) -> None:
     rounds: list[str] = []
 
@@ -94,6 +95,7 @@ def test_a_silo_that_answers_late_or_is_gone_is_named_and_takes_part_again(tmp_p
     assert "did not answer within 30.0 seconds" in result.faults[0] and len(rounds) == 9
 
 
+@pytest.mark.slow
 def test_in_stage_2_an_asker_goes_on_without_the_silo_that_does_not_serve(tmp_path: Path) -> None:
     def fate(message: Message) -> Any:
         serves = message.metadata.message_type == "query.fedneg_serve"
@@ -107,6 +109,7 @@ def test_in_stage_2_an_asker_goes_on_without_the_silo_that_does_not_serve(tmp_pa
     assert all(list((tmp_path / "flower" / name).glob("personal-fed-000.safetensors")) for name in run.folders)
 
 
+@pytest.mark.slow
 def test_a_round_with_too_few_updates_ends_the_run_and_a_new_start_goes_on_from_there(tmp_path: Path) -> None:
     def fate(message: Message) -> Any:
         training = message.metadata.message_type == "train.stage1"

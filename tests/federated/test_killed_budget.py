@@ -165,6 +165,7 @@ def test_a_fit_that_was_killed_goes_on_and_nothing_of_it_is_paid_twice(
     assert total is not None and total.running == 0
 
 
+@pytest.mark.slow
 def test_a_fit_with_a_kept_optimizer_and_dropout_is_repeated_bit_by_bit_as_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,6 +191,7 @@ def no_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RoundAccountant, "__init__", lambda self, **more: init(self, **more, replay="never"))
 
 
+@pytest.mark.slow
 @moments(
     "request_announced",  # and of the steps `test_another_secret_repeats_nothing_and_stays_within_the_budget`
     before_the_first_step=at_record("intent", "stage1-000"),
@@ -214,6 +216,7 @@ def test_what_cannot_be_repeated_stays_charged_and_more_noise_pays_for_it(
     assert one.ledger is not None and one.ledger.total().running == 0  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_repeats")
 @pytest.mark.parametrize("again", [False, True], ids=["once", "and once more"])
 def test_where_everything_was_released_and_cannot_be_repeated_the_run_ends_with_the_weights_from_before(
@@ -236,6 +239,7 @@ def test_where_everything_was_released_and_cannot_be_repeated_the_run_ends_with_
         assert train(tmp_path).epsilon() == spent, "a finished run asks for nothing"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_repeats")
 def test_a_federation_of_which_a_silo_has_nothing_left_ends_and_says_so(tmp_path: Path) -> None:
     federation(tmp_path, SETTINGS, size=TWO)
@@ -267,6 +271,7 @@ def nothing_left(*_: object, **__: object) -> Any:
     raise NothingLeftError("federated.privacy.eps=20 leaves nothing for the rest")
 
 
+@pytest.mark.slow
 def test_another_secret_repeats_nothing_and_stays_within_the_budget(whole: SiloClient, tmp_path: Path) -> None:
     killed(at_record("intent", "stage1-001", nth=2, after=True), lambda: train(tmp_path))
     (tmp_path / "secret").unlink()
@@ -278,6 +283,7 @@ def test_another_secret_repeats_nothing_and_stays_within_the_budget(whole: SiloC
     assert one.ledger is not None and one.ledger.total().running == 0  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_a_repeat_that_fails_at_a_step_is_charged_with_what_was_announced_and_not_with_its_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -116,6 +116,7 @@ def test_the_secure_mean_is_the_weighted_mean_and_names_who_is_left_out() -> Non
 # -- whole runs ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_both_stages_run_and_a_second_start_makes_nothing_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,6 +206,7 @@ def test_rounds_whose_ledger_is_gone_are_not_gone_on_with(tmp_path: Path) -> Non
         federation(tmp_path, PRIVATE)
 
 
+@pytest.mark.slow
 def test_runs_with_one_folder_of_ledgers_share_a_budget_whatever_their_state_folders_are(tmp_path: Path) -> None:
     first = federation(tmp_path, PRIVATE).clients["client0"]
 
@@ -324,6 +326,7 @@ def test_a_run_without_a_budget_is_repeated_by_its_seed(tmp_path: Path) -> None:
     assert any(not torch.equal(runs[0][name], other[name]) for name in other)
 
 
+@pytest.mark.slow
 def test_between_two_refreshes_nobody_is_asked_and_a_run_that_goes_on_has_the_same_answers(tmp_path: Path) -> None:
     two = replace(SIZE, clients=2)
     one_round = replace(SMALL, stage1=replace(SMALL.stage1, warmup_rounds=0))
@@ -350,6 +353,7 @@ def test_a_client_without_answers_between_two_refreshes_says_so(tmp_path: Path) 
         run.clients["client0"].personalise(run.start, None, 1)
 
 
+@pytest.mark.slow
 def test_fewer_refreshes_leave_more_of_a_budget_for_training(tmp_path: Path) -> None:
     def noise(every: int) -> Any:
         stage = replace(PRIVATE.stage2, epochs=2, refresh_every=every)

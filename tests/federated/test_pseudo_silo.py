@@ -51,6 +51,7 @@ def listed(found: PerClient) -> dict[str, dict[str, list[float]]]:
     return {name: {metric: [*values] for metric, values in of.items()} for name, of in found.items()}
 
 
+@pytest.mark.slow
 def test_what_trains_on_them_learns_something_and_the_same_whoever_asked(tmp_path: Path) -> None:
     own = PddAs2(stage1=Stage1(warmup_rounds=0, rounds=1, batch_size=4, bm25_n=1, static_n=1, top_k=4, lr=3e-3))
     found, start = {}, {}

@@ -132,6 +132,7 @@ def test_rows_that_come_later_in_a_refresh_are_not_answered(tmp_path: Path) -> N
     assert set(one.content.array_records) == {"block.0"} and set(both.content.array_records) == {"block.1"}
 
 
+@pytest.mark.slow
 def test_a_run_whose_server_was_ended_between_request_and_epoch_goes_on_with_the_same_requests(tmp_path: Path) -> None:
     """Of a refresh that some silos have used already, the others get the answers that they would have got."""
 

@@ -84,6 +84,7 @@ def test_a_silo_in_order_becomes_a_supernode_that_runs_nothing_of_the_servers(
     assert "| what leaves a silo |" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_check_prints_who_sees_what_and_what_is_spent_and_leaves_no_trace(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -233,6 +234,7 @@ def test_a_folder_that_is_no_silo_and_a_flower_that_is_not_there_are_named(
         silo_command(["--settings", document(tmp_path, silo(tmp_path)), "--superlink", "a:1", "--insecure"])
 
 
+@pytest.mark.slow
 def test_a_task_runs_the_installed_app_whatever_the_server_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     # In a process of its own, since Flower's functions are replaced in it.
     code = (
@@ -260,6 +262,7 @@ def test_a_task_runs_the_installed_app_whatever_the_server_sent(monkeypatch: pyt
     assert "could run the server's code" in lines[2]
 
 
+@pytest.mark.slow
 def test_another_state_folder_does_not_give_a_silo_its_budget_back(tmp_path: Path) -> None:
     first = silo(tmp_path, PRIVATE).client()
     first.train_shared(first.model[0], 0)

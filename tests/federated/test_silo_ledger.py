@@ -94,6 +94,7 @@ def test_rounds_of_training_and_requests_are_charged_to_one_budget(tmp_path: Pat
     assert silo.epsilon() == pytest.approx(epsilon([train, asked], **TERMS))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_the_planned_noise_just_fits_the_budget() -> None:
     laws = ((Poisson(sample_rate=0.05), 40), (Poisson(sample_rate=0.2), 20))
     plan = split_budget(BUDGET, laws, requests=6, request_share=0.3, accountant="rdp")

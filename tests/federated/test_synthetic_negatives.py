@@ -106,6 +106,7 @@ def read(root: Path, **changes: Any) -> Any:
 # -- the whole path ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_verified_set_is_charged_once_to_its_silos_ledger(world: Path) -> None:
     found = read(world)
     assert 0 < len(found.texts) <= 24 and "epsilon" in found.claim and found.releases
@@ -142,6 +143,7 @@ def test_answers_are_embeddings_of_synthetic_queries_by_the_sentence_encoder(wor
         assert any(torch.equal(row, one) for one in wanted)
 
 
+@pytest.mark.slow
 def test_training_both_stages_on_synthetic_queries_spends_nothing_more(world: Path) -> None:
     run = federation(world, TRAINED)
     before = {name: one.epsilon() for name, one in run.clients.items()}
@@ -152,6 +154,7 @@ def test_training_both_stages_on_synthetic_queries_spends_nothing_more(world: Pa
     assert "the silo's DP generator wrote" in trust_table(TRAINED)
 
 
+@pytest.mark.slow
 def test_training_on_synthetic_queries_is_a_function_of_no_query_of_the_silos_own(world: Path, tmp_path: Path) -> None:
     """Other people's questions, the same synthetic ones: the same update and the same request, bit by bit."""
     first = client0(world, TRAINED)

@@ -29,6 +29,7 @@ def silos(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return silo_folders(write_silos(folder, planted_silos(SIZE), facts={}))
 
 
+@pytest.mark.slow
 def test_both_kinds_of_stage_2_go_on_from_one_stage_1_and_only_what_is_asked_for_is_measured(
     silos: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

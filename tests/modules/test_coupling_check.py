@@ -604,6 +604,7 @@ def test_rows_that_are_mixed_before_the_step_are_refused(tmp_path: Path) -> None
         train(tmp_path, MixesBeforeTheStep)
 
 
+@pytest.mark.slow
 def test_the_card_says_which_code_it_trusts(tmp_path: Path) -> None:
     fit(tmp_path / "run", Plain(privacy=dp(tmp_path)), extra=[PrivacyCard(run_dir=tmp_path / "run")])
     card = read_card(tmp_path / "run" / "privacy_card.json")

@@ -247,6 +247,7 @@ def test_a_private_run_leaves_a_generator_with_a_card_that_writes_what_it_learnt
     assert [query.text for query in ours] == [query.text for query in theirs]
 
 
+@pytest.mark.slow
 def test_a_private_run_that_was_killed_goes_on(tmp_path: Path) -> None:
     def trained(folder: Path, *, resume: bool = False, extra: Any = ()) -> QueryGenerator:
         module = decoder_only(privacy=dp(tmp_path, eps=8.0, noise_multiplier=3.0), lora={"r": 2})
@@ -259,6 +260,7 @@ def test_a_private_run_that_was_killed_goes_on(tmp_path: Path) -> None:
     assert found.keys() == dict(trained(tmp_path / "whole").named_parameters()).keys()
 
 
+@pytest.mark.slow
 def test_queries_are_synthesized_from_it(tmp_path: Path) -> None:
     folder = decoder_only(away=0.3).save_model(tmp_path / "g")
     write_parent_card(folder)

@@ -77,6 +77,7 @@ def test_fewer_are_drawn_where_fewer_are_asked_for_anew_in_every_epoch(tmp_path:
     assert seen == {"p7", "p9"}
 
 
+@pytest.mark.slow
 def test_training_brings_the_margins_near_the_teachers(tmp_path: Path) -> None:
     data = data_module(tmp_path / "data")
     labels = [

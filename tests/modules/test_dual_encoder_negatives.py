@@ -421,6 +421,7 @@ def test_a_declared_file_stands_on_the_card_as_an_assumption_and_so_does_another
     assert verify_card(card, tmp_path / "run" / "privacy_ledger.jsonl") == []
 
 
+@pytest.mark.slow
 def test_a_step_that_is_repeated_with_other_negatives_gets_fresh_noise_and_is_charged_again(tmp_path: Path) -> None:
     """Two sums under one noise could be subtracted; the ledger holds a keyed tag of the first."""
 
@@ -501,6 +502,7 @@ def same_weights(one: DualEncoder, other: DualEncoder) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
+@pytest.mark.slow
 def test_static_negatives_are_mined_anew_in_every_epoch_with_the_weights_of_its_start(tmp_path: Path) -> None:
     module = epochs(tmp_path / "run", cache=tmp_path / "private")
     static = module._negatives.of_rows.static  # type: ignore[union-attr]
@@ -508,6 +510,7 @@ def test_static_negatives_are_mined_anew_in_every_epoch_with_the_weights_of_its_
     assert len(list((tmp_path / "private").iterdir())) == 2
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_inside_an_epoch_goes_on_with_that_epochs_negatives(tmp_path: Path) -> None:
     whole = epochs(tmp_path / "whole", cache=tmp_path / "private" / "a")
     with pytest.raises(Killed):

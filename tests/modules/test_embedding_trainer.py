@@ -77,6 +77,7 @@ def test_images_train_under_every_mode_and_the_card_says_which_promise_was_made(
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_generator_dual_encoder_and_embedding_trainer_run_from_one_datamodule_under_one_accountant(
     tmp_path: Path,
 ) -> None:

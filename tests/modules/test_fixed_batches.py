@@ -174,6 +174,7 @@ def ledger(folder: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in json.loads(line).items() if key not in changing} for line in lines]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows_per_unit", ["one", "all"])
 def test_a_run_in_fixed_shapes_makes_the_same_updates_and_the_same_ledger(
     tmp_path: Path, rows_per_unit: str, monkeypatch: pytest.MonkeyPatch

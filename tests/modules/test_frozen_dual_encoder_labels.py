@@ -141,6 +141,7 @@ def test_a_private_row_moves_its_own_loss_alone_and_is_clipped_alone(tmp_path: P
         torch.testing.assert_close(clipper.take()["query_head.weight"], by_hand, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_step_on_labels_is_as_private_as_it_claims(tmp_path: Path) -> None:
     """Row by row, in company, padded and replaced; every row has labels, or a silent unit would test nothing."""
     records = [

@@ -215,6 +215,7 @@ def trained(folder: Path, *, resume: bool = False, seed: int = 0, extra: Sequenc
     return module
 
 
+@pytest.mark.slow
 def test_a_private_run_changes_the_prompt_alone_and_its_card_counts_it(tmp_path: Path) -> None:
     before = {name: p.detach().clone() for name, p in generator(prompt_tuning=PROMPT).named_parameters()}
     module = trained(tmp_path)

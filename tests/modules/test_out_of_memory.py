@@ -95,6 +95,7 @@ def test_a_step_that_runs_out_of_memory_begins_again_and_is_charged_once(
     assert tags[0] == tags[1], "every unit was counted once"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("largest", [1, 3, 5])
 def test_the_size_that_fits_is_found_once_and_kept(
     largest: int, undisturbed: tuple[Path, Tensor, int], tmp_path: Path
@@ -107,6 +108,7 @@ def test_the_size_that_fits_is_found_once_and_kept(
     assert len([size for size in module.sizes if size > largest]) == {1: 3, 3: 2, 5: 1}[largest]
 
 
+@pytest.mark.slow
 def test_a_unit_that_does_not_fit_ends_the_run_unpaid_and_a_shorter_model_goes_on(tmp_path: Path) -> None:
     with pytest.raises(DeviceMemoryError, match=r"a single unit of step 2.*before the step was noised or charged") as e:
         fit(tmp_path / "run", _FailsFrom(privacy=private(tmp_path), step=2), steps=STEPS)
@@ -160,6 +162,7 @@ def test_memory_that_runs_out_after_the_permit_is_charged_once_and_the_step_is_r
     check_no_key_reuse(records(tmp_path / "run"))
 
 
+@pytest.mark.slow
 def test_a_sum_that_was_torn_in_the_middle_is_forgotten(
     undisturbed: tuple[Path, Tensor, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,6 +184,7 @@ def test_a_sum_that_was_torn_in_the_middle_is_forgotten(
     assert torch.equal(module.layer.weight, weight) and kinds(tmp_path / "run") == kinds(whole / "run")
 
 
+@pytest.mark.slow
 def test_what_a_forgotten_try_counted_is_forgotten_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A unit that is counted as clipped twice would move a count by more than anybody could have noised it for."""
     counted: list[list[tuple[int, int]]] = []
@@ -295,6 +299,7 @@ def test_pieces_hold_every_slot_once_also_those_without_a_row() -> None:
     assert list(pieces_of(batch, None)) == [batch] and list(pieces_of(batch, 6)) == [batch]
 
 
+@pytest.mark.slow
 def test_no_measure_of_memory_enters_the_run_folder(undisturbed: tuple[Path, Tensor, int], tmp_path: Path) -> None:
     """That memory ran out depends on the private texts of a step: the ledger does not say it."""
     whole, _, _ = undisturbed

@@ -159,6 +159,7 @@ def test_gradient_checkpointing_changes_no_gradient() -> None:
 # -- training --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_without_privacy_it_learns_to_copy(tmp_path: Path) -> None:
     module = generator(lr=1e-2)
     pairs = copy_pairs(64)

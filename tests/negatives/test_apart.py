@@ -33,6 +33,7 @@ def test_an_embedding_is_the_same_whatever_else_is_embedded(some: list[str], oth
     assert together[len(others) :] == embeddings(some)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(LONG, LONG, st.integers(3, 48))
 def test_how_far_a_text_is_padded_follows_from_no_other_one(some: list[str], others: list[str], most: int) -> None:

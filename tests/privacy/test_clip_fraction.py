@@ -171,6 +171,7 @@ def test_no_unit_moves_the_sum_further_whether_it_is_emptied_or_taken_out(name: 
             assert bound > 1 or moved > least, "clipping and the count are put to the test"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip_groups", ["flat", "per_layer"])
 def test_the_sum_of_a_module_with_its_count_keeps_the_bound(clip_groups: Any) -> None:
     targets = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
@@ -218,6 +219,7 @@ def test_a_run_tells_the_share_under_noise_and_its_ledger_and_card_stand_for_it(
     assert verify_card(card, folder / "privacy_ledger.jsonl", folder=folder) == []
 
 
+@pytest.mark.slow
 def test_a_run_that_does_not_pay_for_the_share_tells_nothing_of_it(tmp_path: Path) -> None:
     fit(tmp_path / "run", Regression(privacy=dp(tmp_path)), extra=[PrivacyCard(run_dir=tmp_path / "run")])
     assert not logged(tmp_path / "run")
@@ -225,6 +227,7 @@ def test_a_run_that_does_not_pay_for_the_share_tells_nothing_of_it(tmp_path: Pat
     assert '"clip_fraction"' not in text and '"clipped' not in text and "share of clipped" not in text
 
 
+@pytest.mark.slow
 def test_a_step_that_is_repeated_tells_the_share_that_it_told_before(tmp_path: Path) -> None:
     def run(name: str, *, resume: bool = True, **settings: Any) -> dict[int, float]:
         torch.manual_seed(0)

@@ -347,18 +347,21 @@ def test_the_reference_run_gets_the_published_noise() -> None:
     assert knees[30] == 8192
 
 
+@pytest.mark.slow
 def test_a_budget_of_ones_own_is_among_those_that_noise_is_told_for() -> None:
     facts = describe_plan(build(budget=budget(2.5), steps=5))
     assert [row["eps"] for row in facts["noise_for"]] == [1.0, 2.5, 3.0, 8.0, 16.0]
     assert facts["noise_for"][1]["noise_multiplier"] == facts["noise_multiplier"]
 
 
+@pytest.mark.slow
 def test_a_description_tells_what_it_is_about_to_compute() -> None:
     told: list[str] = []
     describe_plan(build(steps=5), told.append)
     assert {"epsilon under each law and relation", "epsilon of several units", "noise for epsilon 8"} <= set(told)
 
 
+@pytest.mark.slow
 def test_the_description_under_add_or_remove_holds_nothing_but_declared_constants() -> None:
     private = build(
         budget=budget(neighbours="add_or_remove"), n_public=None, sample_rate=0.02, noise_multiplier=9.0, steps=5

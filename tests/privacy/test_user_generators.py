@@ -389,6 +389,7 @@ if name == "bernoulli_":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "overload"), [("bernoulli_", "bernoulli_.float"), ("exponential_", "exponential_")])
 def test_an_operation_that_makes_all_its_numbers_of_one_word_draws_each_from_the_generator(
     name: str, overload: str

@@ -28,11 +28,14 @@ def facts(neighbours: Any = "zero_out", **changes: Any) -> dict[str, Any]:
     "made",
     [
         {},
-        {"sampling": "truncated_poisson"},
+        pytest.param({"sampling": "truncated_poisson"}, marks=pytest.mark.slow),
         {"sampling": "shuffle"},
         {"sampling": "full_batch"},
-        {"neighbours": "replace_one"},
-        {"neighbours": "replace_one", "sampling": "fixed_size", "accountant": "rdp", "noise_multiplier": 30.0},
+        pytest.param({"neighbours": "replace_one"}, marks=pytest.mark.slow),
+        pytest.param(
+            {"neighbours": "replace_one", "sampling": "fixed_size", "accountant": "rdp", "noise_multiplier": 30.0},
+            marks=pytest.mark.slow,
+        ),
         {"neighbours": "add_or_remove", "n_public": None, "sample_rate": 0.02},
     ],
     ids=lambda made: "-".join(map(str, made.values())) or "default",

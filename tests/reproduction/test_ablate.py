@@ -67,6 +67,7 @@ def results(run: Path) -> dict[str, Any]:
     return dict(json.loads((run / "ablation.json").read_text(encoding="utf-8")))
 
 
+@pytest.mark.slow
 def test_every_run_on_synthetic_queries_has_a_generator_of_its_own_and_its_claim(tmp_path: Path) -> None:
     told = study(tmp_path).run(parts(tmp_path))
     run = tmp_path / "run"
@@ -90,6 +91,7 @@ def test_every_run_on_synthetic_queries_has_a_generator_of_its_own_and_its_claim
     assert not (run / "embeddings").exists(), "embeddings of queries are as private as the queries"
 
 
+@pytest.mark.slow
 def test_recipes_are_tested_against_the_baselines_and_zero_shot_alone(tmp_path: Path) -> None:
     study(tmp_path, only=["direct", "base", "none", "pseudo"]).run(parts(tmp_path))
     facts = results(tmp_path / "run")
@@ -99,6 +101,7 @@ def test_recipes_are_tested_against_the_baselines_and_zero_shot_alone(tmp_path: 
     assert {frozenset(("direct", "zero-shot")), frozenset(("direct", "base"))} <= compared
 
 
+@pytest.mark.slow
 def test_a_study_grows_and_no_finished_stage_is_done_again(tmp_path: Path) -> None:
     only = {"only": ["made", "none"], "likeness_texts": None}
     study(tmp_path, seeds=1, **only).run(parts(tmp_path))
@@ -115,6 +118,7 @@ def test_a_study_grows_and_no_finished_stage_is_done_again(tmp_path: Path) -> No
     assert ledger.read_bytes() == before and "pseudo" in told
 
 
+@pytest.mark.slow
 def test_what_the_queries_of_another_generator_made_is_refused_until_it_is_moved_as_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,6 +95,7 @@ def test_a_secret_that_the_model_would_cut_is_refused_before_canaries_are_writte
 # -- the study ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_study_writes_its_table_in_every_form_with_ceilings_beside_the_private_rows(tmp_path: Path) -> None:
     made = private(tmp_path)
     told = study(generator=forgetful).run(made)
@@ -117,6 +118,7 @@ def test_the_study_writes_its_table_in_every_form_with_ceilings_beside_the_priva
         assert "absence of evidence is no guarantee" in page and "none of them is for release" in page
 
 
+@pytest.mark.slow
 def test_a_study_goes_on_where_it_stopped_and_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = private(tmp_path)
     trained: list[Path] = []
@@ -202,6 +204,7 @@ def test_a_mode_that_trains_no_generator_is_refused_before_anything_runs(tmp_pat
 # -- the audit of a run ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_audit_puts_what_it_found_on_both_cards_of_the_run(tmp_path: Path, capsys: Any) -> None:
     run = run_with_canaries(tmp_path, partial(DPSGD, eps=8.0, noise_multiplier=2.0, secret_file=tmp_path / "secret"))
     audit = parts(tmp_path, run_dir=tmp_path / "audit")

@@ -76,6 +76,7 @@ def results(run: Path) -> dict[str, Any]:
     return dict(json.loads((run / "compare_modes.json").read_text(encoding="utf-8")))
 
 
+@pytest.mark.slow
 def test_every_mode_is_trained_several_times_and_stands_in_one_table(tmp_path: Path, synthetic: Path) -> None:
     told = compare(tmp_path, only=None, synthetic=synthetic, round_trip_filter=20).run(log_parts(tmp_path))
     run = tmp_path / "run"
@@ -107,6 +108,7 @@ def test_every_mode_is_trained_several_times_and_stands_in_one_table(tmp_path: P
     assert not list(run.glob("*/model")), "models are large, and nobody asked for them"
 
 
+@pytest.mark.slow
 def test_a_comparison_grows_by_seeds_and_no_finished_run_is_done_again(tmp_path: Path) -> None:
     compare(tmp_path).run(log_parts(tmp_path))
     run = tmp_path / "run"

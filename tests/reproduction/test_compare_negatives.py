@@ -57,6 +57,7 @@ def results(folder: Path) -> dict[str, Any]:
     return dict(json.loads((folder / "run" / "compare_negatives.json").read_text(encoding="utf-8")))
 
 
+@pytest.mark.slow
 def test_every_source_is_trained_several_times_and_stands_in_one_table(tmp_path: Path) -> None:
     told = compare(tmp_path, only=None).run(tiny_parts(tmp_path))
     names = ["BM25", "zero-shot", "in-batch"]
@@ -92,6 +93,7 @@ def test_the_passages_are_embedded_once_for_all_runs(tmp_path: Path, monkeypatch
     assert encoded.count("passage") == 1
 
 
+@pytest.mark.slow
 def test_a_comparison_grows_by_variants_and_refuses_other_settings(tmp_path: Path) -> None:
     compare(tmp_path).run(tiny_parts(tmp_path))
     with pytest.raises(ResumeError, match="resume=true"):
@@ -102,6 +104,7 @@ def test_a_comparison_grows_by_variants_and_refuses_other_settings(tmp_path: Pat
     assert list(told)[2:] == ["in-batch", "in-batch and random", "in-batch and bm25"]
 
 
+@pytest.mark.slow
 def test_what_the_privacy_mode_refuses_is_left_out_and_told(tmp_path: Path) -> None:
     private = partial(
         PublicPassages, eps=8.0, max_grad_norm=0.1, pool_size=8, noise_multiplier=2.0, secret_file=tmp_path / "secret"

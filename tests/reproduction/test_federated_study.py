@@ -229,6 +229,7 @@ def test_a_cell_has_the_result_that_the_same_settings_have_in_a_folder_of_their_
 # -- the task -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_study_goes_on_where_it_was_and_grows_by_seeds(tmp_path: Path, trained: list[str]) -> None:
     settings: dict[str, Any] = {"study": "data_ratio", "values": [0.5, 1.0], "plot": False, "min_free_mb": 1}
     FederatedStudy(seeds=[0], **settings).run(parts(tmp_path))
@@ -313,6 +314,7 @@ def test_sizes_reach_the_silos_that_are_trained(base: dict[str, Path], tmp_path:
     assert made == {name: math.ceil(round(shares[name] * whole[name], 9)) for name in base}
 
 
+@pytest.mark.slow
 def test_under_a_budget_every_cell_goes_on_with_ledgers_of_its_own_and_stays_within_it(tmp_path: Path) -> None:
     privacy = {"eps": 20.0, "delta": 1e-2, "accountant": "rdp"}
     stage1 = {**STAGE1, "batch_size": 4}

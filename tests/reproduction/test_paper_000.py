@@ -145,6 +145,7 @@ def test_each_row_of_tables_3_and_4_is_one_training_under_its_own_budget(
     assert direct[1]["paper"]["nDCG@10"] == 0.0386
 
 
+@pytest.mark.slow
 def test_an_interrupted_reproduction_goes_on_with_the_trainings_that_are_left(
     public: Path, tmp_path: Path, asked: list[Any]
 ) -> None:
@@ -189,6 +190,7 @@ def test_a_result_is_known_again_by_another_process_whose_functions_lie_elsewher
         trainings(replace(own, resume=True)).result("x", [partial(made_anew(), lr=0.2)], lambda _: 8)
 
 
+@pytest.mark.slow
 def test_what_is_not_there_is_left_out_with_its_reason_and_the_rest_is_told(
     public: Path, tmp_path: Path, asked: list[Any]
 ) -> None:
@@ -206,6 +208,7 @@ def test_what_is_not_there_is_left_out_with_its_reason_and_the_rest_is_told(
     assert "holds none of" in report["left_out"]["zero_shot"]
 
 
+@pytest.mark.slow
 def test_original_queries_and_what_may_repeat_them_are_shown_only_where_declared_public(
     public: Path, tmp_path: Path, asked: list[Any]
 ) -> None:

@@ -82,6 +82,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_study_ends_with_the_papers_figures_tables_and_what_was_promised(finished: Path) -> None:
     report = finished / "run" / "report"
     pictures = {"relative_loss", "smoothed_loss", "batch_sizes", "confusion", "runtime", "held_out_loss", "losses",
@@ -119,6 +120,7 @@ def test_no_card_of_a_study_states_an_epsilon_since_its_losses_are_shown(finishe
         assert claim["guarantee"] == guarantee and claim["epsilon"] is None
 
 
+@pytest.mark.slow
 def test_runs_of_one_seed_start_from_the_same_weights_and_others_from_others(tmp_path: Path) -> None:
     starts: list[tuple[str, torch.Tensor]] = []
 
@@ -141,6 +143,7 @@ class Stop(L.Callback):
             raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 def test_an_interrupted_study_goes_on_where_it_stopped(tmp_path: Path) -> None:
     def stopping(callbacks: list[Any], **settings: Any) -> L.Trainer:
         return trainer(callbacks=[*callbacks, Stop()], **settings)
@@ -158,6 +161,7 @@ def test_an_interrupted_study_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert read_curve(tmp_path / "run" / "non_private_seed0" / "curve.jsonl").steps == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_the_second_task_trains_a_classifier_on_each_frozen_encoder(finished: Path, tmp_path: Path) -> None:
     weights = finished / "run" / "logit_dp_seed0" / "model" / "model.safetensors"
     before = weights.read_bytes()
@@ -227,6 +231,7 @@ def test_a_variant_out_of_range_is_refused(changes: dict[str, Any]) -> None:
         Variant(**{"label": "x", "privacy": NoPrivacy, "lr": 0.1} | changes)
 
 
+@pytest.mark.slow
 def test_variants_beside_the_papers_can_be_run_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As where several processes share the work, each with some of the variants."""
     study(only=["sigmoid"], seeds=[0]).run(parts(tmp_path))

@@ -54,6 +54,7 @@ def test_random_draws_so_many_different_trials_by_a_public_seed(tmp_path: Path) 
     assert len(SweepFile.read(written(tmp_path, method="random", run_cap=99)).trials()) == 4, "all there are"
 
 
+@pytest.mark.slow
 def test_the_command_line_is_the_one_that_wandbs_agent_would_make(tmp_path: Path) -> None:
     utils = pytest.importorskip("wandb.sdk.launch.sweeps.utils")
     file = SweepFile.read(written(tmp_path))

@@ -397,6 +397,7 @@ def cost(own: Sequence[Release], trials: int, *starts: Path) -> float:
     return compose_across_runs([*list(own) * trials, *earlier], delta=delta, neighbours="zero_out")[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("counted", [True, False])
 def test_what_a_start_cost_is_planned_where_the_ledger_does_not_count_it_and_told_once(
     counted: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -418,6 +419,7 @@ def test_what_a_start_cost_is_planned_where_the_ledger_does_not_count_it_and_tol
     assert write_report(sweep).epsilon == pytest.approx(together)
 
 
+@pytest.mark.slow
 def test_a_limit_that_just_covers_the_start_once_and_all_trials_is_enough_and_a_smaller_one_is_refused(
     tmp_path: Path,
 ) -> None:
@@ -456,6 +458,7 @@ def test_a_start_stays_counted_when_its_first_trial_fails_and_the_others_are_giv
     assert ledger.give_back(sweep.id).epsilon >= cost([], 0, parent) * (1 - 1e-9)
 
 
+@pytest.mark.slow
 def test_a_run_outside_the_sweep_counts_the_same_start_no_second_time_and_another_start_beside_it(
     tmp_path: Path,
 ) -> None:

@@ -157,6 +157,7 @@ def test_a_command_that_trains_no_trial_ends_the_sweep_with_the_first(tmp_path: 
     assert len(calls(made)) == 1
 
 
+@pytest.mark.slow
 def test_an_interruption_ends_the_trial_too(tmp_path: Path) -> None:
     made, _ = sweep(tmp_path, "slow")
     code = (

@@ -39,6 +39,7 @@ class Shoot:
                 os.kill(process.pid or 0, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_shot_leaves_one_sentence_and_what_it_had_finished(
     whole: Path, source: Path, tmp_path: Path
 ) -> None:

@@ -220,6 +220,7 @@ def begin_with_the_streams_of(run: Path, other: Path) -> None:
     (other / "privacy_ledger.jsonl").write_text(first + "\n", encoding="utf-8")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["granted", "half a checkpoint"])
 def test_without_replay_a_killed_run_pays_for_what_it_repeats(moment: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
@@ -301,6 +302,7 @@ class KillBeforeTheCard(Callback):
         raise RuntimeError("killed after the last step")
 
 
+@pytest.mark.slow
 def test_a_run_killed_after_its_last_step_still_gets_its_model_and_card(tmp_path: Path) -> None:
     class Saving(Regression):
         def save_model(self, folder: Path) -> None:

@@ -72,6 +72,7 @@ def of(facts: dict[str, Any], part: str, name: str) -> dict[str, Any]:
     return dict(one)
 
 
+@pytest.mark.slow
 def test_exact_requests_name_every_query_of_every_silo(found: dict[str, Any]) -> None:
     exact = of(found, "requests", "exact (the paper)")
     assert exact["pooled"]["named"]["1"]["value"] > 0.95 and exact["pooled"]["nearness"]["auc"] > 0.95

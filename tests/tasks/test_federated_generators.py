@@ -79,6 +79,7 @@ def world(made: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_every_silo_gets_a_verified_set_and_is_told_what_it_spent_and_what_is_left(made: Path) -> None:
     told = json.loads((made / "internal_generators.json").read_text())["silos"]
     assert set(told) == {"client0", "client1"}
@@ -107,6 +108,7 @@ def test_what_is_finished_is_not_made_again_and_other_settings_are_refused(
         task(eps=4.0).run(parts(world, plan(world), resume=True))
 
 
+@pytest.mark.slow
 def test_one_silo_of_a_folder_and_one_of_its_owner(world: Path, tmp_path: Path) -> None:
     alone = world / "silos" / "clients" / "client1"
     shutil.rmtree(alone / "synthetic")
@@ -146,6 +148,7 @@ def test_a_system_that_uses_no_generator_is_not_charged_with_one(world: Path, tm
     assert "generator" not in (ledger / "silo_ledger.query.jsonl").read_text()
 
 
+@pytest.mark.slow
 def test_an_owners_silo_reads_the_set_with_the_state_of_its_generator_and_with_no_other(world: Path) -> None:
     from lit_dpret.federated.flower.node import check_silo
 

@@ -69,6 +69,7 @@ def histogram(chain: Path) -> Path:
     return chain / "histogram"
 
 
+@pytest.mark.slow
 def test_the_card_claims_training_and_histogram_composed_from_one_ledger(chain: Path, histogram: Path) -> None:
     card, parent = read_card(histogram), read_card(chain / "generator")
     records = PrivacyLedger.read(histogram / "privacy_ledger.jsonl").records

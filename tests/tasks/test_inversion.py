@@ -90,6 +90,7 @@ def test_a_report_on_private_texts_is_internal(encoders: dict[str, Path], texts:
     )
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_and_gives_the_same(encoders: dict[str, Path], texts: Path, tmp_path: Path) -> None:
     made = run_of(tmp_path / "run")
     first = task(encoders["plain"], texts).run(made)

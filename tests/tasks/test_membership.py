@@ -117,6 +117,7 @@ def attack(run: Path, **settings: Any) -> Membership:
     return Membership(**{"run": run, "queries": 120, "shadows": 0, "min_free_mb": 1, "resamples": 50} | settings)
 
 
+@pytest.mark.slow
 def test_a_run_without_privacy_gives_its_members_away_and_the_report_is_internal(
     make: Make, open_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -161,6 +162,7 @@ def test_others_from_another_split_come_with_a_caveat_and_never_with_an_alarm(
     assert all(one["evidence"] is None for one in found["attacks"])
 
 
+@pytest.mark.slow
 def test_shadow_attacks_resume_by_the_model_and_give_the_same(make: Make, open_run: Path, tmp_path: Path) -> None:
     task = partial(attack, open_run, shadows=4, minutes=5.0)
     made = make(tmp_path / "attack", steps=6)
@@ -247,6 +249,7 @@ def encoder_run(make: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_an_encoder_is_attacked_by_its_own_signals(make: Make, encoder_run: Path, tmp_path: Path) -> None:
     aucs = attack(encoder_run, pool=60).run(make(tmp_path / "attack", make_module=make_encoder))
     assert aucs["auc/logit"] > 0.7

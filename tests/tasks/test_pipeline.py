@@ -53,6 +53,7 @@ def test_a_training_that_cannot_be_made_is_refused_before_another_one_spends(tmp
     assert not list((tmp_path / "run").rglob("privacy_ledger.jsonl"))
 
 
+@pytest.mark.slow
 def test_what_a_published_seed_leaves_without_a_claim_lies_in_folders_for_its_owner_alone(tmp_path: Path) -> None:
     made = partial(DPSGD, eps=8.0, noise_multiplier=2.0, noise_seed=7, secret_file=tmp_path / "secret")
     pipeline(only=("synthetic", "direct")).run(parts(tmp_path, make_privacy=made))
@@ -63,6 +64,7 @@ def test_what_a_published_seed_leaves_without_a_claim_lies_in_folders_for_its_ow
         assert card.parent.stat().st_mode & 0o077 == 0, stage
 
 
+@pytest.mark.slow
 def test_no_text_is_encoded_twice_but_the_log_once_together_and_once_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,7 +122,7 @@ def test_the_pipeline_ends_with_every_row_its_cards_and_a_report(tmp_path: Path)
         "pseudo_round_trip",
     )
     shown = {path for path in open_to_others(run) if not path.startswith(tuple(f"{stage}/" for stage in protected))}
-    assert shown == {"pipeline.fingerprint"}, "nothing of a model without privacy, and no table that has its row"
+    assert not shown, "nothing of a model without privacy, and no table that has its row"
     assert "generator/privacy_card.json" in open_to_others(run), "what is protected can be shown"
     assert not (run / "embeddings").exists(), "embeddings of queries are as private as the queries"
     report = (run / "report.html").read_text(encoding="utf-8")
@@ -130,6 +132,7 @@ def test_the_pipeline_ends_with_every_row_its_cards_and_a_report(tmp_path: Path)
         assert system in report and system in json.dumps(rows)
 
 
+@pytest.mark.slow
 def test_a_declared_rate_is_that_of_every_private_row_and_what_divides_its_sum_is_not_made_of_n(tmp_path: Path) -> None:
     mode = partial(
         DPSGD, eps=8.0, delta=1e-3, noise_multiplier=2.0, neighbours="add_or_remove", secret_file=tmp_path / "secret"
@@ -145,6 +148,7 @@ def test_a_declared_rate_is_that_of_every_private_row_and_what_divides_its_sum_i
         assert (plan["law"]["sample_rate"], plan["plan"]["denominator"]) == (0.2, batch), stage
 
 
+@pytest.mark.slow
 def test_the_filter_keeps_the_queries_that_find_their_passage_and_the_report_says_how_many(tmp_path: Path) -> None:
     pipeline(round_trip_filter=5, queries_per_passage=2).run(parts(tmp_path))
     run = tmp_path / "run"

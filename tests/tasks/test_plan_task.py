@@ -51,6 +51,7 @@ def test_a_plan_is_printed_written_and_drawn_without_reading_data(
     assert max(map(len, shown.splitlines())) <= 80
 
 
+@pytest.mark.slow
 def test_epochs_stand_for_the_trainers_steps(tmp_path: Path) -> None:
     Plan(units=1000, epochs=0.5, plot=False).run(parts(tmp_path))
     facts = json.loads((tmp_path / "run" / "plan.json").read_text(encoding="utf-8"))
@@ -58,6 +59,7 @@ def test_epochs_stand_for_the_trainers_steps(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "plan.png").exists()
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_had_leaves_the_privacy_plan_whole(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -124,6 +126,7 @@ def test_a_mode_that_promises_nothing_has_no_plan(tmp_path: Path) -> None:
         Plan(units=1000).run(parts(tmp_path, make_privacy=NoPrivacy))
 
 
+@pytest.mark.slow
 def test_a_plan_of_data_that_are_read_cautions_of_lengths_that_cut_most_texts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -37,6 +37,7 @@ def test_a_preset_has_the_hyper_parameters_of_the_paper(size: str) -> None:
     assert cfg.model._target_.endswith("QueryGenerator") and cfg.privacy._target_.endswith("DPSGD")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "lora"), [("small", False), ("xl", False), ("xl", True)])
 def test_a_preset_is_planned_where_there_are_no_weights_and_no_gpu(size: str, lora: bool, tmp_path: Path) -> None:
     cfg = composed(

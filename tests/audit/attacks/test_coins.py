@@ -86,6 +86,7 @@ def make_generator(privacy: Any) -> Any:
     return generator(privacy=privacy)
 
 
+@pytest.mark.slow
 def test_a_run_with_coins_trains_on_heads_alone_and_says_where_its_model_lies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -142,6 +142,7 @@ def trained() -> dict[str, PrefixDecoder]:
     return found
 
 
+@pytest.mark.slow
 def test_embeddings_that_hold_the_words_tell_more_than_shuffled_ones(trained: dict[str, PrefixDecoder]) -> None:
     ids = Words(tokenizer(), 6).ids(TEXTS[:100])
     own, counts = losses_of(trained["own"], ids, VECTORS[:100], batch_size=32)

@@ -383,6 +383,7 @@ def test_a_true_curve_is_contradicted_in_five_percent_at_most_however_many_pairs
     assert wrong / EXPERIMENTS <= MOST
 
 
+@pytest.mark.slow
 def test_lower_bounds_at_several_deltas_hold_all_at_once() -> None:
     """The union of their errors is no larger than one of them: their events are nested."""
     rng, curve = np.random.default_rng(52), [pair for pair in gaussian_curve(1.5) if 1e-9 < pair[1] < 1e-2]

@@ -91,6 +91,7 @@ def test_the_module_is_left_as_it_was() -> None:
     assert set(module.__dict__) == attributes and module._guard is None
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_result_and_another_one_another() -> None:
     first, again = (assert_private(regression(), lines(), 1.0, DELTA, trials=FEW) for _ in range(2))
     other = assert_private(regression(), lines(), 1.0, DELTA, trials=FEW, seed=1)

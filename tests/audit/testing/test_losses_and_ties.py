@@ -40,6 +40,7 @@ def last_use_only(patch: Patch) -> None:
     patch.setattr(ghost, "squared_norms", lambda uses, *rest: squared_norms([u[-1:] for u in uses], *rest))
 
 
+@pytest.mark.slow
 def test_a_tied_weight_passes() -> None:
     Tied().check()
 
@@ -104,6 +105,7 @@ class PaddedToTheBatch(Regression):
         return super().per_row_loss(rows) * rows["longest"]
 
 
+@pytest.mark.slow
 def test_padding_that_changes_a_loss_fails_with_the_rows_and_cannot_be_seen_in_tensors() -> None:
     rows = [Line(f"q{i}", str(i), f"p{i}", str(i % 3), frozenset()) for i in range(5)]
     torch.manual_seed(0)

@@ -298,6 +298,7 @@ def test_the_unmutated_step_passes(engine: str) -> None:
 # -- the audit, where everything else is switched off ----------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "passes"), [("honest", True), ("a sixth", False)])
 def test_the_statistical_audit_alone_tells_them_apart(name: str, passes: bool, monkeypatch: Patch) -> None:
     from lit_dpret.audit.testing import private

@@ -54,6 +54,7 @@ def test_the_plan_takes_images_as_units_and_finds_no_user_with_too_many(tmp_path
     assert planned.plan is not None and planned.plan.budget.unit == "pair"
 
 
+@pytest.mark.slow
 def test_a_run_over_images_spends_its_epsilon_and_replays_its_views_after_a_kill(tmp_path: Path) -> None:
     folder = tiny.parquet(tmp_path / "images")
     accountant = PrivacyAccountant(run_dir=tmp_path / "whole", eps_log_points=1)

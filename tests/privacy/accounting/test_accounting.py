@@ -229,6 +229,7 @@ def test_order_labels_and_bundling_change_nothing() -> None:
         assert eps(*whole, accountant=accountant) == eps(*pieces, accountant=accountant)
 
 
+@pytest.mark.slow
 def test_epsilon_rises_with_steps_and_falls_with_noise_and_delta() -> None:
     for accountant in get_args(AccountantName):
         by_steps = [eps(gaussian(1.5, count=c), accountant=accountant) for c in (1, 10, 100, 1000)]

@@ -38,6 +38,7 @@ def test_one_step_below_the_chosen_cap_costs_more_than_half_a_per_cent(neighbour
     assert all(cost <= 0.005 for cost in around[STRIDE:])
 
 
+@pytest.mark.slow
 def test_the_cap_grows_with_what_must_not_be_lost() -> None:
     def cap(most: float = 0.005, delta: float = DELTA) -> int:
         return choose_cap(
@@ -81,6 +82,7 @@ def of_copies(cap: int, copies: int, noise: float = 0.6882, **law: float) -> flo
     return group_epsilon([release], delta=s["delta"], units=copies)
 
 
+@pytest.mark.slow
 def test_a_hundredth_of_the_cap_gives_five_and_ten_copies_a_number_at_the_quickstarts_settings(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -90,6 +92,7 @@ def test_a_hundredth_of_the_cap_gives_five_and_ten_copies_a_number_at_the_quicks
     assert of_copies(wider, 5) < 16 and of_copies(wider, 10) < 40
 
 
+@pytest.mark.slow
 def test_a_cap_that_cannot_help_ten_copies_for_a_hundredth_helps_as_many_as_it_can(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -99,6 +102,7 @@ def test_a_cap_that_cannot_help_ten_copies_for_a_hundredth_helps_as_many_as_it_c
     assert bare < wider <= 1.01 * bare and of_copies(wider, 5, **law) < 16
 
 
+@pytest.mark.slow
 def test_a_cap_stays_as_it_is_where_copies_would_cost_more_or_have_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     few = {"n": 1000, "sample_rate": 0.03, "steps": 60, "noise": 0.9}
     caps = [chosen(monkeypatch, copies=copies, **few) for copies in ((), (10, 5, 2))]

@@ -50,6 +50,7 @@ RECORDED = [  # noise of the paper's run at epsilon 3, 8 and 16; epsilon of 2, 5
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("noise", "recorded"), RECORDED)
 def test_several_units_cost_what_was_recorded(noise: float, recorded: tuple[float, ...]) -> None:
     """The recorded numbers were discretised at 1e-3 to 2e-3, ours are at 1e-4: at most a little less."""
@@ -133,6 +134,7 @@ def test_never_above_group_privacy_of_one_units_curve(units: int) -> None:
     assert epsilon([release], delta=DELTA, neighbours="zero_out") < ours < bound
 
 
+@pytest.mark.slow
 def test_one_unit_is_the_ordinary_epsilon_and_every_further_one_costs() -> None:
     for law in (Poisson(sample_rate=Q), TruncatedPoisson(sample_rate=Q, cap=90, n=2000), FullBatch()):
         release = drawn(4.0, law)
@@ -154,6 +156,7 @@ def test_without_sampling_k_units_are_one_of_k_times_the_size() -> None:
         assert everyone == pytest.approx(ten, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_different_releases_compose_in_any_order_and_above_each_of_them() -> None:
     releases = [drawn(1.5), drawn(3.0, Poisson(sample_rate=0.1), 20), drawn(30.0, FullBatch(), 2)]
     whole = group(*releases, units=3)

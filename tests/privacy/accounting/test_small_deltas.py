@@ -76,6 +76,7 @@ def test_several_units_at_a_small_delta_are_not_understated() -> None:
     assert lower <= claimed <= 1.05 * lower
 
 
+@pytest.mark.slow
 def test_prv_understates_nothing_or_refuses() -> None:
     steps, rate, noise = 100_000, 0.1, 52.7
     releases = [GaussianRelease(noise_multiplier=noise, law=Poisson(sample_rate=rate), count=steps)]
@@ -86,6 +87,7 @@ def test_prv_understates_nothing_or_refuses() -> None:
         assert proved_at_least(steps, rate, noise, delta) <= claimed
 
 
+@pytest.mark.slow
 def test_the_curve_of_prv_ends_where_it_can_tell_no_delta_from_rounding() -> None:
     releases = [GaussianRelease(noise_multiplier=52.7, law=Poisson(sample_rate=0.1), count=120_000)]
     told = [delta for _, delta in epsilon_curve(releases, neighbours="zero_out", accountant="prv")]
@@ -93,7 +95,7 @@ def test_the_curve_of_prv_ends_where_it_can_tell_no_delta_from_rounding() -> Non
     assert len(epsilon_curve(releases, neighbours="zero_out", deltas=(1e-10,))) == 1
 
 
-@pytest.mark.parametrize("count", [2, 37, 300])
+@pytest.mark.parametrize("count", [2, 37, pytest.param(300, marks=pytest.mark.slow)])
 def test_no_probability_of_a_composition_is_below_the_exact_one(count: int) -> None:
     probs = np.array([0.015625, 0.40625, 0.5, 0.0625, 2.0**-40, 2.0**-30])
     probs[2] += 1 - probs.sum()

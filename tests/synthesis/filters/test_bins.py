@@ -59,6 +59,7 @@ def test_a_topic_is_the_nearest_centroid_of_public_passages_and_fitting_is_repea
     assert found.tolist() == (vectors @ np.array(bins.spec()["centroids"]).T).argmax(axis=1).tolist()
 
 
+@pytest.mark.slow
 def test_no_query_has_a_say_in_the_bin_of_another_one(encoder: Path) -> None:
     """The boundary runs through the embedding that a query has in a batch, which is another one without one query."""
     coins = np.random.default_rng(0)

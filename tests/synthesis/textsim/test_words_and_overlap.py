@@ -26,6 +26,7 @@ from lit_dpret.synthesis.textsim.words import ngrams, words
 # -- words ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(st.text())
 def test_the_words_joined_are_the_normalised_text(text: str) -> None:
     assert "".join(words(text)) == without_punctuation(text)
