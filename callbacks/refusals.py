@@ -302,7 +302,9 @@ def _validates_on_declared_data(run: Candidate) -> None:
 
 
 def refuse_protected_queries(trainer: L.Trainer, module: Any, data: Any) -> None:
-    """Refuse to evaluate on what the run protects; ``data`` is set up, which the other checks do not wait for."""
+    """Refuse to evaluate on, or to publish, what the run protects; ``data`` is set up, unlike for other checks."""
+    if hasattr(module, "refuse_protected"):
+        module.refuse_protected(data)
     for callback in Candidate(trainer, module, data).callbacks:
         if hasattr(callback, "refuse_protected"):
             callback.refuse_protected(module, data)

@@ -164,18 +164,61 @@ class TextCodec:
         return [[*(ids[:-1] if ids and ids[-1] == eos else ids)[:kept], *tail] for ids in rows]
 
 
-def chat_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
-    """Return the prompt as the user's turn in the chat template of the tokenizer, up to where the answer begins.
+@dataclass(frozen=True)
+class Example:
+    """A public passage and a public query of it, shown to the model before the passage that it is to ask about."""
+
+    passage: str
+    query: str
+
+    @classmethod
+    def read(cls, source: str | Path | Sequence[Mapping[str, str]] | None) -> list[Example]:
+        """Return the examples of a file of JSON lines, or of records; each has a ``passage`` and a ``query``.
+
+        Raises:
+            ConfigurationError: A record is none, or the file cannot be read.
+        """
+        if isinstance(source, str | Path):
+            try:
+                lines = Path(source).expanduser().read_text(encoding="utf-8").splitlines()
+                source = [json.loads(line) for line in lines if line.strip()]
+            except (OSError, ValueError) as error:
+                raise ConfigurationError(f"model.few_shot={source} is no file of JSON lines: {error}") from error
+        found = []
+        for number, record in enumerate(source or (), start=1):
+            texts = [record.get(key) for key in ("passage", "query")] if isinstance(record, Mapping) else [None]
+            if not all(isinstance(text, str) and text.strip() and PASSAGE not in text for text in texts):
+                raise ConfigurationError(
+                    f'model.few_shot: example {number} is not of the form {{"passage": "...", "query": "..."}}, with '
+                    f"words in both and no {PASSAGE} in either."
+                )
+            found.append(cls(*map(str, texts)))
+        return found
+
+
+def whole_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, examples: Sequence[Example], *, chat: bool) -> str:
+    """Return the text around a passage: the examples, each in the prompt and answered, and the prompt itself.
+
+    With ``chat`` they are turns of the tokenizer's chat template, up to where the last answer begins; else texts with
+    a blank line between them.
 
     Raises:
         ConfigurationError: The tokenizer has no chat template.
     """
+    asked = [(prompt.replace(PASSAGE, example.passage), example.query) for example in examples]
+    if not chat:
+        return "".join(f"{question}{answer}\n\n" for question, answer in asked) + prompt
     if not tokenizer.chat_template:
         raise ConfigurationError(
             "model.chat=true, and the tokenizer has no chat template: the model was not taught to chat. "
             "Set model.chat=false and write the prompt as a text that a query continues."
         )
-    turns = [{"role": "user", "content": prompt}]
+    turns = [
+        turn
+        for question, answer in asked
+        for turn in ({"role": "user", "content": question}, {"role": "assistant", "content": answer})
+    ]
+    turns.append({"role": "user", "content": prompt})
     text = str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
     first = tokenizer("", verbose=False)["input_ids"]
     # A template that writes the begin mark itself, for a tokenizer that sets it too.

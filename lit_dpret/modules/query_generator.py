@@ -34,13 +34,14 @@ from lit_dpret.modules.fine_tuning import (
 )
 from lit_dpret.modules.generator_folder import (
     PASSAGE,
+    Example,
     GeneratorContract,
     GeneratorModel,
     TextCodec,
-    chat_prompt,
     load_generator,
     refuse_tuned_prompt,
     save_generator,
+    whole_prompt,
 )
 from lit_dpret.modules.language_models import (
     build_language_model,
@@ -82,6 +83,9 @@ class QueryGenerator(PrivateModule):
             model needs it. It is public. Null for the family's own: ``generate_query: ``, or
             ``Passage: {passage}\nQuestion: ``.
         chat: Put the prompt into the tokenizer's chat template, as the user's turn.
+        few_shot: Public examples that a decoder-only model reads before each passage: a file of JSON lines, or records,
+            with ``passage`` and ``query``. They are part of the prompt, which is published, and count in
+            ``max_passage_length``. A query that the run protects is refused among them.
         max_passage_length: Tokens of prompt and passage together.
         max_query_length: Tokens of a query.
         lower_case: Lower-case passages and queries.
@@ -117,6 +121,7 @@ class QueryGenerator(PrivateModule):
         tokenizer: str | Path | PreTrainedTokenizerBase | None = None,
         prompt: str | None = None,
         chat: bool = False,
+        few_shot: str | Path | Sequence[Mapping[str, str]] | None = None,
         max_passage_length: int = 384,
         max_query_length: int = 128,
         lower_case: bool = False,
@@ -153,6 +158,9 @@ class QueryGenerator(PrivateModule):
             model = build_language_model(config or {}, known, dropout=dropout)
         self.pretrained = RANDOM_WEIGHTS if pretrained is None else str(pretrained)
         self.family = family_of(model.config)
+        self.examples = Example.read(few_shot)
+        if lower_case:
+            self.examples = [Example(each.passage.lower(), each.query.lower()) for each in self.examples]
         contract = GeneratorContract(
             prompt=self._prompt(prompt, known, chat),
             max_passage_length=max_passage_length,
@@ -273,7 +281,30 @@ class QueryGenerator(PrivateModule):
                 f"model.prompt={text!r} has no {PASSAGE}: a decoder-only model reads passage and query as one text, "
                 f"and must see where the query begins. Write {self.family.default_prompt!r}, or leave it null."
             )
-        return chat_prompt(known, text) if chat else text
+        if self.examples and not isinstance(self.family, DecoderOnly):
+            raise ConfigurationError(
+                "model.few_shot needs a decoder-only model, which goes on as a text began; an encoder-decoder is "
+                "trained to answer one passage. Leave it null."
+            )
+        return whole_prompt(known, text, self.examples, chat=chat)
+
+    def refuse_protected(self, data: Any) -> None:
+        """Refuse a train query of ``data``, which is set up, among the examples: they are written into the release.
+
+        Raises:
+            ConfigurationError: One of them is there, in these words.
+        """
+        collection = getattr(data, "collection", None)
+        if self.privacy.guarantee != "dp" or not self.examples or collection is None:
+            return
+        asked = {" ".join(example.query.split()).casefold() for example in self.examples}
+        for query in collection.qrels.get("train", {}):
+            if " ".join(collection.queries[query].split()).casefold() in asked:
+                raise ConfigurationError(
+                    "model.few_shot holds a train query of the run's own data in the same words: the prompt is "
+                    "published with the model, and the run protects that query. Take examples of public data.",
+                    trap="T25",
+                )
 
     def _check_sizes(self) -> None:
         vocabulary, words = self.model.get_input_embeddings().num_embeddings, len(self.codec.tokenizer)

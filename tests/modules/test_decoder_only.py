@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from torch import Tensor
 from lit_dpret.callbacks import PrivacyCard
 from lit_dpret.cards.card import read_card
 from lit_dpret.cards.verification import verify_chain
+from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.modules import QueryGenerator
 from lit_dpret.modules.generator_folder import GeneratorContract, GeneratorModel, TextCodec, load_generator
@@ -161,14 +163,66 @@ def test_a_space_behind_the_passage_belongs_to_the_first_token_of_the_query_and_
     assert words.asked == [([" who"], False), (["\nQ:"], False), (["P: text"], True)]
 
 
-def test_a_chat_template_surrounds_the_prompt() -> None:
+def chatting() -> Any:
     words = tokenizer()
     words.chat_template = (
         "{% for message in messages %}<{{ message.role }}> {{ message.content }} </{{ message.role }}>{% endfor %}"
         "{% if add_generation_prompt %} <assistant> {% endif %}"
     )
-    module = decoder_only(tokenizer=words, chat=True)
+    return words
+
+
+def test_a_chat_template_surrounds_the_prompt() -> None:
+    module = decoder_only(tokenizer=chatting(), chat=True)
     assert module.codec.contract.prompt == "<user> Passage: {passage} Ask:  </user> <assistant> "
+
+
+LONG = {"model_type": "llama", **DECODERS["llama"], "max_position_embeddings": 128}
+EXAMPLES: list[dict[str, str]] = [
+    {"passage": "Rain falls", "query": "What falls"},
+    {"passage": "cats sleep", "query": "who sleeps"},
+]
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_examples_are_answered_before_the_passage_and_saved_with_the_prompt(chat: bool, tmp_path: Path) -> None:
+    lines = tmp_path / "examples.jsonl"
+    lines.write_text("".join(json.dumps(example) + "\n" for example in EXAMPLES))
+    words = chatting() if chat else tokenizer()
+    settings: dict[str, Any] = {"tokenizer": words, "chat": chat, "config": LONG, "max_passage_length": 80}
+    modules = [decoder_only(few_shot=given, lower_case=True, **settings) for given in (EXAMPLES, lines)]
+    prompt = modules[0].codec.contract.prompt
+    assert prompt == modules[1].codec.contract.prompt
+    if chat:
+        assert prompt == (
+            "<user> Passage: rain falls Ask:  </user><assistant> what falls </assistant>"
+            "<user> Passage: cats sleep Ask:  </user><assistant> who sleeps </assistant>"
+            "<user> Passage: {passage} Ask:  </user> <assistant> "
+        )
+    else:
+        assert prompt == (
+            "Passage: rain falls Ask: what falls\n\nPassage: cats sleep Ask: who sleeps\n\nPassage: {passage} Ask: "
+        )
+    saved = modules[0].save_model(tmp_path / "model")
+    assert QueryGenerator.load_model(saved).codec.passages(["a"]) == modules[1].codec.passages(["a"])
+
+
+def test_a_train_query_of_the_run_is_refused_among_the_examples_in_any_case_and_spacing(tmp_path: Path) -> None:
+    module = decoder_only(few_shot=EXAMPLES, config=LONG, max_passage_length=80, privacy=dp(tmp_path))
+    log = [{"query": f"what is {i}", "passage": f"it is {i}"} for i in range(16)]
+    for row, refused in (
+        ({"query": "WHO  sleeps", "passage": "dogs"}, True),
+        ({"query": "who", "passage": "x"}, False),
+    ):
+        pairs = tmp_path / "log.jsonl"
+        pairs.write_text("".join(json.dumps(line) + "\n" for line in [*log, row]))
+        data = PairsDataModule(pairs=pairs, expected_batch_size=4)
+        data.setup("fit")
+        if refused:
+            with pytest.raises(ConfigurationError, match=r"model\.few_shot"):
+                module.refuse_protected(data)
+        else:
+            module.refuse_protected(data)
 
 
 # -- sampling --------------------------------------------------------------------------------
@@ -290,6 +344,10 @@ def test_plain_transformers_read_the_folder(tmp_path: Path) -> None:
         ({"max_passage_length": 36}, "model.max_passage_length"),
         ({"prompt": "{passage}"}, "model.prompt"),
         ({"chat": True}, "model.chat"),
+        ({"few_shot": "nowhere.jsonl"}, "model.few_shot=nowhere.jsonl"),
+        ({"few_shot": [{"passage": "a", "question": "b"}]}, "model.few_shot"),
+        ({"few_shot": [{"passage": "a {passage}", "query": "b"}]}, "model.few_shot"),
+        ({"few_shot": EXAMPLES}, "model.max_passage_length"),
         ({"dropout": 0.1}, "model.dropout"),
         ({"config": {"model_type": "llama", **DECODERS["llama"], "eos_token_id": 7}}, "eos_token_id"),
     ],
