@@ -56,10 +56,13 @@ def metric_names(rows: Sequence[RowResult]) -> list[str]:
 
 
 def show(interval: Measured | None, *, sign: str = "") -> str:
-    """``0.412 [0.398, 0.425]``, or a dash where nothing was measured; ``sign="+"`` shows the sign of a gain."""
+    """``0.412 [0.398, 0.425]``, or a dash where nothing was measured; ``sign="+"`` shows the sign of a gain.
+
+    Where all samples or seeds gave one value there is no interval: one without width would look like certainty.
+    """
     if interval is None or math.isnan(interval.mean):
         return "–"
-    if math.isnan(interval.low) or math.isnan(interval.high):
+    if math.isnan(interval.low) or math.isnan(interval.high) or abs(interval.high - interval.low) < 1e-9:
         return f"{interval.mean:{sign}.3f}"
     return f"{interval.mean:{sign}.3f} [{interval.low:{sign}.3f}, {interval.high:{sign}.3f}]"
 

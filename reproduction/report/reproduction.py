@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +27,7 @@ from reproduction.federated.study_page import gain_grid, read_study, study_grid
 from reproduction.published import PAPER_002 as PUBLISHED
 from reproduction.report import variant_figures as figures
 from reproduction.report.variant_runs import UNTRAINED, VariantRun, read_runs
-from reproduction.report.variants import UNTRAINED_RUNS, MetricsTable, equal_negatives
+from reproduction.report.variants import RUNS, UNTRAINED_RUNS, MetricsTable, equal_negatives
 
 SCHEMA = "lit-dpret/reproduction/1"
 # Blocks from the folder of a part's results; a picture is drawn to the second path. `DataError` where they lack it.
@@ -77,7 +78,7 @@ class PartTold:
     command: str  # what runs it alone
     results: Path | None = None  # the folder of its results; None where there are none
     absent: str = ""  # then why
-    seconds: float | None = None  # its last attempt took; None where nobody measured
+    seconds: float | None = None  # it took, the last attempt or all stored runs; None where nobody measured
     taken: bool = False  # its results are those of an earlier run
 
 
@@ -101,6 +102,7 @@ def write_reproduction(
 ) -> dict[str, State]:
     """Write ``NAME.md``, ``.html``, ``.json``, tables as ``.csv``, and pictures; returns what became of each item."""
     folder.mkdir(parents=True, exist_ok=True)
+    parts = [_as_run(part) for part in parts]
     known = {part.name: part for part in parts}
     told = [_tell(item, known, folder, quote=quote) for item in paper.items]
     sections = [
@@ -124,6 +126,20 @@ def write_reproduction(
         sections=sections, facts=facts, tables=tables, owner_only=paper.internal,
     ).write(folder)  # fmt: skip
     return {one.item.number: one.state for one in told}
+
+
+def _as_run(part: PartTold) -> PartTold:
+    """Add what the stored runs of a part say of their number, steps and time; other parts are told as they are."""
+    if part.results is None or not (part.results / RUNS).is_file():
+        return part
+    runs = read_runs(part.results / RUNS)
+    many = Counter(run.variant for run in runs).values()
+    counted = " to ".join(f"{count}" for count in sorted({min(many), max(many)}))
+    steps = " to ".join(f"{count:,}" for count in sorted({ends(run.steps[-1] for run in runs) for ends in (min, max)}))
+    plural = "" if counted == "1" else "s"
+    told = f"Run here: {counted} run{plural} of each variant, {steps} steps each. {part.sizes}"
+    seconds = sum(run.seconds[-1] for run in runs if run.seconds)
+    return replace(part, sizes=told.rstrip(), seconds=max(seconds, part.seconds or 0.0) or None)
 
 
 def _tell(item: Item, parts: Mapping[str, PartTold], folder: Path, *, quote: bool) -> _Told:
@@ -182,7 +198,7 @@ def _made_by(parts: Sequence[PartTold], command: str) -> list[Block]:
         state = part.absent or ("taken from an earlier run" if part.taken else "run")
         minutes = "–" if part.seconds is None else f"{part.seconds / 60:.1f}"
         rows.append((part.name, state, minutes, part.sizes))
-    grid = Grid(("part", "state", "minutes of the last attempt", "sizes"), rows, frozenset({2}))
+    grid = Grid(("part", "state", "minutes, of all runs where they were measured", "sizes"), rows, frozenset({2}))
     commands = "\n".join(part.command for part in parts if part.results is not None)
     blocks: list[Block] = [Paragraph("All of it:"), Code(command), grid]
     return [*blocks, Paragraph("Each part alone:"), Code(commands)] if commands else blocks

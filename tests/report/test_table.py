@@ -49,6 +49,7 @@ def test_an_unmeasured_metric_is_a_dash_and_never_a_zero() -> None:
     assert show(None) == show(Interval(NAN, NAN, NAN)) == "–"
     assert show(Interval(0.5, NAN, NAN)) == "0.500"
     assert show(Interval(0.5, 0.4, 0.6)) == "0.500 [0.400, 0.600]"
+    assert show(Interval(0.5, 0.5, 0.5)) == "0.500", "where all agree there is no interval, not one without width"
 
 
 def test_the_console_shows_every_number_with_its_interval_and_its_privacy() -> None:

@@ -21,7 +21,7 @@ from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.tasks.parts import ComposedRun, Parts, as_typed
 from reproduction import SecondTask, Suite, SuitePart
 from reproduction import suite as papers
-from reproduction.report.reproduction import Item, Paper
+from reproduction.report.reproduction import Item, Paper, PartTold, _as_run
 from reproduction.report.variant_runs import write_runs
 from reproduction.report.variants import PAPER_METRICS
 
@@ -438,3 +438,15 @@ def test_what_a_shell_would_change_is_quoted_on_a_page(tmp_path: Path, ran: list
     assert replace(parts(tmp_path, ran), command=f"{command} resume=true").command_again() == command
     shell = ["bash", "-c", f"printf '%s\\n' {as_typed(words)}"]
     assert subprocess.run(shell, capture_output=True, text=True, check=True).stdout.splitlines() == words
+
+
+def test_a_page_takes_the_size_of_its_runs_from_the_runs_and_not_from_the_settings() -> None:
+    stored = Path(__file__).parents[2] / "docs/reproduction/paper_002"
+    page = json.loads((stored / "paper_002.json").read_text(encoding="utf-8"))
+    for part in page["parts"]:
+        runs = stored / "parts" / part["name"] / "runs.jsonl"
+        if runs.is_file():
+            steps = {json.loads(line)["steps"][-1] for line in runs.read_text(encoding="utf-8").splitlines()}
+            assert all(f"{count:,} steps each" in part["sizes"] for count in steps)
+            told = _as_run(PartTold(name=part["name"], sizes="", command="", results=runs.parent, seconds=1.0))
+            assert part["sizes"].startswith(told.sizes) and part["seconds"] >= (told.seconds or 0.0)
