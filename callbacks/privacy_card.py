@@ -160,10 +160,10 @@ class PrivacyCard(Callback):
                 data.privacy_card_path,
                 subject,
                 CardFacts(
-                    mechanism=mechanism,
+                    mechanism=mechanism | {"started_from": began},
                     tuning=self.tuning,
                     environment=environment,
-                    assumptions=[*leaks(records), declared_start(began)],
+                    assumptions=[*leaks(records), declared_start(began, f"training of {own}")],
                 ),
                 description=f"training a {own} on it",
                 ledger_records=records,

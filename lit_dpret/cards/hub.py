@@ -43,7 +43,7 @@ def claim_metadata(card: Mapping[str, Any]) -> dict[str, Any]:
 
 def base_model_of(card: Mapping[str, Any]) -> str | None:
     """Return the hub's name of the weights that training started from; None where the card names no such."""
-    name = str(card["pretraining"].get("model"))
+    name = str(card["mechanism"].get("started_from", card["pretraining"].get("model")))
     return _PACKAGED.get(name, name if _REPOSITORY.fullmatch(name) else None)
 
 

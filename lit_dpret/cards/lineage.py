@@ -137,12 +137,13 @@ def _below(folder: Path, name: str, *, depth: int | None) -> Iterator[Path]:
         inner[:] = [] if deep else sorted(one for one in inner if not one.startswith("."))
 
 
-def copy_lineage(card: Path, folder: Path) -> None:
+def copy_lineage(card: Path, folder: Path, near: Path | None = None) -> None:
     """Copy what a check of ``card`` follows it through: the cards of its parents, and the ledger that epsilon is from.
 
-    They go into one numbered folder each, so that they are found again wherever ``folder`` lies beside the card.
+    They go into one numbered folder each, so that they are found again wherever ``folder`` lies beside the card. They
+    are looked for around ``near``, by default the card itself.
     """
-    lineage, place = Lineage(), card
+    lineage, place = Lineage(), near or card
     for number, parent in enumerate(read_card(card)["parents"], start=1):
         lineage.look_near(place)
         if (met := lineage.card(str(parent["sha256"]))) is None:

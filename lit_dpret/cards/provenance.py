@@ -173,7 +173,7 @@ _READ = {
     "InsuranceQA, may be among them, and the claim does not cover what it knew before."
 }
 
-_RANDOM_START = f"Training started from {RANDOM_WEIGHTS}, as declared."
+_RANDOM_START = f"Training on the private data started from {RANDOM_WEIGHTS}, as declared."
 
 
 def start_parents(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -182,12 +182,15 @@ def start_parents(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [] if start is None else list(start["parents"])
 
 
-def declared_start(model: str | None) -> Assumption:
-    """State what is taken on trust where nothing is known of the weights that training started from."""
+def declared_start(model: str | None, what: str = "training on the private data") -> Assumption:
+    """State what is taken on trust where nothing is known of the weights that ``what`` started from."""
     if model == RANDOM_WEIGHTS:
-        return Assumption(f"{_RANDOM_START} No private data went into them.", "unverified")
+        text = (
+            f"{what[0].upper()}{what[1:]} started from {RANDOM_WEIGHTS}, as declared. No private data went into them."
+        )
+        return Assumption(text, "unverified")
     return Assumption(
-        f"No private data went into {_named(model)}, from which training started, as declared: numbers do not tell "
+        f"No private data went into {_named(model)}, from which {what} started, as declared: numbers do not tell "
         "where they come from.",
         "unverified",
     )
@@ -256,12 +259,14 @@ def start_text(judged: Judged, accounted: Mapping[str, Any], model: str | None =
             return {}
         if model == RANDOM_WEIGHTS:
             return {"start": _RANDOM_START}
-        text = f"Training started from {_named(model)}: that no private data went into it is declared."
+        text = (
+            f"Training on the private data started from {_named(model)}: that no private data went into it is declared."
+        )
         return {"start": text + _READ.get(str(model), "")}
     if start["public"]:
-        return {"start": f"Training started from {start['name']}, which was declared to be public."}
+        return {"start": f"Training on the private data started from {start['name']}, which was declared to be public."}
     counted = _is_histogram(records)
-    text = "This histogram is charged together with" if counted else "Training started from"
+    text = "This histogram is charged together with" if counted else "Training on the private data started from"
     text += f" {start['name']}, which was trained on private data (card sha256 {start['card_sha256']})."
     if (plan := judged.claimed_plan) is None:
         return {"start": text}

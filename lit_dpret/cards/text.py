@@ -234,10 +234,13 @@ def statement(card: Card) -> str:
 def _mechanism_sentence(card: Card) -> str:
     mechanism = card["mechanism"]
     if mechanism["kind"] == "post_processing":
-        parent = card["parents"][0]
+        parent, subject, began = card["parents"][0], card["subject"], mechanism.get("started_from")
+        began = "weights that are not named" if began == "unstated" else began
+        itself = f' Training of "{subject["name"]}" itself started from {began}.' if began else ""
         return (
-            f'"{card["subject"]["name"]}" was computed from "{parent["name"]}" without going back to the private data '
-            f"({mechanism['description']}). That is post-processing and costs no privacy, so the claim is its parent's."
+            f'"{subject["name"]}" ({subject["artifact_type"]}) was computed from "{parent["name"]}" (card sha256 '
+            f"{parent['sha256'][:12]}) without going back to the private data ({mechanism['description']}). That is "
+            f"post-processing and costs no privacy, so the claim is its parent's.{itself}"
         )
     n = mechanism.get("n_public")
     size = f" on {n} {card['claim']['unit_plural']}" if n else ""
@@ -320,8 +323,8 @@ def _claim_sentence(card: Card) -> str:
     return (
         f"The result satisfies (epsilon = {printed_epsilon(card)}, delta = {show_delta(claim['delta'])})-differential "
         f"privacy with respect to {claim['neighbours_text']}, {how}. In plain words: whatever is done with what is "
-        f"released, the odds of any guess about one such unit change by a factor of at most "
-        f"{_factor(claim['epsilon'])}, except with a probability of about {show_delta(claim['delta'])}."
+        f"released, such a change makes any conclusion more probable by a factor of at most "
+        f"{_factor(claim['epsilon'])}, and by at most {show_delta(claim['delta'])} beyond that."
     )
 
 
@@ -394,10 +397,10 @@ def _sections(card: Card) -> list[Section]:
     ]
     if claim["unprotected_quantities"]:
         sections.append(Section("Taken as public", [Bullets(claim["unprotected_quantities"])]))
-    sections.append(Section("Not covered", [Bullets(card["not_covered"])]))
-    if card["assumptions"]:
-        checks = Checks([(a["holds"], a["text"]) for a in card["assumptions"]])
-        sections.append(Section("Assumptions", [checks]))
+    sections.append(Section("Not covered", [Bullets(not_covered(card))]))
+    if card["assumptions"]:  # those of its parents among them, of which some are the same
+        checks = dict.fromkeys((a["holds"], a["text"]) for a in card["assumptions"])
+        sections.append(Section("Assumptions", [Checks(list(checks))]))
     sections.append(Section("What was done", [Facts(_mechanism_rows(card["mechanism"]))]))
     if accounting is not None:
         sections.append(Section("Accounting", _accounting_blocks(card)))
@@ -406,6 +409,22 @@ def _sections(card: Card) -> list[Section]:
     sections += audit_sections(card)
     sections.append(Section("Origin", _origin_blocks(card)))
     return sections
+
+
+_RUN = "the training on the private data"
+
+
+def not_covered(card: Card) -> list[str]:
+    """List what the claim leaves out, each gap once, with the artefacts that have it where several do."""
+    names = {card["subject"]["name"], *(parent["name"] for parent in card["parents"])}
+    whose: dict[str, list[str]] = {}
+    for entry in card["not_covered"]:
+        name, _, gap = str(entry).partition(": ")
+        if gap and name in names:
+            whose.setdefault(gap, []).append(name)
+        else:
+            whose.setdefault(entry, []).append(_RUN)
+    return [gap if of == [_RUN] else f"{', '.join(of)}: {gap}" for gap, of in whose.items()]
 
 
 def _mechanism_rows(mechanism: Mapping[str, Any]) -> list[tuple[str, object]]:

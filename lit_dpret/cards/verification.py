@@ -98,7 +98,17 @@ class Verification:
     def format(self) -> str:
         """One line for each finding, between the claim, where nothing failed, and the verdict."""
         words = {"ok": "ok", "failed": "FAILED", "not_checked": "not checked"}
-        lines = [f"{words[f.outcome]:<12} {f.artefact}, {f.check}: {f.text}" for f in self.findings]
+        held = {f.artefact: f.text.removeprefix(_UNDECIDED).split(", ") for f in self.findings if f.check == "entries"}
+        every = [place for place in next(iter(held.values()), []) if all(place in places for places in held.values())]
+        others: dict[str, list[str]] = {}
+        for name, places in held.items():
+            others.setdefault(", ".join(place for place in places if place not in every), []).append(name)
+        lines = [
+            f"{words[f.outcome]:<12} {f.artefact}, {f.check}: {f.text}" for f in self.findings if f.check != "entries"
+        ]
+        if held:  # said once for all cards: most of the entries are the same
+            told = "".join(f"; of {', '.join(names)} also {own}" for own, names in others.items() if own)
+            lines.append(f"{words['not_checked']:<12} {', '.join(held)}, entries: {_UNDECIDED}{', '.join(every)}{told}")
         counts = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in self.to_dict()["counts"].items())
         return "\n".join([*([self.claim] if self.claim and not self.failed else []), *lines, f"checks: {counts}"])
 
@@ -109,6 +119,7 @@ class Verification:
 
 
 _SHOWN = 5
+_UNDECIDED = "nothing here decides these, so a signature alone holds them: "
 _OPENED = re.compile(r"---[ \t]*(\n|\Z)")
 _HEADER = re.compile(r"---\n(.*?)\n---(\n|\Z)", re.DOTALL)
 _OF_THE_PROGRAM = ("checksum", "environment", "package_versions")
@@ -211,8 +222,7 @@ def _follow(
 def _tell_undecided(result: Verification, found: FoundCard, decided: frozenset[Place]) -> None:
     """Name the entries of a card that no check compared with anything."""
     if places := _undecided(found.card, decided | {("schema",), ("checksum",)}, ()):
-        text = f"nothing here decides these, so a signature alone holds them: {', '.join(places)}"
-        result.pass_over(_name(found), "entries", text)
+        result.pass_over(_name(found), "entries", f"{_UNDECIDED}{', '.join(places)}")
 
 
 def _undecided(value: Any, decided: frozenset[Place], place: Place) -> list[str]:

@@ -39,7 +39,7 @@ def with_task(arguments: list[str]) -> list[str]:
         >>> with_task(["compare", "runs/a", "runs/b", "task.level=0.9"])
         ['task=compare', "task.run_a='runs/a'", "task.run_b='runs/b'", 'task.level=0.9']
         >>> with_task(["verify", "runs/a"])
-        ['task=verify', "task.card='runs/a'"]
+        ['task=verify', 'hydra.run.dir=.', 'hydra.output_subdir=null', "task.card='runs/a'"]
 
     Raises:
         ConfigurationError: The first argument is neither a setting, nor an option, nor a task, or ``compare`` is
@@ -61,7 +61,8 @@ def with_task(arguments: list[str]) -> list[str]:
         words = ", ".join([*tasks, "list", "silo"])
         raise ConfigurationError(f"{arguments[0]!r} is neither a setting (name=value) nor a task: {words}.")
     knobs = _POSITIONAL.get(arguments[0], ())
-    return [f"task={arguments[0]}", *_by_place(arguments[0], knobs, arguments[1:])]
+    nowhere = ["hydra.run.dir=.", "hydra.output_subdir=null"] if arguments[0] == "verify" else []  # it writes nothing
+    return [f"task={arguments[0]}", *nowhere, *_by_place(arguments[0], knobs, arguments[1:])]
 
 
 def quoted(argument: str) -> str:

@@ -172,6 +172,7 @@ class FederatedFacts:
     passages: Mapping[str, float] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)  # everything that results depend on, by name
     notes: Sequence[str] = ()  # further remarks
+    data: Mapping[str, str] = field(default_factory=dict)  # which data, as every result says (`data_facts`)
 
     @property
     def terms(self) -> str:
@@ -409,6 +410,7 @@ def _data(rows: Sequence[FederatedRow], by_name: Mapping[str, FederatedRow], fac
     """Everything on the page as data; means of private queries, and so as internal as the page."""
     return {
         "schema": _SCHEMA,
+        **facts.data,
         "internal": "computed on private queries; covered by no guarantee",
         "eps": facts.eps,
         "unit": facts.unit,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_dpret.cards.blocks import Banner, Block, Bullets, Code, Grid, Paragraph, Section, esc, to_html
-from lit_dpret.cards.text import claim_blocks, privacy_line
+from lit_dpret.cards.text import claim_blocks, not_covered, privacy_line
 from lit_dpret.files import write_whole
 from lit_dpret.privacy.ledger.chain import today
 from lit_dpret.report.chart import bar_chart
@@ -144,7 +144,7 @@ def _privacy(card: Mapping[str, Any] | None) -> list[Section]:
                 Paragraph(f"In one line: {privacy_line(card)}", small=True),
             ],
         ),
-        Section("What is not covered", [Bullets(card["not_covered"])]),
+        Section("What is not covered", [Bullets(not_covered(card))]),
     ]
 
 

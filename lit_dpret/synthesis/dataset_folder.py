@@ -18,7 +18,7 @@ from string import Template
 from typing import Any
 
 from lit_dpret.cards.hub import check_license, claim_metadata, front_matter, stated_languages
-from lit_dpret.cards.text import show_epsilon
+from lit_dpret.cards.text import not_covered, show_epsilon
 from lit_dpret.datamodules.rows import stable_hash
 from lit_dpret.errors import DataError
 from lit_dpret.files import SUMMARY_NAME, SYNTHETIC_SCHEMA
@@ -316,7 +316,7 @@ def _privacy_lines(privacy: Mapping[str, Any] | None) -> list[str]:
         "",
         "### What is not covered",
         "",
-        *[f"- {gap}" for gap in privacy["not_covered"]],
+        *[f"- {gap}" for gap in not_covered(privacy)],
     ]
 
 

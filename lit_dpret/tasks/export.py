@@ -46,6 +46,7 @@ from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.ranking import fingerprints
 
 OURS = "lit_dpret.modules."
+PROVENANCE = "provenance"
 
 
 @dataclass(kw_only=True)
@@ -55,7 +56,7 @@ class Export:
     Guarantees:
         - A synthetic set goes out only if its card, its files, and all that the card was derived from pass the checks
           of `task=verify`; with it go the cards and the ledger that those checks read, and nothing else of its
-          folder. What is sent passes them alone.
+          folder. What is sent passes them alone. They go with a model too, where they are found around its run.
         - The folder's privacy card repeats the claim of the run that the checkpoint belongs to and names its
           card by SHA-256; a run without a card is refused.
         - What proves no guarantee goes to no hub unless that is said (``push_without_guarantee``), and nothing goes
@@ -112,7 +113,8 @@ class Export:
                 f"{run_dir} holds no {CARD_NAME}: nobody could say what {path.name} promises. Finish the run "
                 "(resume=true), or name a checkpoint inside its run folder as task.checkpoint."
             )
-        claim = read_card(run_dir / CARD_NAME)["claim"]  # refused before anything is built
+        run_card = read_card(run_dir / CARD_NAME)  # refused before anything is built
+        claim, done = run_card["claim"], run_card["mechanism"]
         public = metrics.get("whose") == "public" and metrics.get("split") != "train"
         if self.evaluation is not None and not public and claim["guarantee"] == "dp":
             raise ConfigurationError(
@@ -128,8 +130,11 @@ class Export:
         def card_of(files: list[Path]) -> dict[str, Any]:
             return inherit_card(
                 run_dir / CARD_NAME,
-                subject_of("weights", type(module).__name__, files, root=parts.run_dir / MODEL_FOLDER),
-                CardFacts(environment=environment_facts(device="cpu", precision=_precision(module))),
+                subject_of("weights", f"exported {type(module).__name__}", files, root=parts.run_dir / MODEL_FOLDER),
+                CardFacts(
+                    mechanism={name: done[name] for name in ("started_from",) if name in done},
+                    environment=environment_facts(device="cpu", precision=_precision(module)),
+                ),
                 description=f"writing the checkpoint {path.name} out as a model folder",
             )
 
@@ -144,6 +149,12 @@ class Export:
         facts |= {"header": front_matter(self._header(card, metrics, encoder=encoder))}
         facts |= {"sides_differ": (folder / "router_config.json").is_file()}
         (folder / "README.md").write_text(render("model_card.md", facts), encoding="utf-8")
+        copy_lineage(folder / CARD_NAME, folder / PROVENANCE, near=run_dir / CARD_NAME)
+        if failed := verify_chain(folder, self_contained=True).failed:  # a parent that lies elsewhere, say
+            sys.stdout.write(
+                f"warning: who gets {folder} alone cannot check its card (lit-dpret verify): {failed[0].artefact}, "
+                f"{failed[0].check}: {failed[0].text}\n"
+            )
         return _handed_on("model", folder, hub)
 
     def _hub(self, kind: Literal["model", "dataset"], name: str, guarantee: str) -> HubRepository | None:
@@ -182,7 +193,7 @@ class Export:
             into.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, into)
         if known is not None:
-            copy_lineage(card, folder / "provenance")
+            copy_lineage(card, folder / PROVENANCE)
             if failed := verify_chain(folder, self_contained=True).failed:
                 raise VerificationError(
                     f"{folder} would not pass task=verify task.self_contained=true where it arrives, so it is sent "

@@ -18,7 +18,8 @@ import lightning as L
 import numpy as np
 
 from lit_dpret.callbacks import ProgressLine
-from lit_dpret.datamodules.silo_folder import read_silo
+from lit_dpret.datamodules.identity import data_facts
+from lit_dpret.datamodules.silo_folder import read_manifest, read_silo
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.federated.plan import FederationPlan
 from lit_dpret.federated.silo_ledger import PASSAGE_LEDGER
@@ -134,6 +135,7 @@ class Federated:
         settings = plan.settings(self.seeds[0])
         facts = FederatedFacts(
             silos={name: read_silo(folder).counts() for name, folder in silos.items()},
+            data=data_facts(plan.silos, {name: read_manifest(folder)["sha256"] for name, folder in silos.items()}),
             split=self.split,
             model=plan.model.describe(),
             trust=[(one.what, one.server, one.silos, one.protection) for one in sights(settings)],

@@ -25,6 +25,7 @@ from lit_dpret.audit.statistics.evidence import check_confidence
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.start import model_folder
 from lit_dpret.datamodules import SiloDataModule
+from lit_dpret.datamodules.identity import data_facts
 from lit_dpret.datamodules.rows import normalise
 from lit_dpret.datamodules.silo_folder import read_manifest, silo_folders
 from lit_dpret.encoders import Side, TextEncoder
@@ -119,7 +120,8 @@ class FederatedAttacks:
         self._check_sizes(counts)
         stages = Stages(parts.run_dir, resume=parts.resume, fingerprint=self._fingerprint(parts))
         make = self._maker().check()
-        facts = self._facts(parts, counts)
+        about = data_facts(self.silos, {name: read_manifest(data)["sha256"] for name, data in folders.items()})
+        facts = self._facts(parts, counts) | about
         if "requests" in self.attacks:
             facts["requests"] = self._requests(parts, stages, folders, make)
         if "updates" in self.attacks:

@@ -17,6 +17,7 @@ import numpy as np
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.blocks import Grid
 from lit_dpret.cards.start import model_folder
+from lit_dpret.datamodules.identity import data_facts
 from lit_dpret.datamodules.rows import normalise
 from lit_dpret.datamodules.silo_folder import Silo, SiloQuery, read_silo
 from lit_dpret.encoders import Towers, load_towers
@@ -72,9 +73,11 @@ class HardNegatives:
         check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
         silo = read_silo(self.silo)
         place = model_folder(self.encoder) if Path(str(self.encoder)).is_dir() else self.encoder
-        cases = self._cases(silo, self._drawn(silo, parts.seed), load_towers(place))
+        drawn = self._drawn(silo, parts.seed)
+        cases = self._cases(silo, drawn, load_towers(place))
         facts: dict[str, Any] = {
             "internal": self.whose == "private",
+            **data_facts(self.silo, silo.sentences, {query.qid: query.text for query in drawn}),
             "silo": silo.name,
             "sentences": len(silo.sentences),
             "encoder": Path(str(self.encoder)).name,

@@ -24,6 +24,7 @@ from lit_dpret.cards.file import CARD_NAME, file_sha256, read_card
 from lit_dpret.cards.recomputed import ceilings_of
 from lit_dpret.cards.start import model_folder
 from lit_dpret.cards.text import privacy_line
+from lit_dpret.datamodules.identity import data_facts
 from lit_dpret.encoders import load_towers
 from lit_dpret.errors import ConfigurationError, DataError, PrivacyViolation
 from lit_dpret.modules.generator_folder import is_generator
@@ -200,6 +201,7 @@ class Membership(MembershipSettings):
         if trained is not None:
             scores |= shadow_scores(signals, trained.matrix, population=suspects.population)
         facts = self._facts(target, suspects, claim, trained)
+        facts |= data_facts(data, dict(zip(suspects.ids, suspects.texts(), strict=True)))
         if shadows is not None and shadows.why_none is not None:
             facts["caveats"].append(shadows.why_none)
         if self.release is not None:

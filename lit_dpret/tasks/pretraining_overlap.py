@@ -11,6 +11,7 @@ from typing import Any
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.blocks import Banner, Block, Bullets, Code, Grid, Section, to_html, to_markdown
 from lit_dpret.cards.file import CARD_NAME
+from lit_dpret.datamodules.identity import data_facts
 from lit_dpret.datamodules.readers import RecordFile
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.files import write_whole
@@ -82,6 +83,7 @@ class PretrainingOverlap:
         if not read.documents:
             raise DataError(f"task.corpus={self.corpus} holds no record.")
         facts: dict[str, Any] = {
+            **data_facts(data, sources[_PASSAGES], sources[_QUERIES]),
             "corpus": {"name": self.corpus.name, "documents": read.documents, "words": read.words},
             "sampled": self.sampled,
             "split": self.split,

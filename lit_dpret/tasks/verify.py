@@ -13,14 +13,12 @@ from lit_dpret.cards.signature import check_signature, sign_card
 from lit_dpret.cards.verification import verify_chain
 from lit_dpret.errors import ConfigurationError, VerificationError
 from lit_dpret.files import write_whole
-from lit_dpret.tasks.parts import Parts, check_run_dir
-
-REPORT = "verify.json"
+from lit_dpret.tasks.parts import Parts
 
 
 @dataclass(kw_only=True)
 class Verify:
-    """Check a card against its files, its ledger and its parents; write ``verify.json``."""
+    """Check a card against its files, its ledger and its parents; write its findings into ``report``, if named."""
 
     card: Path
     parents: Sequence[Path] = ()
@@ -30,6 +28,7 @@ class Verify:
     public_key: str | Path | None = None
     sign_with: str | Path | None = None
     self_contained: bool = False
+    report: Path | None = None
 
     def __post_init__(self) -> None:
         self.card, self.parents = Path(self.card), [Path(parent) for parent in self.parents]
@@ -45,7 +44,6 @@ class Verify:
             raise ConfigurationError(
                 f"task.card={self.card} does not exist: name a folder that holds a card, or its file."
             )
-        check_run_dir(parts.run_dir, min_free_mb=1)
         found = verify_chain(
             self.card,
             parents=self.parents,
@@ -58,9 +56,10 @@ class Verify:
         signed = [] if found.failed or self.sign_with is None else sign_card(self.card, self.sign_with)
         if signed:
             found.signed_by(check_signature(read_card(self.card), signed[0]).key)
-        report = parts.run_dir / REPORT
-        write_whole(report, json.dumps(found.to_dict(), indent=2) + "\n")
-        sys.stdout.write(f"{found.format()}\nwritten: {report}\n")
+        sys.stdout.write(f"{found.format()}\n")
+        if self.report is not None:
+            report = write_whole(Path(self.report), json.dumps(found.to_dict(), indent=2) + "\n")
+            sys.stdout.write(f"written: {report}\n")
         if found.elsewhere:
             sys.stdout.write(
                 f"found outside {found.path.parent}, so whoever gets that folder alone lacks them "

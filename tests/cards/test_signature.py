@@ -206,9 +206,9 @@ def test_signing_says_of_the_signature_only_that_it_was_made(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made, (private, public) = write_chain(tmp_path / "chain"), keys(tmp_path)
-    Verify(card=made, sign_with=private).run(parts(tmp_path))
+    report = tmp_path / "report.json"
+    Verify(card=made, sign_with=private, report=report).run(parts(tmp_path))
     told = [line for line in capsys.readouterr().out.splitlines() if ", signature: " in line]
     assert len(told) == 1 and told[0].startswith("ok ") and public_key_fingerprint(public)[:16] in told[0]
-    (report,) = tmp_path.rglob("verify.json")
     findings = json.loads(report.read_text(encoding="utf-8"))["findings"]
     assert [one["outcome"] for one in findings if one["check"] == "signature"] == ["ok"]

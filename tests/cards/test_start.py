@@ -70,7 +70,7 @@ def finished(run: Run, steps: int) -> dict[str, Any]:
 
 def test_a_start_from_random_weights_is_told_in_words(tmp_path: Path) -> None:
     card = begun(tmp_path / "run").train(2).card(pretraining={"model": RANDOM_WEIGHTS})
-    told = "Training started from random weights, as declared."
+    told = "Training on the private data started from random weights, as declared."
     assert card["pretraining"]["start"] == told and told in card["claim"]["statement"]
     assert sum("random weights" in one["text"] for one in card["assumptions"]) == 1
     assert "a public model" not in str(card)

@@ -20,7 +20,7 @@ from lit_dpret.cards.file import checksum
 from lit_dpret.cards.hub import claim_metadata, front_matter
 from lit_dpret.cards.lineage import copy_lineage
 from lit_dpret.cards.start import note_start, read_start
-from lit_dpret.cards.text import ALARM, BOUND
+from lit_dpret.cards.text import ALARM, BOUND, not_covered
 from lit_dpret.cards.verification import Verification, verify_chain
 from lit_dpret.errors import ConfigurationError, DataError, VerificationError
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
@@ -77,6 +77,17 @@ def test_a_good_chain_is_accepted_from_each_link(link: str, made: Chain) -> None
     assert {("QueryGenerator", "ledger"), ("QueryGenerator", "numbers")} <= set(confirmed)
     assert sum(check == "parent" for _, check in confirmed) == len(names) - 1
     assert result.claim.startswith("epsilon = ")
+
+
+def test_a_card_names_a_gap_of_several_artefacts_once_and_the_start_of_each_training(made: Chain) -> None:
+    card = read_card(made.index)
+    gap = card["not_covered"][0].removeprefix("index: ")
+    assert sum(gap in one for one in card["not_covered"]) == 5
+    (line,) = [line for line in not_covered(card) if gap in line]
+    assert all(name in line for name in ("index", "embeddings", "FrozenDualEncoder", "synthetic"))
+    encoder = read_card(made.encoder)
+    assert encoder["mechanism"]["started_from"] != encoder["pretraining"]["model"] == "random weights"
+    assert 'Training of "FrozenDualEncoder"' in encoder["claim"]["statement"]
 
 
 def test_the_card_in_the_model_folder_is_as_good_as_that_of_the_run(made: Chain) -> None:
@@ -416,17 +427,24 @@ def parts(folder: Path) -> Parts:
 def test_the_task_says_each_check_in_a_line_and_fails_where_one_does(
     chain: Chain, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    counts = Verify(card=chain.index).run(parts(tmp_path / "report"))
+    report = tmp_path / "report.json"
+    counts = Verify(card=chain.index, report=report).run(parts(tmp_path / "run"))
     assert counts["failed"] == 0 and counts["ok"] > 15
-    told = json.loads((tmp_path / "report" / "verify.json").read_text(encoding="utf-8"))
+    told = json.loads(report.read_text(encoding="utf-8"))
     assert told["schema"] == "lit-dpret/verification/1" and told["counts"]["ok"] == counts["ok"]
-    assert len(lines := capsys.readouterr().out.splitlines()) == sum(counts.values()) + 4
+    several = sum(finding["check"] == "entries" for finding in told["findings"])
+    assert several == 5 and len(lines := capsys.readouterr().out.splitlines()) == sum(counts.values()) - several + 5
+    assert (
+        sum(", entries: " in line for line in lines) == 1 and sum("accounting.library" in line for line in lines) == 1
+    )
     assert lines[-3].startswith("checks: ") and str(chain.generator / LEDGER) in lines[-1]
+    assert not (tmp_path / "run").exists(), "nothing is written that nobody asked for"
     (chain.index / "texts.jsonl").write_bytes(b"")
     with pytest.raises(VerificationError, match=r"checks failed, the first: index, files"):
         Verify(card=chain.index).run(parts(tmp_path / "report"))
-    assert "FAILED       index, files: texts.jsonl" in (told := capsys.readouterr().out)
-    assert not told.startswith("epsilon"), "a card that fails has no claim to show"
+    shown = capsys.readouterr().out
+    assert "FAILED       index, files: texts.jsonl" in shown
+    assert not shown.startswith("epsilon"), "a card that fails has no claim to show"
     with pytest.raises(DataError, match="does not exist"):
         Verify(card=chain.index, parents=[tmp_path / "no"]).run(parts(tmp_path / "report"))
 

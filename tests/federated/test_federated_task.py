@@ -89,6 +89,7 @@ def test_every_system_and_seed_is_run_once_told_beside_the_paper_and_a_later_sta
     private = [tmp_path / "pdd_as2.json", *tmp_path.glob("*/stage.json")]
     assert len(private) == 5 and {stat.S_IMODE(path.stat().st_mode) for path in private} == {0o600}
     data = json.loads((tmp_path / "pdd_as2.json").read_text(encoding="utf-8"))
+    assert "/" not in data["data"] and len(data["data_sha256"]) == 64
     assert data["eps"] is None and data["systems"]["stage1"]["measures"]["sentence/mrr@10"]["paper"] == 0.261
     assert data["systems"]["fed_negative"]["sent_bytes"]["client0"]["requests"] > 0
     markdown = (tmp_path / "pdd_as2.md").read_text(encoding="utf-8")

@@ -251,7 +251,9 @@ def test_what_a_hub_would_not_take_is_refused_at_once(setting: dict[str, Any], t
     [("minilm", "sentence-transformers/all-MiniLM-L6-v2"), ("org/model", "org/model"), ("base", None), ("t5", None)],
 )
 def test_the_base_model_is_a_start_that_a_hub_knows(start: str, base: str | None) -> None:
-    assert base_model_of({"pretraining": {"model": start}}) == base
+    assert base_model_of({"pretraining": {"model": start}, "mechanism": {}}) == base
+    inherited = {"pretraining": {"model": "its/generator"}, "mechanism": {"started_from": start}}
+    assert base_model_of(inherited) == base, "the start of these weights, not of those behind their claim"
 
 
 def test_a_checkpoint_without_a_card_beside_it_is_refused(tmp_path: Path) -> None:
@@ -310,6 +312,14 @@ def pushed(run: Path, out: Path, **settings: Any) -> None:
     Export(checkpoint=run, push_to_hub="org/model", **settings).run(parts(out))
 
 
+def unpacked(hub: Hub, got: Path) -> Path:
+    """Return what was sent, as on another machine."""
+    for name, content in hub.files.items():
+        (got / name).parent.mkdir(parents=True, exist_ok=True)
+        (got / name).write_bytes(content)
+    return got
+
+
 def refused(run: Path, out: Path, knob: str, **settings: Any) -> None:
     """Nothing is written before it, nor sent."""
     with pytest.raises(ConfigurationError, match=knob) as refusal:
@@ -326,6 +336,10 @@ def test_a_private_run_is_pushed_whole_with_its_cards_to_a_repository_that_is_pr
     assert {"README.md", "privacy_card.json", "model.safetensors"} <= hub.files.keys()
     readme = hub.files["README.md"].decode()
     assert ModelCard(readme).data.privacy["guarantee"] == "dp" and 'SentenceTransformer("org/model")' in readme
+    got = unpacked(hub, tmp_path / "got")
+    assert not (checked := verify_chain(got, self_contained=True)).failed
+    assert any(one.check == "ledger" and one.outcome == "ok" for one in checked.findings)
+    assert not list(got.rglob("*.ckpt")) and len({one.artefact for one in checked.findings}) == 2
 
 
 def test_what_is_refused_is_refused_before_anything_is_written_or_sent(
@@ -378,10 +392,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_set_goes_to_the_hub_with_all_that_its_claim_is_checked_by(hub: Hub, made: Path, tmp_path: Path) -> None:
     Export(data=made, push_to_hub="org/queries").run(parts(tmp_path / "out"))
     assert hub.kinds == {"org/queries": "dataset"} and hub.private == {"org/queries": True}
-    got = tmp_path / "got"  # on another machine
-    for name, content in hub.files.items():
-        (got / name).parent.mkdir(parents=True, exist_ok=True)
-        (got / name).write_bytes(content)
+    got = unpacked(hub, tmp_path / "got")
     checked = verify_chain(got, self_contained=True)
     assert checked.failed == [] and any(one.check == "ledger" and one.outcome == "ok" for one in checked.findings)
     pairs = load_dataset(str(got), "pairs", split="train", cache_dir=str(tmp_path / "cache"))

@@ -74,6 +74,7 @@ def of(facts: dict[str, Any], part: str, name: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_exact_requests_name_every_query_of_every_silo(found: dict[str, Any]) -> None:
+    assert found["data"] == "silos" and len(found["data_sha256"]) == 64
     exact = of(found, "requests", "exact (the paper)")
     assert exact["pooled"]["named"]["1"]["value"] > 0.95 and exact["pooled"]["nearness"]["auc"] > 0.95
     assert exact["pooled"]["control"]["1"]["high"] < 0.5

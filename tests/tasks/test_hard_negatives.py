@@ -50,7 +50,9 @@ def task(made: Path, **settings: Any) -> HardNegatives:
 
 def test_negatives_are_the_best_that_are_no_answer_nor_repeat_one(made: Path, tmp_path: Path) -> None:
     task(made, negatives=3).run(parts(tmp_path, run_dir=tmp_path / "run"))
-    (case,) = json.loads((tmp_path / "run" / "hard_negatives.json").read_text())["cases"]
+    found = json.loads((tmp_path / "run" / "hard_negatives.json").read_text())
+    assert found["data"] == "one" and len(found["data_sha256"]) == 64
+    (case,) = found["cases"]
     assert case["answer"] == f"{WORDS[0]} {WORDS[1]}"  # of the two the one that says what is asked
     assert len(case["negatives"]) == 3 and list(case["scores"]) == sorted(case["scores"], reverse=True)
     assert {" ".join(text.split()) for text in case["negatives"]}.isdisjoint(
