@@ -10,8 +10,12 @@ import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 from torch import nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from lit_dpret.cards.file import CARD_NAME, card_above, read_card
 from lit_dpret.cards.start import Start, ledgers_of, model_folder
@@ -55,14 +59,19 @@ class OwnWeights:
         remember(values, self._before, [self._itself])
 
 
-def refuse_other_weights(module: Any, counter: Any, data: Any) -> None:
+def refuse_other_weights(module: Any, counter: Any, data: Any, *, part: nn.Module | None = None) -> None:
     """Refuse weights that a run trained on private data whose releases this run's claim does not count.
 
-    ``counter`` is the accountant of the run: it knows which runs are counted.
+    Args:
+        module: Of the run.
+        counter: The accountant of the run, which knows which runs are counted.
+        data: The DataModule of the run.
+        part: The module that holds the weights, where it is another one.
     """
     if counter.counted_by_others or module.privacy.guarantee == "none":
         return
-    behind = runs_behind(module).union(*map(_trained, _origins(module, counter.start())))
+    part = module if part is None else part
+    behind = runs_behind(part).union(*map(_trained, _origins(part, counter.start())))
     if not behind:
         return
     known = counter.known_runs(module, data)
@@ -75,10 +84,28 @@ def refuse_other_weights(module: Any, counter: Any, data: Any) -> None:
     if run.folder and (Path(run.folder) / CARD_NAME).is_file():
         way += f", or start from what that run wrote: init_from={run.folder}"
     raise ConfigurationError(
-        f"{type(module).__name__} holds weights that a run under privacy={run.privacy} trained{place}, and this run's "
+        f"{type(part).__name__} holds weights that a run under privacy={run.privacy} trained{place}, and this run's "
         f"card would forget what that cost. {way}. To go on with that run itself, say resume=true in its folder.",
         trap="T30",
     )
+
+
+def refuse_called(module: Any, counter: Any, data: Any) -> RemovableHandle:
+    """Refuse, until the handle is removed, to call a module whose weights `refuse_other_weights` refuses.
+
+    It is asked of every module of this process and of the workers that it forks, at its first call: a teacher may be
+    reached through a closure, a list, ``collate_fn`` or a data set, and what cannot be called teaches nothing. Not seen
+    are weights that are read without a call, and what was computed before.
+    """
+    met = WeakSet(module.modules())  # asked about before training begins
+
+    def ask(called: nn.Module, _: Any) -> None:
+        if called not in met:
+            with temporarily_clear_interpreter_stack():  # a loss may call it inside torch.func.vmap
+                refuse_other_weights(module, counter, data, part=called)
+            met.update(called.modules())
+
+    return register_module_forward_pre_hook(ask)
 
 
 def refuse_set_later(module: Any, counter: Any) -> None:

@@ -17,12 +17,13 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback
+from torch.utils.hooks import RemovableHandle
 
 from lit_dpret.callbacks.averages import averaging, go_on_averaging
 from lit_dpret.callbacks.checkpoints import BetweenSteps, CheckpointGate, count_by_steps, hide_batches
 from lit_dpret.callbacks.fixed_shapes import attach_batches, place_early, precision_assumptions, tie_again
 from lit_dpret.callbacks.log_gate import LogGate, tell
-from lit_dpret.callbacks.origins import OwnWeights, claim_of, declared_weights, refuse_other_weights
+from lit_dpret.callbacks.origins import OwnWeights, claim_of, declared_weights, refuse_called, refuse_other_weights
 from lit_dpret.callbacks.own_code import (
     built,
     noted,
@@ -128,6 +129,7 @@ class PrivacyAccountant(Callback):
         self._start: Start | None = None
         self._dataset: DatasetLedger | None = None
         self._account: DatasetAccount | None = None
+        self._calls: RemovableHandle | None = None
         self._updates = UpdateCounter(self._require_granted)
         self._forget_earlier_fit()
 
@@ -135,6 +137,7 @@ class PrivacyAccountant(Callback):
         """Let nothing of an earlier fit with this object stand for this one: not its reservation, nor its place."""
         self._close_account()
         self._account = None
+        self._allow_calls()
         self._restored: Position | None = None
         self.log_gate: LogGate | None = None
         self._checkpoint_gate: CheckpointGate | None = None
@@ -193,6 +196,7 @@ class PrivacyAccountant(Callback):
         data: Any = getattr(trainer, "datamodule", None)
         self._trainer, self._module, self._data = trainer, module, data
         self.run_dir = self.run_dir or Path(trainer.default_root_dir)
+        self._calls = refuse_called(module, self, data)
 
         # Every rank plans by itself, and all must have planned the same.
         own_plan = ranks.together(lambda: self._planned(trainer, module, data))
@@ -609,6 +613,7 @@ class PrivacyAccountant(Callback):
             tie_again(pl_module, self._shared)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self._allow_calls()
         self._remember(pl_module)
         begun = hasattr(self, "_gate") and not self._ended  # once ended, the card names the ledger's last record
         # A coupling or an uncovered weight that is found late may have been there in the steps before.
@@ -633,6 +638,7 @@ class PrivacyAccountant(Callback):
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
+        self._allow_calls()
         self._remember(pl_module)  # once more: a callback may have put an average in the weights' place
         self._count_no_epochs(trainer)
         if hasattr(self, "_between"):
@@ -644,6 +650,10 @@ class PrivacyAccountant(Callback):
     def _remember(self, module: Any) -> None:
         if self._weights is not None:
             self._weights.remember(values_of(module))
+
+    def _allow_calls(self) -> None:
+        if self._calls is not None:
+            self._calls.remove()
 
     def _close(self) -> None:
         self._close_account()

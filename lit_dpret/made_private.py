@@ -46,7 +46,7 @@ class MadePrivate(PrivateModule):
         super().__init__(privacy=privacy, optimizer=optimizer)
         self.module = module
         self._loss_of_rows, self._collate_fn = per_row_loss, collate_fn
-        # Where these were trained counts as well, and what a function reads is no attribute of anything.
+        # Where these were trained counts as well, also where their weights are read and they are never called.
         self._read_by_loss = _modules_read(per_row_loss)
 
     def collate_rows(self, rows: list[Any]) -> Any:

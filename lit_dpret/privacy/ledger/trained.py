@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -195,7 +196,7 @@ def _parameters(module: nn.Module) -> dict[str, Tensor]:
 
 
 def fingerprint(tensor: Tensor) -> bytes | None:
-    """Return a fingerprint that copies share, those of 16 values and more in bfloat16 too; None for a shard."""
+    """Return a fingerprint that copies share, those of 16 values and more in bfloat16 too; None without values."""
     values = _sample(tensor)
     return None if values is None else _digest(values)
 
@@ -203,7 +204,7 @@ def fingerprint(tensor: Tensor) -> bytes | None:
 def _sample(tensor: Tensor) -> Tensor | None:
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided or tensor.is_meta:
         return None
-    if not tensor.numel() or not tensor.is_floating_point():
+    if not tensor.numel() or not tensor.is_floating_point() or is_functorch_wrapped_tensor(tensor):
         return None
     # Evenly spread, so that a change in any one region of a large tensor is seen.
     return tensor.detach().reshape(-1)[:: -(-tensor.numel() // _LOOKED_AT)].cpu()

@@ -1,0 +1,203 @@
+"""A model that another private run of this process trained teaches no run that does not count it, wherever it is."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from test_made_private import Classifier, data, fit, made, row_loss, rows
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from torch.utils.data import Dataset, default_collate
+
+from lit_dpret import PrivacyAccountant
+from lit_dpret.errors import ConfigurationError, LitDpretError
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
+
+
+def distance(model: Any, batch: Any, teacher: Callable[[Tensor], Tensor]) -> Tensor:
+    return (model(batch[0]) - teacher(batch[0]).detach()).square().mean(1)
+
+
+def reads(found: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """Settings of a run whose loss learns from what a function answers."""
+    return {"per_row_loss": lambda model, batch: distance(model, batch, found)}
+
+
+def in_a_wrapped_loss(teacher: nn.Module) -> dict[str, Any]:
+    def loss(model: Any, batch: Any) -> Tensor:
+        return distance(model, batch, teacher)
+
+    @functools.wraps(loss)
+    def timed(*given: Any) -> Tensor:
+        return loss(*given)
+
+    return {"per_row_loss": timed}
+
+
+class Labelled(Dataset[Any]):
+    """Rows that a model labels when they are asked for, once."""
+
+    def __init__(self, teacher: nn.Module) -> None:
+        self.ask = functools.cache(lambda row: (rows()[row][0], teacher(rows()[row][0]).detach().argmax()))
+
+    def __len__(self) -> int:
+        return len(rows())
+
+    def __getitem__(self, row: int) -> Any:
+        return self.ask(row)
+
+
+def collating(teacher: nn.Module) -> dict[str, Any]:
+    def collate(found: list[Any]) -> Any:
+        x, _ = default_collate(found)
+        return x, teacher(x).detach().argmax(1)
+
+    return {"collate_fn": collate}
+
+
+class Asks(L.Callback):
+    """Writes what a model answers into a buffer, which the loss reads."""
+
+    def __init__(self, teacher: nn.Module) -> None:
+        self.teacher = teacher
+
+    def on_train_batch_start(self, trainer: Any, private: Any, batch: Any, batch_idx: int) -> None:
+        self.teacher(rows().tensors[0])
+
+
+def in_a_transform(teacher: nn.Module) -> dict[str, Any]:
+    one = torch.func.vmap(lambda x: torch.func.jvp(teacher, (x,), (torch.zeros_like(x),))[0])
+    return reads(lambda x: one(x))
+
+
+PLACES: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
+    "closure": lambda teacher: {"per_row_loss": lambda model, batch: distance(model, batch, teacher)},
+    "weights in a closure": lambda t: {
+        "per_row_loss": lambda model, batch: distance(model, batch, lambda x: linear(x, t.net[0].weight)[:, :3])
+    },
+    "list": lambda teacher: reads(functools.partial(lambda held, x: held["a"][0](x), {"a": [teacher]})),
+    "object": lambda teacher: reads(functools.partial(lambda held, x: held.model(x), SimpleNamespace(model=teacher))),
+    "helper": lambda teacher: reads(torch.no_grad()(lambda x: teacher(x))),
+    "partial": lambda teacher: {"per_row_loss": functools.partial(distance, teacher=teacher)},
+    "wraps": in_a_wrapped_loss,
+    "transform": in_a_transform,
+    "collate_fn": collating,
+    "data set": lambda teacher: {"datamodule": data(Labelled(teacher))},
+    "data set in another process": lambda teacher: {"datamodule": data(Labelled(teacher), num_workers=1)},
+    "callback": lambda teacher: {"callbacks": [Asks(teacher)]},
+}  # fmt: skip
+
+
+def student(folder: Path, how: dict[str, Any]) -> None:
+    """Train another classifier, private in its turn, in one of `PLACES`."""
+    given = {name: value for name, value in how.items() if name not in ("datamodule", "callbacks")}
+    of_trainer = {name: how[name] for name in ("callbacks",) if name in how}
+    fit(folder, made(Classifier(), **given), how.get("datamodule"), max_steps=2, **of_trainer)
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> nn.Module:
+    module = Classifier()
+    fit(tmp_path_factory.mktemp("teacher"), made(module), max_steps=2)
+    return module
+
+
+def copied(teacher: nn.Module) -> nn.Module:
+    """Return another module with the same values, which nothing but these connects with the run."""
+    new = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    new.load_state_dict({name.removeprefix("net."): value.clone() for name, value in teacher.state_dict().items()})
+    return new
+
+
+def refuses(folder: Path, how: dict[str, Any]) -> None:
+    with pytest.raises(LitDpretError, match="init_from"):
+        student(folder, how)
+    ledger = folder / "privacy_ledger.jsonl"
+    assert not ledger.exists() or not [r for r in PrivacyLedger.read(ledger).records if r["kind"] == "intent"]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_teacher_is_refused_before_a_release_wherever_the_run_reads_it(
+    place: str, teacher: nn.Module, tmp_path: Path
+) -> None:
+    refuses(tmp_path, PLACES[place](teacher))
+
+
+COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "deep copy": copy.deepcopy,
+    "values": copied,
+    "values in low precision": lambda teacher: copied(teacher).bfloat16().float(),
+    "part": lambda teacher: nn.Sequential(nn.Linear(4, 8), teacher.net[2]),  # type: ignore[index]
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_a_copy_of_a_teacher_or_a_part_of_it_is_known_as_well(how: str, teacher: nn.Module, tmp_path: Path) -> None:
+    refuses(tmp_path, PLACES["list"](COPIES[how](teacher)))
+
+
+def test_what_a_loss_swallows_was_not_computed(teacher: nn.Module, tmp_path: Path) -> None:
+    answers = []
+
+    def stubborn(x: Tensor) -> Tensor:
+        for _ in range(2):
+            with suppress(ConfigurationError):
+                answers.append(teacher(x))
+        return torch.zeros(len(x), 3)
+
+    student(tmp_path, reads(stubborn))
+    assert not answers
+
+
+def several(_: nn.Module) -> dict[str, Any]:
+    public = [nn.Linear(4, 3), nn.Linear(4, 3)]
+    stacked, base = torch.func.stack_module_state(public), copy.deepcopy(public[0])  # type: ignore[arg-type]
+    one = torch.func.vmap(lambda held, x: torch.func.functional_call(base, held, (x,)), (0, None))
+    return reads(lambda x: one(stacked, x).mean(0))
+
+
+@pytest.mark.parametrize("place", [*PLACES, "several"])
+def test_a_public_teacher_is_nobodys(place: str, teacher: nn.Module, tmp_path: Path) -> None:
+    student(tmp_path, (PLACES | {"several": several})[place](Classifier()))
+
+
+def test_a_run_may_ask_itself_and_its_copies_and_others_once_it_is_over(teacher: nn.Module, tmp_path: Path) -> None:
+    asked = []
+
+    class Evaluates(L.Callback):
+        def on_train_epoch_end(self, trainer: Any, private: Any) -> None:
+            asked.append([each(rows().tensors[0]) for each in (private.module, copy.deepcopy(private.module))])
+
+    fit(tmp_path / "own", made(), callbacks=[Evaluates()], max_steps=6)
+    assert len(asked) == 2
+    with pytest.raises(LitDpretError):
+        student(tmp_path / "refused", PLACES["list"](teacher))
+    assert teacher(rows().tensors[0]).shape == (60, 3)  # nothing of a fit is left
+
+
+def test_a_teacher_may_be_asked_by_a_run_that_counts_it(tmp_path: Path) -> None:
+    teacher = Classifier()
+    fit(tmp_path / "teacher", made(teacher), max_steps=2)
+    fit(
+        tmp_path / "student",
+        made(Classifier(), **PLACES["list"](teacher)),
+        max_steps=2,
+        callbacks=[PrivacyAccountant(init_from=tmp_path / "teacher")],
+    )
+
+
+def test_no_run_is_asked_about_a_teacher_that_was_never_trained_privately(tmp_path: Path) -> None:
+    plain = Classifier()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    row_loss(plain, rows()[:]).mean().backward()
+    optimizer.step()
+    student(tmp_path, PLACES["list"](plain))
