@@ -137,4 +137,7 @@ def write_short(
         write_whole(stem.with_name(f"{stem.name}{ending}"), f"{text}\n", owner_only=bool(internal))
         for ending, text in texts.items()
     )
+    if internal:  # a first report that took the same data for public would stay to be handed on
+        for file in files:
+            file.with_name(file.name.removeprefix("internal_")).unlink(missing_ok=True)
     return Written(files, (*lines, "", *(f"written: {path}" for path in files)))

@@ -225,12 +225,33 @@ _CONFIGS = [
 ]
 
 
+_NO_SAMPLE = (
+    " It is no sample of what people asked: do not count in it, and do not conclude from a query that somebody has "
+    "asked it or that nobody has. A score on these queries is no score on real ones."
+)
+_FROM_PASSAGES = {
+    "kind": "pseudo-queries",
+    "written": "Each is made of words of its passage, by a program.",
+    "use": _NO_SAMPLE,
+    "privacy": "No private query was read to make these: they come from the passages alone.",
+}
+_DECLARED = {
+    "kind": "queries",
+    "written": "Who wrote them is not known here: they were selected, not written.",
+    "use": "",
+    "privacy": "There is no privacy card. That no private query went into these was declared by whoever selected them, "
+    "and nobody checked it.",
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataCard:
     """The text of a data card, without counts and privacy claim.
 
     Args:
         origin: What wrote the queries, as Markdown list items.
+        from_passages: Whether the queries are made of public passages alone. A set without a privacy card of which
+            this is not known rests on a declaration, and its card says so.
         tags: Tags for the Hugging Face hub.
         language: ISO codes of the texts, with commas between them; None where nobody stated it.
         license: Licence of the set as the hub calls it (``cc-by-4.0``); None where nobody stated it.
@@ -241,6 +262,7 @@ class DataCard:
 
     title: str
     origin: list[str] = field(default_factory=list)
+    from_passages: bool = False
     tags: list[str] = field(default_factory=lambda: ["synthetic", "query-generation", "beir"])
     language: str | None = None
     license: str | None = None
@@ -268,8 +290,12 @@ def terms_of(folder: Path) -> dict[str, str]:
 def write_readme(folder: Path, card: DataCard, counts: Counts, privacy: Mapping[str, Any] | None) -> None:
     """Write the data card, whose text is ``data_card.md`` beside this file.
 
-    ``privacy`` is the privacy card of the folder, or None where no private data was touched.
+    ``privacy`` is the privacy card of the folder, or None where there is none.
     """
+    if privacy is None:
+        told = _FROM_PASSAGES if card.from_passages else _DECLARED
+    else:
+        told = _generated(privacy)
     drawn = (
         f"- {counts.drawn} queries drawn; {counts.empty} without words dropped; {counts.duplicates} repeated for "
         f"the same passage merged (`metadata.copies`); {counts.unfinished} cut at the length limit."
@@ -292,7 +318,7 @@ def write_readme(folder: Path, card: DataCard, counts: Counts, privacy: Mapping[
         title=card.title,
         queries=counts.queries,
         passages=counts.passages,
-        privacy="\n".join(_privacy_lines(privacy)),
+        **told,
         # Nothing was drawn for a selection of queries that were.
         origin="\n".join([*(f"- {line}" for line in card.origin), *([drawn] if counts.drawn else [])]),
         licence=f"None was stated for the set. {own}." if card.license is None else declared,
@@ -300,9 +326,21 @@ def write_readme(folder: Path, card: DataCard, counts: Counts, privacy: Mapping[
     write_chunks(folder / "README.md", [text])
 
 
-def _privacy_lines(privacy: Mapping[str, Any] | None) -> list[str]:
-    if privacy is None:
-        return ["No private query was read to make these: they come from the passages alone."]
+def _generated(privacy: Mapping[str, Any]) -> dict[str, str]:
+    """Return what the data card says of queries that a generator wrote, whose privacy card this is."""
+    bound = "only by coincidence, or by memorisation within the bounds stated below"
+    if privacy["claim"]["guarantee"] != "dp":
+        bound = "as often as the generator memorised one, which nothing bounds"
+    written = f"The queries were written by a program; a query that somebody typed is among them {bound}."
+    return {
+        "kind": "synthetic queries",
+        "written": written,
+        "use": _NO_SAMPLE,
+        "privacy": "\n".join(_privacy_lines(privacy)),
+    }
+
+
+def _privacy_lines(privacy: Mapping[str, Any]) -> list[str]:
     return [
         *[f"**{banner}**" for banner in privacy["banners"]],
         *_claim_table(privacy),

@@ -110,7 +110,9 @@ def write_pseudo_queries(
         "Generator: none; words taken from the passages by tf-idf (`lit_dpret.synthesis.pseudo_queries`).",
         f"{queries_per_passage} per passage, {MIN_WORDS} to {MAX_WORDS} words; deterministic.",
     ]
-    card = DataCard(title=f"Pseudo-queries: {folder.resolve().name}", origin=origin, language=language)
+    card = DataCard(
+        title=f"Pseudo-queries: {folder.resolve().name}", origin=origin, from_passages=True, language=language
+    )
     write_summary(folder, configuration, counts, hashes, terms=card.terms)
     write_readme(folder, card, counts, None)
     return folder

@@ -337,7 +337,8 @@ def encode_folder(
         about=about or {},
     )
     key = content_hash(["texts", how.storage], {}, (part for pair in texts.items() for part in pair))
-    begun = {"encoder": tower.fingerprint(), "side": side, "texts": key}
+    claimed = parent is not None and not private
+    begun = {"encoder": tower.fingerprint(), "side": side, "texts": key, "private": private, "claimed": claimed}
     where = None if how.device is None else str(job.place(torch.device(how.device)))
 
     def prepare() -> bool:
@@ -416,6 +417,11 @@ def index_folder(
             f"{source} holds embeddings of private queries: whoever has an index of them can ask it what people asked. "
             "Set task.private=true to build one that stays where the queries are."
         )
+    if (folder / MANIFEST).is_file() and _promised(IndexFolder(folder)) != _promised(given):
+        raise ResumeError(
+            f"{folder} holds an index of other embeddings, which were private where these are not, or had a card "
+            "where these have none: what was written about those would stay. Give another folder, or delete it."
+        )
     if folder.resolve() == given.folder.resolve():
         raise ConfigurationError(f"The index would be written over its own source {source}. Give another folder.")
     names = [EMBEDDINGS, TEXTS, OFFSETS]
@@ -438,6 +444,10 @@ def index_folder(
     what = f"building a search structure ({search}) over it"
     made_on = environment_facts(device=device, precision="float32")
     return _seal(folder, manifest, names, parent, what, {}, environment=made_on)
+
+
+def _promised(index: IndexFolder) -> tuple[bool, bool]:
+    return index.manifest.private, index.manifest.card is not None
 
 
 def _card_of(encoder: str | Path) -> Path | None:

@@ -15,6 +15,7 @@ from lit_dpret.privacy.budget import PrivacyBudget
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.report.html import MAX_SAMPLES, Artefact, RoundTrip, RunReport, Sample
+from lit_dpret.report.page import write_short
 from lit_dpret.report.table import RowResult
 from lit_dpret.retrieval.statistics import Interval
 
@@ -153,3 +154,9 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="file"):
         RunReport(title="x", table=[]).write(tmp_path / "file")
+
+
+def test_a_report_on_private_data_replaces_the_one_that_took_them_for_public(tmp_path: Path) -> None:
+    write_short(tmp_path, "membership", "Membership", {"n": 1}, ["public"], internal="")
+    written = write_short(tmp_path, "membership", "Membership", {"n": 1}, ["private"], internal="Internal.")
+    assert sorted(tmp_path.iterdir()) == sorted(written.files)

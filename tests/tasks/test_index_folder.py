@@ -157,6 +157,20 @@ def test_private_queries_are_refused_until_declared_and_then_kept_to_their_owner
     assert public.manifest.card is not None and not public.manifest.private
 
 
+@pytest.mark.parametrize("first", ["public", "private"])
+def test_a_declaration_that_is_put_right_leaves_no_card_of_the_former_one(first: str, tmp_path: Path) -> None:
+    encoder = carded(tmp_path / "encoder", tmp_path)
+    queries, second = {"q1": "flood insurance"}, {"public": "private", "private": "public"}[first]
+    made = encode_folder(encoder, queries, tmp_path / "queries", Encoding(side="query", queries=first))
+    with pytest.raises(ResumeError, match="private"):
+        encode_folder(encoder, queries, tmp_path / "queries", Encoding(side="query", queries=second))
+    other = encode_folder(encoder, queries, tmp_path / "others", Encoding(side="query", queries=second))
+    index_folder(made.folder, tmp_path / "index", private=True)
+    with pytest.raises(ResumeError, match="Give another folder"):
+        index_folder(other.folder, tmp_path / "index", private=True)
+    assert (tmp_path / "index" / "privacy_card.json").exists() == (first == "public")
+
+
 def test_a_query_is_embedded_by_the_encoder_of_its_passages_or_not_at_all(encoder: Path, tmp_path: Path) -> None:
     made = encode_folder(encoder, PASSAGES, tmp_path / "index", Encoding(max_length=4))
     assert made.manifest.encoder["contract"]["passage_max_length"] == 4

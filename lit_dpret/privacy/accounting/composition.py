@@ -269,7 +269,8 @@ def epsilon_of(
         value = float(composed_rdp(parts, neighbours).get_epsilon(delta))
     else:
         value = _prv_epsilon(parts, delta)
-    return value if value <= LARGEST_EPSILON else math.inf
+    # Opacus goes below 0 where nearly nothing is lost. A value that is no number is above every bound.
+    return max(0.0, value) if value <= LARGEST_EPSILON else math.inf
 
 
 def epsilon(

@@ -157,10 +157,11 @@ def write_selection(
         + ("; then ".join(f"{_shown(one)} ({one['kept']} of {one['asked']} kept)" for one in applied) or "no filter")
         + "."
     ]
-    tags = ["synthetic", "query-generation", "beir"] + (["differential-privacy"] if card else [])
+    tags = ["synthetic", "query-generation", "beir", "differential-privacy"] if card else ["beir"]
     terms = {} if source is None else terms_of(source)
     terms |= {key: value for key, value in (("language", language), ("license", license)) if value is not None}
-    about = DataCard(title=f"Synthetic queries: {name}", origin=origin, tags=tags, **terms)
+    title = f"{'Synthetic' if card else 'Selected'} queries: {name}"
+    about = DataCard(title=title, origin=origin, tags=tags, **terms)
     made = {"selection_of": None if source is None else source.name, "filters": list(applied)}
     write_summary(folder, made, counts, hashes, terms=about.terms)
     write_readme(folder, about, counts, card)

@@ -147,6 +147,11 @@ def test_prv_is_opacus_own_and_agrees_with_pld() -> None:
     assert 0 <= ours - eps(*releases) <= 0.02
 
 
+@pytest.mark.parametrize("accountant", ["pld", "prv", "rdp"])
+def test_no_epsilon_is_below_zero_where_nearly_nothing_is_lost(accountant: AccountantName) -> None:
+    assert eps(gaussian(20.0, Poisson(sample_rate=1 / 6), 2), delta=1 / 24, accountant=accountant) >= 0
+
+
 def test_one_unsampled_gaussian_has_its_exact_epsilon() -> None:
     library = PLDAccountant(NeighboringRelation.REPLACE_SPECIAL)
     library.compose(GaussianDpEvent(2.0), 4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,17 @@ def test_a_setting_of_the_task_is_refused_before_anything_is_written(settings: d
 def test_a_missing_folder_is_told_by_the_setting_that_names_it(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"check task\.data"):
         load_released(tmp_path / "nowhere")
+
+
+def test_a_selection_of_declared_queries_tells_of_a_declaration_and_claims_nothing(data: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "declared"
+    shutil.copytree(data, bare, ignore=shutil.ignore_patterns("privacy_card*"))
+    out = write_selection(load_released(bare, declared_public=True), tmp_path / "out", applied=[])
+    told, claimed = (out / "README.md").read_text(), (data / "README.md").read_text()
+    assert "was declared" in told and "nobody checked" in told
+    for words in ("synthetic", "written by a program", "No private query", "no sample of what people asked"):
+        assert words not in told.split("## Files")[0], words
+    assert "written by a program" in claimed and "within the bounds" in claimed
 
 
 def test_what_is_not_in_the_folder_is_not_written_with_its_card(released: ReleasedQueries, tmp_path: Path) -> None:
