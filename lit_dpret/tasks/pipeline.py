@@ -85,6 +85,7 @@ def _artefacts(folder: Path) -> list[Artefact]:
 
 METRIC_NAMES = {"ndcg@10": "nDCG@10", "recall@10": "Recall@10", "mrr@10": "MRR@10"}
 PUBLIC = "no private data"
+UNKNOWN = "no privacy card: what the encoder was trained on is not known"
 System = Literal["bm25", "zero_shot", "original", "direct", "synthetic", "pseudo"]
 # What finished stages do not depend on, so that a run can go on with others.
 _GROWING = ("min_free_mb", "only", "embeddings")
@@ -501,8 +502,8 @@ def _privacy_of_encoder(model: Any) -> str:
     place = None if model.pretrained is None else Path(model.pretrained).expanduser()
     found = set() if place is None or not place.is_dir() else {privacy for _, privacy in traces_of_training(place)}
     found |= {run.privacy for run in runs_behind(model)}
-    if not found:
-        return PUBLIC
+    if not found:  # that this program left no trace in it tells nothing of what other programs trained it on
+        return PUBLIC if model.pretrained == "minilm" else UNKNOWN
     if place is not None and (place / CARD_NAME).is_file():
         card = read_card(place)
         check_artefact(place, card)

@@ -75,7 +75,7 @@ def promised(tmp_path: Path, **changes: Any) -> str:
 @pytest.mark.parametrize(
     ("told_by", "promise"),
     [
-        ("nothing -", "no private data"),
+        ("nothing -", "no privacy card: what the encoder was trained on is not known"),
         ("card dp_sgd", "epsilon = "),
         ("card none", "no privacy guarantee"),
         ("note dp_sgd", "privacy not proved"),
@@ -89,7 +89,7 @@ def test_the_row_of_an_encoder_promises_what_its_folder_tells_and_no_other_row_t
     make = partial(retriever, encoder=str(encoder_of_a_run(tmp_path / "encoder", told_by)), **LENGTHS)
     assert promised(tmp_path, retriever=make).startswith(promise)
     for only in (["direct"], ["synthetic"], ["pseudo", "zero_shot"], None):
-        if promise == "no private data":
+        if told_by == "nothing -":
             pipeline(retriever=make, only=only)
             continue
         with pytest.raises(ConfigurationError, match=r"task\.retriever\.encoder") as refused:

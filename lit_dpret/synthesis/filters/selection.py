@@ -161,7 +161,9 @@ def write_selection(
     terms = {} if source is None else terms_of(source)
     terms |= {key: value for key, value in (("language", language), ("license", license)) if value is not None}
     title = f"{'Synthetic' if card else 'Selected'} queries: {name}"
-    about = DataCard(title=title, origin=origin, tags=tags, **terms)
+    about = DataCard(
+        title=title, origin=origin, tags=tags, language=terms.get("language"), license=terms.get("license")
+    )
     made = {"selection_of": None if source is None else source.name, "filters": list(applied)}
     write_summary(folder, made, counts, hashes, terms=about.terms)
     write_readme(folder, about, counts, card)
