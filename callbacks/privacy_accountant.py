@@ -20,7 +20,13 @@ from lightning.pytorch.callbacks import Callback
 from torch.utils.hooks import RemovableHandle
 
 from lit_dpret.callbacks.averages import averaging, go_on_averaging
-from lit_dpret.callbacks.checkpoints import BetweenSteps, CheckpointGate, count_by_steps, hide_batches
+from lit_dpret.callbacks.checkpoints import (
+    BetweenSteps,
+    CheckpointGate,
+    count_by_steps,
+    hide_batches,
+    newest_checkpoint,
+)
 from lit_dpret.callbacks.fixed_shapes import attach_batches, place_early, precision_assumptions, tie_again
 from lit_dpret.callbacks.log_gate import LogGate, tell
 from lit_dpret.callbacks.origins import OwnWeights, claim_of, declared_weights, refuse_called, refuse_other_weights
@@ -46,7 +52,7 @@ from lit_dpret.callbacks.strategies import (
 from lit_dpret.callbacks.updates import UpdateCounter
 from lit_dpret.cards.start import Start, note_start, read_start
 from lit_dpret.distributed.ranks import Ranks
-from lit_dpret.errors import ConfigurationError, DataError, ResumeError, UnsupportedModelError
+from lit_dpret.errors import ConfigurationError, DataError, ResumeError, UnsupportedModelError, told
 from lit_dpret.privacy.ledger.dataset_account import DatasetAccount, require_room
 from lit_dpret.privacy.ledger.dataset_file import EarlierRun
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger, note_sweep
@@ -428,7 +434,8 @@ class PrivacyAccountant(Callback):
         last = max((step for attempt, step in begun if not free or attempt == self._run.attempt), default=-1) + 1
         if last > first:
             how = "with the same noise, at no further cost" if free else "with fresh noise, and are charged again"
-            sys.stderr.write(f"resume=true goes on after step {first}: steps {first + 1}-{last} are repeated {how}\n")
+            steps = f"steps {first + 1}-{last} are repeated {how}"
+            sys.stderr.write(told(f"resume=true goes on after step {first}: {steps}\n"))
 
     def refuse_unseen_writes(self, trainer: L.Trainer, module: Any) -> None:
         """Refuse what a hook wrote after the last batch, and what is saved beside weights and no noise covers.
@@ -457,6 +464,19 @@ class PrivacyAccountant(Callback):
         begun = self._ranks.share(lambda: bool(self._run.intents))
         if self._restored is None and begun and trainer.global_step > 0:
             raise ResumeError("The checkpoint holds no accountant state, but the ledger holds releases.")
+        if self._restored is None and begun and (own := self._ranks.share(lambda: self._own_checkpoint(trainer))):
+            raise ResumeError(
+                f"The ledger in {self.run_dir} holds releases, and no checkpoint was given to trainer.fit: all steps "
+                f"would be made and charged once more. Give trainer.fit(ckpt_path={own!r}) beside resume=true."
+            )
+
+    def _own_checkpoint(self, trainer: Any) -> str | None:
+        """Return a checkpoint of this run that lies where its callbacks put them, or in its folder."""
+        kept = {Path(callback.dirpath) for callback in trainer.checkpoint_callbacks if callback.dirpath}
+        for folder in sorted(kept | {path.parent for path in Path(self.run_dir or ".").rglob("*.ckpt")}):
+            if (found := newest_checkpoint(folder, run_id=self._run.run_id)) is not None:
+                return str(found)
+        return None
 
     def _reserve(self) -> None:
         """Reserve the run's steps in the ledger of its data set, on rank 0."""

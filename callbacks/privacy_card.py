@@ -15,12 +15,14 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities import rank_zero_info
 
 from lit_dpret.callbacks.averages import averaged, describe
 from lit_dpret.callbacks.planning import accountant_of, ledger_of
 from lit_dpret.cards.amendments import with_notes
 from lit_dpret.cards.card import CardFacts, RunFacts, build_card, inherit_card, subject_of, write_card
 from lit_dpret.cards.provenance import declared_start, environment_facts, note_protocols, overlap_facts, protocol_facts
+from lit_dpret.cards.text import privacy_line
 from lit_dpret.cards.tuning import declared_search, refuse_other_tuning, refuse_told_number
 from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.errors import ConfigurationError
@@ -186,6 +188,9 @@ class PrivacyCard(Callback):
         if saved:
             for path in folder.glob("privacy_card.*"):
                 shutil.copy2(path, model / path.name)
+        if finished:  # through Lightning's logger, which the command line silences: it has a last line of its own
+            where = f"card: {folder / 'privacy_card.md'}" + (f", weights: {model}" if saved else "")
+            rank_zero_info(f"{privacy_line(card)}; {where}")
 
 
 def _name_of(pretrained: str | None) -> str:

@@ -44,7 +44,7 @@ from lit_dpret.callbacks.strategies import (
 from lit_dpret.cards.file import card_beside, card_names, card_of_data, check_dataset_card, names_behind, read_card
 from lit_dpret.cards.start import Start
 from lit_dpret.errors import ConfigurationError, LitDpretError
-from lit_dpret.privacy.ledger.gate import no_accountant
+from lit_dpret.privacy.ledger.gate import no_accountant, refuse_other_sums
 from lit_dpret.privacy.sampling import not_offered
 
 Check: TypeAlias = Callable[["Candidate"], None]
@@ -259,7 +259,8 @@ def _chooses_by_public_metrics(run: Candidate) -> None:
             raise ConfigurationError(
                 f"{type(callback).__name__}(monitor={callback.monitor!r}) chooses by private data: that is a release "
                 "nobody counts. Fix trainer.max_steps beforehand and keep the last checkpoint, or monitor a metric "
-                "that a RetrievalEvaluation computes on public queries, or what is known beforehand: "
+                "that a callback computes on public data and lists in its public_metrics, as RetrievalEvaluation "
+                "does, or what is known beforehand: "
                 f"{', '.join(sorted(_DECIDED_BEFORE))}.",
                 trap="T25",
             )
@@ -290,7 +291,8 @@ def _validates_nothing(run: Candidate) -> None:
     if type(run.module).validation_step is not L.LightningModule.validation_step:
         raise ConfigurationError(
             f"{type(run.module).__name__}.validation_step computes metrics inside a private run: on private rows each "
-            "of them is a release nobody counts. Evaluate afterwards (task=evaluate), on public or held-out data.",
+            "of them is a release nobody counts. On public rows, compute them in a callback that lists their names in "
+            "its public_metrics (docs/howto/lightning.md, public validation data); or evaluate after the run.",
             trap="T25",
         )
 
@@ -397,23 +399,14 @@ def _tells_no_times(run: Candidate) -> None:
 
 
 def _no_accumulation(run: Candidate) -> None:
-    scheduled = any(isinstance(c, GradientAccumulationScheduler) and c.going_to_accumulate_grad_batches()
-                    for c in run.callbacks)  # fmt: skip
-    if run.trainer.accumulate_grad_batches != 1 or scheduled:
-        raise ConfigurationError(
-            f"trainer.accumulate_grad_batches={run.trainer.accumulate_grad_batches} divides by a number of batches and "
-            "would noise each of them. A logical batch is cut to fit by datamodule.physical_batch_size instead.",
-            trap="T12",
-        )
-
-
-def _no_clipping_of_the_sum(run: Candidate) -> None:
-    if run.trainer.gradient_clip_val:
-        raise ConfigurationError(
-            f"trainer.gradient_clip_val={run.trainer.gradient_clip_val:g} clips the sum over the batch, which bounds "
-            "nothing that one unit does. Set privacy.max_grad_norm, and leave this null.",
-            trap="T16",
-        )
+    refuse_other_sums(run.trainer)
+    for callback in run.callbacks:
+        if isinstance(callback, GradientAccumulationScheduler) and callback.going_to_accumulate_grad_batches():
+            raise ConfigurationError(
+                f"trainer.accumulate_grad_batches={callback.scheduling} divides by a number of batches and would noise "
+                "each of them. A logical batch is cut to fit by datamodule.physical_batch_size instead.",
+                trap="T12",
+            )
 
 
 _PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true")
@@ -462,7 +455,6 @@ _DP: tuple[Check, ...] = (
     _forgets_no_claim,
     _shows_nothing_beside_a_total, _chooses_by_public_metrics, _tunes_nothing, _validates_nothing, _tells_no_times,
     _ends_for_no_private_row, _keeps_its_parameters, _whole_batches, _known_precision, _no_accumulation,
-    _no_clipping_of_the_sum,
     lambda run: refuse_changing_rows(run.trainer, run.module),
     lambda run: refuse_changed_batches(run.module, run.data),
     lambda run: refuse_saved_data(run.module, run.data),

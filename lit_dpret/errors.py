@@ -2,39 +2,85 @@
 
 A refusal is one sentence that names the value, the reason and the knob, written in the words of the
 command line. The command line prints it alone, without a traceback, and exits with status 2;
-inside another project it is an ordinary exception, whose text says Python's words for the values
-(`in_python`). Nothing here imports anything of ours, so every layer may raise it.
+inside another project it is an ordinary exception, whose text says Python's words for settings and
+values (`in_python`). Nothing here imports anything of ours, so every layer may raise it.
 """
 
 import re
+from collections.abc import Callable
 
 #: Set by the command line, whose errors name its own settings.
 on_command_line = False
 
-_MODES = {
-    "none": "NoPrivacy", "dp_sgd": "DPSGD", "logit_dp": "LogitDP", "batch_clip": "BatchClip",
-    "synthetic": "SyntheticData",
-    "per_example_duplicated": "PerExampleDuplicated", "public_passages": "PublicPassages",
+#: What Python calls the choices of the command line that errors name.
+_CHOICES = {
+    "privacy": {
+        "none": "NoPrivacy", "dp_sgd": "DPSGD", "logit_dp": "LogitDP", "batch_clip": "BatchClip",
+        "synthetic": "SyntheticData", "per_example_duplicated": "PerExampleDuplicated",
+        "public_passages": "PublicPassages",
+    },
+    "datamodule": {"pairs": "PairsDataModule", "synthetic": "SyntheticDataModule"},
+    "model": {
+        "generator": "QueryGenerator", "dual_encoder": "DualEncoder", "frozen_dual_encoder": "FrozenDualEncoder",
+        "embedding_trainer": "EmbeddingTrainer",
+    },
+    "loss": {"margin_mse": "MarginMSELoss"},
+    "negatives": {
+        "bm25": "BM25Negatives", "dynamic": "DynamicNegatives", "gold": "GoldNegatives",
+        "labelled": "LabelledNegatives",
+    },
+    "logger": {"wandb": "PublicWandbLogger"},
+    "callbacks": {"with_throughput": "Throughput"},
+    "trainer": {
+        "cpu": "accelerator='cpu'", "tpu": "accelerator='tpu'", "ddp": "strategy='ddp'",
+        "fsdp": "strategy=ShardingStrategy()", "deepspeed": "strategy=ZeroStrategy()",
+        "tpu_processes": "strategy=XLAProcesses()",
+    },
+}  # fmt: skip
+_CALLBACKS = {
+    "accountant": "PrivacyAccountant", "card": "PrivacyCard", "audit": "OneRunAudit",
+    "evaluation": "RetrievalEvaluation", "throughput": "Throughput",
 }  # fmt: skip
 _VALUES = {"true": "True", "false": "False", "null": "None"}
-_WORDS = (
-    (re.compile(r"(?<![\w.])resume=true\b"), lambda found: "PrivacyAccountant(resume=True)"),
-    (re.compile(r"\bhydra\.run\.dir\b"), lambda found: "default_root_dir of the Trainer"),
-    (re.compile(rf"\bprivacy=({'|'.join(_MODES)})\b"), lambda found: f"privacy={_MODES[found[1]]}"),
-    (re.compile(r"(=|\bto )(true|false|null)\b"), lambda found: found[1] + _VALUES[found[2]]),
+_WORDS: tuple[tuple[str, Callable[[re.Match[str]], str]], ...] = (
+    (r"(?<![\w.])resume=true\b", lambda found: "PrivacyAccountant(resume=True)"),
+    (r"\bhydra\.run\.dir\b", lambda found: "default_root_dir of the Trainer"),
+    (r"(?<![\w./])(?:privacy|model)\.(?=[a-z])", lambda found: ""),  # arguments of what is in the user's hand
+    (
+        r"(?<![\w.])(" + "|".join(f"{group}=(?:{'|'.join(names)})" for group, names in _CHOICES.items()) + r")\b",
+        lambda found: _choice(*found[1].split("=")),
+    ),
+    (
+        rf"\bcallbacks\.({'|'.join(_CALLBACKS)})\b(?:\.(\w+)(?:=([^\s,;]*[^\s,;.:)]))?)?",
+        lambda found: _CALLBACKS[found[1]] + (f"({found[2]}={found[3] or '...'})" if found[2] else ""),
+    ),
+    (r"(?<!lit-dpret )(?<![\w.])task=(?=[a-z])", lambda found: "lit-dpret task="),
+    (r"(=|\bto )(true|false|null)\b", lambda found: found[1] + _VALUES[found[2]]),
 )
+
+
+def _choice(group: str, name: str) -> str:
+    """Return a choice as Python writes it; of privacy with the argument, for a sentence may begin with it."""
+    return f"privacy={_CHOICES[group][name]}" if group == "privacy" else _CHOICES[group][name]
 
 
 def in_python(sentence: str) -> str:
     """Return a refusal as a library says it.
 
     Example:
-        >>> in_python("Say resume=true, or set datamodule.cap to null.")
-        'Say PrivacyAccountant(resume=True), or set datamodule.cap to None.'
+        >>> in_python("Say resume=true, raise privacy.eps=3, or set datamodule.cap to null.")
+        'Say PrivacyAccountant(resume=True), raise eps=3, or set datamodule.cap to None.'
+        >>> in_python("Set callbacks.evaluation.card_entry=true, or choose privacy=none (task=plan tells more).")
+        'Set RetrievalEvaluation(card_entry=True), or choose privacy=NoPrivacy (lit-dpret task=plan tells more).'
     """
     for pattern, words in _WORDS:
-        sentence = pattern.sub(words, sentence)
+        sentence = re.sub(pattern, words, sentence)
     return sentence
+
+
+def told(sentence: str) -> str:
+    """Return what is said to the user in the words by which the settings are set."""
+    return sentence if on_command_line else in_python(sentence)
 
 
 class LitDpretError(Exception):
@@ -50,8 +96,12 @@ class LitDpretError(Exception):
         self.trap = trap
 
     def __str__(self) -> str:
-        sentence = super().__str__()
-        return sentence if on_command_line else in_python(sentence)
+        return told(self.sentence)
+
+    @property
+    def sentence(self) -> str:
+        """What is written on cards, which are recomputed by others: the same, wherever the error was raised."""
+        return super().__str__()
 
 
 class ConfigurationError(LitDpretError, ValueError):

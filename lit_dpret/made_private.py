@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,21 @@ from torch.utils.data import default_collate
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.modules import OptimizerSpec, PrivateModule
+from lit_dpret.modules.private_module import WEIGHTS
 from lit_dpret.privacy.modes import DPSGD, PrivacyMode
+from lit_dpret.privacy.modes.gaussian import GaussianSettings
 
-WEIGHTS = "weights.pt"
 #: Stands for a batch that is one tensor, and no dict or tuple of them.
 _LONE = ""
+#: Where to say what is often said to `make_private`.
+_ELSEWHERE = {
+    "batch_size": "give UnitDataModule(expected_batch_size=...)",
+    "resume": "give the Trainer callbacks=[PrivacyAccountant(resume=True)], and trainer.fit(ckpt_path=...)",
+    "lr": "give optimizer=OptimizerSpec(name=..., lr=...)",
+    "steps": "give the Trainer max_steps",
+    "epochs": "give the Trainer max_steps",
+    "log_private_loss": "derive from PrivateModule, which has it",
+}
 #: What Lightning would call, and a wrapper around the module does not.
 _HOOKS = {
     *vars(ModelHooks), *vars(DataHooks), *vars(CheckpointHooks), "optimizer_step", "optimizer_zero_grad",
@@ -62,14 +72,27 @@ class MadePrivate(PrivateModule):
         return module.configure_optimizers() if self.optimizer_spec is None else super().configure_optimizers()
 
     def configure_callbacks(self) -> list[Callback]:
-        """Return an accountant and a card, each where the Trainer has none yet."""
+        """Return an accountant and a card, each where the Trainer has none yet.
+
+        Raises:
+            UnsupportedModelError: The Trainer is asked for something else than a fit.
+        """
+        super().configure_callbacks()
         present: list[Callback] = [] if self._trainer is None else self._trainer.callbacks  # type: ignore[attr-defined]
+        if self._trainer is not None and (asked := self.trainer.state.fn) not in (None, "fit"):
+            raise UnsupportedModelError(
+                f"trainer.{asked.value} was given what make_private returned, which can be trained alone. Give it the "
+                f"{type(self.module).__name__} inside, and data of other people: trainer.{asked.value}(private.module, "
+                "loader)."
+            )
         return [kind() for kind in (PrivacyAccountant, PrivacyCard) if not any(isinstance(c, kind) for c in present)]
 
-    def save_model(self, folder: Path) -> None:
+    def save_model(self, folder: str | Path) -> Path:
         """Write the weights of the module, by the names that they have in it."""
+        folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         torch.save(self.module.state_dict(), folder / WEIGHTS)
+        return folder
 
 
 def make_private(
@@ -108,6 +131,14 @@ def make_private(
         ConfigurationError: A setting is out of range, or nothing says how ``module`` is optimized.
         UnsupportedModelError: ``module`` is private already, or has hooks that a wrapper would not call.
     """
+    if not isinstance(module, nn.Module):
+        raise ConfigurationError(
+            f"module={module!r} is no torch.nn.Module: give make_private an object of such a class."
+        )
+    for argument, value in (("per_row_loss", per_row_loss), ("collate_fn", collate_fn)):
+        if not callable(value):
+            raise ConfigurationError(f"{argument}={value!r} is no function, and make_private calls it with each batch.")
+    _refuse_unknown(privacy)
     name = type(module).__name__
     if isinstance(module, PrivateModule):
         raise UnsupportedModelError(f"{name} is a PrivateModule already: give it to trainer.fit itself.")
@@ -125,6 +156,16 @@ def make_private(
     mode = DPSGD(eps=eps, unit=unit, **privacy)  # type: ignore[arg-type]
     kind: type[MadePrivate] = type(f"Private{name}", (MadePrivate,), {"__module__": __name__})  # as card and errors say
     return kind(module, per_row_loss, collate_fn, privacy=mode, optimizer=optimizer)
+
+
+def _refuse_unknown(names: Iterable[str]) -> None:
+    """Refuse arguments that `DPSGD` has not, and say who has them."""
+    known = {*inspect.signature(DPSGD).parameters, *GaussianSettings.__annotations__} - {"common"}
+    for name in sorted({*names} - known):
+        raise ConfigurationError(
+            f"make_private takes no {name}: {_ELSEWHERE.get(name, 'see its docstring')}. Beside its own arguments it "
+            f"takes those of DPSGD: {', '.join(sorted(known - {'eps', 'unit'}))}."
+        )
 
 
 def _modules_read(function: Callable[..., Any]) -> list[nn.Module]:

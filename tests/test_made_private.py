@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from dp_accounting.pld.pld_privacy_accountant import PLDAccountant
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
@@ -31,6 +31,7 @@ from lit_dpret import (
     errors,
     make_private,
 )  # fmt: skip
+from lit_dpret.cards.text import show_epsilon
 from lit_dpret.cards.verification import verify_chain
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError, UnsupportedModelError
 from lit_dpret.privacy.content import content_of
@@ -237,6 +238,49 @@ def test_a_checkpoint_of_ones_own_callback_goes_on_with_the_ledger(tmp_path: Pat
         fit(tmp_path / "run", made())
 
 
+def test_a_resume_without_its_checkpoint_is_refused_before_a_step_is_charged_again(tmp_path: Path) -> None:
+    fit(tmp_path, made(), max_steps=1)
+    before = (tmp_path / "privacy_ledger.jsonl").read_text().count('"intent"')
+    with pytest.raises(ResumeError, match="ckpt_path") as found:
+        fit(tmp_path, made(), max_steps=1, callbacks=[PrivacyAccountant(resume=True)])
+    (path,) = tmp_path.rglob("*.ckpt")
+    assert str(path) in str(found.value)
+    assert (tmp_path / "privacy_ledger.jsonl").read_text().count('"intent"') == before
+    path.unlink()  # as after a crash before the first one
+    fit(tmp_path, made(), max_steps=1, callbacks=[PrivacyAccountant(resume=True)])
+
+
+def test_the_end_of_a_fit_says_where_card_and_weights_are_and_epsilon(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "lightning.pytorch"):
+        fit(tmp_path, made(), max_steps=1)
+    (line,) = [record.getMessage() for record in caplog.records if "epsilon" in record.getMessage()]
+    assert show_epsilon(card_in(tmp_path)["claim"]["epsilon"]) in line and "delta" in line
+    assert str(tmp_path / "privacy_card.md") in line and str(tmp_path / "model") in line
+
+
+class Validation(L.Callback):
+    """A validation loss of public rows, every two steps."""
+
+    public_metrics = ("val_loss",)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch.last and (batch.step + 1) % 2 == 0:
+            with torch.no_grad():
+                self.log("val_loss", row_loss(pl_module.module, rows(8).tensors).mean())
+
+
+def test_the_best_checkpoint_by_a_public_validation_loss_is_kept(tmp_path: Path) -> None:
+    kept = ModelCheckpoint(tmp_path / "kept", monitor="val_loss", every_n_train_steps=2)
+    with pytest.raises(ConfigurationError, match="public_metrics") as found:
+        fit(tmp_path / "undeclared", made(), callbacks=[kept])
+    assert found.value.trap == "T25"
+    trainer = fit(tmp_path / "run", made(), callbacks=[Validation(), kept, EarlyStopping("val_loss", patience=9)])
+    assert kept.best_model_score == min(kept.best_k_models.values())
+    assert "val_loss" in trainer.callback_metrics and card_in(tmp_path / "run")["claim"]["guarantee"] == "dp"
+
+
 def test_callbacks_that_the_trainer_has_are_not_added_again(tmp_path: Path) -> None:
     own = [PrivacyAccountant(eps_log_points=1), PrivacyCard(run_dir=tmp_path / "cards")]
     trainer = fit(tmp_path / "run", made(), callbacks=list(own), enable_checkpointing=False)
@@ -245,6 +289,40 @@ def test_callbacks_that_the_trainer_has_are_not_added_again(tmp_path: Path) -> N
 
 
 # -- what is refused -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"optimizer": torch.optim.SGD}, "OptimizerSpec"),
+        ({"optimizer": torch.optim.SGD([torch.zeros(1)], lr=0.1)}, "OptimizerSpec"),
+        ({"batch_size": 32}, "expected_batch_size"),
+        ({"resume": True}, "PrivacyAccountant"),
+        ({"epsilon": 3}, "delta"),
+        ({"per_row_loss": None}, "per_row_loss"),
+        ({"collate_fn": None}, "collate_fn"),
+        ({"module": Classifier}, "module"),
+    ],
+    ids=lambda given: "-".join(given) if isinstance(given, dict) else "",
+)
+def test_an_argument_that_is_no_such_thing_is_refused_at_once(given: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigurationError, match=named):
+        made(**given)
+
+
+@pytest.mark.parametrize("setting", ["gradient_clip_val", "accumulate_grad_batches"])
+def test_sums_that_lightning_would_clip_or_add_up_are_refused_by_what_does_it_here(
+    setting: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigurationError, match=r"max_grad_norm|physical_batch_size"):
+        fit(tmp_path, made(), **{setting: 2})
+
+
+@pytest.mark.parametrize("asked", ["validate", "test", "predict"])
+def test_the_wrapper_is_trained_and_the_module_inside_is_measured(asked: str) -> None:
+    trainer = L.Trainer(logger=False, accelerator="cpu", enable_model_summary=False)
+    with pytest.raises(UnsupportedModelError, match=rf"trainer\.{asked}\(private\.module"):
+        getattr(trainer, asked)(made(), DataLoader(rows(), 8))
 
 
 def coupled(model: Any, batch: Any) -> Tensor:

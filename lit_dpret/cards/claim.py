@@ -141,7 +141,7 @@ def _of_units(units: int, judged: Judged, plan: PrivacyPlan) -> dict[str, Any]:
     try:
         value = group_epsilon(judged.charged, delta=plan.budget.delta, units=units, neighbours=plan.budget.neighbours)
     except UnsupportedAccountingError as error:
-        return {**fact, "why": f"not proved: {error}"}
+        return {**fact, "why": f"not proved: {error.sentence}"}
     if math.isfinite(value):
         return {**fact, "epsilon": value, "why": None}
     return {**fact, "why": "infinite", "wider": _wider(units, judged.charged, plan)}

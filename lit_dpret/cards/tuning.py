@@ -200,7 +200,7 @@ def search_cost(judged: Judged) -> SearchCost:
         try:
             value = selection_epsilon(judged.charged, stopping, delta=budget.delta, neighbours=budget.neighbours)
         except UnsupportedAccountingError as error:
-            return None, f"not proved ({str(error).rstrip('.')})"
+            return None, f"not proved ({error.sentence.rstrip('.')})"
         return (value, None) if math.isfinite(value) else (None, "infinite")
 
     return cost

@@ -19,9 +19,11 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import astuple
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from lit_dpret.distributed.handover import GradHandover, Handover, in_float32, keep_masters
@@ -38,7 +40,15 @@ from lit_dpret.modules.module_state import HookWatch
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.physical_batches import PhysicalBatches, memory_advice
 from lit_dpret.privacy.batches import UnitBatch, map_rows, rows_in_turn
-from lit_dpret.privacy.ledger.gate import ALWAYS, Guard, no_accountant, public_names, tells_progress, undeclared_metric
+from lit_dpret.privacy.ledger.gate import (
+    ALWAYS,
+    Guard,
+    no_accountant,
+    public_names,
+    refuse_other_sums,
+    tells_progress,
+    undeclared_metric,
+)
 from lit_dpret.privacy.modes import PrivacyMode, StepCounts
 from lit_dpret.privacy.sampling import Row
 from lit_dpret.privacy.user_generators import kept_generators, seed_everywhere
@@ -47,6 +57,8 @@ if TYPE_CHECKING:
     from lit_dpret.distributed.fsdp import ShardedParameters
 
 
+#: What `PrivateModule.save_model` writes.
+WEIGHTS = "weights.pt"
 # What `PrivateModule._leave_run` sets.
 _OF_A_RUN = ("_guard", "_ranks", "_shards", "_handover", "_physical", "_held_error", "_batches_seen", "_loss_sum",
              "_losses")  # fmt: skip
@@ -73,7 +85,7 @@ class PrivateModule(Checkpointed):
         log_private_loss: Log the training loss, and what else is logged, although it is an unaccounted release.
 
     Raises:
-        ConfigurationError: The optimizer corrects for noise, and the mode adds none.
+        ConfigurationError: The optimizer corrects for noise, and the mode adds none; or one of them is something else.
     """
 
     coupled_loss: bool = False
@@ -96,6 +108,14 @@ class PrivateModule(Checkpointed):
         self, *, privacy: PrivacyMode, optimizer: OptimizerSpec | None = None, log_private_loss: bool = False
     ) -> None:
         super().__init__()
+        if optimizer is not None and not isinstance(optimizer, OptimizerSpec):
+            given = optimizer if isinstance(optimizer, type) else type(optimizer)
+            raise ConfigurationError(
+                f"optimizer={given.__name__} is no OptimizerSpec. Give optimizer=OptimizerSpec(name=..., lr=...), or "
+                "leave it out and return an optimizer of torch's from configure_optimizers."
+            )
+        if not isinstance(privacy, PrivacyMode):
+            raise ConfigurationError(f"privacy={privacy!r} is no privacy mode: give one, such as DPSGD(eps=3).")
         if optimizer is not None and optimizer.uses_noise_std and privacy.guarantee != "dp":
             raise ConfigurationError(
                 f"model.optimizer.name={optimizer.name} subtracts the noise of a private mode, and "
@@ -182,6 +202,13 @@ class PrivateModule(Checkpointed):
     def per_row_loss(self, rows: Any) -> Tensor:
         """Return the loss of each row, shape ``(rows,)``; random numbers of a row come from torch."""
         raise UnsupportedModelError(f"{type(self).__name__} does not implement per_row_loss(rows).")
+
+    def save_model(self, folder: str | Path) -> Path:
+        """Write what a training leaves into ``folder``, which gets a copy of the card: here the state dict."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save(self.state_dict(), folder / WEIGHTS)
+        return folder
 
     def assumptions(self) -> list[str]:
         """Return what a claim takes on trust beside the mechanism, as statements for the card."""
@@ -286,7 +313,13 @@ class PrivateModule(Checkpointed):
             raise no_accountant(type(self).__name__)
         return self._guard
 
-    def on_train_start(self) -> None:
+    def configure_callbacks(self) -> Sequence[Callback] | Callback:
+        """Return none; before Lightning refuses what its own optimization alone can do, say what does it here."""
+        if self._trainer is not None and self.privacy.guarantee == "dp":
+            refuse_other_sums(self._trainer)
+        return []
+
+    def on_fit_start(self) -> None:  # before the loader is asked for batches, which it has from the accountant
         _ = self._counted_by
 
     def training_step(self, batch: UnitBatch, batch_idx: int) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints that are on the disk whole or not at all, and the choice of the one to go on from.
+"""Checkpoints that are on the disk whole or not at all.
 
 Lightning writes a checkpoint into the machine's temporary folder and moves it; between two file
 systems that move is a copy, and a kill in the middle of it leaves half a checkpoint under the name
@@ -10,9 +10,6 @@ the start, is charged for what it repeats.
 from __future__ import annotations
 
 import os
-import pickle
-import warnings
-import zipfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,11 +17,8 @@ from typing import Any
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
-from lit_dpret.errors import ResumeError
+from lit_dpret.callbacks.checkpoints import DRAFT
 from lit_dpret.privacy.ledger.chain import storage_error, sync_folder
-from lit_dpret.privacy.ledger.private_run import Position
-
-_DRAFT = ".{}.tmp"
 
 
 class WholeCheckpoints(TorchCheckpointIO):
@@ -46,7 +40,7 @@ class WholeCheckpoints(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, str(path), storage_options)
             return
         target = Path(path)
-        draft = target.with_name(_DRAFT.format(target.name))
+        draft = target.with_name(DRAFT.format(target.name))
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             with draft.open("wb") as file:
@@ -61,60 +55,3 @@ class WholeCheckpoints(TorchCheckpointIO):
             if isinstance(error, OSError):
                 raise storage_error(target, "written", error) from error
             raise
-
-
-def newest_checkpoint(folder: Path, *, run_id: str | None = None) -> Path | None:
-    """Return the readable checkpoint in ``folder`` with the most steps behind it; None where there is none.
-
-    What Lightning writes where SLURM requeues a job lies beside the folder, and is one of them.
-
-    Guarantees:
-        - A checkpoint that is cut short or damaged (by its CRC sums) is passed over with a warning
-          that names it, and the one before it is chosen.
-        - So is one of another run than ``run_id``, where that is given.
-        - Attempt and step stand inside the file; its name and its time play no part.
-        - Drafts that a kill left behind are removed.
-
-    Raises:
-        ResumeError: A newer version of lit-dpret wrote one of them.
-    """
-    for draft in folder.glob(_DRAFT.format("*.ckpt")):
-        draft.unlink(missing_ok=True)
-    ranked: list[tuple[tuple[int, int, bool], Path]] = []
-    for path in sorted([*folder.glob("*.ckpt"), *folder.parent.glob("hpc_ckpt_*.ckpt")]):
-        try:
-            found = _position(path)
-            if run_id is not None and found.run_id != run_id:
-                _pass_over(path, f"of {found.run_id or 'a run without a ledger'}, and the ledger is of {run_id}")
-                continue
-            ranked.append(((found.attempt, found.steps_done, path.name == "last.ckpt"), path))
-        except ResumeError:  # whole, and of a newer version
-            raise
-        except (OSError, RuntimeError, EOFError, KeyError, TypeError, ValueError, pickle.UnpicklingError) as error:
-            _pass_over(path, error)
-    for _, path in sorted(ranked, reverse=True):
-        try:
-            with zipfile.ZipFile(path) as archive:
-                damaged = archive.testzip()
-        except (OSError, zipfile.BadZipFile) as error:
-            damaged = str(error)
-        if damaged is None:
-            return path
-        _pass_over(path, damaged)
-    return None
-
-
-def _position(path: Path) -> Position:
-    """Return where a checkpoint was taken; its run is empty where there was no accountant."""
-    content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    found = Position.among(content["callbacks"], place=str(path))
-    return found or Position("", 0, int(content["global_step"]))
-
-
-def _pass_over(path: Path, reason: object) -> None:
-    first = (str(reason).splitlines() or [type(reason).__name__])[0]
-    warnings.warn(
-        f"{path} is no whole checkpoint of this run ({first}); it goes on from an earlier one, or from its start. "
-        "Steps that are executed again are repeated bit by bit or charged again.",
-        stacklevel=3,
-    )

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 
+from lit_dpret.callbacks.checkpoints import newest_checkpoint
 from lit_dpret.cards.card import CardFacts, inherit_card, read_card, subject_of, write_card
 from lit_dpret.cards.file import CARD_FILES, CARD_NAME
 from lit_dpret.cards.hub import (
@@ -39,7 +40,6 @@ from lit_dpret.report.page import render
 from lit_dpret.settings import require_switch
 from lit_dpret.synthesis.dataset_folder import DATA_FILES
 from lit_dpret.synthesis.shards import MANIFEST_NAME, SHARDS_NAME
-from lit_dpret.tasks.checkpoints import newest_checkpoint
 from lit_dpret.tasks.fit import CHECKPOINTS
 from lit_dpret.tasks.hub_repository import HubRepository
 from lit_dpret.tasks.parts import Parts, check_run_dir

@@ -45,12 +45,6 @@ def stochastic() -> StochasticWeightAveraging:
     return StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1, annealing_epochs=15)
 
 
-class Saved(Regression):
-    def save_model(self, folder: Path) -> None:
-        folder.mkdir(exist_ok=True)
-        torch.save(self.state_dict(), folder / "weights.pt")
-
-
 class Watch(Callback):
     """Keeps the weights after every step, or at the start of every epoch."""
 
@@ -90,9 +84,9 @@ KINDS = [ema, uniform, stochastic]
 LENGTH: dict[str, Any] = {"steps": 20}  # two epochs; averages of epochs need some
 
 
-def run(folder: Path, *extra: Callback, resume: bool = False, **settings: Any) -> Saved:
+def run(folder: Path, *extra: Callback, resume: bool = False, **settings: Any) -> Regression:
     torch.manual_seed(0)
-    module = Saved(privacy=dp(folder.parent, noise_multiplier=4.0))
+    module = Regression(privacy=dp(folder.parent, noise_multiplier=4.0))
     accountant = PrivacyAccountant(run_dir=folder, resume=resume, eps_log_points=1)
     fixed = SimpleNamespace(token_hex=lambda size: "ab" * size)
     with pytest.MonkeyPatch.context() as patch:  # the same noise in every folder
@@ -108,7 +102,7 @@ class Averaged:
     kind: Callable[[], Any]
     folder: Path
     watch: Watch
-    module: Saved
+    module: Regression
 
 
 @pytest.fixture(scope="module", params=KINDS, ids=lambda kind: kind.__name__)

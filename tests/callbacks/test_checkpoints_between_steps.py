@@ -17,8 +17,8 @@ from lightning.pytorch.trainer.connectors import signal_connector
 from rank_runs import REFUSED, Server, told, weights
 from stand_ins import Numbers, Regression, dp, fit, granted, records
 
+from lit_dpret.callbacks.checkpoints import newest_checkpoint
 from lit_dpret.errors import ResumeError
-from lit_dpret.tasks.checkpoints import newest_checkpoint
 
 STEPS = 6
 # Three physical batches a step for one rank, and as many for each of two.

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from lightning import LightningDataModule
@@ -255,3 +256,21 @@ def test_the_card_names_code_that_objects_of_this_package_and_of_lightning_were_
 )
 def test_code_of_the_users_is_found_inside_what_libraries_hold(holder: Any, expected: list[str]) -> None:
     assert list(own_code._own_code([holder], apart=DPSGD)) == expected
+
+
+@pytest.mark.parametrize("callbacks", [[], [PrivacyCard]], ids=["none", "card"])
+def test_a_fit_without_an_accountant_names_the_callbacks_that_are_missing(callbacks: list[Any], tmp_path: Path) -> None:
+    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "accelerator": "cpu"}
+    trainer = L.Trainer(max_steps=1, default_root_dir=tmp_path, callbacks=[kind() for kind in callbacks], **quiet)
+    with pytest.raises(ConfigurationError, match=r"PrivacyAccountant\(\), PrivacyCard\(\)") as found:
+        trainer.fit(Regression(privacy=dp(tmp_path)), datamodule=Numbers())
+    assert found.value.trap == "T7"
+
+
+def test_a_module_that_says_nothing_of_saving_leaves_its_state_dict_beside_the_card(tmp_path: Path) -> None:
+    module = Regression(privacy=dp(tmp_path))
+    fit(tmp_path / "run", module, extra=[PrivacyCard()])
+    fresh = Regression(privacy=NoPrivacy())
+    fresh.load_state_dict(torch.load(tmp_path / "run" / "model" / "weights.pt", weights_only=True))
+    assert all(torch.equal(old, new) for old, new in zip(module.parameters(), fresh.parameters(), strict=True))
+    assert read_card(tmp_path / "run")["subject"]["sha256"] and not verify_chain(tmp_path / "run").failed

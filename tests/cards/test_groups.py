@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from cards import CHILD, DELTA, LAW, NOISE, Run, make_plan
 
+from lit_dpret import errors
 from lit_dpret.cards.card import Assumption, CardFacts, inherit_card, write_card
 from lit_dpret.cards.text import card_html, card_markdown, show_epsilon
 from lit_dpret.errors import ConfigurationError
@@ -102,9 +103,12 @@ def test_where_no_cap_would_help_the_line_says_that_more_noise_would(tmp_path: P
     ],
 )
 def test_where_no_bound_is_known_the_card_names_law_and_relation_instead(
-    tmp_path: Path, law: SamplingLaw, neighbours: Neighbours
+    tmp_path: Path, law: SamplingLaw, neighbours: Neighbours, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    card = trained(tmp_path, law, neighbours=neighbours, max_units_per_user=4).card()
+    run = trained(tmp_path, law, neighbours=neighbours, max_units_per_user=4)
+    card = run.card()
+    monkeypatch.setattr(errors, "on_command_line", False)  # where it is written, and where it is recomputed
+    assert run.card()["accounting"] == card["accounting"]
     assert card["claim"]["guarantee"] == "dp" and card["claim"]["user_level_epsilon"] is None
     assert "up to 4 queries no epsilon is proved" in card["claim"]["statement"]
     for group in card["accounting"]["groups"]:

@@ -16,6 +16,7 @@ from planned_sweeps import STEPS, trial_parts
 from stand_ins import Numbers, Regression, StopAfter, dp
 
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
+from lit_dpret.callbacks.checkpoints import newest_checkpoint
 from lit_dpret.cards.card import read_card, verify_card
 from lit_dpret.errors import LedgerError, ResumeError, StorageError
 from lit_dpret.privacy.accounting.composition import epsilon
@@ -24,7 +25,7 @@ from lit_dpret.privacy.ledger.gate import ReleaseGate
 from lit_dpret.privacy.ledger.private_run import Position
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases, check_no_key_reuse, noise_keys
 from lit_dpret.tasks import Fit, checkpoints
-from lit_dpret.tasks.checkpoints import WholeCheckpoints, newest_checkpoint
+from lit_dpret.tasks.checkpoints import WholeCheckpoints
 from lit_dpret.tasks.fit import Training, train
 
 
@@ -304,17 +305,12 @@ class KillBeforeTheCard(Callback):
 
 @pytest.mark.slow
 def test_a_run_killed_after_its_last_step_still_gets_its_model_and_card(tmp_path: Path) -> None:
-    class Saving(Regression):
-        def save_model(self, folder: Path) -> None:
-            folder.mkdir(exist_ok=True)
-            torch.save(self.state_dict(), folder / "weights.pt")
-
     folder = tmp_path / "run"
     with pytest.raises(RuntimeError, match="after the last step"):
         run(folder, extra=[KillBeforeTheCard()])
     assert not (folder / "privacy_card.json").exists()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(globals(), "Regression", Saving)
+        patch.setitem(globals(), "Regression", Regression)
         run(folder, resume=True, extra=[PrivacyCard(run_dir=folder)])
     assert (folder / "model" / "weights.pt").is_file()
     assert verify_card(read_card(folder), folder / "privacy_ledger.jsonl", folder=folder / "model") == []

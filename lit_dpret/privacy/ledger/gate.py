@@ -73,10 +73,31 @@ class Guard(Protocol):
 def no_accountant(module: str) -> ConfigurationError:
     """The refusal of a training without an accountant."""
     return ConfigurationError(
-        f"{module} has no privacy accountant: nothing would be counted. "
-        "Add lit_dpret.callbacks.PrivacyAccountant to the Trainer's callbacks.",
+        f"{module} has no privacy accountant: nothing would be counted. Give the Trainer "
+        "callbacks=[PrivacyAccountant(), PrivacyCard()] of lit_dpret: one counts, the other saves the weights and "
+        "writes the card.",
         trap="T7",
     )
+
+
+def refuse_other_sums(trainer: Any) -> None:
+    """Refuse a Trainer that would clip, or add up, what a private step has clipped and added up already.
+
+    Raises:
+        ConfigurationError: Naming the setting that does it here.
+    """
+    if trainer.accumulate_grad_batches != 1:
+        raise ConfigurationError(
+            f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches} divides by a number of batches and "
+            "would noise each of them. A logical batch is cut to fit by datamodule.physical_batch_size instead.",
+            trap="T12",
+        )
+    if trainer.gradient_clip_val:
+        raise ConfigurationError(
+            f"trainer.gradient_clip_val={trainer.gradient_clip_val:g} clips the sum over the batch, which bounds "
+            "nothing that one unit does. Set privacy.max_grad_norm, and leave this null.",
+            trap="T16",
+        )
 
 
 ALWAYS = frozenset({"epoch", "step", "trainer/global_step"})

@@ -303,7 +303,7 @@ def judge(
             value = epsilon_by(plan.accountant, releases, plan)
         except UnsupportedAccountingError as error:
             amplified = False
-            text = f"The {plan.accountant} accountant can judge the sampling that ran. It cannot: {error}"
+            text = f"The {plan.accountant} accountant can judge the sampling that ran. It cannot: {error.sentence}"
             assumptions = [*assumptions, Assumption(text, "refuted", "no_amplification")]
     if "no_guarantee" in broken or (not amplified and plan.budget.neighbours == "add_or_remove"):
         return Verdict("not_proved", None, "nothing"), assumptions
