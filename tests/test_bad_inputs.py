@@ -129,6 +129,15 @@ CASES: dict[str, Case] = {
     ),
     "no adapters": log("model.lora={r:4,target_modules:[nope]}", named=r"model\.lora=.*nope"),
     "a pattern that does not end": log("model.trainable_patterns=['[']", named=r"model\.trainable_patterns"),
+    "a choice that is added": log("+debug=tiny", named=r"Leave out the \+: debug=tiny"),
+    "no constants in the place of a private number": Case(
+        ("datamodule=pairs", "datamodule.pairs=nope.jsonl", "privacy.neighbours=add_or_remove"),
+        r"privacy\.delta .*datamodule\.sample_rate, datamodule\.sampling=poisson",
+    ),
+    "a sampling that the accountant does not judge": log(
+        "datamodule.folder=nope", "privacy.accountant=prv", named=r"sampling=truncated_poisson, privacy\.accountant=prv"
+    ),
+    "the same in a plan": log("task=plan", "datamodule.sampling=fixed_size", named=r"sampling=fixed_size, .*=pld"),
     "a setting of another mode": log("privacy=none", "privacy.eps=3", named=r"privacy\.eps is not a setting"),
     "a promise that no noise keeps": log("privacy.eps=1e-9", "privacy.delta=1e-300", named=r"privacy\.eps"),
     "a folder that holds no model": log("model.pretrained=qrels", named=r"model\.pretrained=qrels"),

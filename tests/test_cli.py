@@ -118,7 +118,7 @@ def test_a_question_is_taken_as_it_is_typed(question: str) -> None:
 def test_a_path_may_hold_an_apostrophe_and_a_comma_is_explained() -> None:
     with initialize_config_module(version_base="1.3", config_module=CONFIG_MODULE):
         assert compose("train", overrides=[quoted("init_from=bob's run")]).init_from == "bob's run"
-        (word,) = with_task(["verify", "c:\\bob's\\run\\"])[1:]
+        word = with_task(["verify", "c:\\bob's\\run\\"])[-1]
         assert compose("train", overrides=["task=verify", word]).task.card == "c:\\bob's\\run\\"
         with pytest.raises(HydraException) as found:
             compose("train", overrides=["init_from=a,b"])

@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 import lit_dpret
 from lit_dpret import errors
 from lit_dpret.cli.arguments import listing, own_overrides, program, quoted, with_task
-from lit_dpret.cli.composition import build_parts, check_top_level, checked_task, composed_run
+from lit_dpret.cli.composition import build_parts, check_request, check_top_level, checked_task, composed_run
 from lit_dpret.cli.explanations import causes, explain, lost_rank
 from lit_dpret.cli.jobs import begin_what_is_left, close_sweep, job_name, one_job, swept
 from lit_dpret.config import CONFIG_MODULE, format_help
@@ -66,6 +66,7 @@ def run(cfg: DictConfig) -> Any:
     _note_place()
     begin_what_is_left(cfg)
     parts = build_parts(cfg)
+    check_request(cfg, task, parts)
     if hasattr(task, "planned_fits") and rank_watch.is_first():
         sys.stderr.write(f"run folder: {cfg.run_dir}, model: {_choice('model', cfg.model)}\n")
     parts = replace(parts, make_datamodule=_named_first(parts.make_datamodule, _data_line(cfg, task)))

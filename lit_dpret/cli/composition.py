@@ -222,6 +222,15 @@ def checked_task(cfg: DictConfig) -> Any:
     return task
 
 
+def check_request(cfg: DictConfig, task: Any, parts: Parts) -> None:
+    """Refuse what no accountant could plan before a task that trains reads its data."""
+    if hasattr(task, "planned_fits") and cfg.datamodule.get("sampling") is not None:
+        from lit_dpret.privacy.plan import PlainSamplingRequest  # it takes a second, and few tasks plan
+
+        names = ("sampling", "expected_batch_size", "sample_rate", "cap")
+        parts.make_privacy().check_request(PlainSamplingRequest(**{name: cfg.datamodule.get(name) for name in names}))
+
+
 def check_top_level(cfg: DictConfig) -> None:
     """Refuse what no task reads: a setting that was added with ``+`` and is named nowhere, and a seed that is none."""
     known = {key.name for key in top_level().keys} | set(groups())

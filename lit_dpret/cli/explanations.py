@@ -69,6 +69,8 @@ def _explain_composition(error: BaseException) -> str:
             f'{several[1]} holds a comma. Write a list as "{several[1]}=[A,B]", a text as "{several[1]}=\'A, B\'", and '
             "add -m for a run with each."
         )
+    if twice := re.match(r"Multiple values for (\w+)\. To override a value use 'override \w+: ([^']+)'", text):
+        return f"+{twice[1]}={twice[2]} adds a second choice of {twice[1]}. Leave out the +: {twice[1]}={twice[2]}."
     unknown = UNKNOWN_KEY.search(text)
     if unknown:
         return explain_unknown_key(unknown.group(1))

@@ -92,6 +92,7 @@ class Plan:
         begin_from(mode, start)
         progress = _Progress()
         data = parts.make_datamodule()
+        mode.check_request(data)
         units = self.units
         if units is None:
             data.prepare_data()

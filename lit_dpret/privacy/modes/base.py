@@ -118,6 +118,9 @@ class PrivacyMode(ABC):
         """The number of units of privacy where everybody may know it, else None."""
         return None if self.neighbours == "add_or_remove" else units
 
+    def check_request(self, request: SamplingRequest) -> None:  # noqa: B027  (without a plan any will do)
+        """Refuse, before any data are read, batches that no plan of this mode is about."""
+
     def plan(self, request: SamplingRequest, *, units: int, steps: int, module: Any = None) -> PrivacyPlan | None:
         """Return the plan of a run whose steps release something of the private data; None where they do not."""
         return None

@@ -20,13 +20,32 @@ from lit_dpret.distributed.shards import like, place_of
 from lit_dpret.distributed.xla import sync_device
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy import clip_fraction
+from lit_dpret.privacy.accounting.composition import check_supported
 from lit_dpret.privacy.accounting.groups import check_max_units
-from lit_dpret.privacy.budget import AccountantName, Neighbours, NoiseName, PrivacyBudget, Unit, require_choice
+from lit_dpret.privacy.accounting.releases import FixedSize, FullBatch, Poisson, SamplingLaw, Shuffle, TruncatedPoisson
+from lit_dpret.privacy.budget import (
+    AccountantName,
+    Neighbours,
+    NoiseName,
+    PrivacyBudget,
+    SamplingName,
+    Unit,
+    require_choice,
+)
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.modes.base import Guarantee, PrivacyMode, StepCounts, Update, trainable
 from lit_dpret.privacy.noise import KeyedStream, noise_source
 from lit_dpret.privacy.plan import PrivacyPlan, SamplingRequest
 from lit_dpret.privacy.state_watch import StateWatch
+
+#: A law of each kind, to ask of any data whether an accountant judges it.
+_DRAWN_SO: dict[str, SamplingLaw] = {
+    "truncated_poisson": TruncatedPoisson(sample_rate=0.5, cap=1, n=2),
+    "poisson": Poisson(sample_rate=0.5),
+    "fixed_size": FixedSize(batch_size=1, n=2),
+    "shuffle": Shuffle(batch_size=1, n=2),
+    "full_batch": FullBatch(),
+}
 
 
 class GaussianSettings(TypedDict, total=False):
@@ -168,6 +187,35 @@ class GaussianMode(PrivacyMode):
             budget.refuse_large_delta(public_units)
         return budget
 
+    def check_request(self, request: SamplingRequest) -> None:
+        """Refuse, before any data are read, batches that no plan of this mode is about.
+
+        Raises:
+            ConfigurationError: Constants are missing that cannot be derived from a private number of units.
+            UnsupportedAccountingError: No library judges this sampling by this accountant.
+        """
+        self._refuse_missing(request)
+        check_supported(_DRAWN_SO[request.sampling], self.accountant, self.neighbours)
+
+    def _refuse_missing(self, request: SamplingRequest) -> None:
+        require_choice("datamodule.sampling", request.sampling, get_args(SamplingName))
+        if self.neighbours != "add_or_remove":
+            return
+        sampled = request.sampling != "full_batch"
+        needed = {
+            "privacy.delta (a constant below 1/n)": self.delta is None,
+            "datamodule.sample_rate": sampled and request.sample_rate is None,
+            "datamodule.sampling=poisson (the others are judged by that number)": sampled
+            and request.sampling != "poisson",
+            "datamodule.expected_batch_size (what the noised sum is divided by)": request.expected_batch_size is None,
+        }
+        if missing := [name for name, lacks in needed.items() if lacks]:
+            raise ConfigurationError(
+                "privacy.neighbours=add_or_remove keeps the number of units private, so nothing can be derived from "
+                f"it. Set as constants: {', '.join(missing)}.",
+                trap="T5",
+            )
+
     @abstractmethod
     def plan(self, request: SamplingRequest, *, units: int, steps: int, module: Any = None) -> PrivacyPlan:
         """The plan of ``steps`` logical steps over ``units`` units, drawn as ``request`` asks.
@@ -182,6 +230,7 @@ class GaussianMode(PrivacyMode):
         """
 
     def _build_plan(self, request: SamplingRequest, *, units: int, steps: int, **facts: Any) -> PrivacyPlan:
+        self._refuse_missing(request)
         public = self.public_units(units)
         return PrivacyPlan.build(
             self.budget(public),
