@@ -85,6 +85,10 @@ class Suite(Study):
         self._run_dir, self._seed = parts.run_dir, parts.seed
         self._command = parts.command_again("task.report_only=")
         todo = [] if self.report_only else [name for name in self.parts if not self._why_not(name, planned=True)]
+        for key, given in self.data.items():  # said first: at the end of the others nobody still waits
+            needing = [name for name in self.chosen if key in self.parts[name].needs and not self._stages.is_done(name)]
+            if given is None and needing and not self.report_only:
+                sys.stdout.write(f"task.data.{key}=null: without it these parts are left out: {', '.join(needing)}\n")
         runs = {name: self._composed(parts, name) for name in todo}
         if self.report_only and not any(self._told(name).results for name in self.parts):
             raise ConfigurationError(f"task.report_only=true: no part in {parts.run_dir} is finished.")

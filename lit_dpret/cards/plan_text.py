@@ -106,7 +106,8 @@ def _matrix(facts: Mapping[str, Any]) -> list[str]:
     )
     others = [row for row in facts["epsilon_by"] if row["epsilon"] is not None and row["accountant"] != "pld"]
     counted = [f"{row['accountant']} {row['epsilon']:.4g} ({row['neighbours']}, {row['sampling']})" for row in others]
-    notes = ["By pld" + (", * by rdp." if any(row["accountant"] == "rdp" for row in rows) else ".")]
+    starred = any(row["accountant"] == "rdp" for row in rows)
+    notes = ["By pld" + (", * by rdp (a plan takes it with privacy.accountant=rdp)." if starred else ".")]
     if counted:
         notes.append(f"By other accountants: {', '.join(counted)}.")
     if "shuffle" in kinds:

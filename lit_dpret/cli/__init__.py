@@ -166,18 +166,19 @@ def _one_of_many(cfg: DictConfig) -> Any:
     _quieten()  # the import has let Lightning speak again
     known: Any = HydraConfig.get()
     result: Any = None
+    together = ""
     try:
         if _failed:
             raise _failed[0]
         varied, runs = swept()
         if known.job.num == 0 and rank_watch.is_first() and runs is not None:
             try:
-                tell_cost([composed_run(cfg, run) for run in runs], varied)
+                together = tell_cost([composed_run(cfg, run) for run in runs], varied)
             except Exception as error:  # else the first run would pay for what is wrong with another one
                 _failed.append(error)
                 raise
         if not _outcomes:
-            _outcomes.append(Outcomes(Path(known.sweep.dir)))
+            _outcomes.append(Outcomes(Path(known.sweep.dir), together))
         result = run(cfg)
         told = _objective(cfg, result)
         if isinstance(result, dict):  # a table invites to choose, and no epsilon covers a choice by these

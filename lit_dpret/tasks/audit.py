@@ -35,7 +35,7 @@ from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.amendments import AttackResult, add_evidence
 from lit_dpret.cards.card import CARD_NAME, read_card
 from lit_dpret.cards.start import MODEL_FOLDER
-from lit_dpret.cards.text import BOUND, privacy_line
+from lit_dpret.cards.text import BOUND, NO_GUARANTEE, privacy_line
 from lit_dpret.encoders import load_towers
 from lit_dpret.errors import ConfigurationError, DataError, PrivacyViolation, UnsupportedAccountingError
 from lit_dpret.modules.generator_folder import is_generator, load_generator
@@ -195,6 +195,10 @@ class Audit:
                 f"The audit contradicts the claim of {self.run_folder.name} ({privacy_line(card)}): "
                 f"{contradictions[0]} The report is {written[f'{NAME}.html']}."
             )
+        sys.stdout.write(
+            f"audited {self.run_folder.name} by {len(canaries.canaries)} canaries: nothing contradicts its claim "
+            f"({privacy_line(card)}); {NO_GUARANTEE}\n"
+        )
         return {f"{cell.side}, {cell.copies}, {cell.kind}": cell.bounds[0].eps_lower for cell in cells}
 
     def _read(self) -> tuple[dict[str, Any], CanarySet]:

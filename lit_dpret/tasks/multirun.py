@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lit_dpret.cards.file import CARD_NAME, read_card
+from lit_dpret.cards.text import privacy_line
 from lit_dpret.costs.estimate import FACTOR, duration, estimate
 from lit_dpret.errors import LitDpretError
 from lit_dpret.files import write_whole
@@ -45,8 +47,8 @@ def cost_together(plans: Sequence[PlannedFit]) -> tuple[float, str]:
     return value, str(how)
 
 
-def tell_cost(runs: Sequence[ComposedRun], varied: Sequence[str] = ()) -> None:
-    """Print how many runs begin, what they cost together, and how long they take, as far as it is known.
+def tell_cost(runs: Sequence[ComposedRun], varied: Sequence[str] = ()) -> str:
+    """Print and return how many runs begin, what they cost together, and how long they take, as far as it is known.
 
     ``varied`` are the settings in which they differ.
 
@@ -63,14 +65,12 @@ def tell_cost(runs: Sequence[ComposedRun], varied: Sequence[str] = ()) -> None:
     try:
         for run, (task, parts), mode in zip(runs, made, modes, strict=True):
             if not hasattr(task, "planned_fits"):
-                say(f"{len(runs)} runs. What they cost together is not known beforehand for this task.")
-                return
+                return _said(f"{len(runs)} runs. What they cost together is not known beforehand for this task.")
             found = planned_once(run, task, parts, known) if mode.guarantee == "dp" else []
             plans += found
             seconds += _seconds(task, parts, mode, found)
     except LitDpretError as error:
-        say(f"{len(runs)} runs. What they cost together is not known beforehand: {error}")
-        return
+        return _said(f"{len(runs)} runs. What they cost together is not known beforehand: {error}")
     bare = sum(mode.guarantee == "none" for mode in modes)
     words = [f"{len(runs)} runs, {len(plans)} private trainings" + (f", {bare} runs without privacy" if bare else "")]
     units = sorted({f"{one.plan.budget.unit} ({one.plan.budget.neighbours})" for one in plans})
@@ -85,7 +85,12 @@ def tell_cost(runs: Sequence[ComposedRun], varied: Sequence[str] = ()) -> None:
         )
     if math.isfinite(seconds):
         words.append(f"Training takes {duration(seconds)} here, give or take a factor of {FACTOR:g}")
-    say(". ".join(words) + ".")
+    return _said(". ".join(words) + ".")
+
+
+def _said(text: str) -> str:
+    say(text)
+    return text
 
 
 def _seconds(task: Any, parts: Parts, mode: Any, found: Sequence[PlannedFit]) -> float:
@@ -102,9 +107,10 @@ def _seconds(task: Any, parts: Parts, mode: Any, found: Sequence[PlannedFit]) ->
 
 @dataclass
 class Outcomes:
-    """What the runs of a command have come to so far: one row each, in their order."""
+    """What the runs of a command have come to so far: one row each, in their order, and what they cost together."""
 
     folder: Path
+    together: str = ""
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, run_dir: Path, settings: Sequence[str], result: Any) -> None:
@@ -112,14 +118,19 @@ class Outcomes:
         found = dict(result) if isinstance(result, Mapping) else {}
         ended = " ".join(str(result).split()) if isinstance(result, BaseException) else ""
         given = dict(setting.lstrip("+").partition("=")[::2] for setting in settings)
+        terms = privacy_line(read_card(run_dir)).partition(", ")[2] if (run_dir / CARD_NAME).is_file() else ""
         self.rows.append({"run": run_dir.name, "settings": given, "metrics": found, "error": ended,
-                          "epsilon": claimed_epsilon(run_dir)})  # fmt: skip
+                          "epsilon": claimed_epsilon(run_dir), "terms": terms})  # fmt: skip
 
     def tell(self) -> None:
         """Print the table and write it into the folder of all runs, for its owner alone."""
-        table = self.table()
-        write_whole(self.folder / RESULTS, table.markdown() + "\n", owner_only=True)
-        say(table.markdown(), f"written: {self.folder / RESULTS}")
+        by_terms: dict[str, list[str]] = {}
+        for row in self.rows:
+            by_terms.setdefault(row["terms"], []).append(row["run"])
+        told = [f"The epsilon of {', '.join(runs)}, alone: at {terms}." for terms, runs in by_terms.items() if terms]
+        text = "\n\n".join([self.table().markdown(), *told, *filter(None, [self.together])])
+        write_whole(self.folder / RESULTS, f"{text}\n", owner_only=True)
+        say(text, f"written: {self.folder / RESULTS}")
 
     def table(self) -> Table:
         """Return the settings and results in which the runs differ, each beside the epsilon of its card."""

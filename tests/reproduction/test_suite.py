@@ -129,6 +129,7 @@ def test_every_part_is_run_in_its_folder_and_what_lacks_its_data_is_left_out_wit
     assert "Table 1" in html and "task.data.images=null" in html
     out = capsys.readouterr().out
     assert "Table 2: shown" in out and "part better left out: task.data.images=null: nobody said where" in out
+    assert out.startswith("task.data.images=null: ") and "left out: better" in out.splitlines()[0]
 
 
 def test_an_interrupted_suite_goes_on_where_it_was_and_its_page_was_there_in_between(

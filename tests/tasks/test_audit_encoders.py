@@ -98,11 +98,14 @@ def test_a_dual_encoder_without_its_noise_contradicts_its_claim_and_an_honest_on
     assert "AN AUDIT CONTRADICTS THIS CLAIM" in read_card(run / "model")["claim"]["statement"]
 
 
-def test_the_audit_of_an_encoder_writes_ranks_and_says_that_nothing_was_drawn(tmp_path: Path) -> None:
+def test_the_audit_of_an_encoder_writes_ranks_and_says_that_nothing_was_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     suite = replace(SUITE, count=4, include=0.5)
     run = trained(tmp_path, NoPrivacy, suite=suite, steps=2)
     audited(tmp_path, run)
     report = json.loads((tmp_path / "audit" / "audit.json").read_text(encoding="utf-8"))
+    assert "by 4 canaries" in capsys.readouterr().out.splitlines()[-1], "it ends with what was measured and found"
     assert all(row["leaked"]["mean"] is None and row["draws"] == 0 for row in report["rows"])
     assert {one["leak"]["draws"] for one in report["canaries"]} == {0} and len(report["canaries"]) == 4
     page = (tmp_path / "audit" / "audit.md").read_text(encoding="utf-8")

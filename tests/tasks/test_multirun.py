@@ -18,6 +18,7 @@ from test_cli import TINY, write_log
 
 from lit_dpret import cli
 from lit_dpret.callbacks import PrivacyCard
+from lit_dpret.cards.text import privacy_line
 from lit_dpret.cli import jobs
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.modes import NoPrivacy
@@ -108,7 +109,7 @@ def test_the_table_shows_what_differs_the_epsilon_of_each_card_and_why_a_run_fai
     made = trial_parts(tmp_path, tmp_path / "0-lr_1")
     Fit(min_free_mb=1).run(made)
     card = json.loads((tmp_path / "0-lr_1" / "privacy_card.json").read_text(encoding="utf-8"))
-    outcomes = Outcomes(tmp_path)
+    outcomes = Outcomes(tmp_path, "Together epsilon 9.")
     outcomes.add(tmp_path / "0-lr_1", ["model=generator", "+x.lr=1"], {"loss": 0.5, "steps": STEPS})
     outcomes.add(tmp_path / "1-lr_2", ["model=generator", "+x.lr=2"], {"loss": 0.25, "steps": STEPS})
     outcomes.add(tmp_path / "2-lr_3", ["model=generator", "+x.lr=3"], ConfigurationError("lr=3 is\ntoo much"))
@@ -117,6 +118,8 @@ def test_the_table_shows_what_differs_the_epsilon_of_each_card_and_why_a_run_fai
     assert list(table.rows[0]) == ["0-lr_1", "1", f"{card['claim']['epsilon']:.4g}", "0.5", ""]
     assert list(table.rows[2]) == ["2-lr_3", "3", "–", "–", "lr=3 is too much"]
     outcomes.tell()
+    text = (tmp_path / "multirun.md").read_text(encoding="utf-8")
+    assert privacy_line(card).partition(", ")[2] in text and "Together epsilon 9." in text
     assert (tmp_path / "multirun.md").stat().st_mode & 0o077 == 0, "a result may be of private queries"
 
 
