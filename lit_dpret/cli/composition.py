@@ -10,6 +10,7 @@ from dataclasses import is_dataclass
 from functools import partial
 from inspect import signature
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from hydra import compose, initialize_config_module
@@ -225,10 +226,8 @@ def checked_task(cfg: DictConfig) -> Any:
 def check_request(cfg: DictConfig, task: Any, parts: Parts) -> None:
     """Refuse what no accountant could plan before a task that trains reads its data."""
     if hasattr(task, "planned_fits") and cfg.datamodule.get("sampling") is not None:
-        from lit_dpret.privacy.plan import PlainSamplingRequest  # it takes a second, and few tasks plan
-
         names = ("sampling", "expected_batch_size", "sample_rate", "cap")
-        parts.make_privacy().check_request(PlainSamplingRequest(**{name: cfg.datamodule.get(name) for name in names}))
+        parts.make_privacy().check_request(SimpleNamespace(**{name: cfg.datamodule.get(name) for name in names}))
 
 
 def check_top_level(cfg: DictConfig) -> None:
