@@ -40,7 +40,7 @@ def taken_from(run: Path) -> dict[str, Any]:
         "not_covered": len(card["not_covered"]),
         "training": [
             generator["claim"]["statement"].partition(" Batches were drawn so:")[0],
-            f"The generator then wrote {counts['queries']} questions for {counts['passages']} public passages.",
+            f"The generator then wrote {counts['queries']} queries for {counts['passages']} public passages.",
         ],
         "created": card["created"],
     }
@@ -57,7 +57,7 @@ def draw(facts: Mapping[str, Any]) -> str:
         f"<title>{escape(_about(facts))}</title>",
         f'<rect width="{WIDTH}" height="{height}" rx="10" fill="#fff" stroke="{LINE}"/>',
         _text(MARGIN, 36, "What the quickstart ends with", size=19, bold=True),
-        _text(MARGIN, 62, "Retrieval on InsuranceQA, test questions", colour=SOFT),
+        _text(MARGIN, 62, "Retrieval on InsuranceQA, test queries", colour=SOFT),
         _text(BAR, 62, "nDCG@10, with its 95 % interval", colour=SOFT),
         _text(BAR + BAR_WIDTH + 76, 62, "what is promised to those who asked", colour=SOFT),
     ]
@@ -100,7 +100,7 @@ def _card(facts: Mapping[str, Any], y: float) -> list[str]:
     found = [
         f'<rect x="{MARGIN}" y="{y}" width="{WIDTH - 2 * MARGIN}" height="{BOX}" rx="8" fill="{PANEL}" '
         f'stroke="{LINE}"/>',
-        _text(MARGIN + 20, y + 32, "The card of the synthetic questions", size=16, bold=True),
+        _text(MARGIN + 20, y + 32, "The card of the synthetic queries", size=16, bold=True),
         _text(
             MARGIN + 20, y + 92, f"ε = {math.ceil(1000 * claim['epsilon']) / 1000:.3f}", size=44, bold=True, colour=BLUE
         ),
@@ -116,7 +116,7 @@ def _card(facts: Mapping[str, Any], y: float) -> list[str]:
         ("How", facts["training"]),
         (
             "Not covered",
-            [f"{facts['not_covered']} points, listed on the card: passages, people with several questions, …"],
+            [f"{facts['not_covered']} points, listed on the card: passages, people with several queries, …"],
         ),
     ):
         found.append(_text(left, line, head, bold=True))
