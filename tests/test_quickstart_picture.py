@@ -54,5 +54,5 @@ def test_the_numbers_are_those_of_a_run(script: ModuleType, tmp_path: Path) -> N
     facts = script.taken_from(tmp_path)
     assert facts["training"][0] == "Training made 2 steps." and facts["not_covered"] == 2
     drawn = script.draw(facts)
-    for word in ("ε = 3.000", "0.500", "30 questions for 20 public passages"):
+    for word in ("ε = 3.000", "0.500", "30 queries for 20 public passages"):
         assert word in drawn
