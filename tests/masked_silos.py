@@ -48,6 +48,9 @@ class Drifts:
         self.examples = 5 + 7 * int(name[-1])
         self.model = (START, 16)
 
+    def accept_round(self, weights: Mapping[str, torch.Tensor], number: int) -> None:
+        """Has nothing to record."""
+
     def train_shared(self, weights: Mapping[str, torch.Tensor], number: int) -> Weights:
         return drifted(weights, self.name, number)
 

@@ -25,7 +25,7 @@ from lit_dpret.federated.storage import save_tensors
 from lit_dpret.negatives.base import PassageSource, Seat, Towers, TrainTexts, public_coins
 from lit_dpret.negatives.mined import DynamicNegatives
 from lit_dpret.retrieval.rows import TensorRows, canonical_scores
-from lit_dpret.retrieval.search import MISSING, TopK, merged, search
+from lit_dpret.retrieval.search import MISSING, TopK, merged, search, unbroken
 
 
 def select_clients(asker: str, names: Iterable[str], stage: Stage2, *, seed: int, refresh: int) -> list[str]:
@@ -88,12 +88,12 @@ class Block:
         return table
 
     def check(self, *, rows: int, dim: int, limit: int | None = None) -> Block:
-        """Refuse a block of wrong shape, with values that are not finite, or larger than was asked for."""
+        """Refuse a block of wrong shape, with values that give no finite scores, or larger than was asked for."""
         wrong = None
         if self.embeddings.dim() != 2 or self.embeddings.shape[1] != dim:
             wrong = f"embeddings of shape {tuple(self.embeddings.shape)} where {dim} dimensions were asked for"
-        elif not bool(torch.isfinite(self.embeddings).all()):
-            wrong = "embeddings that are not finite"
+        elif not bool(unbroken(self.embeddings).all()):
+            wrong = "embeddings that are not finite, or too long for a finite score"
         elif self.rows != rows:
             wrong = f"answers to {self.rows} rows where {rows} were asked"
         elif not _is_csr(self.starts, self.entries, len(self.embeddings)):

@@ -186,6 +186,11 @@ class PddAs2(Safeguards):
         """Whether a silo needs the queries that its DP generator wrote (`lit_dpret.federated.synthetic`)."""
         return self.train_on == "synthetic" or (self.asks and self.stage2.response == "synthetic")
 
+    @property
+    def hides(self) -> bool:
+        """Whether something of single queries is kept from the server, which then hears of no failure on them."""
+        return self.privacy.eps is not None or self.secure_sum or self.seal
+
     def check(self) -> PddAs2:
         """Refuse values without meaning, and under a budget whatever no ledger would count; return the settings."""
         self.stage1.check()

@@ -56,6 +56,7 @@ from lit_dpret.negatives import (
     StaticNegatives,
 )
 from lit_dpret.negatives.base import public_coins
+from lit_dpret.negatives.mining import silenced
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
 from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
 from lit_dpret.retrieval.metrics import Values
@@ -83,8 +84,9 @@ class SiloClient:
 
     Guarantees:
         - With ``privacy.eps`` set, everything that a method returns and that depends on queries is charged to the
-          silo's ledger before it is returned, and nothing is returned that the budget does not cover. That a method
-          raises is not charged: against weights that make queries overflow this is no guarantee (docs/federated.md).
+          silo's ledger before it is returned, and nothing is returned that the budget does not cover. With
+          ``hides_failures``, which `build_client_app` sets, that holds of what a training raises too: a query that
+          fails under somebody's weights counts for nothing.
         - With ``train_on=synthetic`` everything that is trained or sent depends on the silo's own queries only through
           its generator, which the ledger has counted already.
 
@@ -118,6 +120,8 @@ class SiloClient:
     ) -> None:
         self.settings = settings.check()
         self.told = told
+        # Whether who chose the weights must not hear that a query failed in training. In one process its owner shall.
+        self.hides_failures = False
         if settings.privacy.eps is not None or settings.train_on != "queries":
             refuse_private_start(make_module)
         self.folder, self.state = Path(data), Path(state)
@@ -162,16 +166,23 @@ class SiloClient:
 
     # -- stage 1 -------------------------------------------------------------------------------
 
-    def train_shared(self, weights: Mapping[str, Tensor], number: int) -> Weights:
-        """Train one local epoch of stage 1 from the global weights; return the same weights whenever it is asked.
+    def accept_round(self, weights: Mapping[str, Tensor], number: int) -> Path:
+        """Record that a round is served, before anything is computed; return where its result is kept.
 
         Raises:
             DataError: The round was served with other weights, or is over (`Served`).
         """
-        stage = self.settings.stage1
         done = self.state / f"stage1-{number:03}.safetensors"
-        # Recorded before anything is computed, so that no server gets two updates of a round from two sets of weights.
         Served(self.state).round(number, dict(weights), done)
+        return done
+
+    def train_shared(self, weights: Mapping[str, Tensor], number: int) -> Weights:
+        """Train one local epoch of stage 1 from the global weights; return the same weights whenever it is asked.
+
+        Raises:
+            DataError: As for `accept_round`.
+        """
+        stage, done = self.settings.stage1, self.accept_round(weights, number)
         if done.is_file():
             return load_file(done)
 
@@ -208,6 +219,12 @@ class SiloClient:
         callbacks: list[Callback],
     ) -> AS2DualEncoder:
         """Train one local epoch and return its model; under a budget one that was broken off is gone through again."""
+
+        def begun(noise_multiplier: float | None = None) -> AS2DualEncoder:
+            module = start(self.account.mode(kind, number, noise_multiplier=noise_multiplier))
+            module.drops_failing_units = self.hides_failures
+            return module
+
         folder, data = self.state / f"{kind}-{number:03}", self._datamodule(self._batch(batch_size))
         # Its steps get their noise again bit by bit, and are paid for once. Where that is not possible on this machine,
         # everything that it announced stays charged, and the noise of what is left of the run is raised to pay for it.
@@ -215,7 +232,7 @@ class SiloClient:
         broken = None if self.account.noise is None else broken_attempt(folder)
         if self.ledger is not None and broken is not None and self.account.ended is None:
             attempt, noise = broken
-            module = start(self.account.mode(kind, number, noise_multiplier=noise))
+            module = begun(noise)
             try:
                 fit_epochs(module, data, attempt, callbacks=callbacks, repeat=True)
                 return module
@@ -230,7 +247,7 @@ class SiloClient:
             except NothingLeftError:
                 self.account.end(f"{'round' if stage1 else 'epoch'} {number} of {kind}")
             data = self._datamodule(self._batch(batch_size))
-        module = start(self.account.mode(kind, number))
+        module = begun()
         if self.account.ended is None:
             fit_epochs(module, data, attempt_folder(folder), callbacks=callbacks)
         return module
@@ -277,7 +294,8 @@ class SiloClient:
         if kept.is_file():
             return load_file(kept)["rows"]
         if stage.request == "exact":
-            rows = module.encode_queries(list(self.queries.values()))
+            # Another silo would tell the server that it cannot search with one of them, also of a sealed request.
+            rows = silenced(module.encode_queries(list(self.queries.values())))
             save_tensors({"rows": rows}, kept)
             return rows
         if self.account.ended is not None:

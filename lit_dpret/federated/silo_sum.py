@@ -29,7 +29,7 @@ from torch import Tensor
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.federated.aggregation import check_norm, client_weights
 from lit_dpret.federated.keys import Credentials
-from lit_dpret.federated.secure_mean import vector_of, words_for
+from lit_dpret.federated.secure_mean import Values, vector_of, words_for
 from lit_dpret.federated.secure_sum import Client, Keys, Session, Unmasking, Words, threshold_for
 from lit_dpret.federated.settings import PddAs2
 from lit_dpret.federated.storage import keep_once, save_json, save_tensors
@@ -94,25 +94,43 @@ class SiloSum:
 
     @_one_at_a_time
     def begin(
-        self, plan: SumPlan, number: int, start: Mapping[str, Tensor], update: Mapping[str, Tensor], *, examples: int
-    ) -> Keys:
-        """Act 1: keep the vector of this round, and advertise keys; an earlier sum is given up."""
+        self, plan: SumPlan, number: int, start: Mapping[str, Tensor], update: Mapping[str, Tensor] | None, *,
+        examples: int,
+    ) -> Keys:  # fmt: skip
+        """Act 1: keep the vector of this round, and advertise keys; an earlier sum is given up.
+
+        Where training failed (``update`` is None), and of an update that may not be sent, it is a vector of zeros, its
+        weight included: the mean is that of the others, and the server does not hear whose update that was.
+        """
         self.forget()
         # Whatever attempt it belonged to: two sums of a round over different silos differ by single updates.
         if self._list_of(plan.round).is_file():
             raise _agreed_already(plan.round)
-        check_norm("this silo's update", start, update, self.settings.update_norm)
-        stage = self.settings.stage1
-        weight = client_weights({"": examples}, stage.weighting, n_hat=stage.n_hat)[""]
-        vector, cut = vector_of(start, update, weight, self.settings.update_limit)
-        if cut:
-            log.warning("round %d: %d of %d changes were beyond federated.update_limit=%g and were cut",
-                        plan.round, cut, len(vector) - 1, self.settings.update_limit)  # fmt: skip
-        words, _ = words_for(self.settings.update_limit, len(plan.clients)).encode(vector)
         client = self._client(plan, number)
+        vector = self._vector(plan.round, start, update, examples)
+        words, _ = words_for(self.settings.update_limit, len(plan.clients)).encode(vector)
         save_tensors({"words": torch.from_numpy(words.view(np.int32))}, self._words)
         self._keep(plan, client)
         return client.advertise()
+
+    def _vector(
+        self, number: int, start: Mapping[str, Tensor], update: Mapping[str, Tensor] | None, examples: int
+    ) -> Values:
+        stage, limit = self.settings.stage1, self.settings.update_limit
+        nothing = np.zeros(1 + sum(value.numel() for value in start.values()))
+        if update is None:
+            return nothing
+        weight = client_weights({"": examples}, stage.weighting, n_hat=stage.n_hat)[""]
+        try:
+            check_norm("this silo's update", start, update, self.settings.update_norm)
+            vector, cut = vector_of(start, update, weight, limit)
+        except DataError as error:
+            log.error("round %d: nothing is added to the sum: %s", number, error)
+            return nothing
+        if cut:
+            log.warning("round %d: %d of %d changes were beyond federated.update_limit=%g and were cut",
+                        number, cut, len(vector) - 1, limit)  # fmt: skip
+        return vector
 
     @_one_at_a_time
     def share(self, attempt: str, keys: Iterable[Keys]) -> dict[int, bytes]:

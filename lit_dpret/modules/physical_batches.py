@@ -1,4 +1,4 @@
-"""The physical batches of one logical step, made smaller when memory runs out.
+"""The physical batches of one logical step, made smaller when memory runs out, or when nobody may hear of a failure.
 
 How a logical batch is cut does not change the sum of clipped gradients, and nothing of a step is
 released before its last physical batch. So a step that breaks off for want of memory may begin again:
@@ -25,9 +25,10 @@ class PhysicalBatches:
     """Contributes the physical batches of a step, and begins the step again in smaller ones where it must.
 
     Guarantees:
-        - Each unit of the step contributes exactly once to the sum that is released, however often the step began.
+        - Each unit of the step contributes exactly once to the sum that is released, however often the step began; with
+          ``drops`` one that fails alone does not.
         - The smaller size stays for the steps that follow: it is found once.
-        - A failure other than for want of memory is raised as it is.
+        - A failure other than for want of memory is raised as it is, but with ``drops``.
 
     Args:
         contribute: Adds one physical batch; ``piece`` counts the pieces that a batch of the loader fell into.
@@ -41,33 +42,37 @@ class PhysicalBatches:
         self.limit: int | None = None
         self._contribute, self._forget = contribute, forget
         self._step: list[UnitBatch] = []
+        self._dropped: set[tuple[int, int]] = set()  # of this step: the batch and the place of a unit
 
     def begin(self) -> None:
         """Forget the batches of a step that an earlier training broke off; the size that fits stays."""
-        self._step = []
+        self._step, self._dropped = [], set()
 
-    def add(self, batch: UnitBatch, *, may_split: bool, advice: str) -> None:
+    def add(self, batch: UnitBatch, *, may_split: bool, advice: str, drops: bool = False) -> None:
         """Contribute ``batch``, the next one of its step.
 
         Args:
             batch: As the loader handed it out.
             may_split: Whether its units may be taken apart; not where they see each other.
             advice: What to do where a single unit, or a batch that may not be split, does not fit.
+            drops: Where units may be taken apart: leave out one that fails alone, for whatever reason, and say so in
+                the log alone. Then no failure tells anybody of private rows, and each unit still adds what follows from
+                itself, or nothing.
 
         Raises:
             DeviceMemoryError: It does not fit, however small.
         """
         if self._step and (batch.attempt, batch.step) != (self._step[0].attempt, self._step[0].step):
-            self._step = []  # of a step that was never finished
+            self._step, self._dropped = [], set()  # of a step that was never finished
         if may_split:
             self._step.append(_copy(batch))
         due = [batch]
         while True:
-            largest = self._tried(due)
+            largest = self._tried(due, drops=drops and may_split)
             if largest is None:
                 break
             give_back_memory()
-            if not may_split or self.limit == 1:
+            if largest and (not may_split or self.limit == 1):
                 what = "a single unit" if may_split else f"a physical batch of {largest} units"
                 raise DeviceMemoryError(
                     f"Memory ran out on {what} of step {batch.step}, before the step was noised or charged. {advice} "
@@ -75,22 +80,33 @@ class PhysicalBatches:
                 )
             self.limit = max(1, largest // 2)
             # Not a logger of metrics, nor the ledger: that memory ran out here says something about private lengths.
-            _log.warning("Memory ran out; the step begins again with at most %d units at once.", self.limit)
+            _log.warning("Memory ran out, or a unit failed; the step begins again with at most %d at once.", self.limit)
             self._forget()
             due = [_copy(each) for each in self._step]
         if batch.last:
-            self._step = []
+            self._step, self._dropped = [], set()
 
-    def _tried(self, due: list[UnitBatch]) -> int | None:
-        """Contribute all of ``due``; the units of the piece on which memory ran out, or None where it sufficed."""
-        piece = None
+    def _tried(self, due: list[UnitBatch], *, drops: bool) -> int | None:
+        """Contribute all of ``due``, but for dropped units.
+
+        Returns:
+            The units of the piece that failed, 0 where it is dropped from now on; None where nothing failed.
+        """
+        piece, at = None, (0, 0)
         try:
             for batch in due:
                 for number, piece in enumerate(pieces_of(batch, self.limit)):
-                    self._contribute(piece, number)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
+                    at = batch.part, number
+                    if at not in self._dropped:
+                        self._contribute(piece, number)
+        except Exception as error:
+            if not drops and not is_out_of_memory(error):
                 raise
+            if drops:
+                _log.error("Kept on this machine: %s: %s", type(error).__name__, error)
+                if self.limit == 1:
+                    self._dropped.add(at)
+                    return 0
             # Returned, not handled here: the traceback keeps what the broken pass had allocated alive.
             return 1 if piece is None else len(piece.mask)
         return None

@@ -101,6 +101,9 @@ class PrivateModule(Checkpointed):
     #: Names that no private row is behind but through trained weights, which the card takes on trust: of numbers that
     #: the module logs under a guarantee, and of what its hooks write between batches, as a teacher.
     public_metrics: Sequence[str] = ()
+    #: Whether a unit that fails in a step counts for nothing, instead of ending the training: for a fit from weights of
+    #: somebody who must not learn from a failure which rows are private (`PhysicalBatches`).
+    drops_failing_units: bool = False
     #: Whether an update is being made: weights, optimizer and step count are then not of one moment.
     updating: bool = False
 
@@ -328,8 +331,9 @@ class PrivateModule(Checkpointed):
         if watched:
             self._or_hold_error(lambda: self._hooks.compare(self, batch, self._public() | ALWAYS))
         with self._handover.clipping():
-            advice = memory_advice(self.may_split)
-            self._or_hold_error(lambda: self._physical.add(batch, may_split=self.may_split, advice=advice))
+            split, drops = self.may_split, self.drops_failing_units
+            advice = memory_advice(split)
+            self._or_hold_error(lambda: self._physical.add(batch, may_split=split, advice=advice, drops=drops))
         if batch.last:
             self._ranks.together(self._raise_held_error, quick=True)
             try:

@@ -20,6 +20,7 @@ from lit_dpret.encoders.bulk import embed_apart
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.evaluation_mode import evaluation_mode
 from lit_dpret.negatives import RowNegatives, TrainTexts
+from lit_dpret.negatives.mining import silenced
 from lit_dpret.negatives.row_negatives import Sources
 from lit_dpret.privacy.batches import UnitBatch, map_rows
 from lit_dpret.privacy.modes import PrivacyMode
@@ -106,7 +107,7 @@ class StepNegatives:
                     return found
                 full = tower.at_full_length(rows["query"], "query")
                 found = embed_apart(lambda batch: module.embed(batch, "query"), full, tower.tokenizer.pad_token_id)
-                return found
+                return silenced(found)
 
         places = negatives.places(rows, step=batch.step, epoch=epoch, embed=embed)
         rows.update(places)
@@ -219,7 +220,7 @@ class ModuleTowers:
         with ProgressLine(f"encoding {side}s for negatives") as line:
             settings = {"device": self.device, "progress": line if side == "passage" else None}
             if side == "query" and self._apart:
-                found = tower.encode(texts, side, device=self.device, apart=True)
+                found = silenced(tower.encode(texts, side, device=self.device, apart=True))
             else:
                 found = tower.encode(texts, side, cache_dir=folder, **settings)
         return found

@@ -19,7 +19,7 @@ from lit_dpret.negatives.base import Towers, TrainTexts
 from lit_dpret.progress import ProgressLine
 from lit_dpret.retrieval.bm25 import BM25, BM25Settings
 from lit_dpret.retrieval.rows import TensorRows, canonical_scores
-from lit_dpret.retrieval.search import MISSING, TopK, lexicographic_rank, search
+from lit_dpret.retrieval.search import MISSING, TopK, lexicographic_rank, search, unbroken
 
 Ranker = Callable[[range], tuple[TopK, list[Tensor]]]
 """Ranks a range of queries; returns their best passages and the scores of the passages that answer each."""
@@ -108,6 +108,15 @@ def dense_ranker(texts: TrainTexts, towers: Towers, *, depth: int, store: MinedS
         return search(some, passages, depth, tie_rank=tie_rank, device=towers.device), scored
 
     return rank
+
+
+def silenced(queries: Tensor) -> Tensor:
+    """Return embeddings of private queries, those that nothing can be searched with as zeros.
+
+    Such a query gets the first passages of the list, its loss is not finite, and it counts for nothing. An error would
+    tell of it whoever chose the weights.
+    """
+    return torch.where(unbroken(queries)[:, None], queries, torch.zeros_like(queries))
 
 
 def _packed(span: range, top: TopK, scored: list[Tensor], texts: TrainTexts) -> Mined:

@@ -50,6 +50,7 @@ __all__ = [
     "merged",
     "search",
     "top_k_of",
+    "unbroken",
 ]
 
 QUERY_CHUNK, PASSAGE_CHUNK = 1024, 16_384  # of a matrix product
@@ -93,7 +94,7 @@ def search(
 
     Raises:
         ConfigurationError: k is not positive, or shapes do not fit.
-        DataError: An embedding is not finite.
+        DataError: An embedding is not finite, or too long for a finite score.
     """
     rows, query_embeddings = as_rows(passage_embeddings), torch.as_tensor(query_embeddings)
     require_positive(k=k)
@@ -399,8 +400,13 @@ def check_shapes(
             raise ConfigurationError(f"{name} has shape {tuple(value.shape)}, not {(length,)}.")
 
 
+def unbroken(embeddings: Tensor) -> Tensor:
+    """Return which embeddings have a square that float32 can hold, ``(rows,)``: any two of them have a finite score."""
+    return embeddings.float().square().sum(dim=1).isfinite()
+
+
 def refuse_broken(embeddings: Tensor, side: str) -> None:
-    """Refuse embeddings that are not finite."""
-    broken = int((~embeddings.isfinite()).any(dim=1).sum()) if not bool(embeddings.isfinite().all()) else 0
+    """Refuse embeddings that are not finite, or too long for a finite score."""
+    broken = int((~unbroken(embeddings)).sum())
     if broken:
-        raise DataError(f"{broken} of {len(embeddings)} {side} embeddings hold a NaN or infinity.")
+        raise DataError(f"{broken} of {len(embeddings)} {side} embeddings hold a NaN or infinity, or are too long.")

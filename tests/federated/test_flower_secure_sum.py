@@ -144,17 +144,33 @@ def test_a_server_that_was_ended_while_it_unmasked_does_not_ask_for_the_same_rou
     assert_same(result.weights, plain(again, NAMES, 1))
 
 
-def test_an_update_with_nan_is_left_out_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("raises", [False, True], ids=["nan", "an error"])
+def test_a_silo_whose_training_fails_adds_nothing_to_the_sum_and_the_server_does_not_hear_which(
+    raises: bool, tmp_path: Path
+) -> None:
     class Breaks(Drifts):
         def train_shared(self, weights: Any, number: int) -> Any:
             found = super().train_shared(weights, number)
             if self.name == "client3":
+                if raises:
+                    raise ValueError("of a private query")
                 next(iter(found.values())).fill_(float("nan"))
             return found
 
-    result = Masked(tmp_path, silo=Breaks).launch()
-    assert result.rounds == {0: ["client0", "client1", "client2", "client4"]}
-    assert "stage 1, round 0: client 'client3' failed: DataError (bad update)" in result.faults[0]
+    run = Masked(tmp_path, silo=Breaks)
+    result = run.launch()
+    assert result.rounds == {0: list(NAMES)} and not result.faults
+    assert_same(result.weights, plain(run, [name for name in NAMES if name != "client3"]))
+
+
+def test_a_refusal_that_no_query_has_a_say_in_is_told_before_a_silo_trains(tmp_path: Path) -> None:
+    class Served(Drifts):
+        def accept_round(self, weights: Any, number: int) -> None:
+            if self.name == "client3":
+                raise DataError("It was.", kind="served already")
+
+    result = Masked(tmp_path, silo=Served).launch()
+    assert "client 'client3' failed: DataError (served already)" in result.faults[0]
 
 
 def test_by_default_more_than_two_thirds_have_to_stay(tmp_path: Path) -> None:

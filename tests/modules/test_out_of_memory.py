@@ -13,7 +13,7 @@ from stand_ins import KillAt, Killed, Numbers, Regression, dp, fit, records
 from torch import Tensor, nn
 
 from lit_dpret.callbacks import PrivacyAccountant
-from lit_dpret.errors import DeviceMemoryError, ResumeError
+from lit_dpret.errors import DeviceMemoryError, ResumeError, UnsupportedModelError
 from lit_dpret.memory import is_out_of_memory
 from lit_dpret.modules import OptimizerSpec
 from lit_dpret.modules.physical_batches import PhysicalBatches, pieces_of
@@ -225,6 +225,37 @@ def test_a_step_that_an_earlier_fit_broke_off_is_not_added_to_the_next_one() -> 
                      step=0, part=1, last=True)  # fmt: skip
     physical.add(wide, may_split=True, advice="")
     assert added == [2]
+
+
+@pytest.mark.parametrize("limit", [None, 3])
+def test_where_failures_are_kept_here_each_unit_adds_itself_once_or_fails_alone(limit: int | None) -> None:
+    """Units 2 and 5 fail, and 7 in company."""
+
+    def batch(part: int, units: list[int]) -> UnitBatch:
+        count = torch.arange(len(units))
+        return UnitBatch(rows={"x": torch.tensor(units)}, unit_ids=count, mask=torch.ones(len(units)).bool(), step=0,
+                         part=part, last=part == 2)  # fmt: skip
+
+    added: list[int] = []
+
+    def contribute(piece: UnitBatch, number: int) -> None:
+        units = piece.rows["x"].tolist()
+        added.extend(units[:1])  # a failure may come halfway
+        if {2, 5} & set(units) or (7 in units and len(units) > 1):
+            raise UnsupportedModelError("a private row")
+        added.extend(units[1:])
+
+    def step(**settings: Any) -> list[int]:
+        added.clear()
+        physical = PhysicalBatches(contribute, added.clear)
+        physical.limit = limit
+        for part, units in enumerate([[0, 1, 2, 3], [4], [5, 6, 7]]):
+            physical.add(batch(part, units), may_split=True, advice="", **settings)
+        return sorted(added)
+
+    assert step(drops=True) == [0, 1, 3, 4, 6, 7]
+    with pytest.raises(UnsupportedModelError):
+        step()
 
 
 def test_a_run_goes_on_with_another_physical_batch_size_under_one_claim(

@@ -21,7 +21,7 @@ import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -52,6 +52,7 @@ from lit_dpret.federated.storage import Served, save_tensors
 # Builds the silo of a node, from the settings that its operator gave the node (``context.node_config``).
 MakeClient = Callable[[Context], SiloClient]
 
+T = TypeVar("T")
 Head = Mapping[str, Any]
 Handler = Callable[[SiloClient, RecordDict, Head], RecordDict]
 
@@ -69,7 +70,10 @@ def build_client_app(make_client: MakeClient) -> ClientApp:
           knows is gone or does not begin as it did.
         - No round, refresh or epoch is served that the silo's own settings do not plan, however often a server asks,
           and each once, from one set of weights: asked the same again, the silo repeats its answer.
-        - No word of an error but its kind leaves the silo.
+        - No word of an error but its kind leaves the silo, and where something is promised of single queries
+          (`PddAs2.hides`), no error that one of them has a say in, whatever finite weights and pools it is sent: what
+          can be refused is refused by the message, the collection and the silo's files before a query is looked at, a
+          query that fails counts for nothing, and of what is not answered with, no failure is told (`unheard`).
         - With ``secure_sum`` updates leave the silo only under masks, and the next message of another kind deletes the
           secrets of a round.
         - With ``seal`` request rows and answers leave the silo only in letters to other silos.
@@ -85,6 +89,7 @@ def build_client_app(make_client: MakeClient) -> ClientApp:
                 if context.node_id not in silos:
                     silos[context.node_id] = make_client(context)
                 client = silos[context.node_id]
+                client.hides_failures = client.settings.hides
                 head = payloads.head_of(message.content, _SERVER)
                 if head.get("settings") != payloads.digest_of(client.settings):
                     raise DataError("The server's settings are not this silo's.", kind="other settings")
@@ -100,8 +105,7 @@ def build_client_app(make_client: MakeClient) -> ClientApp:
                 finally:  # a handler that fails may have spent something before
                     remember_ledgers(client, context)
             except Exception as error:  # whatever it is, the round goes on without this silo
-                log.error("%s: %s: %s", message.metadata.message_type, type(error).__name__, error,
-                          exc_info=None if isinstance(error, LitDpretError) else error)  # fmt: skip
+                _note(message.metadata.message_type, error)
                 reason = type(error).__name__ + (f" ({error.kind})" if isinstance(error, DataError) else "")
                 return Message(Error(code=ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason=reason), reply_to=message)
             return Message(reply, reply_to=message)
@@ -117,6 +121,23 @@ def build_client_app(make_client: MakeClient) -> ClientApp:
     register("train", "personalise", personalise)
     register("evaluate", "retrieval", evaluate)
     return app
+
+
+def _note(what: str, error: Exception) -> None:
+    log.error("%s: %s: %s", what, type(error).__name__, error,
+              exc_info=None if isinstance(error, LitDpretError) else error)  # fmt: skip
+
+
+def unheard(work: Callable[[], T]) -> T | None:
+    """Do what private queries have a say in and what is not answered with; None where it fails, which the log tells.
+
+    Everything that may be refused is refused before it.
+    """
+    try:
+        return work()
+    except Exception as error:
+        _note("not told to the server", error)
+        return None
 
 
 def check_planned(run: PddAs2, head: Head) -> None:
@@ -178,7 +199,7 @@ def train_stage1(client: SiloClient, content: RecordDict, head: Head) -> RecordD
 
 
 def secagg_setup(client: SiloClient, content: RecordDict, head: Head) -> RecordDict:
-    """Act 1: train one local epoch and advertise keys. A silo that fails in training has shared nothing yet."""
+    """Act 1: train one local epoch and advertise keys, also where training fails (`SiloSum.begin`)."""
     weights = payloads.weights_of(content, _SERVER, like=client.model[0])
     plan = SumPlan(
         run=payloads.digest_of(client.settings), round=payloads.whole(head, "round"), attempt=_attempt(head),
@@ -186,7 +207,8 @@ def secagg_setup(client: SiloClient, content: RecordDict, head: Head) -> RecordD
     )  # fmt: skip
     number = payloads.whole(head, "number")
     plan.session(client.settings.sum_threshold)  # refused before anything is learned
-    update = client.train_shared(weights, plan.round)
+    client.accept_round(weights, plan.round)
+    update = unheard(lambda: client.train_shared(weights, plan.round))
     return payloads.answer(
         keys=payloads.keys_record([_sum(client).begin(plan, number, weights, update, examples=client.examples)])
     )
@@ -314,7 +336,10 @@ def personalise(client: SiloClient, content: RecordDict, head: Head) -> RecordDi
     elif client.settings.stage2.asks(epoch):
         lists = client.examples if client.settings.stage2.request == "exact" else None
         pool = payloads.pool_of_record(content, _SERVER, dim=client.model[1], rows=lists)
-    client.personalise(weights, pool, epoch)
+    if client.settings.hides:
+        unheard(lambda: client.personalise(weights, pool, epoch))
+    else:
+        client.personalise(weights, pool, epoch)
     return _refusals(payloads.envelope(), refused)
 
 
@@ -442,14 +467,19 @@ def evaluate(client: SiloClient, content: RecordDict, head: Head) -> RecordDict:
         raise DataError(f"The server asks for measures of {system!r} on {split!r}.", kind="bad message")
     weights = None if system == "bm25" else global_weights(client, content, head)
     kept = measures_file(client.state, system, split)
-    if not kept.is_file():
-        measured = client.evaluate(weights, personal=system == "stage2", split=split)
-        save_tensors({name.replace("/", "."): torch.from_numpy(one.copy()) for name, one in measured.items()}, kept)
-    found = {name.replace(".", "/", 1): value.numpy() for name, value in load_file(kept).items()}
+
+    def measure() -> None:
+        if not kept.is_file():
+            measured = client.evaluate(weights, personal=system == "stage2", split=split)
+            save_tensors({name.replace("/", "."): torch.from_numpy(one.copy()) for name, one in measured.items()}, kept)
+
     epsilon = client.epsilon() if client.told.epsilon else None
     spending = {} if epsilon is None else {"epsilon": epsilon}
     if not client.told.measures or client.settings.privacy.eps is not None:
+        unheard(measure)
         return payloads.envelope(withheld=True, **spending)
+    measure()
+    found = {name.replace(".", "/", 1): value.numpy() for name, value in load_file(kept).items()}
     reply = payloads.envelope(withheld=False, queries=max(len(value) for value in found.values()), **spending)
     reply["measures"] = MetricRecord({name: float(value.mean()) for name, value in found.items()})
     return reply
