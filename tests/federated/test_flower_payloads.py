@@ -98,7 +98,9 @@ def test_an_answer_is_checked_under_the_name_of_who_gave_it(block: Block, messag
         payloads.block_of(content, "b", rows=1, dim=3, limit=1)
 
 
-@pytest.mark.parametrize("rows", [torch.zeros(2, 3), torch.zeros(2), torch.full((1, 4), float("nan"))])
+@pytest.mark.parametrize(
+    "rows", [torch.zeros(2, 3), torch.zeros(2), torch.full((1, 4), float("nan")), torch.full((1, 4), 1e20)]
+)
 def test_request_rows_of_wrong_shape_or_without_values_are_refused_and_no_rows_are_a_request(
     rows: torch.Tensor,
 ) -> None:

@@ -25,7 +25,7 @@ from lit_dpret.federated.keys import KEY_BYTES, SHARE_BYTES, SIGNATURE_BYTES
 from lit_dpret.federated.negatives import Block, FedPool
 from lit_dpret.federated.secure_sum import Keys, Unmasking, Words
 from lit_dpret.federated.settings import PddAs2
-from lit_dpret.retrieval.search import MISSING
+from lit_dpret.retrieval.search import MISSING, unbroken
 
 SCHEMA = "lit-dpret/federated-message/1"
 _FLOATS = (torch.float16, torch.float32)
@@ -105,12 +105,12 @@ def rows_of(content: RecordDict, whose: str, *, name: str = "rows", dim: int) ->
 
 
 def checked_rows(rows: Tensor | None, whose: str, *, dim: int) -> Tensor:
-    """Return request rows as float32, whichever way they came; refuse other shapes and values that are not finite."""
+    """Return request rows as float32, whichever way they came; refuse other shapes, and rows without finite scores."""
     if rows is None or rows.dim() != 2 or rows.dtype not in _FLOATS or rows.shape[1] != dim:
         shape = None if rows is None else tuple(rows.shape)
         raise DataError(f"The request of {whose} has shape {shape} where (rows, {dim}) is needed.", kind="bad request")
-    if not bool(torch.isfinite(rows).all()):
-        raise DataError(f"The request of {whose} holds values that are not finite.", kind="bad request")
+    if not bool(unbroken(rows).all()):
+        raise DataError(f"The request of {whose} holds rows that give no finite scores.", kind="bad request")
     return rows.float()
 
 
