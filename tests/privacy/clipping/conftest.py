@@ -140,6 +140,52 @@ def check_exact(
     return clipping
 
 
+def check_low_precision(
+    case: Case,
+    *,
+    engine: str = "ghost",
+    weights: torch.dtype = torch.float32,
+    norm_within: float | None = 0.1,
+) -> None:
+    """Under bf16, in autocast or by its weights, each unit alone moves the sum by what it is clipped to, in fp32.
+
+    Norms and sums come from the same bf16 tensors, so bf16 adds nothing to the bound; the norm itself is that of
+    bf16's gradient, and near the exact one by ``norm_within``.
+    """
+    exact = torch.stack([norm_of(g) for g in case.unit_gradients()])
+    case.module.to(weights)
+    case.rows = {n: v.to(weights) if v.is_floating_point() else v for n, v in case.rows.items()}
+    bound = float(exact.min()) / 3
+    clipping = make_engine(engine, case.module, max_grad_norm=bound)
+    for unit in range(case.count):
+        with torch.autocast("cpu", torch.bfloat16, enabled=weights == torch.float32):
+            stats = case.run(clipping, mask=torch.arange(case.count) == unit)
+        sums = clipping.take()
+        assert all(total.dtype == torch.float32 for total in sums.values())
+        reached = float(norm_of(sums))
+        assert reached <= bound and math.isclose(reached, lowered(bound), rel_tol=1e-5)
+        assert norm_within is None or math.isclose(stats.norms[unit], exact[unit], rel_tol=norm_within)
+
+
+def check_dropped(
+    case: Case,
+    broken: int,
+    *,
+    engine: str = "ghost",
+    bound: float = 0.5,
+    unit_ids: Tensor | None = None,
+    clip_groups: str = "flat",
+) -> None:
+    """The unit ``broken`` adds nothing and is counted, and the others add what they add without it."""
+    rest = [g for i, g in enumerate(case.unit_gradients(unit_ids)) if i != broken]
+    clipping = make_engine(engine, case.module, max_grad_norm=bound, clip_groups=clip_groups)
+    for _ in range(2):
+        stats = case.run(clipping, unit_ids)
+        assert stats.non_finite == 1 and not stats.norms[broken].isfinite()
+        assert stats.norms[torch.arange(len(stats.norms)) != broken].isfinite().all()
+        assert difference(clipping.take(), clipped_sum(rest, bound, groups=clipping.groups)) < 1e-10
+
+
 # --- models -----------------------------------------------------------------------------------------------------
 
 
@@ -389,7 +435,9 @@ def lib() -> SimpleNamespace:
         Case=Case,
         bert=bert,
         case=lambda name: CASES[name](),
+        check_dropped=check_dropped,
         check_exact=check_exact,
+        check_low_precision=check_low_precision,
         clipped_sum=clipped_sum,
         difference=difference,
         distilbert=distilbert,

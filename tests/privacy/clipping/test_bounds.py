@@ -86,22 +86,7 @@ def test_a_single_unit_of_a_large_gradient_moves_the_sum_by_exactly_the_bound(li
 def test_in_bf16_every_contribution_is_within_the_bound_in_fp32(
     name: str, weights: torch.dtype, lib: SimpleNamespace
 ) -> None:
-    """Norms and sums come from the same bf16 tensors in fp32, so bf16 adds nothing to the bound."""
-    case = lib.case(name)
-    exact = torch.stack([lib.norm_of(g) for g in case.unit_gradients()])
-    case.module.to(weights)
-    case.rows = {n: v.to(weights) if v.is_floating_point() else v for n, v in case.rows.items()}
-    bound = float(exact.min()) / 3
-    clipping = make_engine("ghost", case.module, max_grad_norm=bound)
-    count = case.count
-    for unit in range(count):
-        with torch.autocast("cpu", torch.bfloat16, enabled=weights == torch.float32):
-            stats = case.run(clipping, mask=torch.arange(count) == unit)
-        sums = clipping.take()
-        assert all(total.dtype == torch.float32 for total in sums.values())
-        assert float(lib.norm_of(sums)) <= bound
-        assert math.isclose(float(lib.norm_of(sums)), lib.lowered(bound), rel_tol=1e-5)
-        assert math.isclose(float(stats.norms[unit]), float(exact[unit]), rel_tol=0.1)  # the gradient itself is bf16's
+    lib.check_low_precision(lib.case(name), weights=weights)
 
 
 def test_terms_that_cancel_in_fp32_are_computed_again_in_float64(lib: SimpleNamespace) -> None:
@@ -139,15 +124,8 @@ def test_a_broken_unit_contributes_zero_is_counted_and_leaves_the_others_alone(
     else:
         scale[2] = value
     case = lib.Case(model, lambda b: model(b["x"]).square().mean((1, 2)) * b["scale"], {"x": x, "scale": scale})
-    gradients = case.unit_gradients()
-    gradients[2] = {n: torch.zeros_like(g) for n, g in gradients[2].items()}
-    bound = float(torch.stack([lib.norm_of(g) for g in gradients]).median())
-    clipping = make_engine(engine, model, max_grad_norm=bound)
-    for _ in range(2):
-        stats = case.run(clipping)
-        assert stats.non_finite == 1 and not stats.norms[2].isfinite()
-        assert stats.norms[[0, 1, 3, 4]].isfinite().all()
-        assert lib.difference(clipping.take(), lib.clipped_sum(gradients, bound)) < 1e-10
+    norms = [float(lib.norm_of(gradient)) for unit, gradient in enumerate(case.unit_gradients()) if unit != 2]
+    lib.check_dropped(case, 2, engine=engine, bound=sorted(norms)[1])
 
 
 @pytest.mark.parametrize("engine", ["ghost", "vmap", "loop", "opacus"])
@@ -164,12 +142,7 @@ def test_a_broken_unit_under_a_normalised_output_silences_nobody_else(
     def losses(batch: dict[str, Tensor]) -> Tensor:
         return nn.functional.normalize(model(batch["x"]), dim=-1).matmul(target).exp().sum(1)
 
-    case = lib.Case(model, losses, {"x": x})
-    gradients = [g for i, g in enumerate(case.unit_gradients()) if i != 1]
-    clipping = make_engine(engine, model, max_grad_norm=0.1)
-    stats = case.run(clipping)
-    assert stats.non_finite == 1
-    assert lib.difference(clipping.take(), lib.clipped_sum(gradients, 0.1)) < 1e-10
+    lib.check_dropped(lib.Case(model, losses, {"x": x}), 1, engine=engine, bound=0.1)
 
 
 class Breakable(nn.Module):
@@ -204,13 +177,8 @@ def test_a_unit_with_a_finite_loss_and_a_broken_gradient_silences_nobody_else(
     unit_ids = torch.arange(6) // 2 if rows == "two rows each" else torch.arange(6)
     broken = int(unit_ids[2])
     assert bool(case.losses(data).isfinite().all())
-    gradients = case.unit_gradients(unit_ids)
-    assert not lib.norm_of(gradients.pop(broken)).isfinite()
-    clipping = make_engine(engine, model, max_grad_norm=0.5)
-    for _ in range(2):
-        stats = case.run(clipping, unit_ids)
-        assert stats.non_finite == 1 and not stats.norms[broken].isfinite()
-        assert lib.difference(clipping.take(), lib.clipped_sum(gradients, 0.5)) < 1e-10
+    assert not lib.norm_of(case.unit_gradients(unit_ids)[broken]).isfinite()
+    lib.check_dropped(case, broken, engine=engine, unit_ids=unit_ids)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -221,10 +189,7 @@ def test_a_unit_with_a_broken_loss_and_a_finite_gradient_is_dropped_and_counted(
     model = nn.Linear(5, 3).double()
     data = {"x": torch.randn(4, 2, 5).double(), "constant": torch.tensor([0.0, value, 0.0, 0.0]).double()}
     case = lib.Case(model, lambda b: model(b["x"]).square().sum((1, 2)) + b["constant"], data)
-    gradients = [gradient for unit, gradient in enumerate(case.unit_gradients()) if unit != 1]
-    clipping = make_engine(engine, model, max_grad_norm=0.5)
-    assert case.run(clipping).non_finite == 1
-    assert lib.difference(clipping.take(), lib.clipped_sum(gradients, 0.5)) < 1e-10
+    lib.check_dropped(case, 1, engine=engine)
 
 
 @pytest.mark.parametrize("engine", ["ghost", "loop"])
@@ -237,10 +202,7 @@ def test_a_broken_token_in_t5_breaks_its_own_unit_only(engine: str, lib: SimpleN
         case.rows["input_ids"][1, 0] = 7
     # the tied output layer would spread row 7 to all logits, so only the input side is tied here
     case.module.lm_head.weight = nn.Parameter(case.module.shared.weight.detach().nan_to_num(0.1))
-    gradients = [g for i, g in enumerate(case.unit_gradients()) if i != 1]
-    clipping = make_engine(engine, case.module, max_grad_norm=0.5)
-    assert case.run(clipping).non_finite == 1
-    assert lib.difference(clipping.take(), lib.clipped_sum(gradients, 0.5)) < 1e-10
+    lib.check_dropped(case, 1, engine=engine)
 
 
 @pytest.mark.parametrize("width", [2, 64])

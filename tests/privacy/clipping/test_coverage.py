@@ -103,6 +103,8 @@ def test_under_bf16_autocast_every_contribution_is_within_the_bound_in_fp32(
             stats = case.run(clipping, mask=torch.arange(3) == unit)
         sums = clipping.take()
         assert all(total.dtype == torch.float32 for total in sums.values())
+        share = bound / len(clipping.groups) ** 0.5
+        assert all(lib.norm_of({n: sums[n] for n in names}) <= share for names in clipping.groups)
         reached = float(lib.norm_of(sums)) / bound
         assert reached <= 1 and (reached >= lib.lowered(1.0) * (1 - 1e-5) or clip_groups == "per_layer")
         # the gradient is bf16's: a saturated unit's tiny one is known no better than the others' rounding

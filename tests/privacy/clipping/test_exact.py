@@ -130,14 +130,6 @@ def test_a_covered_module_that_does_not_run_contributes_exactly_zero(engine: str
     assert sums["used.weight"].any() and not sums["idle.weight"].any() and not sums["idle.bias"].any()
 
 
-@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated")
-def test_activation_checkpointing_changes_nothing(lib: SimpleNamespace) -> None:
-    case = lib.t5(rows=4)
-    case.module.train()
-    case.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    lib.check_exact(case)
-
-
 def test_sums_add_up_until_they_are_taken(lib: SimpleNamespace) -> None:
     case = lib.head()
     clipping = make_engine("ghost", case.module, max_grad_norm=0.5)
