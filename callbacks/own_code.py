@@ -133,58 +133,42 @@ def _is_library(module: str | None) -> bool:
     return root in _LIBRARIES or root in sys.stdlib_module_names
 
 
-def built(module: Any) -> dict[str, Tensor] | None:
-    """Copies of what a module holds before a ``setup`` of its own runs; None where it has none."""
-    if getattr(module, "own_class", type(module)).setup.__module__.startswith(_KNOWN):
-        return None
-    return {name: tensor.detach().cpu().clone() for name, tensor in _tensors_of(module)}
+#: To what a precision plugin casts all weights and buffers after `noted`.
+_CASTS = {"bf16-true": torch.bfloat16, "64-true": torch.float64}
 
 
-def refuse_made_in_setup(module: Any, before: Mapping[str, Tensor] | None) -> None:
-    """Refuse weights and buffers that ``setup`` of a module made, where the private rows are at hand."""
-    if before is None:
-        return
-    public = set(getattr(module, "public_metrics", ()))
-    for name, tensor in _tensors_of(module):
-        old = before.get(name)
-        now = tensor.detach().cpu()
-        same = old is not None and old.shape == now.shape
-        if same and torch.allclose(old.to(now.dtype), now, rtol=0, atol=0, equal_nan=True):  # type: ignore[union-attr]
-            continue
-        if public.isdisjoint({name, *name.split(".")}):
-            raise UnsupportedModelError(
-                f"{name} of {type(module).__name__} was made in setup, where private rows are at hand, and it is saved "
-                "with the weights: no noise covers it. Make it in the constructor from public data, or list its "
-                "name in public_metrics of the module if no private row is behind it.",
-                trap="T11",
-            )
+def noted(module: Any, precision: str, state: Mapping[str, Any] | None = None) -> dict[str, int]:
+    """Return checksums of what a module holds, before its hooks and those of callbacks have private rows at hand.
 
-
-def noted(module: Any) -> dict[str, tuple[torch.dtype, int]]:
-    """Return type and checksum of what is saved of a module, before callbacks and hooks have private rows at hand."""
-    saved = module.state_dict(keep_vars=True).keys()  # embeddings of public passages are kept, and not saved
+    Args:
+        module: Of the run. What it makes of public passages later (``made_of_public``) is left out.
+        precision: Of the Trainer.
+        state: A state dict that is loaded into the module, to take its values in the place of the module's.
+    """
     made_later = getattr(module, "made_of_public", ())
-    held = {name: tensor for name, tensor in _tensors_of(module) if name in saved and name not in made_later}
-    sums = checksums(held.values())
-    return {name: (tensor.dtype, found) for (name, tensor), found in zip(held.items(), sums, strict=True)}
+    held = {name: tensor.detach() for name, tensor in _tensors_of(module) if name not in made_later}
+    if state is not None:
+        held = {name: state[name].detach().to(tensor.dtype) for name, tensor in held.items() if name in state}
+    kind = _CASTS.get(precision)
+    cast = (tensor.to(kind) if kind and tensor.is_floating_point() else tensor for tensor in held.values())
+    return dict(zip(held, checksums(cast), strict=True))
 
 
-def refuse_written_early(module: Any, before: Mapping[str, tuple[torch.dtype, int]] | None) -> None:
-    """Refuse weights and buffers that a hook has written since they were `noted`, before the first batch is trained on.
+def refuse_written_early(module: Any, before: Mapping[str, int] | None, precision: str) -> None:
+    """Refuse weights and buffers that ``setup`` or a hook has written since they were `noted`.
 
-    What a precision plugin has cast since is not compared.
+    Tensors in attributes are compared from the first batch on.
     """
     if before is None:
         return
     public = set(getattr(module, "public_metrics", ()))
-    for name, (dtype, found) in noted(module).items():
-        old_dtype, old = before.get(name, (None, 0))
-        if dtype == old_dtype and found != old and public.isdisjoint({name, *name.split(".")}):
+    for name, found in noted(module, precision).items():
+        if before.get(name) != found and public.isdisjoint({name, *name.split(".")}):
             raise UnsupportedModelError(
                 f"{name} of {type(module).__name__} was written before the first batch, by a hook of the module or of "
-                "a callback. Private rows are at hand there, it is saved with the weights, and no noise covers it. Set "
-                "it in the constructor from public data, or list its name in public_metrics of the module if no "
-                "private row is behind it.",
+                "a callback, such as setup. Private rows are at hand there, and no noise covers it. Set it in the "
+                "constructor from public data, or list its name in public_metrics of the module if no private row is "
+                "behind it.",
                 trap="T11",
             )
 

@@ -31,9 +31,7 @@ from lit_dpret.callbacks.fixed_shapes import attach_batches, place_early, precis
 from lit_dpret.callbacks.log_gate import LogGate, tell
 from lit_dpret.callbacks.origins import OwnWeights, claim_of, declared_weights, refuse_called, refuse_other_weights
 from lit_dpret.callbacks.own_code import (
-    built,
     noted,
-    refuse_made_in_setup,
     refuse_other_units,
     refuse_remembering_collation,
     refuse_replaced_sampler,
@@ -238,10 +236,9 @@ class PrivacyAccountant(Callback):
 
         self._attach(trainer, module, data, stream)
         whole = mode.guarantee == "dp" and strategy in ("one_device", "ddp")
-        self._built = built(module) if whole else None
         self._saves_whole = whole
         # On rank 0 alone: the others get its weights before the first batch.
-        self._held_before = noted(module) if whole and ranks.is_first else None
+        self._held_before = noted(module, str(trainer.precision)) if whole and ranks.is_first else None
         self._between = BetweenSteps(trainer, module, self._complete)
         if mode.guarantee == "dp":
             declare = self._note_private if module.log_private_loss else None
@@ -358,6 +355,9 @@ class PrivacyAccountant(Callback):
         position = Position.among(checkpoint.get("callbacks", {}), place="The checkpoint")
         if position is not None and takes_whole_epochs(trainer):
             count_by_steps(checkpoint, position.steps_done, self.sampler)
+        if self._held_before is not None:
+            state = checkpoint.get("current_model_state", checkpoint.get("state_dict", {}))
+            self._held_before |= noted(module, str(trainer.precision), state)
         if self.counted_by_others or module.privacy.guarantee == "none":
             return
         if position is None or position.run_id != self._gate.position.run_id:
@@ -401,7 +401,6 @@ class PrivacyAccountant(Callback):
         module: Any = pl_module
         self._refuse_other_checkpoints(trainer)
         if self._restored is None:  # weights of its own checkpoint are known to the ledger
-            refuse_made_in_setup(module, self._built)
             self._ranks.together(lambda: refuse_other_weights(module, self, self._data))
         inherited = module.privacy.guarantee == "inherited"
         itself = claim_of(self._data) if inherited else self._identity
@@ -437,6 +436,13 @@ class PrivacyAccountant(Callback):
             steps = f"steps {first + 1}-{last} are repeated {how}"
             sys.stderr.write(told(f"resume=true goes on after step {first}: {steps}\n"))
 
+    def _look_at_start(self, trainer: L.Trainer, module: Any) -> None:
+        """Refuse, once, what was written since `setup`, or since the run's own checkpoint was read."""
+        if not self._looked_at_start:
+            self._looked_at_start = True
+            precision = str(trainer.precision)
+            self._ranks.together(lambda: refuse_written_early(module, self._held_before, precision))
+
     def refuse_unseen_writes(self, trainer: L.Trainer, module: Any) -> None:
         """Refuse what a hook wrote after the last batch, and what is saved beside weights and no noise covers.
 
@@ -444,14 +450,18 @@ class PrivacyAccountant(Callback):
             UnsupportedModelError: Something was written; the message names it.
             ConfigurationError: The state of the module holds something else that changed since training began.
         """
-        if module.privacy.guarantee == "dp" and self._saves_whole:
+        if module.privacy.guarantee == "dp":
+            self._look_at_start(trainer, module)  # a run that went on from its very last step has no batch
             self._ranks.together(lambda: self._look_before_saving(trainer, module))
 
     def _look_before_saving(self, trainer: L.Trainer, module: Any) -> None:
+        self._look_at_last_hooks(trainer, module)
+        if self._checkpoint_gate is not None and self._saves_whole and hasattr(module, "save_model"):
+            self._checkpoint_gate.check({"state_dict": module.state_dict()})
+
+    def _look_at_last_hooks(self, trainer: L.Trainer, module: Any) -> None:
         if hasattr(module, "look_at_last_hooks"):
             module.look_at_last_hooks(trained=averaging(trainer) is None)
-        if self._checkpoint_gate is not None:
-            self._checkpoint_gate.check({"state_dict": module.state_dict()})
 
     def _refuse_other_checkpoints(self, trainer: L.Trainer) -> None:
         found = self._ranks.gather(self._restored)
@@ -492,9 +502,7 @@ class PrivacyAccountant(Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if not self._looked_at_start and self._restored is None:
-            self._ranks.together(lambda: refuse_written_early(pl_module, self._held_before))
-        self._looked_at_start = True
+        self._look_at_start(trainer, pl_module)
         if (watch := getattr(pl_module, "watch_hooks", None)) is not None:
             watch()
         self._in_batch = True
@@ -601,6 +609,8 @@ class PrivacyAccountant(Callback):
         if (gate := self._checkpoint_gate) is not None:
             # After an error, the other ranks may not have met it.
             ranks = Ranks() if trainer.interrupted else self._ranks
+            if not (trainer.interrupted or self._ended):
+                ranks.together(lambda: self._look_at_last_hooks(trainer, self._module))
             ranks.together(lambda: gate.check(checkpoint))
 
     # -- the end -----------------------------------------------------------------------------

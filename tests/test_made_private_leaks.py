@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,12 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from test_made_private import Classifier, card_in, data, fit, made, row_loss, rows
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
+from lit_dpret import PrivacyAccountant
 from lit_dpret.cards.verification import verify_chain
 from lit_dpret.errors import LitDpretError
 
@@ -48,6 +50,39 @@ def test_what_is_written_before_the_first_batch_is_refused(hook: str, weight: bo
     with pytest.raises(LitDpretError, match=r"module\."):
         fit(tmp_path, made(WithMean()), callbacks=[writes(hook, weight=weight)], max_steps=2)
     assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize("weight", [True, False], ids=["weight", "buffer"])
+@pytest.mark.parametrize(
+    ("hook", "done"),
+    [("on_load_checkpoint", 1), ("on_fit_start", 1), ("on_train_start", 1), ("on_fit_start", 2)],
+)
+def test_what_is_written_before_the_first_batch_of_a_resume_is_refused_and_without_one_before_it_is_saved(
+    hook: str, done: int, weight: bool, tmp_path: Path
+) -> None:
+    kept = ModelCheckpoint(tmp_path / "kept", "{step}", every_n_train_steps=1, save_top_k=-1)
+    fit(tmp_path, made(WithMean()), callbacks=[kept], max_steps=2)
+    shutil.rmtree(tmp_path / "model")
+    callbacks = [writes(hook, weight=weight), PrivacyAccountant(resume=True)]
+    with pytest.raises(LitDpretError, match=r"module\."):
+        fit(tmp_path, made(WithMean()), callbacks=callbacks, max_steps=2, ckpt_path=tmp_path / f"kept/step={done}.ckpt")
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize("average", [(), (WeightAveraging(),)], ids=["weights", "average"])
+def test_a_resume_without_such_a_hook_goes_on(average: Any, tmp_path: Path) -> None:
+    kept = ModelCheckpoint(tmp_path / "kept", "{step}", every_n_train_steps=1, save_top_k=-1)
+    fit(tmp_path, made(), callbacks=[kept, *average], max_steps=2)
+    again = [PrivacyAccountant(resume=True), *average]
+    fit(tmp_path, made(), callbacks=again, max_steps=2, ckpt_path=tmp_path / "kept/step=1.ckpt")
+
+
+@pytest.mark.parametrize("weight", [True, False], ids=["weight", "buffer"])
+def test_a_checkpoint_at_the_end_of_an_epoch_holds_nothing_that_a_hook_wrote(weight: bool, tmp_path: Path) -> None:
+    kept = ModelCheckpoint(tmp_path / "kept", save_on_train_epoch_end=True)
+    with pytest.raises(LitDpretError, match=r"module\."):
+        fit(tmp_path, made(WithMean()), callbacks=[writes("on_train_epoch_end", weight=weight), kept], **ONCE)
+    assert not [*(tmp_path / "kept").glob("*.ckpt")]
 
 
 @pytest.mark.parametrize(

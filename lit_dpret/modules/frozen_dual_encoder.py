@@ -102,7 +102,7 @@ class FrozenDualEncoder(PairModule):
     """
 
     #: Buffers that `prepare_texts` makes of public passages, once the run has begun.
-    made_of_public = ("basis",)
+    made_of_public = ("basis", "passage_embeddings")
 
     passage_embeddings: Tensor
     basis: Tensor | None

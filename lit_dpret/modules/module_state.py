@@ -170,8 +170,7 @@ class HookWatch:
           tensor of the optimizer's state, that was written, added or removed between the end of a batch and the
           beginning of the next. While the optimizer steps the same holds of the noised gradients, and not of the
           trained parameters and the state. A name of which a part is declared public passes.
-        - The end of every epoch is looked at, and on one process and under DDP that of the training, before
-          ``save_model`` is called.
+        - The end of every epoch and of the training is looked at, before a card, a model or a checkpoint is written.
         - A batch whose tensors are others than were collated is refused.
         - Where each rank holds parts of the parameters, the parameters are not looked at.
 
@@ -214,15 +213,14 @@ class HookWatch:
             _refuse_writes(module, seen, _values(module), public, "between two batches")
 
     def compare_last(self, module: Any, public: Collection[str], *, trained: bool) -> None:
-        """Compare what the last batch of a training left with what ``module`` holds now.
+        """Compare what the last batch left, where that was noted, with what ``module`` holds now.
 
         ``trained`` is false where an average of the weights has taken their place by now.
 
         Raises:
             UnsupportedModelError: Something was written since.
         """
-        seen, self._seen = self._seen, None
-        if seen is not None:
+        if (seen := self._seen) is not None:
             now = _values(module)
             averaged = set() if trained else {name for name, p in module.named_parameters() if p.requires_grad}
             seen, now = ({k: v for k, v in each.items() if k not in averaged} for each in (seen, now))

@@ -167,6 +167,42 @@ def test_what_setup_makes_of_private_rows_is_refused_unless_it_is_declared(
         fit(tmp_path / "declared", MadeInSetup(privacy=dp(tmp_path)), precision=precision)
 
 
+class ShiftedInSetup(Regression):
+    def setup(self, stage: str) -> None:
+        rows = [row for unit in range(20) for row in Units(20).rows(unit)]
+        with torch.no_grad():
+            self.net[0].bias += self.collate_rows(rows)["inputs"].mean()
+
+
+class KeepsNoBuffer(Regression):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.register_buffer("mean", torch.zeros(()), persistent=False)
+
+    def setup(self, stage: str) -> None:
+        self.mean.fill_(2.0)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "64-true"])
+@pytest.mark.parametrize("kind", [ShiftedInSetup, KeepsNoBuffer])
+def test_what_setup_writes_is_refused_in_every_precision_saved_or_not(
+    kind: type[Regression], precision: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"of {kind.__name__}"):
+        fit(tmp_path / "run", kind(privacy=dp(tmp_path)), precision=precision)
+
+
+def test_what_is_written_after_the_last_batch_is_refused_in_a_module_that_saves_nothing(tmp_path: Path) -> None:
+    def shift(trainer: Any, module: Any) -> None:
+        with torch.no_grad():
+            module.net[0].bias += 1
+
+    shifts = LambdaCallback(on_train_end=shift)
+    assert not hasattr(Regression, "save_model")
+    with pytest.raises(UnsupportedModelError, match=r"net\.0\.bias of Regression"):
+        fit(tmp_path / "run", Regression(privacy=dp(tmp_path)), extra=[shifts, PrivacyCard(run_dir=tmp_path / "run")])
+
+
 class KeepsRows(Regression):
     def __init__(self, rows: Any, **settings: Any) -> None:
         super().__init__(**settings)
