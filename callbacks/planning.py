@@ -70,6 +70,7 @@ class PlannedRun:
         return {
             "mode": mode.name,
             "unit": mode.unit,
+            **({"unit_name": name} if (name := getattr(data, "unit_name", None)) else {}),
             "neighbours": mode.neighbours,
             "law": self.law.to_dict(),
             "planned_steps": self.steps,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
@@ -55,6 +56,7 @@ class UnitDataModule(SampledDataModule):
         dataset: Has a length, and gives a row by its number. Every row is read once when a run begins.
         unit_of: Names the unit of a row, given its number: a text or a whole number, as in ``users.__getitem__``; the
             claim is then about one user. None makes every row a unit of its own.
+        unit_name: What all rows of one name are, such as ``user``; the card says it in the place of ``record``.
         sampled: As for `SampledDataModule`; one of ``expected_batch_size`` and ``sample_rate`` is needed.
 
     Raises:
@@ -63,7 +65,12 @@ class UnitDataModule(SampledDataModule):
     """
 
     def __init__(
-        self, dataset: Any, *, unit_of: Callable[[int], Any] | None = None, **sampled: Unpack[SamplingSettings]
+        self,
+        dataset: Any,
+        *,
+        unit_of: Callable[[int], Any] | None = None,
+        unit_name: str | None = None,
+        **sampled: Unpack[SamplingSettings],
     ) -> None:
         super().__init__(**sampled)
         kind = type(dataset).__name__
@@ -83,7 +90,12 @@ class UnitDataModule(SampledDataModule):
                 "rows. unit_of gets the number of a row of this data set: of a Subset, "
                 "lambda row: users[subset.indices[row]]."
             )
-        self.dataset, self.unit_of = dataset, unit_of
+        if unit_name is not None and (unit_of is None or not re.fullmatch(r"[a-z]{1,30}", str(unit_name))):
+            raise ConfigurationError(
+                f"datamodule.unit_name={unit_name!r} is what the card calls all rows that unit_of gives one name: a "
+                "word in small letters, such as user, beside a unit_of. Without unit_of every row is a unit of its own."
+            )
+        self.dataset, self.unit_of, self.unit_name = dataset, unit_of, unit_name
         self._units: OwnUnits | None = None
 
     def use_unit(self, unit: str, neighbours: str | None = None) -> None:
@@ -95,8 +107,12 @@ class UnitDataModule(SampledDataModule):
         if unit != OwnUnits.unit:
             raise ConfigurationError(
                 f"privacy.unit={unit}: the units of a UnitDataModule are those that unit_of names. Set privacy.unit="
-                f"{OwnUnits.unit}, and give a unit_of that names each row's {unit}."
+                f"{OwnUnits.unit}, and give a unit_of that names each row's {unit} and unit_name={unit}."
             )
+
+    def assumptions(self) -> list[str]:
+        """Return, for the card, what a name of the unit takes on trust."""
+        return [] if self.unit_name is None else [f"unit_of gives all rows of one {self.unit_name} one name."]
 
     def train_units(self) -> OwnUnits:
         """The rows by unit, in the order in which the units first occur; `unit_of` is asked once.

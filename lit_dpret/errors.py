@@ -55,6 +55,10 @@ _WORDS: tuple[tuple[str, Callable[[re.Match[str]], str]], ...] = (
         lambda found: _CALLBACKS[found[1]] + (f"({found[2]}={found[3] or '...'})" if found[2] else ""),
     ),
     (r"(?<!lit-dpret )(?<![\w.])task=(?=[a-z])", lambda found: "lit-dpret task="),
+    (
+        r"(?<![\w.(])(init_from|init_from_is_public|trial_of)=([^\s,;]*[^\s,;.:)])",
+        lambda found: f"PrivacyAccountant({found[1]}={found[2]})",
+    ),
     (r"(=|\bto )(true|false|null)\b", lambda found: found[1] + _VALUES[found[2]]),
 )
 

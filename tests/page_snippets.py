@@ -16,14 +16,18 @@ from page_stages import private_log, table_log
 from stand_ins import Line, Numbers, Regression
 from tiny_generator import PASSAGES, SETTINGS, generator, lively_generator, write_parent_card
 from tiny_tasks import retriever, write_log
-from torch.utils.data import TensorDataset
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
 
+from lit_dpret import make_private
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy
 
 # Parts of a snippet that need another machine or much time, and what stands in their place.
 REPLACED: dict[str, str] = {
     'accelerator="gpu"': 'accelerator="cpu"',
     "max_steps=60": "max_steps=2",
+    "every=20": "every=1",
+    "every_n_train_steps=20": "every_n_train_steps=1",
     "delta=1e-5)": "delta=1e-5, trials=60)",
     "delta=1e-5, per_row_loss": "delta=1e-5, trials=60, per_row_loss",
     "Stage1(in_batch": "Stage1(rounds=1, bm25_n=2, static_n=2, top_k=8, in_batch",
@@ -59,7 +63,10 @@ def log(folder: Path) -> dict[str, Any]:
     """A log of queries, and what a Lightning user has already."""
     private_log(folder)
     dataset = TensorDataset(torch.randn(80, 3), torch.arange(80) % 2)
-    return {"model": Classifier(), "fresh": Classifier, "dataset": dataset, "users": torch.arange(80) // 2}
+    return {
+        "model": Classifier(), "fresh": Classifier, "dataset": dataset, "users": torch.arange(80) // 2,
+        "public_loader": DataLoader(TensorDataset(torch.randn(8, 3), torch.arange(8) % 2), 4),
+    }  # fmt: skip
 
 
 def table(folder: Path) -> dict[str, Any]:
@@ -89,7 +96,10 @@ def saved_encoder(folder: Path) -> dict[str, Any]:
 def to_be_tested(folder: Path) -> dict[str, Any]:
     """A module and rows, and a net with a tensor for each row."""
     torch.manual_seed(0)
+    dataset = TensorDataset(torch.randn(8, 3), torch.arange(8) % 2)
     return {
+        "make_private": make_private, "model": Classifier(), "dataset": dataset,
+        "row_losses": lambda model, batch: cross_entropy(model(batch[0]), batch[1], reduction="none"),
         "my_pairs": [Line(f"q{i}", str(i), f"p{i}", str(i % 3), frozenset()) for i in range(8)],
         "MyModule": Regression, "DPSGD": DPSGD,
         "net": torch.nn.Linear(3, 1), "x": torch.randn(4, 3), "y": torch.ones(4),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from dp_accounting.pld.pld_privacy_accountant import PLDAccountant
+from jsonschema import Draft202012Validator
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -28,10 +31,12 @@ from lit_dpret import (
     PrivacyCard,
     UnitDataModule,
     assert_private,
+    cards,
     errors,
     make_private,
 )  # fmt: skip
-from lit_dpret.cards.text import show_epsilon
+from lit_dpret.cards.card import write_card
+from lit_dpret.cards.text import privacy_line, show_epsilon
 from lit_dpret.cards.verification import verify_chain
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError, UnsupportedModelError
 from lit_dpret.privacy.content import content_of
@@ -165,6 +170,34 @@ def test_a_fit_ends_with_a_card_of_the_epsilon_that_another_accountant_finds(tmp
     assert not verify_chain(tmp_path).failed
 
 
+def test_the_card_calls_a_unit_what_its_owner_calls_it_and_a_resume_cannot_change_that(tmp_path: Path) -> None:
+    users = [f"u{row // 2}" for row in range(60)]
+    grouped = data(unit_of=users.__getitem__, unit_name="user", expected_batch_size=10)
+    fit(tmp_path, made(), grouped, max_steps=1)
+    card = card_in(tmp_path)
+    claim = card["claim"]
+    assert claim["unit"] == "record" and claim["unit_name"] == "user" and claim["unit_plural"] == "users"
+    assert "unit = user, " in privacy_line(card) and "one user was clipped" in claim["statement"]
+    assert not re.search(r"\brecords?\b", " ".join(card["not_covered"]))
+    assert claim["user_level_epsilon"] == claim["epsilon"]  # all rows of a user are one unit
+    assert any("unit_of" in str(taken) for taken in card["assumptions"])
+    schema = Path(cards.__file__).with_name("privacy_card.schema.json").read_text(encoding="utf-8")
+    Draft202012Validator(json.loads(schema)).validate(card)
+    assert not verify_chain(tmp_path).failed
+    copy = Path(shutil.copytree(tmp_path, tmp_path.with_name("copy")))
+    write_card(card | {"claim": claim | {"unit_name": "team"}}, copy)
+    assert verify_chain(copy).failed
+    other = data(unit_of=users.__getitem__, unit_name="team", expected_batch_size=10)
+    with pytest.raises(ResumeError, match="unit_name"):
+        fit(tmp_path, made(), other, max_steps=1, callbacks=[PrivacyAccountant(resume=True)])
+
+
+@pytest.mark.parametrize("settings", [{"unit_name": "user"}, {"unit_of": str, "unit_name": "A user (public)"}])
+def test_a_name_of_units_that_are_rows_or_that_is_no_word_is_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match="unit_name"):
+        data(**settings)
+
+
 def test_the_trained_weights_lie_beside_the_card_and_in_the_module_itself(tmp_path: Path) -> None:
     model = Classifier()
     before = model.net[0].weight.detach().clone()
@@ -279,6 +312,26 @@ def test_the_best_checkpoint_by_a_public_validation_loss_is_kept(tmp_path: Path)
     trainer = fit(tmp_path / "run", made(), callbacks=[Validation(), kept, EarlyStopping("val_loss", patience=9)])
     assert kept.best_model_score == min(kept.best_k_models.values())
     assert "val_loss" in trainer.callback_metrics and card_in(tmp_path / "run")["claim"]["guarantee"] == "dp"
+
+
+def of_own_negatives(model: Any, batch: Any) -> Tensor:
+    scores = torch.einsum("rd,rkd->rk", model(batch[0]), model(batch[1]))
+    return F.cross_entropy(scores, torch.zeros(len(scores), dtype=torch.long), reduction="none")
+
+
+def of_in_batch_negatives(model: Any, batch: Any) -> Tensor:
+    scores = model(batch[0]) @ model(batch[1][:, 0]).T
+    return F.cross_entropy(scores, torch.arange(len(scores)), reduction="none")
+
+
+def test_a_contrastive_loss_is_private_with_negatives_of_the_row_and_refused_with_those_of_the_batch(
+    tmp_path: Path,
+) -> None:
+    dataset = TensorDataset(torch.randn(60, 4), torch.randn(60, 3, 4))
+    fit(tmp_path / "own", made(per_row_loss=of_own_negatives), data(dataset), max_steps=1)
+    with pytest.raises(UnsupportedModelError):
+        fit(tmp_path / "batch", made(per_row_loss=of_in_batch_negatives), data(dataset), max_steps=1)
+    assert '"intent"' not in (tmp_path / "batch" / "privacy_ledger.jsonl").read_text()
 
 
 def test_callbacks_that_the_trainer_has_are_not_added_again(tmp_path: Path) -> None:

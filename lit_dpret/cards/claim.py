@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -77,7 +78,9 @@ def claim_facts(judged: Judged, output_released: Sequence[str] = ()) -> dict[str
         pairs = epsilon_curve(judged.releases, neighbours=budget.neighbours, accountant=plan.accountant)
         curve = [[epsilon, delta] for epsilon, delta in pairs if math.isfinite(epsilon)]
     proved = verdict.guarantee == "dp"
-    return {
+    # Of a claim about two runs nobody said that their units bear one name.
+    name = plan_of(judged.records)[1].get("unit_name") if start is None else None
+    claim = {
         "flavour": "(epsilon, delta)-differential privacy",
         "guarantee": verdict.guarantee,
         "epsilon": verdict.epsilon,
@@ -91,13 +94,32 @@ def claim_facts(judged: Judged, output_released: Sequence[str] = ()) -> dict[str
         "neighbours_text": describe_neighbours(budget.unit, budget.neighbours),
         "max_units_per_user": plan.max_units_per_user,
         **({"max_units_before": [most for _, most in before]} if (before := units_before(start)) else {}),
-        "user_level_epsilon": user_level_epsilon(judged, plan),
+        "user_level_epsilon": verdict.epsilon if _is_user(name, plan) else user_level_epsilon(judged, plan),
         "duplicates": budget.duplicates,
         "duplicates_policy": describe_duplicates(budget.unit, budget.duplicates),
         "protected": protected(budget.unit, budget.neighbours) if proved else [],
         "unprotected_quantities": unprotected_quantities(budget.unit, budget.neighbours, n),
         "output_released": list(output_released),
     }
+    if name is None:
+        return claim
+    named = {key: _named(claim[key], name) for key in _NAMING_THE_UNIT}
+    return claim | {"unit_name": name} | named
+
+
+_NAMING_THE_UNIT = ("unit_text", "unit_plural", "neighbours_text", "protected", "unprotected_quantities")
+
+
+def _named(text: Any, name: str) -> Any:
+    """Say in the place of "record" what its owner calls the unit that every record is."""
+    if isinstance(text, list):
+        return [_named(each, name) for each in text]
+    return re.sub(r"\brecord(s?)\b", rf"{name}\1", text)
+
+
+def _is_user(name: str | None, plan: PrivacyPlan) -> bool:
+    """Whether a unit is said to be all of one user, of whom no other bound is declared."""
+    return name == "user" and plan.max_units_per_user is None
 
 
 def user_level_epsilon(judged: Judged, plan: PrivacyPlan) -> float | None:
@@ -299,7 +321,7 @@ def uncovered(
     gaps = []
     if unit == "pair":
         gaps.append("A query that stands in several pairs: each pair is protected alone, the query as a whole less.")
-    if unit != "user":
+    if unit != "user" and (claim.get("unit_name") != "user" or most is not None):
         if claim["user_level_epsilon"] is not None:
             gaps.append(
                 f"People who contributed more than {most} {_PLURAL[unit]}{more_before(before)}: the user-level epsilon "
@@ -343,7 +365,8 @@ def uncovered(
     attacked = ["the floating-point form of the noise"] if randomness.get("floating_point", True) else []
     if not randomness.get("secure"):
         attacked.append("its generator, which is not a cryptographic one")
-    return [*gaps, f"Attacks on {', or on '.join(attacked)}."] if attacked else gaps
+    gaps += [f"Attacks on {', or on '.join(attacked)}."] if attacked else []
+    return gaps if (name := claim.get("unit_name")) is None else _named(gaps, name)
 
 
 def _copies(groups: Sequence[Mapping[str, Any]]) -> str:

@@ -199,10 +199,17 @@ def privacy_line(card: Card) -> str:
     return ", ".join(f"{name} = {value}" for name, value in terms)
 
 
+def _unit(claim: Mapping[str, Any]) -> str | None:
+    """Return what the card calls the unit: a record by the name that the owner of the data gave it."""
+    found: str | None = claim.get("unit_name", claim["unit"])
+    return found
+
+
 def _terms(claim: Mapping[str, Any], delta: str = "delta") -> list[tuple[str, str]]:
     """List what an epsilon means nothing without, as far as the claim has it."""
     first = [] if claim["delta"] is None else [(delta, show_delta(claim["delta"]))]
-    return first + [(name, str(claim[name])) for name in ("unit", "neighbours") if claim[name] is not None]
+    terms = {"unit": _unit(claim), "neighbours": claim["neighbours"]}
+    return first + [(name, str(term)) for name, term in terms.items() if term is not None]
 
 
 def statement(card: Card) -> str:
@@ -298,12 +305,12 @@ def _bounded(card: Card) -> str:
     mechanism, coupling = card["mechanism"], card["mechanism"].get("coupling")
     if coupling is None:
         return (
-            f"In each step the gradient of one {card['claim']['unit']} was clipped to L2 norm "
+            f"In each step the gradient of one {_unit(card['claim'])} was clipped to L2 norm "
             f"{_n(mechanism['max_grad_norm'])} ({mechanism['clip']}{_grouped(mechanism)})"
         )
     return (
         f"The loss compares the {card['claim']['unit_plural']} of a batch with each other. In each step "
-        f"{coupling['text']}, so that one {card['claim']['unit']} moves the sum by at most "
+        f"{coupling['text']}, so that one {_unit(card['claim'])} moves the sum by at most "
         f"{_n(mechanism['sensitivity'])}"
     )
 
@@ -334,7 +341,8 @@ def _user_sentence(claim: Mapping[str, Any]) -> list[str]:
     if most is None:
         return []
     before = claim.get("max_units_before", [])
-    who = f"somebody who contributed up to {most} {claim['unit_plural'] if most > 1 else claim['unit']}"
+    units = claim["unit_plural"] if most > 1 else _unit(claim)
+    who = f"somebody who contributed up to {most} {units}"
     if None in before:
         return [f"For {who} no epsilon is stated: a run before this one declared no bound on their number."]
     who += "".join(f", and up to {earlier} to a run before this one" for earlier in before)

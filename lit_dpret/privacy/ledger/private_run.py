@@ -80,7 +80,10 @@ def sample_tag(stream: KeyedStream, sums: dict[str, Tensor], *, of_each: int = 8
 POSITION_SCHEMA = "lit-dpret/accountant-state/1"
 
 # What the claim of a ledger was made for; a resume that differs in one of them is refused.
-_FIXED = ("mode", "unit", "neighbours", "plan", "law", "planned_steps", "rows_per_unit", "secure_rng", "mode_facts")
+_FIXED = (
+    "mode", "unit", "unit_name", "neighbours", "plan", "law", "planned_steps", "rows_per_unit", "secure_rng",
+    "mode_facts",
+)  # fmt: skip
 # How a sum of single units is cut into forward passes changes no claim; where units see each other, it does.
 _BATCHING_KEY = "physical_batch_size"
 # Said first, because the rest (the cap of the law, say) follows from them.
