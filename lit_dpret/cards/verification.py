@@ -245,7 +245,7 @@ def _examine(
 ) -> frozenset[Place]:
     """Check one card: its files, its ledger, its words; return the entries that were compared."""
     lineage.look_near(found.path)
-    _check_files(result, found, required=must_have_files)
+    _check_files(result, lineage, found, required=must_have_files)
     derived, again = found.card["mechanism"].get("kind") == "post_processing", Recheck()
     if not (derived and any(lineage.card(str(parent["sha256"])) for parent in found.card["parents"][:1])):
         again = _check_ledger(result, lineage, found, allow_missing=allow_missing_ledger)
@@ -255,7 +255,7 @@ def _examine(
     return again.decided | said_here | {("subject", "sha256")}
 
 
-def _check_files(result: Verification, found: FoundCard, *, required: bool) -> None:
+def _check_files(result: Verification, lineage: Lineage, found: FoundCard, *, required: bool) -> None:
     digests, name = found.card["subject"]["sha256"], _name(found)
     if not digests:
         result.pass_over(name, "files", "the card lists none, as that of an unfinished run does.")
@@ -268,10 +268,13 @@ def _check_files(result: Verification, found: FoundCard, *, required: bool) -> N
     result.add(name, "files", changed_files(digests, folder), f"{len(digests)} with the SHA-256 on the card")
     page = found.path.parent / README
     checked = [page] if _check_page(result, found, page) else []
+    if (ledger := lineage.ledger(found.card, found.path)) is not None:  # that of a parent is checked with the parent
+        checked.append(ledger)
+    known = {file.resolve() for file in checked}
     others = [
         file.relative_to(folder).as_posix()
         for file in sorted(folder.rglob("*"))
-        if file.is_file() and file.name not in CARD_FILES and file not in checked
+        if file.is_file() and file.name not in CARD_FILES and file.resolve() not in known
     ]
     others = [name for name in others if name not in digests]
     if others:

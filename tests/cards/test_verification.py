@@ -175,6 +175,8 @@ def test_what_is_handed_over_alone_is_checked_without_what_lies_around_it(chain:
     copy_lineage(chain.synthetic / "privacy_card.json", chain.synthetic / "provenance")
     whole = verify_chain(chain.synthetic, self_contained=True)
     assert not whole.failed and not whole.elsewhere
+    (others,) = [one.text for one in whole.findings if (one.artefact, one.check) == ("synthetic", "other files")]
+    assert LEDGER not in others, "it is checked with its run"
 
 
 def test_a_link_that_leads_out_of_the_folder_completes_no_release(chain: Chain) -> None:
