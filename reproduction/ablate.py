@@ -9,7 +9,6 @@ any way; so may that of the upper bounds, or the share that is kept would flatte
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -33,7 +32,7 @@ from lit_dpret.settings import require_whole
 from lit_dpret.synthesis.filters import ReleasedQueries, load_released
 from lit_dpret.synthesis.filters.pseudo_labels import LABELS
 from lit_dpret.synthesis.pseudo_queries import write_pseudo_queries
-from lit_dpret.tasks.parts import Parts
+from lit_dpret.tasks.parts import Parts, say
 from lit_dpret.tasks.pipeline_stages import KEPT, check_round_trip
 from lit_dpret.tasks.ranking import score_embeddings
 from lit_dpret.tasks.synthesize import public_sample
@@ -128,7 +127,7 @@ class Ablate(RetrievalStudy):
         if missing and (self.only is not None or len(missing) == len(self.chosen)):
             raise ConfigurationError(next(iter(missing.values())))
         for why in missing.values():
-            sys.stdout.write(f"left out: {why}\n")
+            say(f"left out: {why}")
         return [name for name in self.chosen if name not in missing]
 
     def _no_teacher(self, name: str) -> str | None:

@@ -8,7 +8,6 @@ the paper's appendix B.2 names a sensitivity and an epsilon for this task, which
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,7 +26,7 @@ from lit_dpret.errors import DataError
 from lit_dpret.modules import EmbeddingTrainer, OptimizerSpec
 from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.settings import picked, require_number, require_whole
-from lit_dpret.tasks.parts import Parts
+from lit_dpret.tasks.parts import Parts, say
 from reproduction.published import PAPER_002
 from reproduction.report.variant_runs import UNTRAINED, VariantRun
 from reproduction.report.variants import SETTINGS, MetricsTable, VariantReport, beside_the_paper, made_by
@@ -163,7 +162,7 @@ class SecondTask(Study):
 
         self.in_turn(encoders, lambda encoder: encoder.folder.name, train, label="second task")
         page = self._tell(parts, list(runs.values()), names, learned=f"the {labels} labels of {data.source}")
-        sys.stdout.write(f"written: {page}\n")
+        say(f"written: {page}")
         return {name: run.metrics["accuracy"] for name, run in runs.items()}
 
     def _second_data(self, parts: Parts) -> tuple[ImagesDataModule, Labels]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import shutil
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import ConfigurationError, ResumeError
 from lit_dpret.retrieval.trec_runs import EvaluationResult
 from lit_dpret.settings import require_whole
-from lit_dpret.tasks.parts import Parts, check_run_dir
+from lit_dpret.tasks.parts import Parts, check_run_dir, say
 from lit_dpret.tasks.pipeline_stages import stage_callbacks, train_retriever
 from lit_dpret.tasks.ranking import score_bm25, score_embeddings
 from lit_dpret.tasks.stages import Stages, described, settings_fingerprint
@@ -183,7 +182,7 @@ class RetrievalStudy(Study, ABC):
         written = page.write(parts.run_dir)
         page.print()
         lines = [*(f"{name}: {path}" for name, path in written.items())]
-        sys.stdout.write("\n".join([*lines, f"Stages took {sum(self._stages.seconds.values()):.0f} s\n"]))
+        say(*lines, f"Stages took {sum(self._stages.seconds.values()):.0f} s")
         shutil.rmtree(parts.run_dir / self.private_folder, ignore_errors=True)
         return {row.name: row.over_runs("nDCG@10").mean for row in rows}
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 
 from lit_dpret.errors import ConfigurationError, LitDpretError
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
-from lit_dpret.tasks.parts import Parts
+from lit_dpret.tasks.parts import Parts, say
 from reproduction.report.reproduction import PAPER_002, PAPER_004, PartTold, write_reproduction
 from reproduction.study import Study
 
@@ -88,7 +87,7 @@ class Suite(Study):
         for key, given in self.data.items():  # said first: at the end of the others nobody still waits
             needing = [name for name in self.chosen if key in self.parts[name].needs and not self._stages.is_done(name)]
             if given is None and needing and not self.report_only:
-                sys.stdout.write(f"task.data.{key}=null: without it these parts are left out: {', '.join(needing)}\n")
+                say(f"task.data.{key}=null: without it these parts are left out: {', '.join(needing)}")
         runs = {name: self._composed(parts, name) for name in todo}
         if self.report_only and not any(self._told(name).results for name in self.parts):
             raise ConfigurationError(f"task.report_only=true: no part in {parts.run_dir} is finished.")
@@ -102,11 +101,11 @@ class Suite(Study):
         self.in_turn(todo, str, work, label=f"parts of {self.paper}")
         states = self._tell()
         for number, state in states.items():
-            sys.stdout.write(f"{number}: {state}\n")
+            say(f"{number}: {state}")
         for told in map(self._told, self.parts):
             if told.absent:
-                sys.stdout.write(f"part {told.name} left out: {told.absent}\n")
-        sys.stdout.write(f"written: {self._run_dir / 'report' / self.paper}.html\n")
+                say(f"part {told.name} left out: {told.absent}")
+        say(f"written: {self._run_dir / 'report' / self.paper}.html")
         shown = sum(state == "shown" for state in states.values())
         return {"shown": float(shown), "not_shown": float(len(states) - shown)}
 

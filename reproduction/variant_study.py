@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -37,7 +36,7 @@ from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
 from lit_dpret.settings import require_number, require_whole
 from lit_dpret.tasks.fit import Training, train
-from lit_dpret.tasks.parts import Parts
+from lit_dpret.tasks.parts import Parts, say
 from lit_dpret.tasks.pipeline_stages import is_begun
 from reproduction.report.variant_runs import UNTRAINED, VariantRun
 from reproduction.report.variants import Finished, write_study
@@ -157,7 +156,7 @@ class VariantStudy(Study):
             return ""
 
         self.in_turn(planned, lambda one: _stage(one[1], one[0]), work, label="variants and seeds")
-        sys.stdout.write(f"written: {page}\n")
+        say(f"written: {page}")
         reached: dict[str, list[float]] = {}
         for each in finished:
             reached.setdefault(each.name, []).append(each.run.metrics["accuracy"])

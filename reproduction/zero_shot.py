@@ -25,7 +25,7 @@ from lit_dpret.retrieval.statistics import Interval, bootstrap_interval, macro_i
 from lit_dpret.retrieval.trec_runs import SUMMARY, check_qrels, evaluate, read_per_query, write_evaluation
 from lit_dpret.settings import picked
 from lit_dpret.tasks.evaluate import checked_metrics
-from lit_dpret.tasks.parts import Parts
+from lit_dpret.tasks.parts import Parts, say
 from lit_dpret.tasks.ranking import Ranker
 from reproduction.study import Study
 
@@ -153,7 +153,7 @@ class ZeroShot(Study):
             else ["no set of BEIR's"],
         }
         write_evaluation(folder, ranking=ranking, qrels=qrels, result=result, facts=facts, name=SUMMARY)
-        Console().print(f"{wanted.name}: {self.metrics[0]} {result.means[self.metrics[0]]:.4f}", highlight=False)
+        say(f"{wanted.name}: {self.metrics[0]} {result.means[self.metrics[0]]:.4f}")
         return {"queries": len(qrels), "departures": facts["departures"]}
 
     def _data(self, wanted: BeirSet, here: Path | None) -> PairsDataModule:
@@ -183,13 +183,11 @@ class ZeroShot(Study):
             self._table([one for one in listed if one.metrics], list(meant)),
         )
         promise = _promise(self.encoder)
-        console = Console()
         caption = "mean over queries, below it the 95 % bootstrap interval"
-        console.print(shown.console(title=f"{self.encoder}\n{promise}", caption=caption))
-        for metric, text in meant.items():
-            console.print(f"{metric}: {text}", highlight=False)
+        Console().print(shown.console(title=f"{self.encoder}\n{promise}", caption=caption))
+        say(*(f"{metric}: {text}" for metric, text in meant.items()))
         if missing:
-            console.print(f"missing: {', '.join(missing)}", highlight=False)
+            say(f"missing: {', '.join(missing)}")
         facts = {
             "system": self.encoder,
             "privacy": promise,
@@ -205,8 +203,7 @@ class ZeroShot(Study):
             name="zero_shot", title=self.encoder, subtitle=promise, sections=[Section("By data set", blocks)],
             facts=facts, tables={"zero_shot.csv": whole}, owner_only=False,
         )  # fmt: skip
-        for path in page.write(folder).values():
-            console.print(f"written: {path}", highlight=False, soft_wrap=True)
+        say(*(f"written: {path}" for path in page.write(folder).values()))
 
     def _table(self, listed: Sequence[SetResult], titles: Sequence[str]) -> Table:
         rows = [

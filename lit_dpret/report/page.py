@@ -42,6 +42,11 @@ def aligned(head: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join(f"| {' | '.join([row[0].ljust(first), *map(str.rjust, row[1:], others)])} |" for row in lines)
 
 
+def shortened(text: str, most: int) -> str:
+    """Return a text, or its first ``most`` characters."""
+    return text if len(text) <= most else text[:most].rstrip() + " …"
+
+
 class Sheet(Protocol):
     """What can say itself as a spreadsheet."""
 

@@ -7,7 +7,6 @@ same: under a broken or missing guarantee they may hold private texts.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +44,7 @@ from lit_dpret.privacy.ledger.judgement import claimed_releases
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
 from lit_dpret.report.canary_table import CanaryRow, write_canary_table
 from lit_dpret.synthesis.sampler import Decoding
-from lit_dpret.tasks.parts import Parts, check_run_dir
+from lit_dpret.tasks.parts import Parts, check_run_dir, say
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,9 +194,9 @@ class Audit:
                 f"The audit contradicts the claim of {self.run_folder.name} ({privacy_line(card)}): "
                 f"{contradictions[0]} The report is {written[f'{NAME}.html']}."
             )
-        sys.stdout.write(
+        say(
             f"audited {self.run_folder.name} by {len(canaries.canaries)} canaries: nothing contradicts its claim "
-            f"({privacy_line(card)}); {NO_GUARANTEE}\n"
+            f"({privacy_line(card)}); {NO_GUARANTEE}"
         )
         return {f"{cell.side}, {cell.copies}, {cell.kind}": cell.bounds[0].eps_lower for cell in cells}
 
@@ -239,14 +238,14 @@ class Audit:
         for row in rows:
             cell = row.cell
             leaked = f", leaked {cell.leaked.mean:.0%}" if cell.draws else ""
-            sys.stdout.write(
+            say(
                 f"{cell.side}, {cell.copies} copies, {cell.kind}: mean rank {cell.mean_rank.mean:.1f}, rank 1 "
-                f"{cell.top.mean:.0%}{leaked}; {cell.bounds[0]}\n"
+                f"{cell.top.mean:.0%}{leaked}; {cell.bounds[0]}"
             )
         for evidence in coins:
-            sys.stdout.write(f"{evidence}\n")
+            say(f"{evidence}")
         for name, path in written.items():
-            sys.stdout.write(f"{name}: {path}\n")
+            say(f"{name}: {path}")
         if self.card:
             for folder in (self.run_folder, self.run_folder / MODEL_FOLDER):
                 known = read_card(folder)["empirical"]["results"] if (folder / CARD_NAME).is_file() else []

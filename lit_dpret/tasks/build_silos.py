@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +18,7 @@ from lit_dpret.federated.data import planted_silos, silos_by_article, silos_by_d
 from lit_dpret.federated.data.planted import Planted
 from lit_dpret.federated.data.questions import Question, read_genres, read_newsqa, squad_json
 from lit_dpret.settings import built, picked
-from lit_dpret.tasks.parts import Parts, check_run_dir
+from lit_dpret.tasks.parts import Parts, check_run_dir, say
 
 Source = Literal["insuranceqa", "medquad", "squad", "newsqa", "planted"]
 
@@ -62,13 +61,13 @@ class BuildSilos:
             if manifest.get("source") != self.source:
                 raise ResumeError(f"resume=true, but {out} was built of {manifest.get('source')}, not {self.source}.")
             counts = manifest["clients"]
-            sys.stdout.write(f"{statistics_table(counts)}\n\n{out}\n")
+            say(f"{statistics_table(counts)}\n\n{out}")
             return {"clients": float(len(counts))}
         if out.exists():
             raise ConfigurationError(f"{out} exists, and nothing is overwritten. Choose another hydra.run.dir.")
         silos, facts = self._build()
         write_silos(out, silos, facts={"source": self.source, **facts}, knob="hydra.run.dir")
-        sys.stdout.write(statistics_table({silo.name: silo.counts() for silo in silos}) + f"\n\n{out}\n")
+        say(statistics_table({silo.name: silo.counts() for silo in silos}) + f"\n\n{out}")
         return {"clients": float(len(silos))}
 
     def _build(self) -> tuple[list[Silo], dict[str, Any]]:

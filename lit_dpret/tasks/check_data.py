@@ -31,7 +31,7 @@ from lit_dpret.files import write_whole
 from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.report.page import render
 from lit_dpret.settings import require_whole
-from lit_dpret.tasks.parts import Parts, check_run_dir
+from lit_dpret.tasks.parts import Parts, check_run_dir, say
 
 Side = Literal["query", "passage"]
 SIDES: Mapping[Side, str] = {"query": "queries", "passage": "passages"}
@@ -191,7 +191,7 @@ class CheckData:
         for name, text in ((REPORT, json.dumps(facts, indent=2, ensure_ascii=False) + "\n"), (PAGE, page)):
             write_whole(parts.run_dir / name, text, owner_only=True)
         if show:
-            sys.stdout.write(page)
+            say(page.removesuffix("\n"))
         if problems.total:
             kinds = ", ".join(problems.counts)  # how many would be a number of the private data
             raise DataError(f"{facts['source']} has problems: {kinds}. See {parts.run_dir / PAGE}.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from contextlib import suppress
 from typing import ClassVar
 
@@ -37,7 +36,7 @@ class Doctor:
         """
         federation = parts.make_federation()
         if federation is not None:
-            sys.stdout.write(trust_table(federation.settings(parts.seed)) + "\n")
+            say(trust_table(federation.settings(parts.seed)))
             raise ConfigurationError(
                 f"task=doctor examines one fit, and federated.transport={federation.transport} is a federation. Its "
                 "settings are accepted, and the table says who sees what. What else breaks its promise is looked for "
@@ -58,7 +57,7 @@ class Doctor:
         found = examine(trainer, module, data)
         report = parts.run_dir / REPORT
         report.write_text(json.dumps(data_facts(data) | found.to_dict(), indent=2) + "\n", encoding="utf-8")
-        sys.stdout.write(found.format() + "\n")
+        say(found.format())
         with suppress(AttributeError):  # a module or a datamodule without texts
             say(*(f"note: {line}" for line in cut_texts(data, rulers_of(module))))
         if found.refused:

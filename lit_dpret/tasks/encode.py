@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -12,7 +11,7 @@ from lit_dpret.cards.file import CARD_NAME, card_of_data
 from lit_dpret.datamodules.identity import data_facts
 from lit_dpret.distributed.job import Job, job_here
 from lit_dpret.tasks.index_folder import Encoding, IndexFolder, encode_folder
-from lit_dpret.tasks.parts import Parts, check_run_dir
+from lit_dpret.tasks.parts import Parts, check_run_dir, say
 from lit_dpret.tasks.uncovered import refuse_training_data
 
 EMBEDDINGS = "embeddings"
@@ -50,7 +49,7 @@ class Encode(Encoding):
                 about=data_facts(data, texts),
             )  # fmt: skip
         if job.is_first:
-            sys.stdout.write(f"embeddings: {made.folder} ({made.manifest.count} x {made.manifest.dim})\n{told(made)}\n")
+            say(f"embeddings: {made.folder} ({made.manifest.count} x {made.manifest.dim})\n{told(made)}")
         return {"texts": float(made.manifest.count)}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, get_args
@@ -20,7 +19,7 @@ from lit_dpret.retrieval.trec_runs import (
     evaluate,
     write_evaluation,
 )
-from lit_dpret.tasks.parts import Parts, check_run_dir
+from lit_dpret.tasks.parts import Parts, check_run_dir, say
 from lit_dpret.tasks.ranking import Ranker
 from lit_dpret.tasks.uncovered import Owner
 
@@ -79,7 +78,7 @@ class Evaluate(Ranker):
         owner = f"{self.whose} queries" if self.whose else "nothing says whose queries these are (task.whose)"
         covered = "" if self.whose == "public" else ": no epsilon covers these numbers"
         about_split = f"  split {split} of {about['data']}; {owner}{covered}\n"
-        sys.stdout.write(f"{_table(self.encoder, result)}\n{about_split}{passed}written: {path}\n")
+        say(f"{_table(self.encoder, result)}\n{about_split}{passed}written: {path}")
         return dict(result.means)
 
 

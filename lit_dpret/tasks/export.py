@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import shutil
-import sys
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +41,7 @@ from lit_dpret.synthesis.dataset_folder import DATA_FILES
 from lit_dpret.synthesis.shards import MANIFEST_NAME, SHARDS_NAME
 from lit_dpret.tasks.fit import CHECKPOINTS
 from lit_dpret.tasks.hub_repository import HubRepository
-from lit_dpret.tasks.parts import Parts, check_run_dir
+from lit_dpret.tasks.parts import Parts, check_run_dir, say
 from lit_dpret.tasks.ranking import fingerprints
 
 OURS = "lit_dpret.modules."
@@ -151,9 +150,9 @@ class Export:
         (folder / "README.md").write_text(render("model_card.md", facts), encoding="utf-8")
         copy_lineage(folder / CARD_NAME, folder / PROVENANCE, near=run_dir / CARD_NAME)
         if failed := verify_chain(folder, self_contained=True).failed:  # a parent that lies elsewhere, say
-            sys.stdout.write(
+            say(
                 f"warning: who gets {folder} alone cannot check its card (lit-dpret verify): {failed[0].artefact}, "
-                f"{failed[0].check}: {failed[0].text}\n"
+                f"{failed[0].check}: {failed[0].text}"
             )
         return _handed_on("model", folder, hub)
 
@@ -282,16 +281,16 @@ def _files_of_set(source: Path, names: Set[str]) -> list[Path]:
         raise DataError(f"task.data={source}: {links[0]} is a link. Put the file itself there.")
     ours = (f"{SHARDS_NAME}/", "provenance/", MANIFEST_NAME, f".{MANIFEST_NAME}")  # provenance is put together anew
     if left := [name for name in there if name not in names and not name.startswith(ours)]:
-        sys.stdout.write(f"left behind, for they are not of the set: {', '.join(left)}\n")
+        say(f"left behind, for they are not of the set: {', '.join(left)}")
     return [file for name, file in there.items() if name in names]
 
 
 def _handed_on(what: str, folder: Path, hub: HubRepository | None) -> dict[str, float]:
     """Say where a finished folder lies, send it where it is to be sent; returns the number of its bytes."""
     shown = [f"{what}: {folder}"] + ([f"privacy card: {folder / CARD_NAME}"] if (folder / CARD_NAME).is_file() else [])
-    sys.stdout.write("\n".join(shown) + "\n")
+    say(*shown)
     if hub is not None:
-        sys.stdout.write(f"pushed to: {hub.send(folder)}\n")
+        say(f"pushed to: {hub.send(folder)}")
     return {"bytes": float(sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()))}
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,7 +35,7 @@ from lit_dpret.federated.systems import (
 from lit_dpret.federated.transport import ELSEWHERE
 from lit_dpret.federated.trust import sights
 from lit_dpret.report.federated_report import FederatedFacts, FederatedRow, write_federated_report
-from lit_dpret.tasks.parts import Parts, check_run_dir
+from lit_dpret.tasks.parts import Parts, check_run_dir, say
 from lit_dpret.tasks.stages import Stages
 
 PRIVATE = "private"
@@ -150,7 +149,7 @@ class Federated:
             notes=[*filter(None, (self.note, plan.note)), *_notes(plan, self.seeds)],
         )
         written = write_federated_report(parts.run_dir, rows, facts)
-        sys.stdout.write(written["pdd_as2.md"].read_text(encoding="utf-8") + "\n")
+        say(written["pdd_as2.md"].read_text(encoding="utf-8"))
         return {
             row.system: float(np.mean(list(row.over_silos("sentence/mrr@10").values())))
             for row in rows

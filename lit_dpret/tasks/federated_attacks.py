@@ -15,7 +15,6 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from rich.console import Console
 from torch import Tensor
 
 from lit_dpret.audit.attacks.federated.requests import Identified, identify_requests, own_texts, pooled
@@ -43,7 +42,7 @@ from lit_dpret.privacy.accounting.releases import FullBatch
 from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.report.page import INTERNAL, render, write_short
 from lit_dpret.settings import require_whole
-from lit_dpret.tasks.parts import Parts, check_run_dir
+from lit_dpret.tasks.parts import Parts, check_run_dir, say
 from lit_dpret.tasks.stages import Stages, settings_fingerprint
 from lit_dpret.tasks.uncovered import Owner, require_owner
 
@@ -131,9 +130,7 @@ class FederatedAttacks:
             render("federated_attacks.md", facts).splitlines(),
             internal=INTERNAL.format(what="queries") if facts["internal"] else "",
         )  # fmt: skip
-        console = Console()
-        for line in written.lines:
-            console.print(line, highlight=False, soft_wrap=True)
+        say(*written.lines)
         scores = {}
         if facts["requests"]:
             scores["named_by_exact_requests"] = facts["requests"][0]["pooled"]["named"]["1"]["value"]

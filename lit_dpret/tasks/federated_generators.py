@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,7 +36,7 @@ from lit_dpret.privacy.budget import show_delta
 from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.report.page import write_short
 from lit_dpret.settings import picked, require_whole
-from lit_dpret.tasks.parts import Parts, check_run_dir
+from lit_dpret.tasks.parts import Parts, check_run_dir, say
 from lit_dpret.tasks.stages import Stages
 
 PRIVATE = "private"
@@ -184,7 +183,7 @@ class FederatedGenerators:
         ]
         title, internal = "Queries by each silo's own generator", "Internal: what each silo spent."
         written = write_short(parts.run_dir, "generators", title, {"silos": found}, lines, internal=internal)
-        sys.stdout.write("\n".join(written.lines) + "\n")
+        say(*written.lines)
 
 
 def _generator(parts: Parts, privacy: Any) -> QueryGenerator:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from lit_dpret.privacy.budget import require_choice
 from lit_dpret.settings import require_whole
 from lit_dpret.synthesis.filters import QueryFilter, apply_filters, load_released, write_selection
 from lit_dpret.synthesis.filters.selection import Applied, check_is_new
-from lit_dpret.tasks.parts import Parts, check_run_dir
+from lit_dpret.tasks.parts import Parts, check_run_dir, say
 
 _SHOWN_WORDS = 25
 FILTERED = "filtered"
@@ -77,10 +76,8 @@ class Filter:
         (parts.run_dir / "filter.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         (parts.run_dir / "examples.md").write_text(_examples(applied, released.passages), encoding="utf-8")
         for one in applied:
-            sys.stdout.write(f"{_line(one)}\n")
-        sys.stdout.write(
-            f"kept {len(kept)} of {len(released)} queries: {folder}\nexamples: {parts.run_dir / 'examples.md'}\n"
-        )
+            say(f"{_line(one)}")
+        say(f"kept {len(kept)} of {len(released)} queries: {folder}\nexamples: {parts.run_dir / 'examples.md'}")
         return {"kept": float(len(kept)), "kept_share": len(kept) / len(released)}
 
 

@@ -34,7 +34,7 @@ from lit_dpret.privacy.ledger.private_run import require_run
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, forthcoming_releases
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.tasks.checkpoints import WholeCheckpoints
-from lit_dpret.tasks.parts import Parts, check_run_dir
+from lit_dpret.tasks.parts import Parts, check_run_dir, say
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ def _tell_where(folder: Path, first: str = "") -> None:
     sys.stdout.write(first)
     for what, place in (("model", folder / "model"), ("privacy card", folder / CARD_NAME)):
         if place.exists():
-            sys.stdout.write(f"{what}: {place}\n")
+            say(f"{what}: {place}")
     if not (folder / CARD_NAME).exists():
         return
     card = read_card(folder)

@@ -6,7 +6,6 @@ unlabelled, is for a person to read.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ from lit_dpret.errors import ConfigurationError
 from lit_dpret.report.page import write_short
 from lit_dpret.retrieval.search import search
 from lit_dpret.settings import require_whole
-from lit_dpret.tasks.parts import Parts, check_run_dir
+from lit_dpret.tasks.parts import Parts, check_run_dir, say
 from lit_dpret.tasks.uncovered import Owner, require_owner
 
 _INTERNAL = "Internal: private questions, word for word. Keep it where they are kept."
@@ -89,7 +88,7 @@ class HardNegatives:
             parts.run_dir, "hard_negatives", f"Nearest sentences that are no labelled answers, in {silo.name}", facts,
             [by, "", case_grid(facts["cases"]).markdown()], internal=_INTERNAL if facts["internal"] else "",
         )  # fmt: skip
-        sys.stdout.write("\n".join(written.lines) + "\n")
+        say(*written.lines)
         return {"above_the_answers": float(np.mean([case.scores[0] > case.answer_score for case in cases]))}
 
     def _drawn(self, silo: Silo, seed: int) -> list[SiloQuery]:

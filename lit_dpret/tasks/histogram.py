@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -34,7 +33,7 @@ from lit_dpret.privacy.modes import GaussianMode
 from lit_dpret.privacy.noise import load_secret, published_secret
 from lit_dpret.privacy.plan import HISTOGRAM, PrivacyPlan
 from lit_dpret.synthesis.filters.bins import Bins
-from lit_dpret.tasks.parts import Parts, check_run_dir
+from lit_dpret.tasks.parts import Parts, check_run_dir, say
 
 
 @dataclass(kw_only=True)
@@ -218,17 +217,17 @@ class Histogram:
         if problems := verify_card(card, folder / LEDGER_NAME, folder=folder):
             raise ResumeError(f"{folder} holds a card that does not agree with what lies there: {problems[0]}")
         for name, share in zip(histogram.names, histogram.target, strict=True):
-            sys.stdout.write(f"{name:24s} {share:7.1%}\n")
+            say(f"{name:24s} {share:7.1%}")
         claim, parts = card["claim"], (card["accounting"] or {}).get("init_from") or {}
         told = {"bins": float(len(histogram.names))}
         if claim["epsilon"] is not None:
             told |= {"epsilon": claim["epsilon"], "epsilon_of_histogram_alone": parts["epsilon_of_this_run"],
                      "epsilon_of_generator_alone": parts["epsilon_of_start"]}  # fmt: skip
-            sys.stdout.write(
+            say(
                 f"epsilon of generator and histogram together: {claim['epsilon']:.4g} (generator alone "
-                f"{parts['epsilon_of_start']:.4g}), delta {show_delta(claim['delta'])}\n"
+                f"{parts['epsilon_of_start']:.4g}), delta {show_delta(claim['delta'])}"
             )
-        sys.stdout.write(f"histogram: {folder / HISTOGRAM_NAME}\nprivacy card: {folder / CARD_NAME}\n")
+        say(f"histogram: {folder / HISTOGRAM_NAME}\nprivacy card: {folder / CARD_NAME}")
         return told
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from lit_dpret.distributed.job import job_here
 from lit_dpret.tasks.encode import told
 from lit_dpret.tasks.index_folder import index_folder
-from lit_dpret.tasks.parts import Parts, check_run_dir
+from lit_dpret.tasks.parts import Parts, check_run_dir, say
 
 INDEX = "index"
 
@@ -41,5 +40,5 @@ class Index:
             device=self.device,
             seed=parts.seed,
         )
-        sys.stdout.write(f"index: {made.folder} ({self.search}, {made.manifest.count} texts)\n{told(made)}\n")
+        say(f"index: {made.folder} ({self.search}, {made.manifest.count} texts)\n{told(made)}")
         return {"texts": float(made.manifest.count)}

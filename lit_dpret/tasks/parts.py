@@ -12,8 +12,6 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-from rich.console import Console
-
 from lit_dpret.errors import ConfigurationError, StorageError
 
 _PLAIN = re.compile(r"[\w@%+=:,./\[\]-]+")
@@ -88,10 +86,9 @@ def by_hash(name: str, salt: bytes = b"") -> bytes:
 
 
 def say(*lines: str) -> None:
-    """Print lines as they are, however wide the terminal is."""
-    console = Console()
+    """Print lines as they are; rich would read what stands in brackets, as in a path or a setting, as its markup."""
     for line in lines:
-        console.print(line, highlight=False, soft_wrap=True)
+        print(line, flush=True)
 
 
 def check_run_dir(folder: Path, *, min_free_mb: float) -> None:

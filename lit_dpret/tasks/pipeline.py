@@ -16,7 +16,6 @@ from typing import Any, ClassVar, Literal, get_args
 
 import lightning as L
 from rich.console import Console
-from rich.markup import escape
 
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.card import read_card
@@ -30,7 +29,8 @@ from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
 from lit_dpret.privacy.ledger.trained import runs_behind
 from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode, SyntheticData
 from lit_dpret.privacy.noise import load_secret
-from lit_dpret.report.html import Artefact, RunReport, Sample
+from lit_dpret.report.html import RunReport
+from lit_dpret.report.page import shortened
 from lit_dpret.report.table import RowResult, console_table, write_csv, write_json
 from lit_dpret.retrieval.statistics import Interval
 from lit_dpret.retrieval.trec_runs import EvaluationResult
@@ -38,10 +38,9 @@ from lit_dpret.synthesis.filters import load_released
 from lit_dpret.synthesis.pseudo_queries import write_pseudo_queries
 from lit_dpret.synthesis.writer import synthesize
 from lit_dpret.tasks.fit import PlannedFit, Training, plan_fit, refuse_several_ranks, train
-from lit_dpret.tasks.parts import Parts, by_hash, check_run_dir
+from lit_dpret.tasks.parts import Parts, by_hash, check_run_dir, say
 from lit_dpret.tasks.pipeline_stages import (
     KEPT,
-    as_round_trip,
     check_round_trip,
     set_batch,
     stage_callbacks,
@@ -70,17 +69,18 @@ def _notes(rows: Sequence[RowResult]) -> list[str]:
     return found
 
 
-def _artefacts(folder: Path) -> list[Artefact]:
-    found = [
-        Artefact("query generator", str(folder / "generator" / "model")),
-        Artefact("its privacy card", str(folder / "generator" / "privacy_card.html")),
-        Artefact("its ledger", str(folder / "generator" / "privacy_ledger.jsonl")),
-        Artefact("synthetic queries", str(folder / "synthetic" / "data")),
-        Artefact("retriever trained on them", str(folder / "from_synthetic" / "model")),
-        Artefact("retriever trained directly under DP", str(folder / "direct" / "model")),
-        Artefact("results", str(folder / "results.json")),
-    ]
-    return [artefact for artefact in found if Path(artefact.path).exists()]
+def _files(folder: Path) -> dict[str, Path]:
+    """Return what a run wrote, by what it is."""
+    found = {
+        "query generator": folder / "generator" / "model",
+        "its privacy card": folder / "generator" / "privacy_card.html",
+        "its ledger": folder / "generator" / "privacy_ledger.jsonl",
+        "synthetic queries": folder / "synthetic" / "data",
+        "retriever trained on them": folder / "from_synthetic" / "model",
+        "retriever trained directly under DP": folder / "direct" / "model",
+        "results": folder / "results.json",
+    }
+    return {what: path for what, path in found.items() if path.exists()}
 
 
 METRIC_NAMES = {"ndcg@10": "nDCG@10", "recall@10": "Recall@10", "mrr@10": "MRR@10"}
@@ -409,28 +409,26 @@ class Pipeline:
 
     def _tell(self, rows: dict[System, RowResult]) -> dict[str, float]:
         """Write and print the results, and the page where there are synthetic queries; return nDCG@10 by system."""
-        folder, table, console = self._parts.run_dir, list(rows.values()), Console()
+        folder, table = self._parts.run_dir, list(rows.values())
         self._stages.begin()  # rows without a stage are results of this run as well
         queries, qrels = self._searched.evaluation_set("test")
         about = data_facts(self._searched, passages := self._searched.public_passages(), queries, qrels)
         write_json(table, folder / "results.json", about)
         write_csv(table, folder / "results.csv", about)
-        console.print(console_table(table, title="Retrieval"))
+        Console().print(console_table(table, title="Retrieval"))
         where = (
             f"{len(queries)} test queries over {len(passages)} passages of {about['data']}; frozen encoder with a "
             "linear query head"
         )
         if "synthetic" in rows:
-            self._report(table, where, console)
+            self._report(table, where)
         else:
-            console.print(where, highlight=False)
+            say(where)
         seconds = self._stages.seconds
-        console.print(
-            f"Stages took {sum(seconds.values()):.0f} s: " + ", ".join(f"{k} {v:.0f}" for k, v in seconds.items())
-        )
+        say(f"Stages took {sum(seconds.values()):.0f} s: " + ", ".join(f"{k} {v:.0f}" for k, v in seconds.items()))
         return {row.system: row.metrics["nDCG@10"].mean for row in table}
 
-    def _report(self, table: list[RowResult], evaluated_on: str, console: Console) -> None:
+    def _report(self, table: list[RowResult], evaluated_on: str) -> None:
         """Write the page, and print what it shows in short; its sample of queries is chosen by hash of id."""
         folder = self._parts.run_dir
         synthetic = self._made(folder / "synthetic" / "data")
@@ -445,28 +443,24 @@ class Pipeline:
                 f"own passage among the first {trip['k']} results of the zero-shot encoder; the pseudo-queries were "
                 "chosen in the same way."
             )
-        round_trip, artefacts = as_round_trip(trip), _artefacts(folder)
         report = RunReport(
             title="Retrieval from private queries: what it reached, and what was promised",
             table=table,
             card=read_card(folder / "synthetic" / "data"),
-            samples=[Sample(passage=r.passage, queries=[r.query], passage_id=r.passage_id) for r in shown],
-            round_trip=round_trip,
-            artefacts=artefacts,
+            samples=[(row.passage_id, row.passage, row.query) for row in shown],
+            round_trip=trip,
+            files=(files := _files(folder)),
             command=self._parts.command,
             evaluated_on=evaluated_on,
             notes=notes,
         ).write(folder)
         for row in shown:
-            passage = row.passage if len(row.passage) <= 160 else row.passage[:160].rstrip() + " …"
-            console.print(f"[bold]{escape(row.query)}[/bold]\n    {escape(passage)}", highlight=False)
-        console.print(
-            f"Round trip: {round_trip.recall.mean:.3f} of {round_trip.queries} synthetic queries find their own "
-            f"passage among the first {round_trip.k}; with shuffled passages {round_trip.control.mean:.3f}.",
-            highlight=False,
+            say(row.query, f"    {shortened(row.passage, 160)}")
+        say(
+            f"Round trip: {trip['recall'][0]:.3f} of {trip['queries']} synthetic queries find their own passage among "
+            f"the first {trip['k']}; with shuffled passages {trip['control'][0]:.3f}.",
+            *(f"{what}: {path}" for what, path in {**files, "report": report}.items()),
         )
-        for artefact in [*artefacts, Artefact("report", str(report))]:
-            console.print(f"{artefact.label}: {artefact.path}", highlight=False, soft_wrap=True)
 
 
 def _row(system: str, result: EvaluationResult, privacy: str) -> RowResult:

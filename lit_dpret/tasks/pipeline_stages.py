@@ -14,8 +14,7 @@ from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import DataError
 from lit_dpret.modules import FrozenDualEncoder
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
-from lit_dpret.report.html import RoundTrip
-from lit_dpret.retrieval.statistics import Interval, bootstrap_interval
+from lit_dpret.retrieval.statistics import bootstrap_interval
 from lit_dpret.synthesis.filters import ReleasedQueries
 from lit_dpret.synthesis.filters.released import require_covered, require_released
 from lit_dpret.synthesis.round_trip import hits, wrong_sources
@@ -125,13 +124,3 @@ def check_round_trip(
         "queries": len(found),
         "kept": len(kept),
     }
-
-
-def as_round_trip(result: Mapping[str, Any]) -> RoundTrip:
-    """Convert what `check_round_trip` returned for the report."""
-    return RoundTrip(
-        recall=Interval(*result["recall"]),
-        control=Interval(*result["control"]),
-        k=result["k"],
-        queries=result["queries"],
-    )

@@ -115,7 +115,7 @@ class Plan:
         if self.plot and plan.proved:
             progress("plan.png")
             draw_plan(facts, parts.run_dir / "plan.png")
-        sys.stdout.write(f"{format_plan(facts)}\n\n{format_cost(costs)}\n")
+        say(f"{format_plan(facts)}\n\n{format_cost(costs)}")
         if self.units is None:
             for caution in cut_texts(data, rulers_by_words(parts.trained_settings())):
                 say(textwrap.fill(f"note: {caution}", 80))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from lit_dpret.callbacks import ProgressLine
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.synthesis.filters.pseudo_labels import LABELS, Labelling, label
 from lit_dpret.synthesis.filters.released import load_released
-from lit_dpret.tasks.parts import Parts, check_run_dir
+from lit_dpret.tasks.parts import Parts, check_run_dir, say
 from lit_dpret.tasks.ranking import Ranker
 
 PSEUDO_LABELS = "pseudo_labels"
@@ -64,5 +63,5 @@ class PseudoLabels:
                 ranker=Ranker(encoder=self.encoder),
                 progress=progress,
             )
-        sys.stdout.write(f"labels: {folder / LABELS}\n")
+        say(f"labels: {folder / LABELS}")
         return {"queries": float(len(released))}

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from lit_dpret.errors import ConfigurationError
+from lit_dpret.report.page import shortened
 from lit_dpret.retrieval.search import MISSING
 from lit_dpret.settings import require_whole
 from lit_dpret.tasks.index_folder import IndexFolder
-from lit_dpret.tasks.parts import Parts
+from lit_dpret.tasks.parts import Parts, say
 
 _SHOWN = 200  # characters of a passage
 
@@ -49,7 +49,6 @@ class Search:
             if place == MISSING:
                 break
             best = max(best, score) if rank > 1 else score
-            text = " ".join(index.text(place).split())
-            text = text if len(text) <= _SHOWN else text[:_SHOWN].rstrip() + " …"
-            sys.stdout.write(f"{rank:3d}  {score:.4f}  {index.ids[place]}\n     {text}\n")
+            text = shortened(" ".join(index.text(place).split()), _SHOWN)
+            say(f"{rank:3d}  {score:.4f}  {index.ids[place]}\n     {text}")
         return {"best_score": best}

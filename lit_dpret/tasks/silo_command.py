@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from lit_dpret.errors import ConfigurationError
+from lit_dpret.tasks.parts import say
 
 
 class _Parser(argparse.ArgumentParser):
@@ -27,7 +28,7 @@ def silo_command(arguments: Sequence[str]) -> None:
         from lit_dpret.federated.keys import make_identity
 
         public = make_identity(given.new_signing_key)
-        sys.stdout.write(f"written: {given.new_signing_key}\nits public half, for everybody's roster: {public}\n")
+        say(f"written: {given.new_signing_key}\nits public half, for everybody's roster: {public}")
         return
     if given.settings is None:
         raise ConfigurationError("lit-dpret silo needs --settings FILE, the silo's own document.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from lit_dpret.sweeps.report import write_report
 from lit_dpret.sweeps.runner import check_command
 from lit_dpret.tasks.fit import PlannedFit
 from lit_dpret.tasks.multirun import cost_together, planned_once
-from lit_dpret.tasks.parts import Parts, check_run_dir
+from lit_dpret.tasks.parts import Parts, check_run_dir, say
 from lit_dpret.tasks.trial import check_trial, release_behind
 
 
@@ -69,22 +68,22 @@ class Sweep:
             if self.give_back:
                 if ledger is not None:
                     total = ledger.give_back(sweep.id)
-                    _say(f"given back; the data set holds epsilon {total.epsilon:.4g} of {total.total_eps:g}")
+                    say(f"given back; the data set holds epsilon {total.epsilon:.4g} of {total.total_eps:g}")
                 return {"trials": float(len(trials))}
             if ledger is not None:
                 total, planned = self._hold(ledger, sweep), sweep.facts["planned"]
-                _say(
+                say(
                     f"{len(trials)} trials, {len(sweep.places)} private runs: together epsilon "
                     f"{planned['epsilon']:.4g} at delta {show_delta(planned['delta'])}; the data set then holds "
                     f"{total.epsilon:.4g} of {total.total_eps:g} at delta {show_delta(total.delta)} ({ledger.path})"
                 )
         if not self.start:
-            _say(f"planned and reserved: start trials with trial_of={sweep.folder} (docs/sweeps.md)")
+            say(f"planned and reserved: start trials with trial_of={sweep.folder} (docs/sweeps.md)")
             return {"trials": 0.0}
         with ProgressLine("sweep", every=0.0) as progress:
             outcome = run_trials(sweep, self.sweep, trials, offline=self.offline, progress=progress)
         report = write_report(sweep)
-        _say(report.text)
+        say(report.text)
         if outcome.failed:
             first, why = next(iter(outcome.failed.items()))
             raise WorkerError(
@@ -201,11 +200,6 @@ class Sweep:
             raise ConfigurationError(f"task.total_eps=null with a new task.dataset_ledger: {cost}. Set the limit.")
 
 
-def _say(text: str) -> None:
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
-
-
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     """Wait until no other process plans in ``folder``, and plan."""
@@ -216,7 +210,7 @@ def _alone(folder: Path) -> Iterator[None]:
             break
         except LedgerError:
             if not waited:
-                _say(f"another process plans the sweep in {folder}; waiting for it")
+                say(f"another process plans the sweep in {folder}; waiting for it")
             waited = True
             time.sleep(0.2)
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
@@ -13,7 +12,7 @@ from lit_dpret.distributed.job import Job, job_here
 from lit_dpret.privacy.budget import require_choice
 from lit_dpret.settings import picked, require_whole
 from lit_dpret.synthesis.writer import synthesize
-from lit_dpret.tasks.parts import Parts, by_hash, check_run_dir
+from lit_dpret.tasks.parts import Parts, by_hash, check_run_dir, say
 
 SYNTHETIC = "synthetic"
 
@@ -81,7 +80,7 @@ class Synthesize:
                 **self.settings,
             )
         if job.is_first:
-            sys.stdout.write(f"synthetic queries: {folder}\nprivacy card: {folder / 'privacy_card.json'}\n")
+            say(f"synthetic queries: {folder}\nprivacy card: {folder / 'privacy_card.json'}")
         return {"passages": float(len(passages))}
 
 

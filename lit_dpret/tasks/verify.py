@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from lit_dpret.cards.signature import check_signature, sign_card
 from lit_dpret.cards.verification import verify_chain
 from lit_dpret.errors import ConfigurationError, VerificationError
 from lit_dpret.files import write_whole
-from lit_dpret.tasks.parts import Parts
+from lit_dpret.tasks.parts import Parts, say
 
 
 @dataclass(kw_only=True)
@@ -56,14 +55,14 @@ class Verify:
         signed = [] if found.failed or self.sign_with is None else sign_card(self.card, self.sign_with)
         if signed:
             found.signed_by(check_signature(read_card(self.card), signed[0]).key)
-        sys.stdout.write(f"{found.format()}\n")
+        say(f"{found.format()}")
         if self.report is not None:
             report = write_whole(Path(self.report), json.dumps(found.to_dict(), indent=2) + "\n")
-            sys.stdout.write(f"written: {report}\n")
+            say(f"written: {report}")
         if found.elsewhere:
-            sys.stdout.write(
+            say(
                 f"found outside {found.path.parent}, so whoever gets that folder alone lacks them "
-                f"(task.self_contained=true checks as they will): {', '.join(map(str, found.elsewhere))}\n"
+                f"(task.self_contained=true checks as they will): {', '.join(map(str, found.elsewhere))}"
             )
         if found.failed:
             raise VerificationError(
@@ -71,5 +70,5 @@ class Verify:
                 f"{found.failed[0].check}."
             )
         for path in signed:
-            sys.stdout.write(f"signed: {path}\n")
+            say(f"signed: {path}")
         return {name: float(count) for name, count in found.to_dict()["counts"].items()}

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +28,7 @@ from lit_dpret.federated.systems import System, SystemResult, check_seeds_and_sp
 from lit_dpret.report.federated_report import COLUMNS, WITHOUT_QUERIES
 from lit_dpret.report.figures import can_draw
 from lit_dpret.retrieval.statistics import seed_interval
-from lit_dpret.tasks.parts import Parts
+from lit_dpret.tasks.parts import Parts, say
 from reproduction.federated.catalogue import Asked, Contrast, Point, Study, Trend, study_of
 from reproduction.federated.cells import Cells, check_divisible, kept_shares, sizes
 from reproduction.federated.study_page import (
@@ -180,7 +179,7 @@ class FederatedStudy(Task):
         lines = [f"{row.line}, {row.label}: sentence R@1 {with_reach(row.interval(SHOWN))}" for row in rows]
         lines += page.findings
         lines += [f"written: {path}" for path in [*written.values(), *([] if picture is None else [picture])]]
-        sys.stdout.write("\n".join(lines) + "\n")
+        say(*lines)
         return {point.name: row.interval(SHOWN).mean for point, row in zip(points, rows, strict=True)}
 
     def _points(self, plan: FederationPlan, base: Mapping[str, Path]) -> list[Point]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_dpret.cards.blocks import Block, Bullets, Grid, Paragraph
+from lit_dpret.report.page import shortened
 from lit_dpret.tasks.parts import by_hash
 from reproduction.paper_000.study import BASELINES, Trainings
 from reproduction.paper_000.table import named, shown
@@ -25,7 +26,7 @@ class Example:
     queries: Sequence[tuple[str, str]]
 
     def grid(self) -> Grid:
-        return Grid(("source", "text"), [("passage", _cut(self.passage)), *self.queries])
+        return Grid(("source", "text"), [("passage", shortened(self.passage, _LONGEST)), *self.queries])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +60,6 @@ class ExampleTable:
         listed = [("ours", example) for example in self.ours] + [("paper", self.theirs)]
         rows = [(whose, one.passage, source, text) for whose, one in listed for source, text in one.queries]
         return Grid(("whose", "passage", "source", "query"), rows)
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _LONGEST else text[:_LONGEST].rstrip() + " …"
 
 
 def tables(study: Trainings, *, passages: int, texts: bool) -> list[ExampleTable]:

@@ -9,14 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from rich.console import Console
-
 from lit_dpret.cards.blocks import Banner, Block, Bullets, Code, Paragraph, Section
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.report.page import Page
 from lit_dpret.settings import require_whole
 from lit_dpret.tasks.fit import refuse_several_ranks
-from lit_dpret.tasks.parts import Parts
+from lit_dpret.tasks.parts import Parts, say
 from reproduction.paper_000 import canaries, examples, grid, overlap, retrieval, similarity, zero_shot
 from reproduction.paper_000.study import LeftOut, Trainings
 from reproduction.paper_000.table import Shown, write_tables
@@ -73,20 +71,18 @@ class Paper000(Trainings):
         refuse_several_ranks(parts.make_trainer(logger=False))
         self.open(parts)
         self._refuse_wrong_parts()
-        console = Console()
         tables: list[Shown] = []
         left_out: dict[str, str] = {}
         for name in [part for part in get_args(Part) if part in self.only]:
-            console.rule(f"paper 000: {name}")
+            say(f"-- paper 000: {name}")
             try:
                 tables += self._tables(name)
             except LeftOut as why:
                 left_out[name] = str(why)
-                console.print(f"left out, {name}: {why}", highlight=False, soft_wrap=True)
+                say(f"left out, {name}: {why}")
             written = self._write(tables, left_out)
         shutil.rmtree(self.embeddings, ignore_errors=True)
-        for path in written.values():
-            console.print(f"written: {path}", highlight=False, soft_wrap=True)
+        say(*(f"written: {path}" for path in written.values()))
         return _first_numbers(tables)
 
     def _refuse_wrong_parts(self) -> None:

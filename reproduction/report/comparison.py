@@ -32,6 +32,7 @@ from lit_dpret.retrieval.statistics import (
     seed_interval,
     seed_test,
 )
+from lit_dpret.tasks.parts import say
 
 _SCHEMA = "lit-dpret/mode-comparison/1"
 LEVEL = 0.05
@@ -218,17 +219,15 @@ class ComparisonReport:
 
     def print(self) -> None:
         """Print the table, what differs significantly, and the notes."""
-        console = Console()
         shown = [RowResult(row.name, {m: row.over_runs(m) for m in self.metrics}, row.privacy) for row in self.rows]
-        console.print(console_table(shown, title=f"{self.headings.rows}; intervals over training runs"))
+        Console().print(console_table(shown, title=f"{self.headings.rows}; intervals over training runs"))
         first = self.metrics[0]
         lines = [
             f"{each.first} above {each.second}: {first} +{each.difference:.4f}, p over runs {p_value(each.p_runs)}"
             for each in differences(self.rows, first, self.references)
             if each.is_significant()
         ]
-        for line in [*lines, *self.notes]:
-            console.print(line, highlight=False, soft_wrap=True)
+        say(*lines, *self.notes)
 
     def _lead(self) -> list[Block]:
         if not self.private_runs and not self.spent:
