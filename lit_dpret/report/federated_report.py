@@ -100,7 +100,6 @@ _ONE_RUN = (
     "this page, has it composed, each private run counted once. Those are the other columns, and no budget bounds "
     "them. What trains alone or centrally has no budget, since it sends nothing anywhere, or promises nothing."
 )
-_TRUST = ("what leaves a silo", "the server sees", "other silos see", "protection")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,7 +295,7 @@ def _orders(by_name: Mapping[str, FederatedRow]) -> list[Block]:
             gain = seed_interval(paired)
             paper = theirs[0][0] - theirs[1][0]
             body.append(
-                (f"{TABLE_1[better][1]} over {TABLE_1[worse][1]}", f"{paper:+.3f}", _signed(gain), verdict(gain))
+                (f"{TABLE_1[better][1]} over {TABLE_1[worse][1]}", f"{paper:+.3f}", show(gain, sign="+"), verdict(gain))
             )
     head = ("the paper's order", "the paper's difference", "ours", "here")
     said = (
@@ -316,7 +315,7 @@ def _bought(by_name: Mapping[str, FederatedRow]) -> list[Block]:
         found = [_paired(by_name[name].over_silos(metric), by_name[base].over_silos(metric)) for base in bases]
         if bases and all(found):
             gains = [seed_interval(paired) for paired in found]
-            body.append((TABLE_1[name][1], *(text for gain in gains for text in (_signed(gain), verdict(gain)))))
+            body.append((TABLE_1[name][1], *(text for gain in gains for text in (show(gain, sign="+"), verdict(gain)))))
     head = ("system", *(text for base in bases for text in (f"over: {TABLE_1[base][1]}", "above it")))
     said = (
         "Differences in sentence MRR@10 from what no train query had a say in, given the collections; paired by seed, "
@@ -343,7 +342,10 @@ def _gain_blocks(by_name: Mapping[str, FederatedRow], facts: FederatedFacts, fig
     if not found:
         return [Paragraph("Needs the systems single_star and stage1.")]
     clients = sorted(next(iter(found.values())), key=lambda name: -facts.silos[name]["train"])
-    body = [(name, facts.silos[name]["train"], *(_signed(gains[name]) for gains in found.values())) for name in clients]
+    body = [
+        (name, facts.silos[name]["train"], *(show(gains[name], sign="+") for gains in found.values()))
+        for name in clients
+    ]
     head = ("client", "train queries", *(TABLE_1[name][1] for name in found))
     said = "Sentence R@1 against the same silo trained alone with static hard negatives; paired by seed."
     return [Paragraph(said), Drawing(figure), Grid(head, body, frozenset(range(1, len(head))))]
@@ -474,13 +476,6 @@ def _paired(one: Mapping[int, float], other: Mapping[int, float]) -> list[float]
 
 def _keyed(by_seed: Mapping[int, float]) -> dict[str, float]:
     return {str(seed): value for seed, value in by_seed.items()}
-
-
-def _signed(interval: Interval) -> str:
-    """``+0.026 [+0.005, +0.047]``, or the mean alone where there is one run."""
-    if not math.isfinite(interval.low):
-        return f"{interval.mean:+.3f}"
-    return f"{interval.mean:+.3f} [{interval.low:+.3f}, {interval.high:+.3f}]"
 
 
 def verdict(gain: Interval) -> str:

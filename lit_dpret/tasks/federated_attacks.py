@@ -22,7 +22,6 @@ from lit_dpret.audit.attacks.federated.word_rows import MovedRows, TokenSeparati
 from lit_dpret.audit.statistics.error_rates import Rate
 from lit_dpret.audit.statistics.evidence import check_confidence
 from lit_dpret.callbacks import ProgressLine
-from lit_dpret.cards.start import model_folder
 from lit_dpret.datamodules import SiloDataModule
 from lit_dpret.datamodules.identity import data_facts
 from lit_dpret.datamodules.rows import normalise
@@ -40,11 +39,10 @@ from lit_dpret.modules import AS2DualEncoder
 from lit_dpret.privacy.accounting.accountant import calibrate_noise
 from lit_dpret.privacy.accounting.releases import FullBatch
 from lit_dpret.privacy.modes import NoPrivacy
-from lit_dpret.report.page import INTERNAL, render, write_short
 from lit_dpret.settings import require_whole
-from lit_dpret.tasks.parts import Parts, check_run_dir, say
+from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.stages import Stages, settings_fingerprint
-from lit_dpret.tasks.uncovered import Owner, require_owner
+from lit_dpret.tasks.uncovered import Owner, model_of, require_owner, tell_attack
 
 Floats = NDArray[np.float64]
 Ids = NDArray[np.int64]
@@ -120,17 +118,12 @@ class FederatedAttacks:
         stages = Stages(parts.run_dir, resume=parts.resume, fingerprint=self._fingerprint(parts))
         make = self._maker().check()
         about = data_facts(self.silos, {name: read_manifest(data)["sha256"] for name, data in folders.items()})
-        facts = self._facts(parts, counts) | about
+        facts = self._facts(counts) | about
         if "requests" in self.attacks:
             facts["requests"] = self._requests(parts, stages, folders, make)
         if "updates" in self.attacks:
             facts["updates"] = self._updates(parts, stages, folders, make)
-        written = write_short(
-            parts.run_dir, "federated_attacks", "Attacks from inside a federation", facts,
-            render("federated_attacks.md", facts).splitlines(),
-            internal=INTERNAL.format(what="queries") if facts["internal"] else "",
-        )  # fmt: skip
-        say(*written.lines)
+        tell_attack(parts, "federated_attacks", "Attacks from inside a federation", facts, of="queries")
         scores = {}
         if facts["requests"]:
             scores["named_by_exact_requests"] = facts["requests"][0]["pooled"]["named"]["1"]["value"]
@@ -231,9 +224,8 @@ class FederatedAttacks:
 
     def _maker(self) -> AS2Maker:
         """Return the maker of the model of a federation with these settings."""
-        place = model_folder(self.encoder) if Path(str(self.encoder)).is_dir() else self.encoder
         return AS2Maker(
-            encoder=str(place), layers=self.layers, max_query_length=self.max_query_length,
+            encoder=str(model_of(self.encoder)), layers=self.layers, max_query_length=self.max_query_length,
             max_sentence_length=self.max_passage_length, weight_decay=self.weight_decay,
         )  # fmt: skip
 
@@ -254,7 +246,7 @@ class FederatedAttacks:
                 "Lower it, or build larger silos."
             )
 
-    def _facts(self, parts: Parts, counts: Mapping[str, Mapping[str, int]]) -> dict[str, Any]:
+    def _facts(self, counts: Mapping[str, Mapping[str, int]]) -> dict[str, Any]:
         return {
             "internal": self.whose == "private",
             "encoder": Path(str(self.encoder)).name,
@@ -269,7 +261,6 @@ class FederatedAttacks:
             "lr": self.lr,
             "weight_decay": self.weight_decay,
             "confidence": self.confidence,
-            "command": parts.command,
         }
 
     def _fingerprint(self, parts: Parts) -> str:

@@ -7,15 +7,13 @@ unlabelled, is for a person to read.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.blocks import Grid
-from lit_dpret.cards.start import model_folder
 from lit_dpret.datamodules.identity import data_facts
 from lit_dpret.datamodules.rows import normalise
 from lit_dpret.datamodules.silo_folder import Silo, SiloQuery, read_silo
@@ -25,29 +23,11 @@ from lit_dpret.report.page import write_short
 from lit_dpret.retrieval.search import search
 from lit_dpret.settings import require_whole
 from lit_dpret.tasks.parts import Parts, check_run_dir, say
-from lit_dpret.tasks.uncovered import Owner, require_owner
+from lit_dpret.tasks.ranking import embedded_texts
+from lit_dpret.tasks.uncovered import Owner, model_of, require_owner
 
 _INTERNAL = "Internal: private questions, word for word. Keep it where they are kept."
 _SPARE = 16  # sentences that repeat an answer and count as none
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """A question.
-
-    Attributes:
-        question: Its text.
-        answer: Of its labelled answers the one that scores highest.
-        answer_score: That score, the dot product.
-        negatives: The best sentences of the collection that are no answers, best first.
-        scores: Theirs.
-    """
-
-    question: str
-    answer: str
-    answer_score: float
-    negatives: tuple[str, ...]
-    scores: tuple[float, ...]
 
 
 @dataclass(kw_only=True)
@@ -71,9 +51,8 @@ class HardNegatives:
         """Returns how often one of the negatives ranks above every answer."""
         check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
         silo = read_silo(self.silo)
-        place = model_folder(self.encoder) if Path(str(self.encoder)).is_dir() else self.encoder
         drawn = self._drawn(silo, parts.seed)
-        cases = self._cases(silo, drawn, load_towers(place))
+        cases = self._cases(silo, drawn, load_towers(model_of(self.encoder)))
         facts: dict[str, Any] = {
             "internal": self.whose == "private",
             **data_facts(self.silo, silo.sentences, {query.qid: query.text for query in drawn}),
@@ -81,7 +60,7 @@ class HardNegatives:
             "sentences": len(silo.sentences),
             "encoder": Path(str(self.encoder)).name,
             "command": parts.command,
-            "cases": [asdict(case) for case in cases],
+            "cases": cases,
         }
         by = f"By {facts['encoder']}, among {facts['sentences']:,} sentences."
         written = write_short(
@@ -89,7 +68,7 @@ class HardNegatives:
             [by, "", case_grid(facts["cases"]).markdown()], internal=_INTERNAL if facts["internal"] else "",
         )  # fmt: skip
         say(*written.lines)
-        return {"above_the_answers": float(np.mean([case.scores[0] > case.answer_score for case in cases]))}
+        return {"above_the_answers": float(np.mean([case["scores"][0] > case["answer_score"] for case in cases]))}
 
     def _drawn(self, silo: Silo, seed: int) -> list[SiloQuery]:
         train = [query for query in silo.queries if query.split == "train"]
@@ -100,13 +79,11 @@ class HardNegatives:
         order = np.random.default_rng(seed).permutation(len(train))
         return [train[place] for place in order[: self.questions]]
 
-    def _cases(self, silo: Silo, queries: list[SiloQuery], towers: Towers) -> list[Case]:
+    def _cases(self, silo: Silo, queries: list[SiloQuery], towers: Towers) -> list[dict[str, Any]]:
+        """Return each question with its best labelled answer, the best other sentences, and their dot products."""
         ids, texts = list(silo.sentences), list(silo.sentences.values())
         place_of = {sid: place for place, sid in enumerate(ids)}
-        with ProgressLine(f"encoding {len(texts)} sentences") as progress:
-            sentences = towers.passage_encoder.encode(
-                texts, "passage", batch_size=self.batch_size, progress=progress
-            ).float()
+        sentences = embedded_texts(towers.passage_encoder, texts, "passage", batch_size=self.batch_size)
         asked = towers.query_encoder.encode([query.text for query in queries], "query").float()
         most = max(len(query.positives) for query in queries)
         found = search(asked, sentences, min(self.negatives + most + _SPARE, len(ids)))
@@ -117,13 +94,13 @@ class HardNegatives:
             best = max(query.positives, key=lambda sid: float(scores[place_of[sid]]))
             others = [at for at in found.indices[row].tolist() if normalise(texts[at]) not in answers][: self.negatives]
             cases.append(
-                Case(
-                    question=query.text,
-                    answer=silo.sentences[best],
-                    answer_score=float(scores[place_of[best]]),
-                    negatives=tuple(texts[at] for at in others),
-                    scores=tuple(float(scores[at]) for at in others),
-                )
+                {
+                    "question": query.text,
+                    "answer": silo.sentences[best],
+                    "answer_score": float(scores[place_of[best]]),
+                    "negatives": [texts[at] for at in others],
+                    "scores": [float(scores[at]) for at in others],
+                }
             )
         return cases
 

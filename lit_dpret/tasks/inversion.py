@@ -25,19 +25,18 @@ from lit_dpret.audit.attacks.decoder import (
 )
 from lit_dpret.audit.attacks.inversion import align, embedding_gain, identify, recovered, shuffled_order
 from lit_dpret.callbacks import ProgressLine
-from lit_dpret.cards.start import model_folder
 from lit_dpret.datamodules.identity import data_facts
 from lit_dpret.datamodules.readers import RecordFile
 from lit_dpret.datamodules.rows import normalise
 from lit_dpret.encoders import Side, TextEncoder, load_towers
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.files import write_whole
-from lit_dpret.report.page import INTERNAL, render, write_short
 from lit_dpret.settings import require_whole
 from lit_dpret.synthesis.textsim.words import need
-from lit_dpret.tasks.parts import Parts, check_run_dir, say
+from lit_dpret.tasks.parts import Parts, check_run_dir
+from lit_dpret.tasks.ranking import embedded_texts
 from lit_dpret.tasks.stages import Stages, settings_fingerprint
-from lit_dpret.tasks.uncovered import Owner, require_owner
+from lit_dpret.tasks.uncovered import Owner, model_of, require_owner, tell_attack
 
 Arm = Literal["none", "shuffled", "own"]
 LOSSES = "losses.pt"
@@ -113,16 +112,10 @@ class Inversion:
             "how": self.how,
             "steps": self.steps,
             "confidence": self.confidence,
-            "command": parts.command,
         }
         facts["ranking"] = self._ranking(attacker, known, attacked, embeddings)
         facts |= self._trained(parts, stages, tower, known, attacked, embeddings)
-        written = write_short(
-            parts.run_dir, "inversion", f"Inversion of embeddings by {facts['encoder']}", facts,
-            render("inversion.md", facts).splitlines(),
-            internal=INTERNAL.format(what="texts") if facts["internal"] else "",
-        )  # fmt: skip
-        say(*written.lines)
+        tell_attack(parts, "inversion", f"Inversion of embeddings by {facts['encoder']}", facts, of="texts")
         return {
             "bits_per_token": facts["probe"]["bits"],
             "identified": (facts["ranking"]["mapped"] or facts["ranking"]["direct"])["value"],
@@ -133,8 +126,7 @@ class Inversion:
     # -- texts and embeddings ------------------------------------------------------------------
 
     def _tower(self, source: str | Path) -> TextEncoder:
-        place = model_folder(source) if Path(str(source)).is_dir() else source
-        towers = load_towers(place)
+        towers = load_towers(model_of(source))
         return towers.query_encoder if self.side == "query" else towers.passage_encoder
 
     def _drawn(self, parts: Parts) -> tuple[list[str], list[str]]:
@@ -161,10 +153,7 @@ class Inversion:
         return [collection.queries[query] for query in collection.split(self.split)]
 
     def _encode(self, tower: TextEncoder, texts: Sequence[str]) -> Tensor:
-        with ProgressLine(f"encoding {len(texts)} texts") as progress:
-            return tower.encode(
-                texts, self.side, batch_size=self.batch_size, device=self.device, progress=progress
-            ).float()  # fmt: skip
+        return embedded_texts(tower, texts, self.side, batch_size=self.batch_size, device=self.device)
 
     def _fingerprint(self, parts: Parts, known: Sequence[str], attacked: Sequence[str]) -> str:
         texts = [*known, *attacked]

@@ -29,12 +29,13 @@ from lit_dpret.encoders import load_towers
 from lit_dpret.errors import ConfigurationError, DataError, PrivacyViolation
 from lit_dpret.modules.generator_folder import is_generator
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
-from lit_dpret.report.page import INTERNAL, render, write_short
 from lit_dpret.settings import require_number, require_whole
 from lit_dpret.synthesis.filters.released import load_released
 from lit_dpret.tasks.membership_shadows import SHIFT, Attacker, Others, Shadows, Suspects, Trained, choose_suspects
-from lit_dpret.tasks.parts import Parts, check_run_dir, say
+from lit_dpret.tasks.parts import Parts, check_run_dir
+from lit_dpret.tasks.ranking import embedded_texts
 from lit_dpret.tasks.stages import Stages, settings_fingerprint
+from lit_dpret.tasks.uncovered import tell_attack
 
 #: What a coin that leaves a query out does, where the relation of the claim is another one.
 DROPPED = {
@@ -294,10 +295,8 @@ class Membership(MembershipSettings):
     def _release_scores(self, suspects: Suspects) -> dict[str, NDArray[np.float64]]:
         texts, (made, reference) = suspects.texts(), self._releases()
         encoder = load_towers(self.release_encoder).query_encoder
-        with ProgressLine(f"encoding {len(made) + len(texts)} queries") as progress:
-            embedded = encoder.encode(
-                [*texts, *made], "query", batch_size=self.batch_size, device=self.device, progress=progress
-            ).double().numpy()  # fmt: skip
+        how: dict[str, Any] = {"batch_size": self.batch_size, "device": self.device}
+        embedded = embedded_texts(encoder, [*texts, *made], "query", **how).double().numpy()
         return {
             "release_bigrams": bigram_scores(texts, made, reference),
             "release_nearest": nearest_scores(embedded[: len(texts)], embedded[len(texts) :]),
@@ -339,17 +338,13 @@ class Membership(MembershipSettings):
     def _tell(
         self, parts: Parts, facts: dict[str, Any], results: Sequence[AttackResult], suspects: Suspects
     ) -> dict[str, float]:
-        facts["command"] = parts.command
-        paths = write_short(
-            parts.run_dir, "membership", f"Membership attacks on {facts['target']['name']}", facts,
-            render("membership.md", facts).splitlines(), internal=INTERNAL.format(what="queries"),
-        )  # fmt: skip
-        say(*paths.lines)
+        title = f"Membership attacks on {facts['target']['name']}"
+        report = tell_attack(parts, "membership", title, facts, of="queries")
         above = [f"{result.attack}: {one}" for result in results for one in result.exceeded]
         if above and suspects.fair:
             raise PrivacyViolation(
                 f"{len(above)} findings contradict the claim of {self.run_folder} with confidence {self.alarm:g}: "
-                f"{above[0]}. Look for the bug in sampling, clipping or noise; {paths.files[0].name} has them all."
+                f"{above[0]}. Look for the bug in sampling, clipping or noise; {report.name} has them all."
             )
         return {f"auc/{result.attack}": result.auc.value for result in results}
 

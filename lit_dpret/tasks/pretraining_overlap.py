@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lit_dpret.callbacks import ProgressLine
-from lit_dpret.cards.blocks import Banner, Block, Bullets, Code, Grid, Section, to_html, to_markdown
+from lit_dpret.cards.blocks import Banner, Block, Bullets, Code, Grid, Section
 from lit_dpret.cards.file import CARD_NAME
 from lit_dpret.datamodules.identity import data_facts
 from lit_dpret.datamodules.readers import RecordFile
 from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.files import write_whole
+from lit_dpret.report.page import Page
 from lit_dpret.settings import require_whole
 from lit_dpret.synthesis.textsim.overlap import Share
 from lit_dpret.synthesis.textsim.pretraining_overlap import bounds, find_in_corpus
@@ -147,14 +146,11 @@ class PretrainingOverlap:
             Section("What this says", [Bullets(notes)]),
             *([Section("How to get this again", [Code(parts.command)])] if parts.command else []),
         ]
-        texts = {
-            f"{NAME}.json": json.dumps(facts, indent=2, allow_nan=False) + "\n",
-            f"{NAME}.md": to_markdown(title, subtitle, lead, sections),
-            f"{NAME}.html": to_html(title, subtitle, lead, sections),
-        }
-        for name, text in texts.items():
-            write_whole(parts.run_dir / name, text, owner_only=self.queries == "private")
-        return [parts.run_dir / name for name in texts]
+        page = Page(
+            name=NAME, title=title, subtitle=subtitle, lead=lead, sections=sections, facts=facts,
+            owner_only=self.queries == "private",
+        )  # fmt: skip
+        return list(page.write(parts.run_dir).values())
 
 
 def corpus_files(path: Path) -> list[Path]:

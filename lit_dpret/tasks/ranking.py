@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from lit_dpret.callbacks import ProgressLine
-from lit_dpret.encoders import Towers, cut, load_towers
+from lit_dpret.encoders import Side, TextEncoder, Towers, cut, load_towers
 from lit_dpret.encoders.bulk import ahead, in_order
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.retrieval.backends import check_search, make_search
@@ -53,6 +53,14 @@ def score_embeddings(
     """Rank and judge against the full qrels."""
     ranking = rank_embeddings(query_ids, query_embeddings, passage_ids, passage_embeddings, k=k, find=find)
     return evaluate(ranking, qrels)
+
+
+def embedded_texts(
+    tower: TextEncoder, texts: Sequence[str], side: Side, *, batch_size: int, device: str = "cpu"
+) -> Tensor:
+    """Return the embeddings of texts in float32, shape ``(texts, dim)``; how far it is stands on a progress line."""
+    with ProgressLine(f"encoding {len(texts)} texts") as progress:
+        return tower.encode(texts, side, batch_size=batch_size, device=device, progress=progress).float()
 
 
 def rank_stream(

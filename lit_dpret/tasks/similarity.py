@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.file import CARD_NAME, read_card
 from lit_dpret.cards.text import privacy_line
 from lit_dpret.datamodules.identity import data_facts
@@ -23,6 +22,7 @@ from lit_dpret.synthesis.textsim.mauve import mauve
 from lit_dpret.synthesis.textsim.overlap import overlap
 from lit_dpret.synthesis.textsim.words import need
 from lit_dpret.tasks.parts import Parts, by_hash, check_run_dir, say
+from lit_dpret.tasks.ranking import embedded_texts
 from lit_dpret.tasks.uncovered import Whose, check_declared, check_synthetic, declare, refuse_training_data
 
 Qrels = Mapping[str, Mapping[str, int]]
@@ -240,9 +240,7 @@ class Similarity:
 
     def _encode(self, towers: Towers, texts: Sequence[str], side: Literal["query", "passage"]) -> Any:
         tower = towers.query_encoder if side == "query" else towers.passage_encoder
-        with ProgressLine(f"encoding {len(texts)} texts") as progress:
-            found = tower.encode(texts, side, batch_size=self.batch_size, device=self.device, progress=progress)
-        return found.float().numpy()
+        return embedded_texts(tower, texts, side, batch_size=self.batch_size, device=self.device).numpy()
 
     def _diversity(self, made: Texts, original: Texts) -> dict[str, Any]:
         count = min(len(made.queries), len(original.queries), self.max_texts)

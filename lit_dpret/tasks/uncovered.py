@@ -12,6 +12,8 @@ from lit_dpret.cards.start import model_folder
 from lit_dpret.errors import ConfigurationError, LedgerError
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
 from lit_dpret.privacy.noise import KeyedStream, default_secret_file, load_secret, published_secret
+from lit_dpret.report.page import INTERNAL, render, write_short
+from lit_dpret.tasks.parts import Parts, say
 
 Whose = Literal["public", "synthetic", "private"]
 
@@ -25,6 +27,24 @@ def require_owner(whose: Owner | None, why: str) -> None:
     """Refuse to start before ``task.whose`` is said."""
     if whose not in get_args(Owner):
         raise ConfigurationError(f"task.whose={whose}: {why}, so say whose they are: public or private.")
+
+
+def model_of(source: str | Path) -> str | Path:
+    """Return the model folder of a run or model; a name, such as ``minilm``, stays one."""
+    return model_folder(source) if Path(source).is_dir() else source
+
+
+def tell_attack(parts: Parts, name: str, title: str, facts: dict[str, Any], *, of: str) -> Path:
+    """Write the report of an attack from the template ``NAME.md``, and print it; return its JSON.
+
+    Where ``facts["internal"]`` it is ``internal_NAME``, for the owner of ``of``, the attacked texts, alone.
+    """
+    facts["command"] = parts.command
+    internal = INTERNAL.format(what=of) if facts["internal"] else ""
+    lines = render(f"{name}.md", facts).splitlines()
+    written = write_short(parts.run_dir, name, title, facts, lines, internal=internal)
+    say(*written.lines)
+    return written.files[0]
 
 
 def check_declared(whose: Whose | None, card_entry: bool, *, knob: str, measured: str) -> Whose:

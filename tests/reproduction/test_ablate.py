@@ -114,6 +114,9 @@ def test_a_study_grows_and_no_finished_stage_is_done_again(tmp_path: Path) -> No
         study(tmp_path, generators=other, seeds=1, **only).run(parts(tmp_path, resume=True))
     with pytest.raises(ResumeError, match="other settings"):
         study(tmp_path, eps=7.0, seeds=1, **only).run(parts(tmp_path, resume=True))
+    hotter = {name: replace(recipe, temperature=2.0) for name, recipe in recipes(tmp_path).items()}
+    with pytest.raises(ResumeError, match=r"other settings of task\.variants\.none\."):
+        study(tmp_path, variants=hotter, seeds=1, **only).run(parts(tmp_path, resume=True))
     told = study(tmp_path, seeds=2, only=["made", "none", "pseudo"]).run(parts(tmp_path, resume=True))
     assert ledger.read_bytes() == before and "pseudo" in told
 

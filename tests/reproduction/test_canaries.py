@@ -178,17 +178,6 @@ def _known_by_heart(measure: Measurement, model: Path, canaries: Any, *, seed: i
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [({"trainings": 0}, "trainings=0"), ({"eps": [16, 16]}, "different"), ({"eps": [-1]}, "different"),
-     ({"eps": []}, "different"), ({"canaries": CanarySuite(include=0.5)}, "include=0.5")],
-    ids=str,
-)  # fmt: skip
-def test_settings_of_no_study_are_refused(changes: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ConfigurationError, match=reason):
-        study(**changes)
-
-
 def test_a_way_of_judging_that_is_none_is_refused_before_a_study_could_begin() -> None:
     with pytest.raises(ConfigurationError, match=r"task\.measure\.span='foo'"):
         Measurement(span="foo")  # type: ignore[arg-type]

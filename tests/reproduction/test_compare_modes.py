@@ -16,7 +16,7 @@ from tiny_tasks import open_to_others, parts, retriever, write_synthetic
 from lit_dpret.cards.card import read_card
 from lit_dpret.cards.text import privacy_line
 from lit_dpret.datamodules import PairsDataModule
-from lit_dpret.errors import ConfigurationError, ResumeError
+from lit_dpret.errors import ConfigurationError
 from lit_dpret.losses import KernelPairLoss
 from lit_dpret.modules import OptimizerSpec
 from lit_dpret.privacy.modes import (
@@ -108,24 +108,6 @@ def test_every_mode_is_trained_several_times_and_stands_in_one_table(tmp_path: P
     assert not list(run.glob("*/model")), "models are large, and nobody asked for them"
 
 
-@pytest.mark.slow
-def test_a_comparison_grows_by_seeds_and_no_finished_run_is_done_again(tmp_path: Path) -> None:
-    compare(tmp_path).run(log_parts(tmp_path))
-    run = tmp_path / "run"
-    ledger = (run / "logit_dp-eps3-seed0" / "privacy_ledger.jsonl").read_bytes()
-    with pytest.raises(ResumeError, match="resume=true"):
-        compare(tmp_path).run(log_parts(tmp_path))
-    with pytest.raises(ResumeError, match="other settings"):
-        compare(tmp_path, round_trip_filter=3).run(log_parts(tmp_path, resume=True))
-    other = variants(tmp_path)
-    other["logit_dp"] = replace(other["logit_dp"], temperature=2.0)
-    with pytest.raises(ResumeError, match=r"other settings of task\.variants\.logit_dp\."):
-        compare(tmp_path, variants=other).run(log_parts(tmp_path, resume=True))
-    compare(tmp_path, seeds=3).run(log_parts(tmp_path, resume=True))
-    assert (run / "logit_dp-eps3-seed0" / "privacy_ledger.jsonl").read_bytes() == ledger
-    assert len(results(run)["rows"][-1]["metrics"]["nDCG@10"]["per_run"]) == 3
-
-
 def test_without_synthetic_queries_their_row_is_left_out_and_the_report_says_so(tmp_path: Path) -> None:
     told = compare(tmp_path, only=["none", "synthetic"]).run(log_parts(tmp_path))
     assert list(told) == ["BM25", "zero-shot", "none"]
@@ -135,22 +117,6 @@ def test_without_synthetic_queries_their_row_is_left_out_and_the_report_says_so(
 def test_a_synthetic_data_set_stands_at_the_smallest_budget_that_covers_it(tmp_path: Path, synthetic: Path) -> None:
     cells = compare(tmp_path, only=["synthetic"], eps=[8.0, 0.01, 3.0], synthetic=[synthetic]).cells()
     assert [(cell.eps, cell.synthetic) for cell in cells] == [(3.0, synthetic)]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"only": ["dp_sgd"]}, "task.only: 'dp_sgd' is not one of none, batch_clip"),
-        ({"only": []}, "nothing to compare"),
-        ({"eps": []}, "task.eps"),
-        ({"eps": [3.0, -1.0]}, "task.eps"),
-        ({"seeds": 0}, "task.seeds=0"),
-        ({"round_trip_filter": 0}, "task.round_trip_filter=0"),
-    ],
-)
-def test_bad_settings_are_refused_by_name(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        compare(tmp_path, **changes)
 
 
 def test_a_synthetic_data_set_that_fits_no_budget_is_refused_before_anything_runs(

@@ -13,7 +13,7 @@ from tiny_tasks import parts
 
 from lit_dpret.encoders import Contract, TextEncoder
 from lit_dpret.encoders.text_encoder import OneSide
-from lit_dpret.errors import ConfigurationError, ResumeError
+from lit_dpret.errors import ConfigurationError
 from lit_dpret.modules import DualEncoder, OptimizerSpec
 from lit_dpret.negatives import BM25Negatives, DynamicNegatives, PreBatchNegatives, RandomNegatives, StaticNegatives
 from lit_dpret.privacy.modes import NoPrivacy, PublicPassages
@@ -94,17 +94,6 @@ def test_the_passages_are_embedded_once_for_all_runs(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.slow
-def test_a_comparison_grows_by_variants_and_refuses_other_settings(tmp_path: Path) -> None:
-    compare(tmp_path).run(tiny_parts(tmp_path))
-    with pytest.raises(ResumeError, match="resume=true"):
-        compare(tmp_path).run(tiny_parts(tmp_path))
-    with pytest.raises(ResumeError, match="other settings"):
-        compare(tmp_path, steps=3).run(tiny_parts(tmp_path, resume=True))
-    told = compare(tmp_path, only=["in_batch", "bm25", "random"]).run(tiny_parts(tmp_path, resume=True))
-    assert list(told)[2:] == ["in-batch", "in-batch and random", "in-batch and bm25"]
-
-
-@pytest.mark.slow
 def test_what_the_privacy_mode_refuses_is_left_out_and_told(tmp_path: Path) -> None:
     private = partial(
         PublicPassages, eps=8.0, max_grad_norm=0.1, pool_size=8, noise_multiplier=2.0, secret_file=tmp_path / "secret"
@@ -138,9 +127,6 @@ def test_the_draws_of_a_run_are_those_of_its_seed() -> None:
     ("make", "message"),
     [
         (lambda folder: NegativesVariant(label="x"), "label='x' goes with negatives"),
-        (lambda folder: compare(folder, only=["gold"]), r"task\.only: 'gold' is not one of in_batch, random"),
-        (lambda folder: compare(folder, steps=0), r"task\.steps=0"),
-        (lambda folder: compare(folder, seeds=0), r"task\.seeds=0"),
         (lambda folder: NegativesVariant(label="x", negatives={"a": RandomNegatives()}), "set its _partial_ to true"),
         (lambda folder: NegativesVariant(label="x", negatives={"a": partial(int)}), "must make a source of negatives"),
     ],

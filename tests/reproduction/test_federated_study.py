@@ -261,23 +261,6 @@ def test_a_study_goes_on_where_it_was_and_grows_by_seeds(tmp_path: Path, trained
     assert "<script" not in (folder / "data_ratio.html").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(("settings", "message"), [
-    ({"study": "speed"}, "task.study=speed is not a study. There are: negatives, data_ratio, hubness, gain, commun"),
-    ({"study": None}, "task.study=None is not a study. There are: negatives"),
-    ({"study": "hubness", "seeds": [0, 0]}, r"task\.seeds=\[0, 0\]"),
-    ({"study": "hubness", "split": "train"}, "task.split='train' must be dev or test"),
-    ({"study": "hubness", "systems": ["central"]}, "which task.study=hubness compares"),
-    ({"study": "hubness", "values": [5, 50]}, "different whole numbers of at least 10"),
-    ({"study": "data_ratio", "values": [0.5, 1.5]}, "different shares above 0, at most 1"),
-    ({"study": "communication", "values": [10]}, "is nothing that this study varies"),
-    ({"study": "hubness", "skew": 4.0}, "goes with task.study=gain alone"),
-    ({"study": "gain", "skew": 0.5}, "task.skew=0.5 is at least 1"),
-])  # fmt: skip
-def test_a_setting_that_is_none_of_the_study_is_refused_by_name(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        FederatedStudy(**settings)
-
-
 @pytest.mark.parametrize(("study", "federation", "message"), [
     ({"study": "clients", "values": [2, 40]}, {}, "queries, and 20 clients are to be made of it"),
     ({"study": "data_ratio"}, {"privacy": {"eps": 8.0, "delta": 1e-2}, "declare_public": True},

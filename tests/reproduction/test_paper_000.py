@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import stat
 from collections.abc import Iterator
 from dataclasses import replace
@@ -255,25 +254,6 @@ def test_the_canaries_of_a_finished_study_stand_beside_those_of_the_paper(
     with pytest.raises(DataError, match=r"max_passages or datamodule\.max_train_queries take a sample"):
         paper(public, only=["retrieval", "canaries"], canaries=dict, canaries_from=None, canary_queries=1).run(few)
     assert not asked, "refused before the first training"
-
-
-@pytest.mark.parametrize(
-    ("changes", "setting"),
-    [
-        ({"only": ["table_3"]}, "task.only="),
-        ({"main": "large"}, "task.main=large"),
-        ({"beside": {"large": "T5-XL"}}, "task.beside names 'large'"),
-        ({"sizes": {"a/b": "x"}, "main": "a/b", "beside": {}}, "task.sizes: 'a/b'"),
-        ({"eps": [3.0, 3.0]}, "task.eps="),
-        ({"others_at": [5.0]}, "task.others_at="),
-        ({"examples": 0}, "task.examples=0"),
-    ],
-)
-def test_wrong_settings_are_refused_before_anything_starts(
-    changes: dict[str, Any], setting: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ConfigurationError, match=re.escape(setting)):
-        paper(tmp_path, **changes)
 
 
 def test_sizes_of_the_papers_names_stand_beside_its_rows_by_themselves(tmp_path: Path) -> None:

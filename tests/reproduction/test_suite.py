@@ -217,22 +217,6 @@ def test_texts_of_the_data_are_left_out_of_the_page_where_they_must_not_be_passe
     assert not (tmp_path / "report" / "table_1.csv").exists()
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"paper": "paper_y"}, "task.paper=paper_y is not one of"),
-        ({"data": {"images": "no/such"}}, r"task\.data\.images=no/such is not there"),
-        ({"only": ["third"]}, "task.only: 'third' is not one of first, better, second"),
-        ({"parts": {"first": SuitePart(settings=[], needs=["texts"])}}, "task.parts.first.needs: 'texts'"),
-        ({"parts": {"first": SuitePart(settings=[], after=["first"])}}, "task.parts.first.after: 'first'"),
-        ({"parts": {"first": SuitePart(settings=[], taken="no/such")}}, "task.parts.first.taken=no/such is no folder"),
-    ],
-)
-def test_wrong_names_are_refused(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigurationError, match=words):
-        suite(**changes)
-
-
 # -- the papers -------------------------------------------------------------------------------
 
 

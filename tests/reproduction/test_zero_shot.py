@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from lit_dpret.datamodules.beir_sets import BEIR_SETS
-from lit_dpret.errors import ConfigurationError, DataError, ResumeError
+from lit_dpret.errors import DataError, ResumeError
 from lit_dpret.tasks import Evaluate
 from lit_dpret.tasks.parts import Parts
 from reproduction import ZeroShot
@@ -122,24 +122,6 @@ def test_a_query_of_arguana_does_not_find_itself_and_one_of_scifact_may(tmp_path
     zero_shot(tmp_path, ["arguana", "scifact"]).run(parts(tmp_path / "run"))
     first = {name: (tmp_path / "run" / name / "run.trec").read_text().split()[2] for name in ("arguana", "scifact")}
     assert first["scifact"] == "d0" != first["arguana"]
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"sets": []}, "no set"),
-        ({"sets": ["fiqa", "FiQA"]}, "once"),
-        ({"sets": ["fiqa"], "root": None}, "Nothing is downloaded unless"),
-        ({"sets": ["fiqa"], "metrics": ["ndcg@100"]}, "task.top_k=10 cannot answer ndcg@100"),
-        ({"sets": ["fiqa"], "metrics": []}, "names no metric"),
-        ({"sets": ["fiqa"], "max_query_length": 8}, "task.encoder=bm25 reads whole texts"),
-    ],
-)
-def test_settings_that_contradict_each_other_are_refused(
-    tmp_path: Path, settings: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        ZeroShot(**{"root": tmp_path, "encoder": "bm25", "top_k": 10} | settings)
 
 
 def test_a_root_without_any_of_the_sets_is_refused(tmp_path: Path) -> None:

@@ -387,21 +387,6 @@ def test_a_split_is_not_written_over_a_folder_or_from_bad_data(tmp_path: Path, h
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"examples": -1}, "task.examples=-1"),
-        ({"max_texts": 0}, "task.max_texts=0"),
-        ({"split_seed": 1.5}, "task.split_seed=1.5"),
-        ({"split_by": "query"}, "task.split_by='query' is not one of auto, user, text"),
-        ({"fractions": {"test": 1.0}}, "task.fractions="),
-    ],
-)
-def test_a_setting_out_of_range_is_refused_by_name(settings: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigurationError, match=named):
-        CheckData(**settings)
-
-
 class Asked:
     """A DataModule of somebody else's, with nothing but its texts."""
 

@@ -109,5 +109,3 @@ def test_an_evaluation_says_whose_its_queries_are_as_declared(tmp_path: Path) ->
     data = {"drop_queries_without_passage": True}
     assert measured(folder, tmp_path / "a", data=data)["whose"] is None
     assert measured(folder, tmp_path / "b", data=data, whose="public")["whose"] == "public"
-    with pytest.raises(ConfigurationError, match=r"task\.whose"):
-        Evaluate(encoder="bm25", whose="mine")  # type: ignore[arg-type]

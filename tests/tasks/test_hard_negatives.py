@@ -69,19 +69,6 @@ def test_private_questions_go_to_a_file_of_their_owner(made: Path, tmp_path: Pat
     assert stat.S_IMODE(path.stat().st_mode) == 0o600 and "Internal" in path.read_text()
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"whose": None}, "task.whose=None"),
-        ({"questions": 0}, "task.questions=0"),
-        ({"negatives": 0}, "task.negatives"),
-    ],
-)
-def test_wrong_settings_are_refused(made: Path, settings: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigurationError, match=words):
-        task(made, **settings)
-
-
 def test_more_questions_than_there_are_is_refused_before_anything_is_encoded(made: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="has 1 train questions"):
         task(made, questions=2, encoder=tmp_path / "none").run(parts(tmp_path, run_dir=tmp_path / "run"))

@@ -183,8 +183,6 @@ def test_a_query_is_embedded_by_the_encoder_of_its_passages_or_not_at_all(encode
 def test_what_cannot_be_encoded_is_refused_in_one_line(encoder: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="There are no passages to encode"):
         encode_folder(encoder, {}, tmp_path / "index")
-    with pytest.raises(ConfigurationError, match="storage='int8'"):
-        encode_folder(encoder, PASSAGES, tmp_path / "index", Encoding(storage="int8"))  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="passage_max_length=0"):
         encode_folder(encoder, PASSAGES, tmp_path / "index", Encoding(max_length=0))
     t5 = saved(tmp_path / "t5", backbone=tiny_t5())

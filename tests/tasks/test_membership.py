@@ -321,23 +321,6 @@ def test_a_run_without_coins_card_or_matching_data_is_refused(make: Make, open_r
         attack(tmp_path / "bare").run(make(tmp_path / "c"))
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"others": "train"}, "task.others"),
-        ({"queries": 3}, "task.queries"),
-        ({"shadows": 5}, "task.shadows"),
-        ({"minutes": 0}, "task.minutes"),
-        ({"model": "y", "shadows": 8}, "task.model"),
-        ({"release_reference": "x"}, "task.release"),
-        ({"alarm": 1.0}, "confidence"),
-    ],
-)
-def test_settings_out_of_range_are_refused_by_name(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        Membership(run="x", **settings)
-
-
 def test_shadow_models_are_not_charged_to_the_data_set(make: Make, private_run: Path, tmp_path: Path) -> None:
     made = make(tmp_path / "attack", private=True)
     ledger = replace(made, make_privacy=partial(made.make_privacy, dataset_ledger=tmp_path / "all.jsonl", total_eps=9))

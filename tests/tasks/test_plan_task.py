@@ -103,24 +103,6 @@ def test_what_takes_long_is_told_on_stderr_and_what_does_not_is_not(
     assert len(told) == len(set(told)) and any("noise over batch" in line for line in told)
 
 
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"units": 0}, "task.units=0"),
-        ({"units": 1.5}, "task.units=1.5"),
-        ({"epochs": 0}, "task.epochs=0"),
-        ({"epochs": "many"}, "task.epochs=many"),
-        ({"epochs": math.nan}, "task.epochs=nan"),
-        ({"epochs": math.inf}, "task.epochs=inf"),
-        ({"measure": "yes"}, "task.measure=yes"),
-        ({"plot": 3}, "task.plot=3"),
-    ],
-)
-def test_a_setting_out_of_range_is_refused_by_name(settings: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigurationError, match=named):
-        Plan(**settings)
-
-
 def test_a_mode_that_promises_nothing_has_no_plan(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="promises nothing to plan"):
         Plan(units=1000).run(parts(tmp_path, make_privacy=NoPrivacy))

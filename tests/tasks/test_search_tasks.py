@@ -88,15 +88,3 @@ def test_a_stored_corpus_is_encoded_and_searched_like_one_in_memory_and_is_never
         made.append((scores, cached, files))
     assert made[0] == made[1]
     assert not isinstance(in_order(store), list) and list(in_order(store)) == in_order(PASSAGES)
-
-
-def test_settings_that_cannot_be_honoured_are_refused_before_any_work() -> None:
-    for make, message in (
-        (lambda: Encode(side="document"), "task.side='document'"),  # type: ignore[arg-type]
-        (lambda: Encode(batch_size=0), "task.batch_size=0"),
-        (lambda: Search(index="x", query=" "), "task.query is empty"),
-        (lambda: Search(index="x", query="y", top_k=0), "task.top_k=0"),
-        (lambda: Evaluate(search="annoy"), "search='annoy' is not one of"),
-    ):
-        with pytest.raises(ConfigurationError, match=message):
-            make()

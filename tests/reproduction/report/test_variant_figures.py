@@ -126,11 +126,6 @@ def test_the_loss_picture_holds_the_mean_of_each_variant_and_a_band(drawn: list[
     assert "Logit-DP: 2 runs" in words and "95 % t-intervals" in words
 
 
-def test_lines_differ_in_dashes_and_not_only_in_colour() -> None:
-    for distinct in zip(*figures.STYLES, strict=True):
-        assert len(set(map(str, distinct))) == len(figures.STYLES) == 7
-
-
 def test_the_batch_picture_holds_one_run_of_each_size(drawn: list[Any], tmp_path: Path) -> None:
     sizes = [run("Naive-DP", seed, batch_size=size, losses=[5.0, 4.0]) for size in (1000, 10) for seed in (1, 0)]
     words = figures.draw_batch_sizes([*sizes, run("Non-private")], tmp_path / "a.png", variant="Naive-DP")
