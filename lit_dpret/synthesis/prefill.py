@@ -20,6 +20,8 @@ from transformers.modeling_outputs import BaseModelOutput
 from lit_dpret.modules.families import arguments_of, only_at, padded, with_cache
 
 ENCODED_AT_ONCE = 8  # rows that the encoder sees together on a CPU
+#: A common beginning of so many tokens, as few-shot examples are, is read once for all prompts of a group.
+SHARED_FROM = 32
 
 
 class Decoder(Protocol):
@@ -166,10 +168,14 @@ def _cached(model: PreTrainedModel, passages: Sequence[Sequence[int]]) -> _Cache
     """Read the prompts padded at the right, where no real token sees padding, and move the padding to the left."""
     lengths = torch.tensor([len(ids) for ids in passages], device=model.device)
     ids = padded(passages, 0).to(model.device)
-    width = ids.shape[1]
+    width, shared = ids.shape[1], _shared_tokens(passages)
     cache = DynamicCache()
-    with only_at(model.get_output_embeddings(), lengths[:, None] - 1):
-        output = with_cache(model, cache, input_ids=ids)
+    if shared:
+        with only_at(model.get_output_embeddings(), lengths[:1, None] * 0):
+            with_cache(model, cache, input_ids=ids[:1, :shared])
+        cache.batch_repeat_interleave(len(ids))
+    with only_at(model.get_output_embeddings(), lengths[:, None] - 1 - shared):
+        output = with_cache(model, cache, input_ids=ids[:, shared:])
     source = torch.arange(width, device=model.device) - (width - lengths)[:, None]
     mask = (source >= 0).long()
     for layer in cache.layers:
@@ -179,6 +185,14 @@ def _cached(model: PreTrainedModel, passages: Sequence[Sequence[int]]) -> _Cache
             moved = states.gather(2, places.expand(-1, states.shape[1], -1, states.shape[3]))
             setattr(layer, name, moved)
     return _Cached(model, cache, mask, output.logits[:, -1])
+
+
+def _shared_tokens(passages: Sequence[Sequence[int]]) -> int:
+    """Return how many leading tokens all prompts share, at least one of each left over; 0 where it is not worth it."""
+    first, last = min(map(list, passages)), max(map(list, passages))
+    most = min(len(ids) for ids in passages) - 1
+    same = next((place for place in range(most) if first[place] != last[place]), most)
+    return same if same >= SHARED_FROM and len(passages) > 1 else 0
 
 
 class _CachedDecoder:

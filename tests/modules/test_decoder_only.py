@@ -250,6 +250,23 @@ def test_what_is_drawn_with_a_cache_is_what_whole_sequences_give(kind: str) -> N
         assert drawn.log_prob == pytest.approx(log_prob, rel=1e-6)
 
 
+@KINDS
+def test_a_common_beginning_that_is_read_once_gives_what_whole_prompts_give(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = decoder_only(kind, away=0.3).model.double().eval()
+    coins = torch.Generator().manual_seed(3)
+    beginning = torch.randint(2, 20, (9,), generator=coins).tolist()
+    prompts = [[*beginning, *torch.randint(2, 20, (more,), generator=coins).tolist()] for more in (1, 5, 3)]
+    targets, found = torch.tensor([[3, 4], [5, 6], [7, 8]]), {}
+    for least in (4, 100):
+        monkeypatch.setattr("lit_dpret.synthesis.prefill.SHARED_FROM", least)
+        read = prefill(model, prompts)
+        found[least] = [read.teacher_forced(targets), *(read.part(slice(k, k + 1)).begin().first() for k in range(3))]
+    for shared, whole in zip(found[4], found[100], strict=True):
+        torch.testing.assert_close(shared, whole, rtol=0, atol=1e-12)
+
+
 def test_a_row_does_not_depend_on_the_rows_beside_it_and_a_draw_not_on_other_draws() -> None:
     module = decoder_only(away=0.3)
     model, codec, decoding = module.model.double().eval(), module.codec, Decoding(max_new_tokens=8)
