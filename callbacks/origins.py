@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
+import lightning as L
 from torch import nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -90,8 +91,8 @@ def refuse_other_weights(module: Any, counter: Any, data: Any, *, part: nn.Modul
     )
 
 
-def refuse_called(module: Any, counter: Any, data: Any) -> RemovableHandle:
-    """Refuse, until the handle is removed, to call a module whose weights `refuse_other_weights` refuses.
+def refuse_called(trainer: L.Trainer, module: Any, counter: Any, data: Any) -> RemovableHandle:
+    """Refuse to call what `refuse_other_weights` refuses to begin with, until the handle is removed or the fit fails.
 
     It is asked of every module of this process and of the workers that it forks, at its first call: a teacher may be
     reached through a closure, a list, ``collate_fn`` or a data set, and what cannot be called teaches nothing. Not seen
@@ -100,7 +101,7 @@ def refuse_called(module: Any, counter: Any, data: Any) -> RemovableHandle:
     met = WeakSet(module.modules())  # asked about before training begins
 
     def ask(called: nn.Module, _: Any) -> None:
-        if called not in met:
+        if called not in met and not trainer.interrupted:
             with temporarily_clear_interpreter_stack():  # a loss may call it inside torch.func.vmap
                 refuse_other_weights(module, counter, data, part=called)
             met.update(called.modules())

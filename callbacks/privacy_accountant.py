@@ -200,7 +200,7 @@ class PrivacyAccountant(Callback):
         data: Any = getattr(trainer, "datamodule", None)
         self._trainer, self._module, self._data = trainer, module, data
         self.run_dir = self.run_dir or Path(trainer.default_root_dir)
-        self._calls = refuse_called(module, self, data)
+        self._calls = refuse_called(trainer, module, self, data)
 
         # Every rank plans by itself, and all must have planned the same.
         own_plan = ranks.together(lambda: self._planned(trainer, module, data))

@@ -179,9 +179,12 @@ def test_a_run_may_ask_itself_and_its_copies_and_others_once_it_is_over(teacher:
 
     fit(tmp_path / "own", made(), callbacks=[Evaluates()], max_steps=6)
     assert len(asked) == 2
-    with pytest.raises(LitDpretError):
-        student(tmp_path / "refused", PLACES["list"](teacher))
-    assert teacher(rows().tensors[0]).shape == (60, 3)  # nothing of a fit is left
+    fails = L.Callback()
+    fails.on_exception = lambda *_: 1 / 0  # type: ignore[assignment]
+    for number, others in enumerate([[], [fails]]):
+        with pytest.raises((LitDpretError, ZeroDivisionError)):
+            student(tmp_path / f"refused{number}", PLACES["list"](teacher) | {"callbacks": others})
+        assert teacher(rows().tensors[0]).shape == (60, 3)  # nothing of a fit is left
 
 
 def test_a_teacher_may_be_asked_by_a_run_that_counts_it(tmp_path: Path) -> None:
