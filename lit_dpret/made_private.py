@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.modules import OptimizerSpec, PrivateModule
 from lit_dpret.modules.private_module import WEIGHTS
+from lit_dpret.privacy.ledger.gate import undeclared_metric
 from lit_dpret.privacy.modes import DPSGD, PrivacyMode
 from lit_dpret.privacy.modes.gaussian import GaussianSettings
 
@@ -65,7 +67,10 @@ class MadePrivate(PrivateModule):
         return features if isinstance(features, dict) else {_LONE: features}
 
     def per_row_loss(self, rows: Any) -> Tensor:
-        return self._loss_of_rows(self.module, _as_collated(rows))
+        try:
+            return self._loss_of_rows(self.module, _as_collated(rows))
+        except MisconfigurationException as error:  # of Lightning, whose module logs nothing outside of its own hooks
+            raise undeclared_metric("What per_row_loss computes", self.privacy) from error
 
     def configure_optimizers(self) -> Any:
         module: Any = self.module

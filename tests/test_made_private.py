@@ -371,6 +371,17 @@ def test_sums_that_lightning_would_clip_or_add_up_are_refused_by_what_does_it_he
         fit(tmp_path, made(), **{setting: 2})
 
 
+def test_a_loss_that_logs_itself_is_refused_as_a_release(tmp_path: Path) -> None:
+    def logging(model: Any, batch: Any) -> Tensor:
+        losses = row_loss(model, batch)
+        model.log("train_loss", losses.mean())
+        return losses
+
+    with pytest.raises(ConfigurationError, match="per_row_loss") as found:
+        fit(tmp_path, made(per_row_loss=logging))
+    assert found.value.trap == "T25"
+
+
 @pytest.mark.parametrize("asked", ["validate", "test", "predict"])
 def test_the_wrapper_is_trained_and_the_module_inside_is_measured(asked: str) -> None:
     trainer = L.Trainer(logger=False, accelerator="cpu", enable_model_summary=False)
