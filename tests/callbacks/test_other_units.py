@@ -95,9 +95,9 @@ def one_person(draw: Draw) -> int:
     return 7 if draw.unit % 50 == 0 else draw.unit
 
 
-def run(tmp_path: Path, dataset: Any, *, unit: str = "query", **settings: Any) -> None:
+def run(tmp_path: Path, dataset: Any, *, kind: type[Foreign] = Foreign, unit: str = "query") -> None:
     mode = dp(tmp_path, eps=50.0, noise_multiplier=2.0, accountant="rdp", unit=unit)
-    fit(tmp_path / "run", Regression(privacy=mode, dropout=0.0), Foreign(dataset, **settings), steps=6,
+    fit(tmp_path / "run", Regression(privacy=mode, dropout=0.0), kind(dataset), steps=6,
         extra=[PrivacyCard(run_dir=tmp_path / "run")])  # fmt: skip
 
 
@@ -250,9 +250,8 @@ def test_a_data_set_of_another_size_than_planned_is_refused(told: int, tmp_path:
     class Miscounted(Foreign):
         n_units = told
 
-    mode = dp(tmp_path, eps=50.0, noise_multiplier=2.0, accountant="rdp")
     with pytest.raises(DataError, match=r"datamodule\.n_units") as refused:
-        fit(tmp_path / "run", Regression(privacy=mode), Miscounted(_Items(Units(SIZE))), steps=6)
+        run(tmp_path, _Items(Units(SIZE)), kind=Miscounted)
     assert refused.value.trap == "T38"
 
 
@@ -282,9 +281,8 @@ def test_a_stream_of_rows_is_refused_by_one_clear_error(tmp_path: Path) -> None:
         def train_dataloader(self) -> Any:
             return DataLoader(self.dataset, batch_size=4, collate_fn=self.collate_fn)
 
-    mode = dp(tmp_path, eps=50.0, noise_multiplier=2.0, accountant="rdp")
     with pytest.raises((DataError, ConfigurationError), match=r"train_dataloader"):
-        fit(tmp_path / "run", Regression(privacy=mode), Streaming(Stream()), steps=6)
+        run(tmp_path, Stream(), kind=Streaming)
 
 
 @pytest.mark.parametrize("renamed", [False, True])
@@ -303,10 +301,8 @@ def test_rows_that_come_from_workers_are_looked_at_too(tmp_path: Path) -> None:
         def train_dataloader(self) -> Any:
             return DataLoader(self.dataset, batch_sampler=self.batch_sampler, collate_fn=self.collate_fn, num_workers=2)
 
-    mode = dp(tmp_path, eps=50.0, noise_multiplier=2.0, accountant="rdp")
-    later = Answering(in_later_steps)
     with pytest.raises(DataError, match=r"datamodule\.train_dataloader"):
-        fit(tmp_path / "run", Regression(privacy=mode, dropout=0.0), Working(later), steps=6)
+        run(tmp_path, Answering(in_later_steps), kind=Working)
 
 
 def in_later_steps(draw: Draw) -> int:

@@ -43,11 +43,11 @@ def seeded(tmp_path: Path, **settings: Any) -> Regression:
     return Regression(privacy=dp(tmp_path, **settings))
 
 
-def killed_run(tmp_path: Path, at: int, **settings: Any) -> Path:
+def killed_run(tmp_path: Path, at: int, data: Any = None, *, reserve: int = 0, **settings: Any) -> Path:
     folder = tmp_path / "run"
-    accountant = PrivacyAccountant(eps_log_points=1, run_dir=folder)
+    accountant = PrivacyAccountant(eps_log_points=1, run_dir=folder, resume_reserve=reserve)
     with pytest.raises(Killed):
-        fit(folder, seeded(tmp_path, **settings), accountant=accountant, extra=[KillAt(at)])
+        fit(folder, seeded(tmp_path, **settings), data, accountant=accountant, extra=[KillAt(at)])
     accountant.ledger.close()
     return folder
 
@@ -128,11 +128,7 @@ def test_without_replay_repeated_steps_draw_fresh_noise_and_are_charged(tmp_path
 
 @pytest.mark.slow
 def test_a_reserve_pays_for_repeated_steps_in_advance(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    first = PrivacyAccountant(eps_log_points=1, run_dir=folder, resume_reserve=2)
-    with pytest.raises(Killed):
-        fit(folder, seeded(tmp_path, noise_multiplier=0.8), accountant=first, extra=[KillAt(3)])
-    first.ledger.close()
+    folder = killed_run(tmp_path, 3, reserve=2, noise_multiplier=0.8)
     again = PrivacyAccountant(eps_log_points=1, run_dir=folder, resume=True, resume_reserve=2, replay="never")
     runner = fit(folder, seeded(tmp_path, noise_multiplier=0.8), accountant=again, resume=True)
     assert runner.global_step == 6 and len(noise_keys(records(folder))) == 7
@@ -185,11 +181,7 @@ class KillFirst(Callback):
 
 def test_a_shuffled_epoch_is_paid_for_whole_once_and_again_by_a_fresh_attempt(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"noise_multiplier": None}
-    folder = tmp_path / "run"
-    first = PrivacyAccountant(eps_log_points=1, run_dir=folder)
-    with pytest.raises(Killed):
-        fit(folder, seeded(tmp_path, **settings), Numbers(sampling="shuffle"), accountant=first, extra=[KillAt(3)])
-    first.ledger.close()
+    folder = killed_run(tmp_path, 3, Numbers(sampling="shuffle"), **settings)
     assert 2.9 < spent(folder) <= 3.0, "three of an epoch's ten steps cost the epoch"
     again = PrivacyAccountant(eps_log_points=1, run_dir=folder, resume=True, replay="never")
     with pytest.raises(BudgetExceededError, match="already spent"):
@@ -399,12 +391,7 @@ def test_the_secret_reaches_no_file_of_the_run(tmp_path: Path) -> None:
 
 
 def test_a_copied_run_folder_never_adds_the_same_noise_to_two_sums(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    accountant = PrivacyAccountant(eps_log_points=1, run_dir=folder)
-    with pytest.raises(Killed):
-        fit(folder, seeded(tmp_path), accountant=accountant, extra=[KillAt(3)])
-    accountant.ledger.close()
-    shutil.copytree(folder, tmp_path / "copy")
+    shutil.copytree(killed_run(tmp_path, 3), tmp_path / "copy")
     drawn: list[dict[tuple[Any, ...], torch.Tensor]] = []
     honest = KeyedStream.normal
     for name, dropout in (("run", 0.1), ("copy", 0.5)):
@@ -430,13 +417,10 @@ def test_a_copied_run_folder_never_adds_the_same_noise_to_two_sums(tmp_path: Pat
     assert not [key for key in shared if torch.equal(drawn[0][key], drawn[1][key])]
 
 
-@pytest.mark.parametrize("settings", [{"sampling": "poisson"}, {"sampling": "truncated_poisson"}])
-def test_a_fresh_attempt_tosses_fresh_coins_and_goes_on_at_the_right_step(tmp_path: Path, settings: Any) -> None:
-    folder = tmp_path / "run"
-    first = PrivacyAccountant(eps_log_points=1, run_dir=folder)
-    with pytest.raises(Killed):
-        fit(folder, seeded(tmp_path, noise_multiplier=2.0), Numbers(**settings), accountant=first, extra=[KillAt(3)])
-    first.ledger.close()
+@pytest.mark.parametrize("sampling", ["poisson", "truncated_poisson"])
+def test_a_fresh_attempt_tosses_fresh_coins_and_goes_on_at_the_right_step(tmp_path: Path, sampling: str) -> None:
+    data = Numbers(sampling=sampling)
+    folder = killed_run(tmp_path, 3, data, noise_multiplier=2.0)
     again = PrivacyAccountant(eps_log_points=1, run_dir=folder, resume=True, replay="never")
     drawn: list[tuple[int, int]] = []
     honest = PrivateBatchSampler.draw
@@ -444,7 +428,7 @@ def test_a_fresh_attempt_tosses_fresh_coins_and_goes_on_at_the_right_step(tmp_pa
         patch.setattr(
             PrivateBatchSampler, "draw", lambda self, step: drawn.append((self.attempt, step)) or honest(self, step)
         )
-        fit(folder, seeded(tmp_path, noise_multiplier=2.0), Numbers(**settings), accountant=again, resume=True)
+        fit(folder, seeded(tmp_path, noise_multiplier=2.0), data, accountant=again, resume=True)
     assert drawn[:4] == [(1, step) for step in range(2, 6)]  # a loader without a length fetches one batch more
     assert noise_keys(records(folder)) == [(0, 0), (0, 1), (0, 2), (1, 2), (1, 3), (1, 4), (1, 5)]
 

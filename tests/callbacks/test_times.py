@@ -26,7 +26,7 @@ from scipy.stats import rankdata
 from stand_ins import Numbers, Regression, dp, fit
 from torch import Tensor
 
-from lit_dpret.callbacks import MetricsFile, PrivacyCard, PublicWandbLogger, log_gate
+from lit_dpret.callbacks import MetricsFile, PrivacyCard, PublicWandbLogger
 from lit_dpret.config import CONFIG_MODULE
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.batches import UnitBatch
@@ -289,26 +289,6 @@ def test_a_time_in_a_checkpoint_or_a_card_makes_the_files_differ(
 
 
 # -- what W&B writes -----------------------------------------------------------------------------------
-
-
-def test_wandb_begins_its_run_when_the_training_is_over(tmp_path: Path) -> None:
-    run, seen = tmp_path / "run", []
-
-    class Watch(Callback):
-        def on_train_batch_end(self, *given: Any) -> None:
-            seen.extend(run.rglob("*.wandb"))
-
-    fit(run, Regression(privacy=dp(tmp_path)), logger=[offline(run)], extra=[Watch(), LearningRateMonitor()])
-    finish_wandb()
-    (history,) = [list(wandb_history(path)) for path in run.rglob("offline-run-*/*.wandb")]
-    assert not seen, "nothing was there during the training"
-    steps = [line["step"] for line in history if "lr-Adam" in line]
-    assert len(set(steps)) == len(steps) >= 6
-
-
-def test_the_gate_knows_which_loggers_write_no_times() -> None:
-    assert MetricsFile.writes_no_times and not hasattr(PublicWandbLogger, "writes_no_times")
-    assert issubclass(log_gate._gated(CSVLogger), CSVLogger)
 
 
 def test_the_log_of_a_command_has_no_times() -> None:
