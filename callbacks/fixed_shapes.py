@@ -16,7 +16,8 @@ from lightning.pytorch.utilities import find_shared_parameters, set_shared_param
 from lit_dpret.distributed.xla import is_lazy, sync_device, use_full_precision
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.matmul_precision import shortened_products
-from lit_dpret.privacy.batches import Collate, FixedShape, RowsAlone, UnitCollator, copied_rows
+from lit_dpret.privacy.batches import FixedShape, copied_rows
+from lit_dpret.privacy.collation import Collate, RowsAlone, UnitCollator
 from lit_dpret.privacy.sampling import PrivateBatchSampler
 
 Shared = list[list[str]]

@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from lit_dpret.callbacks import PrivacyCard, privacy_accountant
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.privacy.accounting.releases import NonPrivateRelease
-from lit_dpret.privacy.batches import Draw, UnitCollator, UnitOwners, row_key
+from lit_dpret.privacy.batches import Draw, UnitOwners, row_key
+from lit_dpret.privacy.collation import UnitCollator
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases
 
 SIZE = 200

@@ -17,7 +17,8 @@ import torch
 from lit_dpret.datamodules import ImagesDataModule
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.privacy.accounting.releases import TruncatedPoisson
-from lit_dpret.privacy.batches import UnitBatch, UnitCollator
+from lit_dpret.privacy.batches import UnitBatch
+from lit_dpret.privacy.collation import UnitCollator
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.sampling import PrivateBatchSampler
 

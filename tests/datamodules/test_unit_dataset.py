@@ -15,7 +15,8 @@ from lit_dpret.datamodules.rows import Row, TextUnit
 from lit_dpret.datamodules.sampled import UnitItems, Units
 from lit_dpret.datamodules.unit_dataset import GroupedUnitDataset
 from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.privacy.batches import PADDING, Draw, UnitCollator
+from lit_dpret.privacy.batches import PADDING, Draw
+from lit_dpret.privacy.collation import UnitCollator
 
 
 @pytest.fixture

@@ -22,8 +22,9 @@ from lit_dpret.callbacks import PrivacyAccountant
 from lit_dpret.callbacks.fixed_shapes import refuse_changing_shapes, shape_of_batches
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.modules.query_generator import QueryGenerator
-from lit_dpret.privacy.batches import Draw, FixedShape, UnitBatch, UnitCollator
+from lit_dpret.privacy.batches import Draw, FixedShape, UnitBatch
 from lit_dpret.privacy.clipping import GhostClipping
+from lit_dpret.privacy.collation import UnitCollator
 from lit_dpret.privacy.modes import DPSGD
 
 PAIRS = copy_pairs(12)

@@ -23,8 +23,9 @@ from lit_dpret.cards.forecast import describe_plan
 from lit_dpret.cards.plan_text import format_plan
 from lit_dpret.errors import ConfigurationError, PrivacyViolation
 from lit_dpret.privacy import clip_fraction
-from lit_dpret.privacy.batches import Draw, UnitCollator
+from lit_dpret.privacy.batches import Draw
 from lit_dpret.privacy.budget import Neighbours, PrivacyBudget
+from lit_dpret.privacy.collation import UnitCollator
 from lit_dpret.privacy.modes import DPSGD, PublicPassages, StepCounts, Update
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PlainSamplingRequest, PrivacyPlan

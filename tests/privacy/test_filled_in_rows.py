@@ -11,7 +11,8 @@ import torch
 from half_precision import STILL, Log, largest_ratio
 from stand_ins import Regression
 
-from lit_dpret.privacy.batches import Draw, FixedShape, UnitCollator, copied_rows
+from lit_dpret.privacy.batches import Draw, FixedShape, copied_rows
+from lit_dpret.privacy.collation import UnitCollator
 from lit_dpret.privacy.modes import DPSGD
 
 

@@ -28,8 +28,9 @@ from lit_dpret.modules.coupling_check import _Passes
 from lit_dpret.modules.physical_batches import pieces_of
 from lit_dpret.negatives import BM25Negatives, DynamicNegatives, NegativeSource, RandomNegatives, StaticNegatives
 from lit_dpret.privacy.accounting.releases import NonPrivateRelease, Poisson
-from lit_dpret.privacy.batches import PADDING, Draw, FixedShape, UnitCollator, copied_rows
+from lit_dpret.privacy.batches import PADDING, Draw, FixedShape, copied_rows
 from lit_dpret.privacy.clipping import GhostClipping
+from lit_dpret.privacy.collation import UnitCollator
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases
 from lit_dpret.privacy.ledger.trained import note_built
 from lit_dpret.privacy.modes import DPSGD, BatchClip, LogitDP, PerExampleDuplicated, PublicPassages

@@ -10,7 +10,8 @@ import torch
 
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.accounting.releases import FixedSize, FullBatch, Poisson, SamplingLaw, Shuffle, TruncatedPoisson
-from lit_dpret.privacy.batches import PADDING, Draw, UnitCollator
+from lit_dpret.privacy.batches import PADDING, Draw
+from lit_dpret.privacy.collation import UnitCollator
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.sampling import PrivateBatchSampler
 

@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader
 
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.privacy.accounting.releases import FullBatch, Poisson, SamplingLaw
-from lit_dpret.privacy.batches import Draw, FixedShape, SeededDraws, UnitBatch, UnitCollator, copied_rows
+from lit_dpret.privacy.batches import Draw, FixedShape, SeededDraws, UnitBatch, copied_rows
+from lit_dpret.privacy.collation import UnitCollator
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.sampling import PrivateBatchSampler
 from lit_dpret.privacy.user_generators import generators_now, kept_generators, seed_generators, seed_torch

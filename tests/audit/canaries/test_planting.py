@@ -18,7 +18,8 @@ from lit_dpret.callbacks import PrivacyAccountant
 from lit_dpret.datamodules import ImagesDataModule, PairsDataModule
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.negatives.base import TrainTexts
-from lit_dpret.privacy.batches import Draw, UnitCollator
+from lit_dpret.privacy.batches import Draw
+from lit_dpret.privacy.collation import UnitCollator
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 from lit_dpret.privacy.modes import DPSGD
 

@@ -1,0 +1,286 @@
+"""Collation of drawn units into a physical batch, each unit's coins its own.
+
+A module's ``collate_rows`` may draw random numbers, and a batch may have one shape whatever was drawn
+(`lit_dpret.privacy.batches.FixedShape`). In either case no unit may change what the others give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+from lit_dpret.privacy.batches import ALONE, PADDING, Draw, FixedShape, UnitBatch, answer_of, digests_of, row_keys
+from lit_dpret.privacy.budget import RowsPerUnit, require_choice
+from lit_dpret.privacy.state_watch import same_values
+from lit_dpret.privacy.user_generators import generators_now, kept_generators, seed_generators
+
+Collate = Callable[[list[Any]], Any]
+
+
+class RowsAlone:
+    """Features of rows that are made one by one, for a module that says nothing of texts or their lengths.
+
+    Args:
+        collate_rows: The module's.
+        name: Of the module, for messages.
+    """
+
+    def __init__(self, collate_rows: Collate, name: str) -> None:
+        self._collate_rows, self._name = collate_rows, name
+
+    def __call__(self, rows: list[Any]) -> Any:
+        """The features of some rows.
+
+        Raises:
+            ConfigurationError: Rows have features of several shapes: filled up to the largest of a batch, a row's
+                would depend on the others.
+        """
+        try:
+            return _joined([self._collate_rows([row]) for row in rows])
+        except RuntimeError as error:
+            raise ConfigurationError(
+                f"{self._name} makes features of several shapes, and in low precision what a row gives depends on how "
+                "far it is filled up. Implement place_rows(features, places, rows), which fills all up to one shape, "
+                "or set trainer.precision=32-true.",
+                trap="T39",
+            ) from error
+
+
+def _joined(parts: list[Any]) -> Any:
+    first = parts[0]
+    if isinstance(first, dict):
+        return {name: _joined([part[name] for part in parts]) for name in first}
+    return torch.cat(parts)
+
+
+class UnitCollator:
+    """Turn the drawn units into a ``UnitBatch``.
+
+    Guarantees:
+        - Where ``collate_rows`` draws from a global generator, or from one made of its seed, as other seeds show in
+          the first batch and in steps 1, 2, 4 and so on, it is called for each unit by itself, under
+          `Draw.seed`: another unit's rows change neither its coins nor its features, whatever is known of the seeds.
+          Which rows are ``answers`` to each other, booleans ``(rows, rows)``, no coin may decide.
+        - A resumed run draws the same, and the global generators are afterwards as before.
+        - Under a guarantee, features in a fixed shape have the sizes that they had in every batch before; in the first
+          batch and in steps 1, 2, 4 and so on also those that they have where some of its units are collated alone.
+
+    Args:
+        collate_rows: The module's function from rows to tensors.
+        rows_per_unit: ``"one"`` takes one row of each unit, chosen by the keyed stream;
+            ``"all"`` takes all of them, and the module averages inside the unit.
+        unit: ``privacy.unit``, which says what the rows of one unit have in common.
+        or_row: Whether one row, without such a name, may not come for two units either.
+        shape: Fill every batch with rows up to this shape; None for as many as there are.
+        apart: Whether units are kept apart where ``collate_rows`` draws. Without a guarantee to keep, all rows are
+            collated at once, under the seed of the first of them.
+    """
+
+    def __init__(
+        self,
+        collate_rows: Callable[[list[Any]], Any],
+        rows_per_unit: str = "one",
+        *,
+        unit: str = "query",
+        or_row: bool = True,
+        shape: FixedShape | None = None,
+        apart: bool = True,
+    ) -> None:
+        require_choice("datamodule.rows_per_unit", rows_per_unit, get_args(RowsPerUnit))
+        self._collate_rows = collate_rows
+        self._one = rows_per_unit == "one"
+        self._unit, self._or_row = unit, or_row
+        self._shape = shape
+        self._apart = apart
+        self._draws = self._looked = self._looks = False
+        self._sizes: dict[str, torch.Size] = {}
+
+    def _collated(self, drawn: Sequence[tuple[Draw, list[Any]]]) -> Any:
+        """Collate the rows of some units, at least one of each: at once, or each unit's alone where coins are drawn."""
+        with kept_generators():
+            if not self._draws:
+                # Under the first unit's seed, which stands where units are not kept apart.
+                seed_generators(drawn[0][0].seed)
+                before = generators_now()
+                together = [row for _, rows in drawn for row in rows]
+                features = self._collate_rows(together)
+                if not self._apart:
+                    return features
+                # From here on for good: who draws once may draw in any batch.
+                self._draws = generators_now() != before or (
+                    self._looks and not self._is_the_same(features, together, drawn[0][0].seed)
+                )
+                if not self._draws:
+                    return features
+            parts = []
+            for draw, rows in drawn:
+                seed_generators(draw.seed)
+                parts.append(self._collate_rows(rows))
+            answers = self._answers_of_all(parts, drawn)
+        joined = _units_joined([_without(part, answers) for part in parts], [len(rows) for _, rows in drawn])
+        return {**joined, **answers} if answers else joined
+
+    def _answers_of_all(self, parts: Sequence[Any], drawn: Sequence[tuple[Draw, list[Any]]]) -> dict[str, Tensor]:
+        """Return ``answers`` of all rows, booleans ``(rows, rows)``: a unit by itself knows of its own columns alone.
+
+        Raises:
+            UnsupportedModelError: They are drawn at random, so that rows would take coins from each other.
+        """
+        if len(parts) < 2 or not all(_is_square(part, len(rows)) for part, (_, rows) in zip(parts, drawn, strict=True)):
+            return {}
+        together, seed = [row for _, rows in drawn for row in rows], drawn[0][0].seed
+        found = []
+        # Any constant does: a second seed that differs, and is the same in a repeated step.
+        for each in (seed, seed ^ 0x5DEECE66D) if self._looks else (seed,):
+            seed_generators(each)
+            found.append(self._collate_rows(together)["answers"])
+        if not _equal(found[0], found[-1]):
+            raise UnsupportedModelError(
+                "collate_rows draws at random which passages are right answers (answers), where rows would take coins "
+                "from each other. Make answers from the ids of passages alone (lit_dpret.losses.false_negatives).",
+                trap="T11",
+            )
+        return {"answers": found[0]}
+
+    def _is_looked_at(self, step: int) -> bool:
+        first, self._looked = not self._looked, True  # each worker process has a collator of its own
+        return first or step & (step - 1) == 0
+
+    def _is_the_same(self, features: Any, rows: list[Any], seed: int) -> bool:
+        """Whether other seeds give the same: coins of a generator made from the seed leave the global ones alone."""
+        seed_generators(seed ^ 0x5DEECE66D)
+        return _equal(features, self._collate_rows(rows))
+
+    def _collated_alone(self, drawn: Sequence[tuple[Draw, list[Any]]]) -> Any:
+        """Return what ``collate_rows`` makes of the rows of some units alone; None where it draws at random."""
+        if self._draws:
+            return None
+        # Twice: what differs from itself draws coins, and its features alone would prove nothing.
+        found, again = self._collated(drawn), self._collated(drawn)
+        return found if not self._draws and _equal(found, again) else None
+
+    def _placed(self, shape: FixedShape, features: Any, slots: Sequence[int]) -> tuple[Any, Tensor]:
+        with kept_generators():
+            before = generators_now()
+            placed = shape.filled(features, slots)
+            if self._apart and generators_now() != before:
+                raise ConfigurationError(
+                    "place_rows draws random numbers, which the rows of a batch would take from each other: draw in "
+                    "collate_rows or in dataset[draw], where each unit has coins of its own.",
+                    trap="T11",
+                )
+        if self._apart and shape.slots - shape.spare > 1:  # of a unit by itself, sizes are nobody else's
+            self._refuse_other_sizes(shape, placed[0])
+        return placed
+
+    def _refuse_other_sizes(self, shape: FixedShape, features: Any) -> None:
+        sizes = {name: value.shape for name, value in _named_leaves(features, shape.ragged) if hasattr(value, "shape")}
+        self._sizes = self._sizes or sizes
+        for name in sorted(sizes.keys() | self._sizes.keys()):
+            if sizes.get(name) != (known := self._sizes.get(name)):
+                raise UnsupportedModelError(
+                    f"{name} has the shape {_shown(sizes.get(name))} in one batch and {_shown(known)} in another one, "
+                    "or in one with fewer units, after place_rows put it into a fixed shape. In low precision what a "
+                    "row gives depends on how far it is filled up, so one unit would change what others give. Fill "
+                    "texts up to one length in place_rows (or collate_rows), whatever is in the batch, or set "
+                    "trainer.precision=32-true and model.fixed_shapes=false. A list of numbers that nothing is "
+                    "computed from but a mask may be named in ragged_features of the module.",
+                    trap="T39",
+                )
+
+    def __call__(self, items: list[tuple[Draw, Sequence[Any]]]) -> UnitBatch:
+        slots: list[int] = []
+        drawn: list[tuple[Draw, list[Any]]] = []
+        items = [answer_of(item) for item in items]
+        for slot, (draw, unit_rows) in enumerate(items):
+            # `pick` has 62 bits, so the remainder favours no row by more than 2^-30.
+            if chosen := [unit_rows[draw.pick % len(unit_rows)]] if self._one and unit_rows else list(unit_rows):
+                drawn.append((draw, chosen))
+                slots.extend([slot] * len(chosen))
+        first = items[0][0]
+        # Of all its rows, not of the one that was taken: the others must be its own as well.
+        origin = tuple((draw.unit, row_keys(unit_rows, self._unit, or_row=self._or_row)) for draw, unit_rows in items)
+        real = [draw.unit != PADDING for draw, _ in items]
+        self._looks = bool(drawn) and self._is_looked_at(first.step)
+        features = self._collated(drawn) if drawn else None
+        compares = self._looks and (self._shape is None or self._apart)
+        alone = self._collated_alone(drawn[:ALONE]) if compares else None
+        data_rows = None if self._shape is None else torch.zeros(0, dtype=torch.bool)
+        if self._shape is not None and drawn:
+            shape = self._shape
+            features, data_rows = self._placed(shape, features, slots)
+            if alone is not None:
+                alone, _ = self._placed(shape, alone, slots[: sum(len(rows) for _, rows in drawn[:ALONE])])
+                self._placed(shape, self._collated(drawn[-1:]), slots[-len(drawn[-1][1]) :])  # for its sizes
+            # From here on each row has the slot that its place is in, whether or not it is data.
+            slots = [slot for slot in range(shape.slots) for _ in range(shape.rows_of_a_slot)]
+            real += [False] * (shape.slots - len(real))
+        return UnitBatch(
+            rows=features,
+            unit_ids=torch.tensor(slots, dtype=torch.long),
+            mask=torch.tensor(real, dtype=torch.bool),
+            data_rows=data_rows,
+            step=first.step,
+            part=first.part,
+            last=first.last,
+            attempt=first.attempt,
+            alone=alone,
+            digests=digests_of(features),
+            origin=origin,
+        )
+
+
+def _units_joined(parts: Sequence[Any], counts: Sequence[int]) -> Any:
+    """Put the features of units, each collated by itself, under each other.
+
+    Raises:
+        ConfigurationError: They do not fit.
+    """
+    try:
+        if any(len(leaf) != count for part, count in zip(parts, counts, strict=True) for leaf in _leaves(part)):
+            raise TypeError("a tensor's first axis is not the rows")
+        return _joined(list(parts))
+    except (TypeError, KeyError, RuntimeError) as error:
+        raise ConfigurationError(
+            "collate_rows draws random numbers, so it is called for each unit by itself, with coins that are no other "
+            f"unit's, and what it gave for several units does not fit together ({error}). Give tensors whose first "
+            "axis is the rows and whose other axes are as long for every unit (fill texts up to one length), or "
+            "draw in dataset[draw], which has coins of its own for every unit too, or from torch in per_row_loss.",
+            trap="T11",
+        ) from error
+
+
+def _is_square(part: Any, rows: int) -> bool:
+    answers = part.get("answers") if isinstance(part, dict) else None
+    return isinstance(answers, Tensor) and answers.dtype == torch.bool and answers.shape == (rows, rows)
+
+
+def _without(features: Any, names: Mapping[str, Tensor]) -> Any:
+    return {name: value for name, value in features.items() if name not in names} if names else features
+
+
+def _named_leaves(rows: Any, apart: Sequence[str] = (), path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of nested dicts with their paths, without those whose outermost name is in ``apart``."""
+    for name, value in rows.items() if isinstance(rows, dict) else ():
+        if name not in apart:
+            yield from _named_leaves(value, (), f"{path}.{name}" if path else str(name))
+    if not isinstance(rows, dict):
+        yield path or "features", rows
+
+
+def _shown(size: torch.Size | None) -> str:
+    return "no shape" if size is None else str(tuple(size))
+
+
+def _leaves(rows: Any) -> list[Any]:
+    return [leaf for value in rows.values() for leaf in _leaves(value)] if isinstance(rows, dict) else [rows]
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+    return same_values(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else True
