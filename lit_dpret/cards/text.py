@@ -146,6 +146,7 @@ def planted_text(planted: Mapping[str, Any]) -> str:
         "those that showed tails stand there without their text, or, under add_or_remove, not at all, and how many "
         "they were is told to nobody. This is the canaried model. The set was fixed "
         f"before training by its SHA-256, {planted['sha256']}."
+        + (f" Their words come from {planted['words']}." if "words" in planted else "")
     )
 
 

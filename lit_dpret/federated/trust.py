@@ -62,8 +62,16 @@ def sights(run: PddAs2) -> list[Sight]:
         )
     if run.stage2.epochs and run.stage2.negatives == "fed":
         found += [_request(run, dp), _response(run)]
-    kept = "personal query encoders, metrics, rankings"
+    told = [("the means of its measures, and how many test queries they are of", "share_measures")]
+    spent = "what is spent of its budget"
     if run.stage1.weighting == "uniform":
+        spent += ", from which the number of its train queries follows"
+    if run.privacy.eps is not None:  # under which measures are never told
+        told = [(spent, "share_epsilon")]
+    for what, knob in told:
+        found.append(Sight(what, f"nothing, unless the silo sets {knob}", "nothing", "each silo's own choice"))
+    kept = "personal query encoders, rankings, measures of single queries"
+    if run.stage1.weighting == "uniform" and run.privacy.eps is None:
         kept += ", how many train queries a silo has"
     found.append(Sight(f"{kept}: never", "nothing", "nothing", "they stay in the silo"))
     return found

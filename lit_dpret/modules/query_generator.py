@@ -85,7 +85,8 @@ class QueryGenerator(PrivateModule):
         chat: Put the prompt into the tokenizer's chat template, as the user's turn.
         few_shot: Public examples that a decoder-only model reads before each passage: a file of JSON lines, or records,
             with ``passage`` and ``query``. They are part of the prompt, which is published, and count in
-            ``max_passage_length``. A query that the run protects is refused among them.
+            ``max_passage_length``. A query of the run's own data is refused among them, and the card says that the
+            others were declared public.
         max_passage_length: Tokens of prompt and passage together.
         max_query_length: Tokens of a query.
         lower_case: Lower-case passages and queries.
@@ -289,22 +290,29 @@ class QueryGenerator(PrivateModule):
         return whole_prompt(known, text, self.examples, chat=chat)
 
     def refuse_protected(self, data: Any) -> None:
-        """Refuse a train query of ``data``, which is set up, among the examples: they are written into the release.
+        """Refuse a query of ``data``, which is set up, among the examples: they are written into the release.
 
         Raises:
-            ConfigurationError: One of them is there, in these words.
+            ConfigurationError: A text of them is a query of any split, in these words.
         """
         collection = getattr(data, "collection", None)
-        if self.privacy.guarantee != "dp" or not self.examples or collection is None:
+        if self.privacy.guarantee != "dp" or collection is None:
             return
-        asked = {" ".join(example.query.split()).casefold() for example in self.examples}
-        for query in collection.qrels.get("train", {}):
-            if " ".join(collection.queries[query].split()).casefold() in asked:
-                raise ConfigurationError(
-                    "model.few_shot holds a train query of the run's own data in the same words: the prompt is "
-                    "published with the model, and the run protects that query. Take examples of public data.",
-                    trap="T25",
-                )
+        told = {_plain(text) for example in self.examples for text in (example.passage, example.query)}
+        if told and any(_plain(query) in told for query in collection.queries.values()):
+            raise ConfigurationError(
+                "model.few_shot holds a query of the run's own data in the same words: the prompt is published with "
+                "the model, and the queries are protected. Take examples of public data.",
+                trap="T25",
+            )
+
+    def assumptions(self) -> list[str]:
+        if not self.examples:
+            return []
+        return [
+            f"The {len(self.examples)} examples of model.few_shot, which are published word for word with the model, "
+            "are public, as declared."
+        ]
 
     def _check_sizes(self) -> None:
         vocabulary, words = self.model.get_input_embeddings().num_embeddings, len(self.codec.tokenizer)
@@ -363,3 +371,7 @@ class QueryGenerator(PrivateModule):
         else:
             refuse_if_padding_counts(model, ids, pad, reads, longest=contract.max_passage_length)
             refuse_if_padding_counts(model, ids, pad, writes, longest=contract.max_query_length)
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.split()).casefold()

@@ -62,16 +62,15 @@ class Filter:
             lambda name: ProgressLine(f"scoring by {name}"),
             examples=self.examples,
         )
-        facts = [one.to_dict() for one in applied]
         tuning = {"data": self.tuning_data, "note": self.tuning_note or ""}
         devices = [one.device for one in filters]
         made_on = environment_facts(device=next((d for d in devices if d != "cpu"), "cpu"), precision="float32")
-        folder = write_selection(kept, parts.run_dir / FILTERED, applied=facts, tuning=tuning, environment=made_on)
+        folder = write_selection(kept, parts.run_dir / FILTERED, applied=applied, tuning=tuning, environment=made_on)
         report = {
             **data_facts(self.data, {query.query_id: [query.text, query.passage_id] for query in released}),
             "queries": len(released),
             "kept": len(kept),
-            "filters": facts,
+            "filters": [one.to_dict() for one in applied],
         }
         (parts.run_dir / "filter.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         (parts.run_dir / "examples.md").write_text(_examples(applied, released.passages), encoding="utf-8")

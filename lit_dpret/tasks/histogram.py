@@ -115,7 +115,7 @@ class Histogram:
                 tuning=_tuning(read_card(self.generator)),
                 environment=environment_facts(),
                 output_released=("the noised histogram", "the generator that it was charged together with"),
-                assumptions=leaks(records),
+                assumptions=[*leaks(records), *self.bins.trusts],
             ),
         )
         write_card(card, folder)

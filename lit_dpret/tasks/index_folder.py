@@ -38,6 +38,7 @@ from lit_dpret.errors import (
     schema_problem,
 )
 from lit_dpret.files import meant, settle_modes
+from lit_dpret.privacy.ledger.judgement import Assumption
 from lit_dpret.retrieval.backends import Faiss, search_with
 from lit_dpret.retrieval.rows import STORAGES, FileRows, Storage
 from lit_dpret.retrieval.search import lexicographic_rank, search
@@ -315,9 +316,9 @@ def encode_folder(
     folder, side, private = Path(out), how.side, how.is_private
     if not texts:
         raise DataError(f"There are no {'passages' if side == 'passage' else 'queries'} to encode.")
-    parent = _card_of(encoder)
+    parent, trusts = _card_of(encoder), list[Assumption]()
     if claim is not None and side == "query" and not private:
-        parent = _claim_of_both(encoder, parent, claim)
+        parent, trusts = _claim_of_both(encoder, parent, claim)
     towers = load_towers(encoder, dtype=how.dtype)
     asked_by = towers.query_encoder.fingerprint()
     towers = cut(towers, **{f"{side}_max_length": how.max_length})
@@ -358,8 +359,9 @@ def encode_folder(
         if parent is not None and parent == claim:
             what = f"embedding these queries with {shown(encoder)}"
         made_on = environment_facts(device=where or next(tower.parameters()).device, precision=how.dtype)
+        facts = CardFacts(environment=made_on, assumptions=trusts)
         names = (EMBEDDINGS, TEXTS, OFFSETS)
-        _seal(folder, manifest, names, None if private else parent, what, begun, environment=made_on)
+        _seal(folder, manifest, names, None if private else parent, what, begun, facts)
 
     try:
         if job.share(prepare):
@@ -443,7 +445,7 @@ def index_folder(
     parent = given.folder / CARD_NAME if given.manifest.card else None
     what = f"building a search structure ({search}) over it"
     made_on = environment_facts(device=device, precision="float32")
-    return _seal(folder, manifest, names, parent, what, {}, environment=made_on)
+    return _seal(folder, manifest, names, parent, what, {}, CardFacts(environment=made_on))
 
 
 def _promised(index: IndexFolder) -> tuple[bool, bool]:
@@ -455,15 +457,16 @@ def _card_of(encoder: str | Path) -> Path | None:
     return folder / CARD_NAME if (folder / CARD_NAME).is_file() else None
 
 
-def _claim_of_both(encoder: str | Path, own: Path | None, claim: Path) -> Path:
-    """Return the card of the encoder or of the queries whose claim covers both; refuse two claims."""
+def _claim_of_both(encoder: str | Path, own: Path | None, claim: Path) -> tuple[Path, list[Assumption]]:
+    """Return the card of the encoder or of the queries that covers both, and on what trust; refuse two claims."""
     check_dataset_card(claim)
     card = read_card(claim)
     names = card_names(claim, card)
     ancestors = names_behind(claim, card)
     released = ReleasedQueries(queries=(), passages={}, provenance="card", ancestors=frozenset(ancestors))
     try:
-        require_covered(resolve_folder(encoder), released, declared_public=True, knob="task.encoder")
+        place = encoder if str(encoder) == "minilm" else resolve_folder(encoder)
+        trusts = require_covered(place, released, declared_public=True, knob="task.encoder")
     except PrivateDataError as error:
         if own is None:  # it lost its card, which is a reason of its own
             raise
@@ -473,7 +476,7 @@ def _claim_of_both(encoder: str | Path, own: Path | None, claim: Path) -> Path:
             "Encode passages (task.side=passage), or use an encoder that was trained on these queries, or a public one."
         ) from error
     derived = own is not None and any(str(parent["sha256"]) in names for parent in read_card(own)["parents"][:1])
-    return own if own is not None and derived else claim
+    return (own if own is not None and derived else claim), trusts
 
 
 def _is_finished(folder: Path, begun: Mapping[str, Any]) -> bool:
@@ -522,15 +525,14 @@ def _seal(
     parent: Path | None,
     description: str,
     begun: Mapping[str, Any],
-    *,
-    environment: Mapping[str, Any],
+    facts: CardFacts,
 ) -> IndexFolder:
     """Write the card, and then the manifest that makes the folder whole."""
     files = [folder / name for name in names]
     card = None
     if parent is not None:
         subject = subject_of("index", folder.resolve().name, files, root=folder)
-        write_card(inherit_card(parent, subject, CardFacts(environment=environment), description=description), folder)
+        write_card(inherit_card(parent, subject, facts, description=description), folder)
         card = card_sha256(folder)
     digests = {file.name: file_sha256(file) for file in files}
     encoder = {**manifest.encoder, **({"begun": dict(begun)} if begun else {})}

@@ -175,3 +175,11 @@ def test_a_sample_of_queries_is_refused_where_replacing_a_pair_moves_the_pairs_o
     for sound in ({"unit": "query"}, {"unit": "pair", "neighbours": "zero_out"}):
         FederationPlan(**given | {"privacy": budget | sound})
     FederationPlan(**given | {"sample": {}})
+
+
+@pytest.mark.parametrize(("run", "knob"), [(SMALL, "share_measures"), (PRIVATE, "share_epsilon")])
+def test_what_a_silo_may_choose_to_tell_is_no_row_of_never(run: PddAs2, knob: str) -> None:
+    lines = trust_table(run).splitlines()
+    never = next(line for line in lines if "never" in line)
+    assert any(f"unless the silo sets {knob}" in line for line in lines)
+    assert ("train queries" in never) == (run.privacy.eps is None and run.stage1.weighting == "uniform")

@@ -207,22 +207,31 @@ def test_examples_are_answered_before_the_passage_and_saved_with_the_prompt(chat
     assert QueryGenerator.load_model(saved).codec.passages(["a"]) == modules[1].codec.passages(["a"])
 
 
-def test_a_train_query_of_the_run_is_refused_among_the_examples_in_any_case_and_spacing(tmp_path: Path) -> None:
-    module = decoder_only(few_shot=EXAMPLES, config=LONG, max_passage_length=80, privacy=dp(tmp_path))
-    log = [{"query": f"what is {i}", "passage": f"it is {i}"} for i in range(16)]
-    for row, refused in (
+@pytest.mark.parametrize(
+    ("row", "refused"),
+    [
         ({"query": "WHO  sleeps", "passage": "dogs"}, True),
+        ({"query": "who sleeps", "passage": "dogs", "split": "dev"}, True),
+        ({"query": "cats sleep", "passage": "dogs"}, True),
         ({"query": "who", "passage": "x"}, False),
-    ):
-        pairs = tmp_path / "log.jsonl"
-        pairs.write_text("".join(json.dumps(line) + "\n" for line in [*log, row]))
-        data = PairsDataModule(pairs=pairs, expected_batch_size=4)
-        data.setup("fit")
-        if refused:
-            with pytest.raises(ConfigurationError, match=r"model\.few_shot"):
-                module.refuse_protected(data)
-        else:
+    ],
+    ids=["a train query", "a dev query", "a query for a passage", "another query"],
+)
+def test_a_query_of_the_runs_own_data_is_refused_among_the_examples(
+    row: dict[str, str], refused: bool, tmp_path: Path
+) -> None:
+    module = decoder_only(few_shot=EXAMPLES, config=LONG, max_passage_length=80, privacy=dp(tmp_path))
+    log = [{"query": f"what is {i}", "passage": f"it is {i}", "split": "train"} for i in range(16)]
+    pairs = tmp_path / "log.jsonl"
+    pairs.write_text("".join(json.dumps(line) + "\n" for line in [*log, {"split": "train"} | row]))
+    data = PairsDataModule(pairs=pairs, expected_batch_size=4)
+    data.setup("fit")
+    assert any("model.few_shot" in text and "declared" in text for text in module.assumptions())
+    if refused:
+        with pytest.raises(ConfigurationError, match=r"model\.few_shot"):
             module.refuse_protected(data)
+    else:
+        module.refuse_protected(data)
 
 
 # -- sampling --------------------------------------------------------------------------------

@@ -74,7 +74,7 @@ def test_languages_and_licence_are_those_that_were_given_and_pass_on_to_a_select
     whole = synthesize(source, PASSAGES, tmp_path / "set", **SETTINGS, **terms)
     released = load_released(whole)
     kept, applied = apply_filters(released, [LanguageModelScore(keep_share=0.5)])
-    selected = write_selection(kept, tmp_path / "kept", applied=[one.to_dict() for one in applied])
+    selected = write_selection(kept, tmp_path / "kept", applied=applied)
     for folder in (whole, selected):
         assert header(folder)["language"] == ["no", "pt-BR"]  # and not false, which YAML reads in a bare no
         assert header(folder)["license"] == "cc-by-4.0"

@@ -12,7 +12,7 @@ import hashlib
 import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -40,6 +40,7 @@ from lit_dpret.synthesis.pseudo_queries import pseudo_queries
 
 QUERY_SIDE_ONLY = ("echo", "new_token")
 EVALUATION_SPLITS = ("dev", "test")
+PSEUDO = "pseudo"
 _PSEUDO_PASSAGES = 2000
 _VOCABULARY_PASSAGES = 2000
 
@@ -298,7 +299,7 @@ def _queries(
     source: str, data: Sources, passages: Mapping[str, str], ids: Sequence[str], seed: int
 ) -> list[tuple[str, str]]:
     """Return queries with the id of the passage that belongs to each."""
-    if source == "pseudo":
+    if source == PSEUDO:
         some = _coins(seed, "passages").permutation(len(ids))[:_PSEUDO_PASSAGES]
         made = pseudo_queries({ids[int(place)]: passages[ids[int(place)]] for place in some})
         return [(one.text, one.passage_id) for one in made if one.text]
@@ -319,8 +320,24 @@ def _queries(
     except (OSError, UnicodeDecodeError) as error:
         reason = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else error.strerror
         raise DataError(f"canaries.queries={source} cannot be read: {reason}.", kind="unreadable file") from error
+    _refuse_train_queries(source, lines, data)
     owners = _coins(seed, "owners").integers(len(ids), size=len(lines))
     return [(line, ids[int(owner)]) for line, owner in zip(lines, owners, strict=True) if line]
+
+
+def _refuse_train_queries(source: str, lines: Iterable[str], data: Any) -> None:
+    collection = getattr(data, "collection", None)
+    if collection is None:
+        return
+    told = {line.casefold() for line in lines if line}
+    for query in collection.qrels.get("train", {}):
+        if " ".join(collection.queries[query].split()).casefold() in told:
+            raise ConfigurationError(
+                f"canaries.queries={source} holds a train query of the run's own data in the same words: a copy in a "
+                "canary would be trained on even where its owner's record is taken out, and the claim would not cover "
+                "it. Take it out of the file.",
+                trap="T25",
+            )
 
 
 def _vocabulary(passages: Mapping[str, str], ids: Sequence[str], seed: int) -> list[str]:
@@ -371,11 +388,10 @@ def plant_blanks(data: Any, units: int) -> None:
 
 def planted_facts(canaries: CanarySet) -> dict[str, Any]:
     """Return what ledger and card say of a set: canaries, units, and the hash that fixes them."""
-    return {
-        "canaries": len(canaries.canaries),
-        "units": len(canaries.units()),
-        "sha256": set_sha256(canaries),
-    }
+    found = {"canaries": len(canaries.canaries), "units": len(canaries.units()), "sha256": set_sha256(canaries)}
+    if canaries.settings.get("queries", PSEUDO) not in (PSEUDO, *EVALUATION_SPLITS):
+        found["words"] = "a file of queries that was declared public"
+    return found
 
 
 def plant_in_run(

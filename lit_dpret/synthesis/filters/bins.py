@@ -19,13 +19,16 @@ import numpy as np
 from lit_dpret.cards.start import traces_of_training
 from lit_dpret.encoders import load_towers
 from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError
-from lit_dpret.synthesis.filters.released import shown
+from lit_dpret.privacy.ledger.judgement import Assumption
+from lit_dpret.synthesis.filters.released import declared, shown
 
 
 class Bins(ABC):
     """A partition of queries that is public."""
 
     kind: str = ""
+    trusts: tuple[Assumption, ...] = ()
+    """What a claim takes on trust where the bins are used."""
 
     @abstractmethod
     def fit(self, passages: Mapping[str, str]) -> None:
@@ -155,7 +158,7 @@ class TopicBins(Bins):
         for knob, value in (("topics", topics), ("max_passages", max_passages), ("rounds", rounds)):
             if value < 1:
                 raise ConfigurationError(f"task.bins.{knob}={value} must be at least 1.")
-        _require_public(encoder, encoder_is_public)
+        self.trusts = _require_public(encoder, encoder_is_public)
         self.topics, self.encoder, self.max_passages, self.rounds = topics, str(encoder), max_passages, rounds
         self._centroids = None if centroids is None else np.asarray(centroids, dtype=np.float32)
 
@@ -202,7 +205,7 @@ class TopicBins(Bins):
         return self._centroids
 
 
-def _require_public(encoder: str, declared: bool) -> None:
+def _require_public(encoder: str, is_public: bool) -> tuple[Assumption, ...]:
     folder = Path(str(encoder)).expanduser()
     if folder.is_dir() and (trace := next(traces_of_training(folder), None)) is not None:
         raise PrivateDataError(
@@ -210,11 +213,14 @@ def _require_public(encoder: str, declared: bool) -> None:
             f"run that left its name ({trace[0]}): private queries went into it, and bins that it makes would tell of "
             "them. Take minilm or another public encoder."
         )
-    if (str(encoder) != "minilm" or folder.is_dir()) and not declared:
+    if str(encoder) == "minilm" and not folder.is_dir():
+        return ()
+    if not is_public:
         raise ConfigurationError(
             f"task.bins.encoder={encoder} has no privacy card, so it may have been trained on anything. Declare by "
             "task.bins.encoder_is_public=true that no private data went into it."
         )
+    return (declared(encoder),)
 
 
 def bins_from_spec(spec: Mapping[str, Any], *, encoder: str | None = None, encoder_is_public: bool = False) -> Bins:

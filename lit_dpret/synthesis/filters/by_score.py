@@ -18,6 +18,7 @@ import numpy as np
 
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.modules.token_scores import TokenScorer
+from lit_dpret.privacy.ledger.judgement import Assumption
 from lit_dpret.retrieval.trec_runs import Ranking
 from lit_dpret.synthesis.filters.cross_encoder import CrossEncoder
 from lit_dpret.synthesis.filters.released import ReleasedQueries, require_covered, require_released, shown
@@ -48,8 +49,12 @@ class QueryFilter(ABC):
     """Where it computes, for the card."""
 
     @abstractmethod
-    def check(self, released: ReleasedQueries) -> None:
-        """Refuse, before anything expensive, models whose training the claim of these queries does not cover."""
+    def check(self, released: ReleasedQueries) -> list[Assumption]:
+        """Refuse, before anything expensive, models whose training the claim of these queries does not cover.
+
+        Returns:
+            What the claim takes on trust where the filter is used.
+        """
 
     @abstractmethod
     def score(self, released: ReleasedQueries, progress: Progress | None = None) -> np.ndarray:
@@ -107,8 +112,8 @@ class RoundTrip(QueryFilter):
         self.ranker, self.k, self.encoder_is_public = ranker, k, encoder_is_public
         self.device = str(getattr(ranker, "device", self.device))
 
-    def check(self, released: ReleasedQueries) -> None:
-        require_covered(self.ranker.encoder, released, declared_public=self.encoder_is_public, knob="encoder")
+    def check(self, released: ReleasedQueries) -> list[Assumption]:
+        return require_covered(self.ranker.encoder, released, declared_public=self.encoder_is_public, knob="encoder")
 
     def score(self, released: ReleasedQueries, progress: Progress | None = None) -> np.ndarray:
         ranking = self.ranker.rank({q.query_id: q.text for q in released}, released.passages, k=self.k)
@@ -176,14 +181,15 @@ class LanguageModelScore(_ByThreshold):
         super().__init__(keep_share=keep_share, min_score=min_score)
         self.model, self.model_is_public, self.prompt, self.batch_size = model, model_is_public, prompt, batch_size
 
-    def check(self, released: ReleasedQueries) -> None:
+    def check(self, released: ReleasedQueries) -> list[Assumption]:
         if self.model is not None:
-            require_covered(self.model, released, declared_public=self.model_is_public, knob="model")
-        elif any(query.log_prob is None for query in released):
+            return require_covered(self.model, released, declared_public=self.model_is_public, knob="model")
+        if any(query.log_prob is None for query in released):
             raise ConfigurationError(
                 "The data set records no log_prob for some of its queries, so the filter language_model needs a model "
                 "to score them: set its model to a folder."
             )
+        return []
 
     def score(self, released: ReleasedQueries, progress: Progress | None = None) -> np.ndarray:
         if self.model is None:
@@ -226,8 +232,8 @@ class CrossEncoderScore(_ByThreshold):
         self.model, self.model_is_public = model, model_is_public
         self.batch_size, self.max_length = batch_size, max_length
 
-    def check(self, released: ReleasedQueries) -> None:
-        require_covered(self.model, released, declared_public=self.model_is_public, knob="model")
+    def check(self, released: ReleasedQueries) -> list[Assumption]:
+        return require_covered(self.model, released, declared_public=self.model_is_public, knob="model")
 
     def score(self, released: ReleasedQueries, progress: Progress | None = None) -> np.ndarray:
         scorer = CrossEncoder.load(self.model, max_length=self.max_length)
@@ -257,8 +263,8 @@ class BestOf(QueryFilter):
             raise ConfigurationError(f"n={n} of the filter best_of must be at least 1.")
         self.by, self.n, self.device = by, n, by.device
 
-    def check(self, released: ReleasedQueries) -> None:
-        self.by.check(released)
+    def check(self, released: ReleasedQueries) -> list[Assumption]:
+        return self.by.check(released)
 
     def score(self, released: ReleasedQueries, progress: Progress | None = None) -> np.ndarray:
         return self.by.score(released, progress)

@@ -22,7 +22,7 @@ from lit_dpret.cards.text import charges_every_unit, contradicted
 from lit_dpret.errors import ConfigurationError, DataError, LedgerError, PrivateDataError
 from lit_dpret.privacy.accounting.releases import merge, release_from_dict
 from lit_dpret.privacy.histogram import ReleasedHistogram
-from lit_dpret.privacy.ledger.judgement import every_unit_in_every_step
+from lit_dpret.privacy.ledger.judgement import Assumption, every_unit_in_every_step
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, recorded_start
 from lit_dpret.synthesis.filters.bins import bins_from_spec
 from lit_dpret.synthesis.filters.by_score import Progress, QueryFilter
@@ -65,11 +65,13 @@ class HistogramMatch(QueryFilter):
         self.encoder, self.encoder_is_public = encoder, encoder_is_public
         self.distances: tuple[float, float] | None = None
 
-    def check(self, released: ReleasedQueries) -> None:
+    def check(self, released: ReleasedQueries) -> list[Assumption]:
         require_composed(self.folder, released)
         histogram = ReleasedHistogram.read(self.folder)
-        if len(bins_from_spec(histogram.bins, **self._encoder()).names) != len(histogram.target):
+        bins = bins_from_spec(histogram.bins, **self._encoder())
+        if len(bins.names) != len(histogram.target):
             raise DataError(f"{self.folder}: the histogram has another number of counts than of bins.")
+        return list(bins.trusts)
 
     def claim(self, released: ReleasedQueries) -> Path | None:
         return self.folder

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from lit_dpret.cards.card import inherit_card, write_card
+from lit_dpret.cards.card import CardFacts, inherit_card, write_card
 from lit_dpret.cards.file import file_sha256
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.negatives.drawn import LabelledNegative
@@ -108,8 +108,12 @@ def label(
     require_released(released, "label")
     require_of_its_folder(released)
     claim = (released.claim or released.folder) if released.provenance == "card" else None
-    require_covered(how.cross_encoder, released, declared_public=how.cross_encoder_is_public, knob="cross_encoder")
-    require_covered(ranker.encoder, released, declared_public=how.encoder_is_public, knob="encoder")
+    trusts = [
+        *require_covered(
+            how.cross_encoder, released, declared_public=how.cross_encoder_is_public, knob="cross_encoder"
+        ),
+        *require_covered(ranker.encoder, released, declared_public=how.encoder_is_public, knob="encoder"),
+    ]
     scorer = CrossEncoder.load(how.cross_encoder, max_length=how.max_length)
     mined = mine(released, ranker, depth=how.depth, per_query=how.per_query, seed=how.seed)
     folder, size = Path(out), how.group_size
@@ -134,7 +138,8 @@ def label(
     if claim is not None:
         hashes = {name: file_sha256(folder / name) for name in (LABELS, NEGATIVES)}
         subject = {"artifact_type": "dataset", "name": folder.resolve().name, "sha256": hashes}
-        write_card(inherit_card(claim, subject, description="labels of the queries by public means"), folder)
+        by = f"labels of the queries by {shown(how.cross_encoder)} and {shown(ranker.encoder)}"
+        write_card(inherit_card(claim, subject, CardFacts(assumptions=trusts), description=by), folder)
     return folder
 
 

@@ -23,6 +23,7 @@ from lit_dpret.cards.start import traces_of_training
 from lit_dpret.datamodules.layouts import folder_parts, open_corpus
 from lit_dpret.datamodules.readers import RecordFile
 from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError
+from lit_dpret.privacy.ledger.judgement import Assumption
 from lit_dpret.synthesis.dataset_folder import ReleasedQuery
 
 Provenance = Literal["card", "declared public"]
@@ -197,8 +198,13 @@ def _sources(path: Path) -> dict[str, str]:
     return found
 
 
-def require_covered(model: str | Path, released: ReleasedQueries, *, declared_public: bool, knob: str) -> None:
+def require_covered(
+    model: str | Path, released: ReleasedQueries, *, declared_public: bool, knob: str
+) -> list[Assumption]:
     """Refuse a model that would bring private data into the selection of released queries.
+
+    Returns:
+        What the claim of what is selected takes on trust then: that a model without a card was declared public.
 
     Guarantees, after it returns, that one of these holds:
         - The model is ``bm25`` or ``minilm``, or was declared public and no card, note or ledger in or around its
@@ -220,7 +226,7 @@ def require_covered(model: str | Path, released: ReleasedQueries, *, declared_pu
     """
     folder = Path(str(model)).expanduser()
     if (str(model) == "bm25" and knob == "encoder") or (str(model) == "minilm" and not folder.is_dir()):
-        return
+        return []
     path = folder / CARD_NAME
     if path.is_file():
         card = read_card(path)
@@ -239,7 +245,7 @@ def require_covered(model: str | Path, released: ReleasedQueries, *, declared_pu
                     "more than their card says. Train one without, or take a public model."
                 )
         check_artefact(folder, card)
-        return
+        return []
     if folder.is_dir() and (above := card_above(folder)) is not None:
         raise PrivateDataError(
             f"{knob}={model} is a part of what {above} describes, without its card. Name the whole folder that the "
@@ -255,6 +261,16 @@ def require_covered(model: str | Path, released: ReleasedQueries, *, declared_pu
             f"{knob}={model} has no privacy card, so it may have been trained on anything. Declare by "
             f"{knob}_is_public=true that no private data went into it."
         )
+    return [declared(model)]
+
+
+def declared(model: str | Path) -> Assumption:
+    """Return the step of an argument that a model without a privacy card is taken for public."""
+    return Assumption(
+        text=f"No private data went into {shown(model)}, by which queries were embedded, scored or put into bins, as "
+        "declared: numbers do not tell where they come from.",
+        standing="unverified",
+    )
 
 
 def _looked_at_private_data(card: Mapping[str, Any]) -> str | None:

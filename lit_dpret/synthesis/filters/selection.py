@@ -9,6 +9,7 @@ from typing import Any
 
 from lit_dpret.cards.card import CardFacts, inherit_card, read_card, write_card
 from lit_dpret.errors import DataError, StorageError
+from lit_dpret.privacy.ledger.judgement import Assumption
 from lit_dpret.synthesis.dataset_folder import (
     Counts,
     DataCard,
@@ -28,6 +29,7 @@ class Applied:
     Args:
         lowest_kept: The lowest score of those; None where it kept none.
         examples: Some queries that it kept and some that it did not, each as (score, query, passage id).
+        trusts: What the claim of what it kept takes on trust, as `QueryFilter.check` says.
     """
 
     settings: Mapping[str, Any]
@@ -35,12 +37,13 @@ class Applied:
     kept: int
     lowest_kept: float | None
     examples: tuple[list[tuple[float, str, str]], list[tuple[float, str, str]]]
+    trusts: tuple[Assumption, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the counts and settings as JSON values, without examples."""
-        # A filter gets released queries alone, so that it has nothing private to use.
+        # A filter gets released queries alone; whether its model saw private ones is decided, or declared.
         return {
-            "uses_private_data": False,
+            "uses_private_data": "no, as declared" if self.trusts else False,
             **self.settings,
             "asked": self.asked,
             "kept": self.kept,
@@ -66,13 +69,13 @@ def apply_filters(
         PrivateDataError: A filter would bring private data in.
         DataError: No query is left.
     """
-    under = released
+    under, trusts = released, list[tuple[Assumption, ...]]()
     for one in filters:  # each is asked of the queries under the claim that those before it leave them with
-        one.check(under)
+        trusts.append(tuple(one.check(under)))
         under = under.under(one.claim(under))
     done: list[Applied] = []
     left = released
-    for one in filters:
+    for one, trusted in zip(filters, trusts, strict=True):
         scores, kept = one.choose(left, progress and progress(one.name))
         if not kept.any():
             raise DataError(
@@ -87,7 +90,7 @@ def apply_filters(
         done.append(
             Applied(
                 settings=one.settings(), asked=len(left), kept=int(kept.sum()), lowest_kept=float(scores[kept].min()),
-                examples=(shown[0], shown[1]),
+                examples=(shown[0], shown[1]), trusts=trusted,
             )
         )  # fmt: skip
         left = left.only(kept.tolist()).under(one.claim(left))
@@ -105,7 +108,7 @@ def write_selection(
     kept: ReleasedQueries,
     out: str | Path,
     *,
-    applied: Sequence[Mapping[str, Any]],
+    applied: Sequence[Applied],
     tuning: Mapping[str, Any] | None = None,
     environment: Mapping[str, Any] | None = None,
     language: str | None = None,
@@ -118,7 +121,7 @@ def write_selection(
         - The card lists every filter with its settings.
         - No query gets a card but that of the folder in which it stands, word for word.
 
-    ``applied`` comes from `Applied.to_dict`, ``tuning`` and ``environment`` are those of `CardFacts`. Language and
+    ``applied`` comes from `apply_filters`, ``tuning`` and ``environment`` are those of `CardFacts`. Language and
     licence are those of the whole set, where they are null.
 
     Raises:
@@ -130,6 +133,7 @@ def write_selection(
     require_of_its_folder(kept)
     name, source = folder.resolve().name, kept.folder
     card: dict[str, Any] | None = None
+    filters = [one.to_dict() for one in applied]
 
     def card_of(hashes: Mapping[str, str], claimed: Path) -> dict[str, Any]:
         generation = dict(read_card(claimed)["generation"])
@@ -139,9 +143,10 @@ def write_selection(
             CardFacts(
                 tuning=tuning,
                 environment=environment,
-                generation={**generation, "filters": [*generation.get("filters", []), *map(dict, applied)]},
+                generation={**generation, "filters": [*generation.get("filters", []), *filters]},
+                assumptions=list(dict.fromkeys(trust for one in applied for trust in one.trusts)),
             ),
-            description="a selection of the queries by public means",
+            description="a selection of the queries",
         )
 
     claimed = source if kept.provenance == "card" else None
@@ -154,7 +159,7 @@ def write_selection(
         write_card(card, folder)
     origin = [
         f"A selection of `{source.resolve().name if source else 'queries'}`, by "
-        + ("; then ".join(f"{_shown(one)} ({one['kept']} of {one['asked']} kept)" for one in applied) or "no filter")
+        + ("; then ".join(f"{_shown(one)} ({one['kept']} of {one['asked']} kept)" for one in filters) or "no filter")
         + "."
     ]
     tags = ["synthetic", "query-generation", "beir", "differential-privacy"] if card else ["beir"]
@@ -164,7 +169,7 @@ def write_selection(
     about = DataCard(
         title=title, origin=origin, tags=tags, language=terms.get("language"), license=terms.get("license")
     )
-    made = {"selection_of": None if source is None else source.name, "filters": list(applied)}
+    made = {"selection_of": None if source is None else source.name, "filters": filters}
     write_summary(folder, made, counts, hashes, terms=about.terms)
     write_readme(folder, about, counts, card)
     return folder

@@ -10,6 +10,7 @@ import pytest
 from tiny_tasks import write_log
 
 from lit_dpret.audit.canaries import CanarySuite
+from lit_dpret.audit.canaries.suite import planted_facts
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import ConfigurationError, DataError
 
@@ -138,6 +139,16 @@ def test_too_few_queries_and_unknown_sources_are_refused(data: PairsDataModule, 
     (tmp_path / "own.txt").write_text("\n".join(f"how do tides {i}" for i in range(12)), encoding="utf-8")
     made = CanarySuite(queries=str(tmp_path / "own.txt"), seed=0).make(data)
     assert all(canary.query.startswith("how do tides") for canary in made.canaries)
+    assert "declared public" in planted_facts(made)["words"]
+    assert "words" not in planted_facts(CanarySuite(seed=0).make(data))
+
+
+def test_a_file_that_holds_a_train_query_is_refused(data: PairsDataModule, tmp_path: Path) -> None:
+    """Its owner could not take the copy back, so two units would be theirs and the claim is of one."""
+    query = data.collection.queries[next(iter(data.collection.qrels["train"]))]
+    (tmp_path / "own.txt").write_text(f"how do tides work\n {query.upper()}  \n", encoding="utf-8")
+    with pytest.raises(ConfigurationError, match=r"canaries\.queries"):
+        CanarySuite(queries=str(tmp_path / "own.txt"), seed=0).make(data)
 
 
 def test_data_without_a_public_list_of_passages_are_refused(tmp_path: Path) -> None:

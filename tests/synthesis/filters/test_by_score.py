@@ -63,8 +63,8 @@ class Fixed(QueryFilter):
     def __init__(self, scores: Mapping[str, float]) -> None:
         self.scores, self.asked = scores, list[str]()
 
-    def check(self, released: ReleasedQueries) -> None:
-        """It looks at nothing but its list."""
+    def check(self, released: ReleasedQueries) -> list[Assumption]:
+        return []  # it looks at nothing but its list
 
     def score(self, released: ReleasedQueries, progress: Progress | None = None) -> np.ndarray:
         self.asked = [query.query_id for query in released]

@@ -16,7 +16,15 @@ from lit_dpret.cards.card import card_sha256, read_card, write_card
 from lit_dpret.datamodules import SyntheticDataModule
 from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError, StorageError
 from lit_dpret.synthesis.dataset_folder import DATA_FILES
-from lit_dpret.synthesis.filters import BestOf, LanguageModelScore, ReleasedQueries, load_released, write_selection
+from lit_dpret.synthesis.filters import (
+    BestOf,
+    CrossEncoderScore,
+    LanguageModelScore,
+    ReleasedQueries,
+    apply_filters,
+    load_released,
+    write_selection,
+)
 from lit_dpret.synthesis.filters.selection import Applied
 from lit_dpret.tasks import Filter
 from lit_dpret.tasks.filter import _examples
@@ -135,6 +143,20 @@ def test_a_setting_of_the_task_is_refused_before_anything_is_written(settings: d
 def test_a_missing_folder_is_told_by_the_setting_that_names_it(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"check task\.data"):
         load_released(tmp_path / "nowhere")
+
+
+def test_a_model_that_was_declared_public_is_named_on_the_card_as_declared(
+    released: ReleasedQueries, cross_encoder_folder: Path, tmp_path: Path
+) -> None:
+    by = CrossEncoderScore(cross_encoder_folder, model_is_public=True, keep_share=0.5)
+    told = []
+    for name, filters in (("declared", [BestOf(by), by]), ("recorded", [LanguageModelScore(keep_share=0.5)])):
+        kept, applied = apply_filters(released, filters)
+        card = read_card(write_selection(kept, tmp_path / name, applied=applied))
+        trusted = [each for each in card["assumptions"] if cross_encoder_folder.name in each["text"]]
+        assert all(each["holds"] == "unverified" for each in trusted)
+        told.append((len(trusted), {each["uses_private_data"] for each in card["generation"]["filters"]}))
+    assert told == [(1, {"no, as declared"}), (0, {False})]
 
 
 def test_a_selection_of_declared_queries_tells_of_a_declaration_and_claims_nothing(data: Path, tmp_path: Path) -> None:
