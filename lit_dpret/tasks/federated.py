@@ -120,10 +120,7 @@ class Federated:
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
     def _tell(
-        self,
-        parts: Parts,
-        runner: SystemRunner,
-        results: dict[System, dict[int, SystemResult]],
+        self, parts: Parts, runner: SystemRunner, results: dict[System, dict[int, SystemResult]]
     ) -> dict[str, float]:
         plan, silos = runner.plan, runner.silos
         rows = [_row(system, by_seed, runner) for system, by_seed in results.items() if by_seed]

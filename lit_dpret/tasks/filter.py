@@ -57,10 +57,7 @@ class Filter:
         released = load_released(self.data, corpus=self.corpus, declared_public=self.queries_are_public)
         filters = list(self.filters.values())
         kept, applied = apply_filters(
-            released,
-            filters,
-            lambda name: ProgressLine(f"scoring by {name}"),
-            examples=self.examples,
+            released, filters, lambda name: ProgressLine(f"scoring by {name}"), examples=self.examples
         )
         tuning = {"data": self.tuning_data, "note": self.tuning_note or ""}
         devices = [one.device for one in filters]

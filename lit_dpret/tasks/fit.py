@@ -334,10 +334,7 @@ def train(
         trainer.strategy.checkpoint_io = WholeCheckpoints()
     checkpoint = newest_checkpoint(run_dir / CHECKPOINTS, run_id=_run_id(run_dir)) if resume else None
     trainer.fit(
-        module,
-        datamodule=datamodule,
-        ckpt_path=None if checkpoint is None else str(checkpoint),
-        weights_only=True,
+        module, datamodule=datamodule, ckpt_path=None if checkpoint is None else str(checkpoint), weights_only=True
     )
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 

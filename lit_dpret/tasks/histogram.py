@@ -17,12 +17,7 @@ from lit_dpret.cards.start import Start, note_start, read_start
 from lit_dpret.errors import BudgetExceededError, ConfigurationError, ResumeError
 from lit_dpret.privacy.accounting.releases import Release
 from lit_dpret.privacy.budget import PrivacyBudget, show_delta
-from lit_dpret.privacy.histogram import (
-    HISTOGRAM_NAME,
-    ReleasedHistogram,
-    histogram_plan,
-    release_histogram,
-)
+from lit_dpret.privacy.histogram import HISTOGRAM_NAME, ReleasedHistogram, histogram_plan, release_histogram
 from lit_dpret.privacy.ledger.dataset_account import RunLock, note_not_counted, require_room
 from lit_dpret.privacy.ledger.dataset_file import TOTAL_EVENT, Charge, EarlierRun
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger

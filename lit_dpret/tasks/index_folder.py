@@ -29,14 +29,7 @@ from lit_dpret.encoders import Progress, Side, TextEncoder, cut, load_towers
 from lit_dpret.encoders.backbones import resolve_folder
 from lit_dpret.encoders.bulk import in_order
 from lit_dpret.encoders.embedding_cache import content_hash, encode_to_file
-from lit_dpret.errors import (
-    ConfigurationError,
-    DataError,
-    PrivateDataError,
-    ResumeError,
-    StorageError,
-    schema_problem,
-)
+from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError, ResumeError, StorageError, schema_problem
 from lit_dpret.files import meant, settle_modes
 from lit_dpret.privacy.ledger.judgement import Assumption
 from lit_dpret.retrieval.backends import Faiss, search_with

@@ -39,13 +39,7 @@ from lit_dpret.synthesis.pseudo_queries import write_pseudo_queries
 from lit_dpret.synthesis.writer import synthesize
 from lit_dpret.tasks.fit import PlannedFit, Training, plan_fit, refuse_several_ranks, train
 from lit_dpret.tasks.parts import Parts, by_hash, check_run_dir, say
-from lit_dpret.tasks.pipeline_stages import (
-    KEPT,
-    check_round_trip,
-    set_batch,
-    stage_callbacks,
-    train_retriever,
-)
+from lit_dpret.tasks.pipeline_stages import KEPT, check_round_trip, set_batch, stage_callbacks, train_retriever
 from lit_dpret.tasks.ranking import score_bm25, score_embeddings
 from lit_dpret.tasks.stages import Stages, settings_fingerprint
 
@@ -294,11 +288,7 @@ class Pipeline:
         )
 
     def _trained(
-        self,
-        name: str,
-        label: str,
-        privacy: Callable[[], Any],
-        data: SyntheticDataModule | None = None,
+        self, name: str, label: str, privacy: Callable[[], Any], data: SyntheticDataModule | None = None
     ) -> RowResult:
         def work(folder: Path, resume: bool) -> dict[str, Any]:
             L.seed_everything(self._parts.seed, verbose=False)

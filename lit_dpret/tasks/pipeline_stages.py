@@ -69,12 +69,7 @@ KEPT = "kept_queries.txt"
 
 
 def check_round_trip(
-    model: FrozenDualEncoder,
-    released: ReleasedQueries,
-    folder: Path,
-    *,
-    k: int,
-    seed: int,
+    model: FrozenDualEncoder, released: ReleasedQueries, folder: Path, *, k: int, seed: int
 ) -> dict[str, Any]:
     """Measure the round trip of released queries; ``folder/kept_queries.txt`` lists the ids of those that pass.
 

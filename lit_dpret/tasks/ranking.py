@@ -31,12 +31,7 @@ def rank_embeddings(
     find: Callable[..., TopK] = search,
 ) -> Ranking:
     """Return the ``k`` nearest passages of every query by dot product, as ``find`` finds them."""
-    top = find(
-        query_embeddings,
-        passage_embeddings,
-        min(k, len(passage_ids)),
-        tie_rank=lexicographic_rank(passage_ids),
-    )
+    top = find(query_embeddings, passage_embeddings, min(k, len(passage_ids)), tie_rank=lexicographic_rank(passage_ids))
     return Ranking(query_ids=query_ids, passage_ids=passage_ids, top=top)
 
 

@@ -283,9 +283,7 @@ _MADE: dict[StudyName, tuple[Callable[[Asked], list[Point]], Callable[[Sequence[
     "communication": (_communication, _against_first),
     "clients": (_clients, _ends("")),
 }
-_TRENDS = {
-    "gain": Trend(claim="clients with fewer queries gain more", of=LINES["stage1"], over=LINES["single_star"]),
-}
+_TRENDS = {"gain": Trend(claim="clients with fewer queries gain more", of=LINES["stage1"], over=LINES["single_star"])}
 
 
 def _read() -> dict[str, Study]:

@@ -9,14 +9,7 @@ from itertools import pairwise
 
 from lit_dpret.report.table import RowResult
 from reproduction.paper_000.study import Cell, Trainings
-from reproduction.paper_000.table import (
-    PUBLIC_ONLY,
-    PaperRow,
-    PaperTable,
-    row_beside,
-    rows_of_the_paper_alone,
-    shown,
-)
+from reproduction.paper_000.table import PUBLIC_ONLY, PaperRow, PaperTable, row_beside, rows_of_the_paper_alone, shown
 from reproduction.published import ORIGINAL, SIZES
 
 

@@ -72,7 +72,4 @@ def _measured(study: Trainings, name: str, folder: Path, make: Callable[..., Any
     found = study.result(name, [make, str(folder.name)], work)
     mean, sd = found["mauve"]
     reach = math.nan if sd is None else sd
-    return {
-        "bleu": Interval(found["bleu"], math.nan, math.nan),
-        "mauve": Interval(mean, mean - reach, mean + reach),
-    }
+    return {"bleu": Interval(found["bleu"], math.nan, math.nan), "mauve": Interval(mean, mean - reach, mean + reach)}

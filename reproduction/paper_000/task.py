@@ -121,9 +121,7 @@ class Paper000(Trainings):
         tables = sorted(tables, key=lambda table: (not table.name.startswith("table_"), table.name))
         taken = self.canaries_from if any(table.name == canaries.TABLE for table in tables) else None
         spent = spent_under(
-            self.parts.run_dir,
-            taken=taken,
-            taken_private=0 if taken is None else canaries.private_trainings(taken),
+            self.parts.run_dir, taken=taken, taken_private=0 if taken is None else canaries.private_trainings(taken)
         ).text
         command, hours = self.parts.command_again(*_HOW_NOT_WHAT), sum(self.seconds.values()) / 3600
         lead: list[Block] = [Banner(_INTERNAL)] if hidden else []

@@ -452,8 +452,7 @@ def share_section(shares: Sequence[Share], metric: str) -> Section:
         "another data set, encoder and generator; how much of it an untrained encoder reaches, they do not say."
     )
     return Section(
-        "How much of the gain is kept",
-        [Paragraph(explained), Grid(header, body, frozenset(range(1, len(header))))],
+        "How much of the gain is kept", [Paragraph(explained), Grid(header, body, frozenset(range(1, len(header))))]
     )
 
 

@@ -19,14 +19,7 @@ from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.losses import KernelPairLoss
 from lit_dpret.modules import OptimizerSpec
-from lit_dpret.privacy.modes import (
-    BatchClip,
-    LogitDP,
-    NoPrivacy,
-    PerExampleDuplicated,
-    PublicPassages,
-    SyntheticData,
-)
+from lit_dpret.privacy.modes import BatchClip, LogitDP, NoPrivacy, PerExampleDuplicated, PublicPassages, SyntheticData
 from reproduction import CompareModes
 from reproduction.recipe import Recipe as Variant
 

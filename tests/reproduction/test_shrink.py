@@ -92,11 +92,7 @@ def _loss(small: GeneratorModel, teacher: GeneratorModel) -> float:
 
 @pytest.mark.parametrize(
     ("changes", "setting"),
-    [
-        ({"layers": 0}, "task.shrink.layers=0"),
-        ({"layers": 3}, "layers=3"),
-        ({"feed_forward": 33}, "feed_forward=33"),
-    ],
+    [({"layers": 0}, "task.shrink.layers=0"), ({"layers": 3}, "layers=3"), ({"feed_forward": 33}, "feed_forward=33")],
 )
 def test_a_shape_that_is_not_smaller_is_refused(
     changes: dict[str, int], setting: str, teacher: Path, tmp_path: Path

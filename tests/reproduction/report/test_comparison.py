@@ -92,11 +92,7 @@ def test_rows_of_different_queries_are_refused() -> None:
 
 def test_the_files_say_the_same(tmp_path: Path) -> None:
     written = ComparisonReport(
-        rows=ROWS,
-        metrics=["nDCG@10"],
-        evaluated_on="200 questions",
-        command="python train.py <x>",
-        private_runs=12,
+        rows=ROWS, metrics=["nDCG@10"], evaluated_on="200 questions", command="python train.py <x>", private_runs=12
     ).write(tmp_path)
     assert set(written) == {
         "compare_modes.html", "compare_modes.md", "compare_modes.json", "compare_modes.csv", "differences.csv",
