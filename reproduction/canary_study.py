@@ -26,7 +26,7 @@ from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.report.canary_table import CanaryRow, write_canary_table
 from lit_dpret.settings import require_whole
 from lit_dpret.tasks.audit import Measurement, limits_by_copies
-from lit_dpret.tasks.parts import Parts
+from lit_dpret.tasks.parts import Parts, require_budgets
 from lit_dpret.tasks.pipeline_stages import stage_callbacks, train_retriever
 from lit_dpret.tasks.stages import DONE
 from reproduction.study import Study
@@ -56,10 +56,7 @@ class CanaryStudy(Study):
 
     def __post_init__(self) -> None:
         require_whole("task", self, 1, "trainings", "steps", "batch")
-        if not self.eps or len(set(self.eps)) < len(self.eps) or any(e is not None and not e > 0 for e in self.eps):
-            raise ConfigurationError(
-                f"task.eps={list(self.eps)} must be different positive numbers, null for no privacy."
-            )
+        require_budgets("task.eps", self.eps, some=True)
         if self.canaries.include != 1:
             raise ConfigurationError(
                 f"task.canaries.include={self.canaries.include:g}: ranks are of planted secrets. Set it to 1; for "

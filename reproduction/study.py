@@ -22,10 +22,10 @@ from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.blocks import Section
 from lit_dpret.cards.card import read_card
 from lit_dpret.datamodules import PairsDataModule
-from lit_dpret.errors import ConfigurationError, ResumeError
+from lit_dpret.errors import ResumeError
 from lit_dpret.retrieval.trec_runs import EvaluationResult
 from lit_dpret.settings import require_whole
-from lit_dpret.tasks.parts import Parts, check_run_dir, say
+from lit_dpret.tasks.parts import Parts, check_run_dir, say, some_of
 from lit_dpret.tasks.pipeline_stages import stage_callbacks, train_retriever
 from lit_dpret.tasks.ranking import score_bm25, score_embeddings
 from lit_dpret.tasks.stages import Stages, described, settings_fingerprint
@@ -140,11 +140,7 @@ class RetrievalStudy(Study, ABC):
     min_free_mb: float = 1000
 
     def __post_init__(self) -> None:
-        if unknown := sorted(set(self.only or ()) - set(self.variants)):
-            raise ConfigurationError(f"task.only: {unknown[0]!r} is not one of {', '.join(self.variants)}.")
-        self.chosen = [name for name in self.variants if self.only is None or name in self.only]
-        if not self.chosen:
-            raise ConfigurationError("task.variants and task.only leave nothing to compare.")
+        self.chosen = some_of("task.only", self.only, list(self.variants))
         require_whole("task", self, 1, "seeds")
 
     def run(self, parts: Parts) -> dict[str, float]:

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from lit_dpret.errors import ConfigurationError, LitDpretError
+from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
-from lit_dpret.tasks.parts import Parts, say
+from lit_dpret.tasks.parts import Parts, say, some_of
 from reproduction.report.reproduction import PAPER_002, PAPER_004, PartTold, write_reproduction
 from reproduction.study import Study
 
@@ -59,12 +60,10 @@ class Suite(Study):
     min_free_mb: float = 500
 
     def __post_init__(self) -> None:
-        if self.paper not in PAPERS:
-            raise ConfigurationError(f"task.paper={self.paper} is not one of {', '.join(PAPERS)}.")
+        require_choice("task.paper", self.paper, tuple(PAPERS))
         self._paper = PAPERS[self.paper]
         self.taken = {name: part.taken for name, part in self.parts.items() if part.taken is not None}
-        self.chosen = list(self.parts if self.only is None else self.only)
-        _known("task.only", self.chosen, self.parts)
+        self.chosen = some_of("task.only", self.only, list(self.parts))
         for place, (name, part) in enumerate(self.parts.items()):
             _known(f"task.parts.{name}.needs", part.needs, self.data)
             _known(f"task.parts.{name}.after", part.after, list(self.parts)[:place])

@@ -36,7 +36,7 @@ from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
 from lit_dpret.settings import require_number, require_whole
 from lit_dpret.tasks.fit import Training, train
-from lit_dpret.tasks.parts import Parts, say
+from lit_dpret.tasks.parts import Parts, say, some_of
 from lit_dpret.tasks.pipeline_stages import is_begun
 from reproduction.report.variant_runs import UNTRAINED, VariantRun
 from reproduction.report.variants import Finished, write_study
@@ -108,11 +108,9 @@ class VariantStudy(Study):
     min_free_mb: float = 200
 
     def __post_init__(self) -> None:
-        known, chosen = self.variants, list(self.variants if self.only is None else self.only)
+        known, chosen = self.variants, some_of("task.only", self.only, list(self.variants))
         if START in known:
             raise ConfigurationError(f"task.variants.{START}: that is the name of the encoders before any training.")
-        if not chosen or not set(chosen) <= set(known):
-            raise ConfigurationError(f"task.only={chosen}: choose from {', '.join(known) or 'no variants'}.")
         if not self.seeds or len(set(self.seeds)) != len(self.seeds):
             raise ConfigurationError(f"task.seeds={list(self.seeds)} must be some different numbers.")
         require_number("task", self, "epochs")

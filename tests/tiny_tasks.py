@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,16 +30,24 @@ def write_log(folder: Path, words: Sequence[str] = WORDS) -> Path:
     def some(start: int, count: int) -> str:
         return " ".join(words[(start + step) % len(words)] for step in range(0, 3 * count, 3))
 
-    (folder / "qrels").mkdir(parents=True)
     corpus = {f"p{i}": some(i, 4) for i in range(PASSAGES)}
     queries = {f"q{i}": f"{some(i % PASSAGES, 2)} {words[i % len(words)]}" for i in range(QUERIES)}
-    for name, texts in (("corpus", corpus), ("queries", queries)):
+    pairs = [(f"q{i}", f"p{i % PASSAGES}") for i in range(QUERIES)]
+    return write_beir(folder, corpus, queries, {"train": pairs[:-8], "test": pairs[-8:]})
+
+
+def write_beir(
+    folder: Path, passages: Mapping[str, str], queries: Mapping[str, str],
+    judged: Mapping[str, Sequence[tuple[str, str]]],
+) -> Path:  # fmt: skip
+    """A folder in BEIR's layout; ``judged`` has by split the pairs of a query and its passage."""
+    (folder / "qrels").mkdir(parents=True)
+    for name, texts in (("corpus", passages), ("queries", queries)):
         lines = [json.dumps({"_id": key, "title": "", "text": text}) for key, text in texts.items()]
         (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    for split, chosen in (("train", range(QUERIES - 8)), ("test", range(QUERIES - 8, QUERIES))):
-        judged = [f"q{i}\tp{i % PASSAGES}\t1" for i in chosen]
-        text = "query-id\tcorpus-id\tscore\n" + "\n".join(judged) + "\n"
-        (folder / "qrels" / f"{split}.tsv").write_text(text, encoding="utf-8")
+    for split, pairs in judged.items():
+        rows = ["query-id\tcorpus-id\tscore", *(f"{query}\t{passage}\t1" for query, passage in pairs)]
+        (folder / "qrels" / f"{split}.tsv").write_text("\n".join(rows) + "\n", encoding="utf-8")
     return folder
 
 
@@ -72,6 +80,16 @@ def retriever(**settings: Any) -> FrozenDualEncoder:
 def trainer(**settings: Any) -> L.Trainer:
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1, "max_epochs": -1}
     return L.Trainer(accelerator="cpu", devices=1, **quiet, **settings)  # type: ignore[arg-type]
+
+
+def no_parts(run_dir: Path, **given: Any) -> Parts:
+    """The parts of a task that may build nothing but what is given."""
+
+    def none(*_: Any, **__: Any) -> Any:
+        raise AssertionError("not needed for this task")
+
+    kinds = ("make_privacy", "make_datamodule", "make_module", "make_trainer")
+    return Parts(**{"run_dir": run_dir, **dict.fromkeys(kinds, none), **given})
 
 
 def parts(

@@ -37,7 +37,7 @@ _MODULES = {
     "PretrainingOverlap": "pretraining_overlap",
     "PseudoLabels": "pseudo_labels",
     "Ranker": "ranking",
-    "Search": "search",
+    "Search": "index",
     "Similarity": "similarity",
     "Sweep": "sweep",
     "Synthesize": "synthesize",

@@ -40,6 +40,7 @@ from lit_dpret.errors import ConfigurationError, DataError, PrivacyViolation, Un
 from lit_dpret.modules.generator_folder import is_generator, load_generator
 from lit_dpret.privacy.accounting.ceilings import SecretCeiling
 from lit_dpret.privacy.accounting.groups import group_epsilon
+from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.ledger.judgement import claimed_releases
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
 from lit_dpret.report.canary_table import CanaryRow, write_canary_table
@@ -68,8 +69,7 @@ class Measurement:
     def __post_init__(self) -> None:
         if self.draws < 1:
             raise ConfigurationError(f"task.measure.draws={self.draws} must be at least 1.")
-        if self.span not in get_args(Span):
-            raise ConfigurationError(f"task.measure.span={self.span!r} is not one of {', '.join(get_args(Span))}.")
+        require_choice("task.measure.span", self.span, get_args(Span))
         self.decoding()
 
     def decoding(self) -> Decoding:

@@ -17,6 +17,7 @@ from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.federated.data import planted_silos, silos_by_article, silos_by_domain
 from lit_dpret.federated.data.planted import Planted
 from lit_dpret.federated.data.questions import Question, read_genres, read_newsqa, squad_json
+from lit_dpret.privacy.budget import require_choice
 from lit_dpret.settings import built, picked
 from lit_dpret.tasks.parts import Parts, check_run_dir, say
 
@@ -40,8 +41,7 @@ class BuildSilos:
     planted: Planted = field(default_factory=Planted)
 
     def __post_init__(self) -> None:
-        if self.source not in get_args(Source):
-            raise ConfigurationError(f"task.source={self.source!r} is not one of {', '.join(get_args(Source))}.")
+        require_choice("task.source", self.source, get_args(Source))
         needed = {"newsqa": ("newsqa", "cnn_urls"), "medquad": ("folder",), "squad": ("folder",)}
         given = {"newsqa": self.newsqa, "cnn_urls": self.cnn_urls, "folder": self.folder}
         for name in needed.get(self.source, ()):

@@ -28,6 +28,7 @@ from lit_dpret.datamodules.survey import (
 )
 from lit_dpret.errors import ConfigurationError, DataError, LitDpretError
 from lit_dpret.files import write_whole
+from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.report.page import render
 from lit_dpret.settings import require_whole
@@ -111,13 +112,13 @@ def fitting_batch(units: int, at_most: int) -> int:
     return min(at_most, max(1, units // 4))
 
 
-def cut_texts(data: Any, rulers: Mapping[Side, Ruler], *, at_most: int = 2000) -> list[str]:
+def cut_texts(data: Any, rulers: Mapping[Side, Ruler]) -> list[str]:
     """Say which side's texts are mostly cut by the model's length; for the terminal of the owner of the data alone."""
     collection = getattr(data, "collection", None)
     texts = {"query": getattr(collection, "queries", {}), "passage": getattr(collection, "passages", {})}
     found = []
     for side, ruler in rulers.items():
-        lengths = measure_lengths(texts[side].values(), count=ruler.count, limit=ruler.limit, at_most=at_most)
+        lengths = measure_lengths(texts[side].values(), count=ruler.count, limit=ruler.limit, at_most=2000)
         if (lengths["share_cut"] or 0) > 0.5:
             least = "at least " if ruler.unit == "words" else ""
             fits = "task=check_data says what fits" if least else f"{fitting_length([lengths['p95']])} cuts under 5 %"
@@ -155,8 +156,7 @@ class CheckData:
     def __post_init__(self) -> None:
         require_whole("task", self, 0, "examples", "split_seed")
         require_whole("task", self, 1, "max_texts")
-        if self.split_by not in get_args(SplitBy):
-            raise ConfigurationError(f"task.split_by={self.split_by!r} is not one of {', '.join(get_args(SplitBy))}.")
+        require_choice("task.split_by", self.split_by, get_args(SplitBy))
         self.write_split = None if self.write_split is None else Path(self.write_split)
         self.fractions = checked_fractions(_FRACTIONS if self.fractions is None else self.fractions)
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import ClassVar
 
 from lit_dpret.callbacks import ProgressLine
-from lit_dpret.cards.file import CARD_NAME, card_of_data
+from lit_dpret.cards.file import card_of_data
 from lit_dpret.datamodules.identity import data_facts
 from lit_dpret.distributed.job import Job, job_here
-from lit_dpret.tasks.index_folder import Encoding, IndexFolder, encode_folder
+from lit_dpret.tasks.index_folder import Encoding, encode_folder
 from lit_dpret.tasks.parts import Parts, check_run_dir, say
 from lit_dpret.tasks.uncovered import refuse_training_data
 
@@ -49,21 +49,5 @@ class Encode(Encoding):
                 about=data_facts(data, texts),
             )  # fmt: skip
         if job.is_first:
-            say(f"embeddings: {made.folder} ({made.manifest.count} x {made.manifest.dim})\n{told(made)}")
+            say(f"embeddings: {made.folder} ({made.manifest.count} x {made.manifest.dim})\n{made.promise}")
         return {"texts": float(made.manifest.count)}
-
-
-def told(index: IndexFolder) -> str:
-    """Say what a folder of embeddings promises, in a sentence."""
-    if index.manifest.private:
-        return (
-            "PRIVATE: these are embeddings of private queries, from which texts can be guessed. No guarantee covers "
-            "them; do not publish the folder."
-        )
-    if index.manifest.card:
-        path = Path(index.folder) / CARD_NAME
-        whose = "the encoder's" if index.manifest.side == "passage" else "that of the encoder or of the queries"
-        return f"privacy card: {path} (embedding is post-processing: the claim is {whose})"
-    return (
-        "The encoder has no privacy card: nothing is claimed. If it saw no private data, neither did these embeddings."
-    )

@@ -71,9 +71,7 @@ class Federated:
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Run every system and seed that is not finished; return sentence MRR@10 by system, the mean over silos."""
-        plan: FederationPlan | None = parts.make_federation()
-        if plan is None:
-            raise ConfigurationError("task=federated needs to know of which federation. Add federated=inprocess.")
+        plan: FederationPlan = parts.federation()
         for system in self.systems:
             check_stage2(system, plan.settings(self.seeds[0]))
         if plan.transport in ELSEWHERE:

@@ -40,7 +40,7 @@ from lit_dpret.privacy.accounting.accountant import calibrate_noise
 from lit_dpret.privacy.accounting.releases import FullBatch
 from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.settings import require_whole
-from lit_dpret.tasks.parts import Parts, check_run_dir
+from lit_dpret.tasks.parts import Parts, check_run_dir, require_budgets, some_of
 from lit_dpret.tasks.stages import Stages, settings_fingerprint
 from lit_dpret.tasks.uncovered import Owner, model_of, require_owner, tell_attack
 
@@ -82,24 +82,19 @@ class FederatedAttacks:
 
     def __post_init__(self) -> None:
         require_owner(self.whose, "the numbers are about these silos' queries")
-        if not self.attacks or set(self.attacks) - set(get_args(Attack)):
-            raise ConfigurationError(
-                f"task.attacks={list(self.attacks)} must be some of {', '.join(get_args(Attack))}."
-            )
+        self.attacks = some_of("task.attacks", self.attacks, get_args(Attack))
+        require_budgets("task.request_eps", self.request_eps)
+        require_budgets("task.update_eps", self.update_eps)
         require_whole("task", self, 1, "centroids", "centroid_iterations", "batch_size", "negatives")
         require_whole("task", self, 2, "candidates")
         require_whole("task", self, 3, "max_query_length", "max_passage_length")
         require_whole("task", self, 1, "layers", null=True)
-        for knob, listed in (("request_eps", self.request_eps), ("update_eps", self.update_eps)):
-            if any(not 0 < eps < float("inf") for eps in listed) or len(set(listed)) != len(listed):
-                raise ConfigurationError(f"task.{knob}={list(listed)} must be positive, finite and all different.")
         if not self.lr > 0 or not 0 <= self.weight_decay < 1:
             raise ConfigurationError(
                 f"task.lr={self.lr} must be above 0, and task.weight_decay={self.weight_decay} in [0, 1)."
             )
         check_confidence(self.confidence)
         self.silos = Path(self.silos)
-        self.attacks = sorted(set(self.attacks))
         self.request_eps = [float(e) for e in self.request_eps]
         self.update_eps = [float(e) for e in self.update_eps]
         self.lr = float(self.lr)

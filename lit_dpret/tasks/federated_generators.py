@@ -90,11 +90,7 @@ class FederatedGenerators:
             DataError: A silo declares no sentence public.
             BudgetExceededError: A silo's ledger does not cover its generator.
         """
-        plan: FederationPlan | None = parts.make_federation()
-        if plan is None:
-            raise ConfigurationError(
-                "task=federated_generators needs to know of which federation. Add federated=inprocess."
-            )
+        plan: FederationPlan = parts.federation()
         check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
         settings = plan.settings(parts.seed)
         folders = self._folders(plan, parts.run_dir)

@@ -1,4 +1,4 @@
-"""`task=index`: build a search structure over embeddings that `task=encode` wrote."""
+"""`task=index` and `task=search`: a search structure over embeddings that `task=encode` wrote, and a query to it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lit_dpret.distributed.job import job_here
-from lit_dpret.tasks.encode import told
-from lit_dpret.tasks.index_folder import index_folder
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.report.page import shortened
+from lit_dpret.retrieval.search import MISSING
+from lit_dpret.settings import require_whole
+from lit_dpret.tasks.index_folder import IndexFolder, index_folder
 from lit_dpret.tasks.parts import Parts, check_run_dir, say
 
+_SHOWN = 200  # characters of a passage
 INDEX = "index"
 
 
@@ -40,5 +44,44 @@ class Index:
             device=self.device,
             seed=parts.seed,
         )
-        say(f"index: {made.folder} ({self.search}, {made.manifest.count} texts)\n{told(made)}")
+        say(f"index: {made.folder} ({self.search}, {made.manifest.count} texts)\n{made.promise}")
         return {"texts": float(made.manifest.count)}
+
+
+@dataclass(kw_only=True)
+class Search:
+    """Print the passages that are nearest to a query.
+
+    The query is embedded in memory and written nowhere by this task; Hydra, though, keeps the command
+    in the run folder (``.hydra/overrides.yaml``), so a private query does not belong on a command line
+    of which that folder is shared.
+    """
+
+    index: Path
+    query: str
+    top_k: int = 10
+    encoder: str | None = None
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        require_whole("task", self, 1, "top_k")
+        if not str(self.query).strip():
+            raise ConfigurationError("task.query is empty.")
+        self.index = Path(self.index)
+        self.query = str(self.query)
+
+    def run(self, parts: Parts) -> dict[str, float]:
+        """Print rank, score, id and text."""
+        index = IndexFolder(self.index)
+        embedding = index.query_encoder(self.encoder).encode([self.query], "query", device=self.device)
+        top = index.search(embedding, min(self.top_k, index.manifest.count), device=self.device)
+        best = 0.0
+        for rank, (score, place) in enumerate(
+            zip(top.scores[0].tolist(), top.indices[0].tolist(), strict=True), start=1
+        ):
+            if place == MISSING:
+                break
+            best = max(best, score) if rank > 1 else score
+            text = shortened(" ".join(index.text(place).split()), _SHOWN)
+            say(f"{rank:3d}  {score:.4f}  {index.ids[place]}\n     {text}")
+        return {"best_score": best}

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from lit_dpret.encoders.bulk import in_order
 from lit_dpret.encoders.embedding_cache import content_hash, encode_to_file
 from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError, ResumeError, StorageError, schema_problem
 from lit_dpret.files import meant, settle_modes
+from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.ledger.judgement import Assumption
 from lit_dpret.retrieval.backends import Faiss, search_with
 from lit_dpret.retrieval.rows import STORAGES, FileRows, Storage
@@ -126,6 +127,22 @@ class IndexFolder:
             raise DataError(
                 f"{self.folder} holds {len(self.rows)} embeddings, not the {self.manifest.count} it claims."
             )
+
+    @property
+    def promise(self) -> str:
+        """What the folder promises, in a sentence."""
+        if self.manifest.private:
+            return (
+                "PRIVATE: these are embeddings of private queries, from which texts can be guessed. No guarantee "
+                "covers them; do not publish the folder."
+            )
+        if self.manifest.card:
+            whose = "the encoder's" if self.manifest.side == "passage" else "that of the encoder or of the queries"
+            return f"privacy card: {self.folder / CARD_NAME} (embedding is post-processing: the claim is {whose})"
+        return (
+            "The encoder has no privacy card: nothing is claimed. If it saw no private data, neither did these "
+            "embeddings."
+        )
 
     @cached_property
     def ids(self) -> list[str]:
@@ -243,11 +260,9 @@ class Encoding:
     device: str | None = None
 
     def __post_init__(self) -> None:
-        if self.side not in ("passage", "query"):
-            raise ConfigurationError(f"task.side={self.side!r} is neither passage nor query.")
+        require_choice("task.side", self.side, get_args(Side))
+        require_choice("task.storage", self.storage, tuple(STORAGES))
         require_whole("task", self, 1, "batch_size")
-        if self.storage not in STORAGES:
-            raise ConfigurationError(f"task.storage={self.storage!r} is not one of {', '.join(STORAGES)}.")
         if self.side == "passage" and self.queries is not None:
             raise ConfigurationError(
                 f"task.queries={self.queries} says something about queries, but task.side=passage."

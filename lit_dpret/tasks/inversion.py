@@ -31,6 +31,7 @@ from lit_dpret.datamodules.rows import normalise
 from lit_dpret.encoders import Side, TextEncoder, load_towers
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.files import write_whole
+from lit_dpret.privacy.budget import require_choice
 from lit_dpret.settings import require_whole
 from lit_dpret.synthesis.textsim.words import need
 from lit_dpret.tasks.parts import Parts, check_run_dir
@@ -72,11 +73,8 @@ class Inversion:
 
     def __post_init__(self) -> None:
         require_owner(self.whose, "the numbers are about these texts")
-        if self.side not in get_args(Side) or self.how not in get_args(How):
-            raise ConfigurationError(
-                f"task.side={self.side!r} must be query or passage, task.how={self.how!r} one of "
-                f"{', '.join(get_args(How))}."
-            )
+        require_choice("task.side", self.side, get_args(Side))
+        require_choice("task.how", self.how, get_args(How))
         require_whole("task", self, 20, "known", "attacked")
         require_whole("task", self, 1, "places", "steps", "batch_size")
         require_whole("task", self, 2, "max_tokens", "candidates")

@@ -28,6 +28,7 @@ from lit_dpret.datamodules.identity import data_facts
 from lit_dpret.encoders import load_towers
 from lit_dpret.errors import ConfigurationError, DataError, PrivacyViolation
 from lit_dpret.modules.generator_folder import is_generator
+from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
 from lit_dpret.settings import require_number, require_whole
 from lit_dpret.synthesis.filters.released import load_released
@@ -134,8 +135,8 @@ class MembershipSettings:
     min_free_mb: float = 500
 
     def __post_init__(self) -> None:
-        if self.others is not None and self.others not in get_args(Others):
-            raise ConfigurationError(f"task.others={self.others!r} is not one of {', '.join(get_args(Others))}.")
+        if self.others is not None:
+            require_choice("task.others", self.others, get_args(Others))
         require_whole("task", self, 20, "queries")
         require_whole("task", self, 2, "pool")
         require_whole("task", self, 1, "rows_per_query", "batch_size", "resamples")

@@ -94,9 +94,7 @@ class OwnLog(Pipeline):
 
     def _fit_sizes(self, parts: Parts) -> None:
         """Set batches and lengths, and say what was chosen and why."""
-        data = parts.make_datamodule(expected_batch_size=None, sample_rate=None)
-        data.prepare_data()
-        data.setup("fit")
+        data = parts.read_data(expected_batch_size=None, sample_rate=None)
         mode = parts.make_privacy()
         data.use_unit(getattr(mode, "unit", "query"), getattr(mode, "neighbours", "zero_out"))
         units = data.n_units

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any
+from typing import Any, TypeVar
 
 from lit_dpret.errors import ConfigurationError, StorageError
 
@@ -51,12 +51,23 @@ class Parts:
     seed: int = 0
     command: str = field(default="python train.py")
 
-    def read_data(self, stage: str = "fit") -> Any:
+    def read_data(self, stage: str = "fit", **settings: Any) -> Any:
         """Make the datamodule, let it fetch what it needs, and have it read."""
-        data = self.make_datamodule()
+        data = self.make_datamodule(**settings)
         data.prepare_data()
         data.setup(stage)
         return data
+
+    def federation(self) -> Any:
+        """Return the plan of the federation that a task is about.
+
+        Raises:
+            ConfigurationError: None is configured.
+        """
+        plan = self.make_federation()
+        if plan is None:
+            raise ConfigurationError("This task needs to know of which federation. Add federated=inprocess.")
+        return plan
 
     def command_again(self, *how: str) -> str:
         """Return the command that repeats this run: without ``resume=`` and without words that begin as ``how``."""
@@ -78,6 +89,30 @@ def _words(command: str) -> list[str]:
         return shlex.split(command)
     except ValueError:  # a lone quote mark in a value
         return command.split()
+
+
+T = TypeVar("T")
+
+
+def some_of(knob: str, given: Sequence[T] | None, known: Collection[T]) -> list[T]:
+    """Return those of ``known`` that a setting names, each once and in their order; all where it names none.
+
+    Raises:
+        ConfigurationError: It names another one, one twice, or none at all.
+    """
+    chosen = list(known if given is None else given)
+    if not chosen or set(chosen) - set(known) or len(set(chosen)) < len(chosen):
+        raise ConfigurationError(
+            f"{knob}={chosen} must name at least one of {', '.join(map(str, known)) or 'nothing'}, each once."
+        )
+    return [one for one in known if one in chosen]
+
+
+def require_budgets(knob: str, values: Sequence[float | None], *, some: bool = False) -> None:
+    """Refuse epsilons that are not all different and positive; with ``some``, also an empty list."""
+    wrong = any(value is not None and not 0 < value < float("inf") for value in values)  # None is no privacy
+    if wrong or (some and not values) or len(set(values)) < len(values):
+        raise ConfigurationError(f"{knob}={list(values)} must be different positive, finite numbers.")
 
 
 def by_hash(name: str, salt: bytes = b"") -> bytes:

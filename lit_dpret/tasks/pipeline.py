@@ -38,7 +38,7 @@ from lit_dpret.synthesis.filters import load_released
 from lit_dpret.synthesis.pseudo_queries import write_pseudo_queries
 from lit_dpret.synthesis.writer import synthesize
 from lit_dpret.tasks.fit import PlannedFit, Training, plan_fit, refuse_several_ranks, train
-from lit_dpret.tasks.parts import Parts, by_hash, check_run_dir, say
+from lit_dpret.tasks.parts import Parts, by_hash, check_run_dir, say, some_of
 from lit_dpret.tasks.pipeline_stages import KEPT, check_round_trip, set_batch, stage_callbacks, train_retriever
 from lit_dpret.tasks.ranking import score_bm25, score_embeddings
 from lit_dpret.tasks.stages import Stages, settings_fingerprint
@@ -122,11 +122,7 @@ class Pipeline:
     min_free_mb: float = 500
 
     def __post_init__(self) -> None:
-        chosen = self.only = get_args(System) if self.only is None else tuple(self.only)
-        if not chosen or not set(chosen) <= set(get_args(System)):
-            raise ConfigurationError(
-                f"task.only={list(chosen)} must name at least one of {', '.join(get_args(System))}, and no other."
-            )
+        chosen = self.only = tuple(some_of("task.only", self.only, get_args(System)))
         self.embeddings = None if self.embeddings is None else Path(self.embeddings)
         if self.round_trip_filter is not None and self.round_trip_filter < 1:
             raise ConfigurationError(f"task.round_trip_filter={self.round_trip_filter} must be at least 1, or null.")

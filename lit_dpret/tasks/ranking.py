@@ -41,13 +41,9 @@ def score_embeddings(
     passage_ids: Sequence[str],
     passage_embeddings: Tensor,
     qrels: Qrels,
-    *,
-    k: int = 100,
-    find: Callable[..., TopK] = search,
 ) -> EvaluationResult:
-    """Rank and judge against the full qrels."""
-    ranking = rank_embeddings(query_ids, query_embeddings, passage_ids, passage_embeddings, k=k, find=find)
-    return evaluate(ranking, qrels)
+    """Rank the first 100, and judge against the full qrels."""
+    return evaluate(rank_embeddings(query_ids, query_embeddings, passage_ids, passage_embeddings), qrels)
 
 
 def embedded_texts(
@@ -83,11 +79,9 @@ def rank_bm25(queries: Mapping[str, str], passages: Mapping[str, str], *, k: int
     return Ranking(query_ids=list(queries), passage_ids=ids, top=top)
 
 
-def score_bm25(
-    queries: Mapping[str, str], passages: Mapping[str, str], qrels: Qrels, *, k: int = 100
-) -> EvaluationResult:
+def score_bm25(queries: Mapping[str, str], passages: Mapping[str, str], qrels: Qrels) -> EvaluationResult:
     """BM25 (k1 0.9, b 0.4, English stop words and stems) over the same passages."""
-    return evaluate(rank_bm25(queries, passages, k=k), qrels)
+    return evaluate(rank_bm25(queries, passages, k=100), qrels)
 
 
 @dataclass(kw_only=True)

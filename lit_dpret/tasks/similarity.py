@@ -21,7 +21,7 @@ from lit_dpret.synthesis.textsim.bleu import corpus_bleu, references_by_passage
 from lit_dpret.synthesis.textsim.mauve import mauve
 from lit_dpret.synthesis.textsim.overlap import overlap
 from lit_dpret.synthesis.textsim.words import need
-from lit_dpret.tasks.parts import Parts, by_hash, check_run_dir, say
+from lit_dpret.tasks.parts import Parts, by_hash, check_run_dir, say, some_of
 from lit_dpret.tasks.ranking import embedded_texts
 from lit_dpret.tasks.uncovered import Whose, check_declared, check_synthetic, declare, refuse_training_data
 
@@ -89,12 +89,8 @@ class Similarity:
     def __post_init__(self) -> None:
         self.reference = check_declared(self.reference, self.card_entry, knob="task.reference", measured="similarity")
         require_whole("task", self, 1, "ngram", "max_texts", "seeds", "batch_size")
-        chosen = get_args(Measure) if self.measures is None else tuple(self.measures)
-        for knob, given, known in (("measures", chosen, Measure), ("features", self.features, Features)):
-            if not given or not set(given) <= set(get_args(known)):
-                raise ConfigurationError(
-                    f"task.{knob}={list(given)} must name at least one of {', '.join(get_args(known))}, and no other."
-                )
+        self.chosen: Sequence[Measure] = some_of("task.measures", self.measures, get_args(Measure))
+        self.features = some_of("task.features", self.features, get_args(Features))
         if self.reference_file is not None and self.held_out is not None:
             raise ConfigurationError(
                 f"task.held_out={self.held_out} is a split of the datamodule, which task.reference_file replaces; set "
@@ -111,7 +107,6 @@ class Similarity:
             )
         self.synthetic = Path(self.synthetic)
         self.reference_file = None if self.reference_file is None else Path(self.reference_file)
-        self.chosen: Sequence[Measure] = chosen
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Write ``similarity.json``, ``.md``, ``.html`` and, with matplotlib, ``similarity.png``; returns the scores.

@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import lightning as L
 import numpy as np
@@ -24,11 +24,11 @@ from lit_dpret.errors import ConfigurationError
 from lit_dpret.federated.aggregation import check_silos
 from lit_dpret.federated.plan import FederationPlan
 from lit_dpret.federated.silo_ledger import PASSAGE_LEDGER, QUERY_LEDGER
-from lit_dpret.federated.systems import System, SystemResult, check_seeds_and_split, check_stage2
+from lit_dpret.federated.systems import SystemResult, check_seeds_and_split, check_stage2
 from lit_dpret.report.federated_report import COLUMNS, WITHOUT_QUERIES
 from lit_dpret.report.figures import can_draw
 from lit_dpret.retrieval.statistics import seed_interval
-from lit_dpret.tasks.parts import Parts, say
+from lit_dpret.tasks.parts import Parts, say, some_of
 from reproduction.federated.catalogue import Asked, Contrast, Point, Study, Trend, study_of
 from reproduction.federated.cells import Cells, check_divisible, kept_shares, sizes
 from reproduction.federated.study_page import (
@@ -76,20 +76,11 @@ class FederatedStudy(Task):
                 "set task.plot=null to go without."
             )
         self._draws = can_draw() if self.plot is None else self.plot
-        self._systems, self._values = self._chosen(), self._varied()
+        chosen: Sequence[Any] = self._study.default if self.systems is None else self.systems
+        self._systems = some_of("task.systems", chosen, self._study.systems)
+        self._values = self._varied()
         if self.skew is not None and (self._study.name != "gain" or not 1 <= self.skew < float("inf")):
             raise ConfigurationError(f"task.skew={self.skew} is at least 1, and goes with task.study=gain alone.")
-
-    def _chosen(self) -> list[System]:
-        known, systems = self._study.systems, self.systems
-        if systems is None:
-            return list(self._study.default)
-        if not systems or set(systems) - set(known) or len(set(systems)) < len(systems):
-            raise ConfigurationError(
-                f"task.systems={list(systems)} must be some different ones of {', '.join(known)}, which "
-                f"task.study={self._study.name} compares."
-            )
-        return [system for system in known if system in systems]
 
     def _varied(self) -> list[float]:
         values, study = self.values, self._study
@@ -108,9 +99,7 @@ class FederatedStudy(Task):
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Run every cell that is not done yet; return sentence R@1 by point, the mean over silos and seeds."""
-        plan: FederationPlan | None = parts.make_federation()
-        if plan is None:
-            raise ConfigurationError("task=federated_study needs to know of which federation. Add federated=inprocess.")
+        plan: FederationPlan = parts.federation()
         if plan.transport != "inprocess":
             raise ConfigurationError(
                 f"federated.transport={plan.transport}: a study compares settings and not what carries them. Set "

@@ -68,11 +68,7 @@ def tables(study: Trainings, *, passages: int, texts: bool) -> list[ExampleTable
     # condition as the original ones.
     public = study.originals_are_public
     cells = [cell for cell in study.cells() if public or cell.eps is not None]
-    data = study.parts.make_datamodule(
-        max_passages=study.base.max_passages, expected_batch_size=None, sample_rate=None
-    )  # fmt: skip
-    data.prepare_data()
-    data.setup("fit")
+    data = study.parts.read_data(max_passages=study.base.max_passages, expected_batch_size=None, sample_rate=None)
     known = data.public_passages()
     asked = _asked(data) if public else {}
     choice = [name for name in known if name in asked] or list(known)

@@ -103,12 +103,8 @@ def _point(study: Trainings, grid: Grid, point: tuple[float, float, int, float])
         return mode
 
     def work(parts: Parts) -> Any:
-        sized = partial(
-            parts.make_datamodule, expected_batch_size=batch, physical_batch_size=base.generator_physical_batch
-        )
-        data = sized()
-        data.prepare_data()
-        data.setup("fit")
+        size: dict[str, Any] = {"expected_batch_size": batch, "physical_batch_size": base.generator_physical_batch}
+        data = parts.read_data(**size)
         mode = privacy()
         data.use_unit(mode.unit, mode.neighbours)
         steps = max(1, round(epochs * data.n_units / batch))
@@ -118,7 +114,7 @@ def _point(study: Trainings, grid: Grid, point: tuple[float, float, int, float])
                 parts,
                 make_privacy=lambda **_: privacy(),
                 make_module=make,
-                make_datamodule=sized,
+                make_datamodule=partial(parts.make_datamodule, **size),
                 make_trainer=partial(parts.make_trainer, max_steps=steps),
                 make_callbacks=lambda: stage_callbacks(
                     parts.run_dir,

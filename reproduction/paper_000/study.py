@@ -17,7 +17,7 @@ from lit_dpret.modules.language_models import load_language_model
 from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
 from lit_dpret.report.table import RowResult, from_json
 from lit_dpret.settings import require_whole
-from lit_dpret.tasks.parts import Parts
+from lit_dpret.tasks.parts import Parts, require_budgets
 from lit_dpret.tasks.pipeline import Pipeline
 from lit_dpret.tasks.stages import described
 from reproduction.paper_000.shrink import SmallerGenerator
@@ -82,10 +82,7 @@ class Trainings(Study):
             )
         if wrong := [name for name in self.sizes if not name or set(name) & set("/\\ ")]:
             raise ConfigurationError(f"task.sizes: {wrong[0]!r} names a folder, so it must have no slash and no space.")
-        if not self.eps or len(set(self.eps)) < len(self.eps) or any(e is not None and not e > 0 for e in self.eps):
-            raise ConfigurationError(
-                f"task.eps={list(self.eps)} must be different positive numbers, null for no privacy."
-            )
+        require_budgets("task.eps", self.eps, some=True)
         if not set(self.others_at) <= set(self.eps):
             raise ConfigurationError(
                 f"task.others_at={list(self.others_at)} must be some of task.eps={list(self.eps)}."
@@ -216,9 +213,7 @@ class Trainings(Study):
 
     def _shrunk(self) -> Path:
         def work(parts: Parts) -> str:
-            data = parts.make_datamodule(max_passages=self.shrink_passages, expected_batch_size=None, sample_rate=None)
-            data.prepare_data()
-            data.setup("fit")
+            data = parts.read_data(max_passages=self.shrink_passages, expected_batch_size=None, sample_rate=None)
             codec = self.base.generator(privacy=NoPrivacy(), pretrained=self.shrink.teacher).codec
             with ProgressLine("making the smaller generator") as progress:
                 self.shrink.write(

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from lit_dpret.cards.blocks import Banner, Block, Bullets, Code, Paragraph, Section
-from lit_dpret.errors import ConfigurationError
 from lit_dpret.report.page import Page
 from lit_dpret.settings import require_whole
 from lit_dpret.tasks.fit import refuse_several_ranks
-from lit_dpret.tasks.parts import Parts, say
+from lit_dpret.tasks.parts import Parts, say, some_of
 from reproduction.paper_000 import canaries, examples, grid, overlap, retrieval, similarity, zero_shot
 from reproduction.paper_000.study import LeftOut, Trainings
 from reproduction.paper_000.table import Shown, write_tables
@@ -58,11 +57,7 @@ class Paper000(Trainings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.only = get_args(Part) if self.only is None else tuple(self.only)
-        if not self.only or not set(self.only) <= set(get_args(Part)):
-            raise ConfigurationError(
-                f"task.only={list(self.only)} must name at least one of {', '.join(get_args(Part))}, and no other."
-            )
+        self.only = some_of("task.only", self.only, get_args(Part))
         require_whole("task", self, 1, "examples")
         self.canaries_from = None if self.canaries_from is None else Path(self.canaries_from)
 
@@ -73,7 +68,7 @@ class Paper000(Trainings):
         self._refuse_wrong_parts()
         tables: list[Shown] = []
         left_out: dict[str, str] = {}
-        for name in [part for part in get_args(Part) if part in self.only]:
+        for name in self.only:
             say(f"-- paper 000: {name}")
             try:
                 tables += self._tables(name)

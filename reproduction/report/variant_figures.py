@@ -51,13 +51,10 @@ def lowest_loss(runs: Iterable[VariantRun]) -> float:
 
 
 def relative_curves(runs: Sequence[VariantRun], *, axis: Axis = "examples", band: Band = "interval") -> list[Curve]:
-    """Return the mean loss of each variant over the lowest loss of all runs.
+    """Return the mean loss of each variant, over the lowest loss of all runs, with a band along ``axis``.
 
-    Args:
-        runs: All runs of the comparison; a variant's runs are observed at the same steps.
-        axis: What the curves run over.
-        band: ``interval``: the 95 % t-interval of the mean over seeds. ``range``: from the lowest run
-            to the highest, as the paper shades.
+    The band is the 95 % t-interval of the mean over seeds, or the ``range`` from the lowest run to the highest, as
+    the paper shades.
     """
     scale = lowest_loss(runs)
     return [

@@ -43,20 +43,15 @@ class VariantRun:
 
     def __post_init__(self) -> None:
         name = f"The run {self.variant!r} of seed {self.seed}"
-        for of in ("steps", "losses", "held_out", "examples", "seconds"):
+        for of, values in (("losses", self.losses), ("held_out", self.held_out), ("metrics", self.metrics.values())):
+            if not all(map(math.isfinite, values)):
+                raise DataError(f"{name} has {of} that are not finite: it diverged.")
+        for of in ("steps", "examples", "seconds"):  # of a file that somebody merged or cut
             values = getattr(self, of)
-            if len(values) != len(self.losses) and (values or of == "steps"):
+            if (values or of == "steps") and len(values) != len(self.losses):
                 raise DataError(f"{name} has {len(self.losses)} losses and {len(values)} {of}.")
-            if not all(math.isfinite(value) for value in values):
-                raise DataError(f"{name} has {of} that are not finite: it diverged, or was written wrongly.")
-            if of not in ("losses", "held_out") and any(b <= a for a, b in itertools.pairwise(values)):
+            if any(later <= earlier for earlier, later in itertools.pairwise(values)):
                 raise DataError(f"{name} has {of} that do not increase.")
-        if not self.losses:
-            raise DataError(f"{name} has no losses.")
-        if not all(math.isfinite(value) for value in self.metrics.values()):
-            raise DataError(f"{name} has a metric that is not finite.")
-        if self.confusion is not None and any(len(row) != len(self.confusion) for row in self.confusion):
-            raise DataError(f"{name} has a confusion matrix that is not square.")
 
 
 def by_variant(runs: Iterable[VariantRun]) -> dict[str, list[VariantRun]]:

@@ -117,8 +117,9 @@ class MetricsTable:
             return f"Test metrics over {over}, each mean divided by that of {self.baseline}.{best}"
         return f"Test metrics over {over}{'' if high == 1 else ': mean / standard deviation'}.{best}"
 
-    def shares_of_the_gain(self, *, start: str, metric: str = "accuracy") -> str:
-        """Say what each variant keeps of the baseline's gain over ``start``; empty where there is no gain."""
+    def shares_of_the_gain(self, *, start: str) -> str:
+        """Say what each variant keeps of the baseline's gain in accuracy over ``start``; empty where there is none."""
+        metric = "accuracy"
         if self.baseline is None or start not in self.rows or metric not in self.metrics:
             return ""
         # A mean over the baseline's counts what the encoder had before it was trained as if it had been learned.

@@ -178,11 +178,6 @@ def _known_by_heart(measure: Measurement, model: Path, canaries: Any, *, seed: i
     ]  # fmt: skip
 
 
-def test_a_way_of_judging_that_is_none_is_refused_before_a_study_could_begin() -> None:
-    with pytest.raises(ConfigurationError, match=r"task\.measure\.span='foo'"):
-        Measurement(span="foo")  # type: ignore[arg-type]
-
-
 def test_a_mode_that_trains_no_generator_is_refused_before_anything_runs(tmp_path: Path) -> None:
     made = parts(tmp_path, partial(LogitDP, delta=1e-5, max_logit_grad_norm=1.0, secret_file=tmp_path / "secret"))
     with pytest.raises(ConfigurationError, match="privacy=dp_sgd"):
@@ -212,12 +207,6 @@ def test_an_audit_puts_what_it_found_on_both_cards_of_the_run(tmp_path: Path, ca
     assert verify_chain(run).failed == []
     Audit(run=run, measure=MEASURE).run(parts(tmp_path, run_dir=tmp_path / "again"))
     assert len(read_card(run)["empirical"]["results"]) == len(results)  # the same twice is said once
-
-
-def test_without_a_guarantee_there_are_results_and_no_ceilings(tmp_path: Path) -> None:
-    run = run_with_canaries(tmp_path, NoPrivacy)
-    Audit(run=run, measure=MEASURE).run(parts(tmp_path, run_dir=tmp_path / "audit"))
-    assert all(one["ceiling"] is None for one in read_card(run)["empirical"]["results"])
 
 
 def test_coins_are_judged_by_the_one_run_audit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,20 +246,20 @@ def test_ranks_that_contradict_a_claim_are_a_banner_on_the_card(
     assert "AN AUDIT CONTRADICTS THIS CLAIM" in read_card(run)["claim"]["statement"]
 
 
-def test_a_run_without_canaries_or_with_others_than_its_ledgers_is_refused(tmp_path: Path) -> None:
+def test_without_a_guarantee_there_are_no_ceilings_and_other_canaries_than_the_ledgers_are_refused(
+    tmp_path: Path,
+) -> None:
     run = run_with_canaries(tmp_path, NoPrivacy)
+    before = (run / CANARIES).read_bytes()
+    with pytest.raises(ResumeError, match="earlier run"):
+        run_with_canaries(tmp_path, NoPrivacy)
+    assert (run / CANARIES).read_bytes() == before, "a second run does not write over them"
     again = parts(tmp_path, run_dir=tmp_path / "audit")
+    Audit(run=run, measure=MEASURE).run(again)
+    assert all(one["ceiling"] is None for one in read_card(run)["empirical"]["results"])
     write_canaries(replace(read_canaries(run), nonce="another"), run)
     with pytest.raises(DataError, match="chosen afterwards"):
         Audit(run=run, measure=MEASURE).run(again)
     (run / CANARIES).unlink()
     with pytest.raises(DataError, match="without canaries"):
         Audit(run=run, measure=MEASURE).run(again)
-
-
-def test_a_second_run_does_not_overwrite_the_canaries_of_the_first(tmp_path: Path) -> None:
-    run = run_with_canaries(tmp_path, NoPrivacy)
-    before = (run / CANARIES).read_bytes()
-    with pytest.raises(ResumeError, match="earlier run"):
-        run_with_canaries(tmp_path, NoPrivacy)
-    assert (run / CANARIES).read_bytes() == before

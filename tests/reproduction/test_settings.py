@@ -64,6 +64,11 @@ IMPOSSIBLE: dict[str, list[dict[str, Any]]] = {
 }  # fmt: skip
 
 
+def test_a_way_of_judging_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"task\.measure\.span='foo'"):
+        Measurement(span="foo")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("study", "wrong"), [(study, wrong) for study, refused in IMPOSSIBLE.items() for wrong in refused], ids=str
 )

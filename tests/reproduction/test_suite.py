@@ -175,9 +175,15 @@ def test_what_goes_on_from_a_part_that_is_not_there_is_left_out(tmp_path: Path, 
     assert ran == ["seed=3 a=1", "seed=3 c=1"]
 
 
-def test_a_missing_package_leaves_a_part_out(tmp_path: Path, ran: list[str]) -> None:
-    suite(parts=changed("first", packages=["no_such_package"])).run(parts(tmp_path, ran))
-    assert "the package no_such_package is not installed" in page(tmp_path)["items"][0]["reason"]
+@pytest.mark.parametrize(
+    ("change", "why"), [({"packages": ["no_such_package"]}, "no_such_package"), ({"taken": "."}, "score.json")]
+)
+def test_a_part_without_its_package_or_with_results_that_lack_something_is_left_out_and_says_so(
+    change: dict[str, Any], why: str, tmp_path: Path, ran: list[str]
+) -> None:
+    suite(parts=changed("first", **change)).run(parts(tmp_path, ran))
+    item = page(tmp_path)["items"][0]
+    assert item["state"] == "left out" and why in item["reason"] and item["blocks"] == []
 
 
 def test_earlier_results_stand_in_for_a_part_and_nothing_is_run_for_a_report(tmp_path: Path, ran: list[str]) -> None:
@@ -192,12 +198,6 @@ def test_earlier_results_stand_in_for_a_part_and_nothing_is_run_for_a_report(tmp
     assert "only results were taken" in found["items"][1]["reason"]
     with pytest.raises(ConfigurationError, match=r"no part in .* is finished"):
         suite(report_only=True).run(parts(tmp_path / "other", ran))
-
-
-def test_results_without_what_an_item_needs_are_told_and_not_made_up(tmp_path: Path, ran: list[str]) -> None:
-    suite(parts=changed("first", taken=str(tmp_path))).run(parts(tmp_path / "run", ran))
-    item = page(tmp_path / "run")["items"][0]
-    assert item["state"] == "left out" and "score.json is not there" in item["reason"] and item["blocks"] == []
 
 
 def test_texts_of_the_data_are_left_out_of_the_page_where_they_must_not_be_passed_on(
@@ -242,15 +242,6 @@ def test_every_item_of_a_paper_has_its_part_and_every_part_composes(experiment: 
         own = composed(*[word.replace("=None", "=null") for word in part["settings"]], f"run_dir=run/{name}")
         assert own.task._target_.startswith(("lit_dpret.tasks.", "reproduction."))
         assert part["sizes"], "a page says how ours differs in size"
-
-
-def test_the_papers_have_all_their_numbers_in_order() -> None:
-    def numbers(name: str, kind: str) -> list[int]:
-        words = [item.number.split(",")[0].split() for item in papers.PAPERS[name].items]
-        return sorted({int(number) for what, number, *_ in words if what == kind})
-
-    assert numbers("paper_002", "Figure") == [1, 2, 3, 4, 5] and numbers("paper_002", "Table") == [1, 2, 3, 4]
-    assert numbers("paper_004", "Figure") == numbers("paper_004", "Table") == [1, 2, 3, 4, 5, 6]
 
 
 def test_figures_and_tables_of_paper_002_are_made_of_stored_runs(tmp_path: Path) -> None:

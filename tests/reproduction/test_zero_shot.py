@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiny_tasks import no_parts, write_beir
 
 from lit_dpret.datamodules.beir_sets import BEIR_SETS
 from lit_dpret.errors import DataError, ResumeError
 from lit_dpret.tasks import Evaluate
-from lit_dpret.tasks.parts import Parts
 from reproduction import ZeroShot
 
 WORDS = ["harbour", "lantern", "orchard", "saddle", "thunder", "velvet", "walnut", "zephyr"]
@@ -25,25 +25,11 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def parts(folder: Path, *, resume: bool = False, data: Any = None) -> Parts:
-    def none(**_: Any) -> Any:
-        raise AssertionError("a zero-shot evaluation trains nothing")
-
-    return Parts(
-        run_dir=folder, make_privacy=none, make_datamodule=lambda: data, make_module=none, make_trainer=none,
-        resume=resume,
-    )  # fmt: skip
-
-
 def write_set(folder: Path, *, found: int, split: str = "test") -> None:
     """Four queries, of which BM25 answers the first ``found`` with the right passage, and no other with any."""
-    (folder / "qrels").mkdir(parents=True)
-    corpus = [{"_id": f"d{i}", "title": "", "text": f"{word} common"} for i, word in enumerate(WORDS)]
-    (folder / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in corpus))
-    queries = [{"_id": f"q{i}", "text": WORDS[i] if i < found else "nothing"} for i in range(4)]
-    (folder / "queries.jsonl").write_text("".join(json.dumps(row) + "\n" for row in queries))
-    lines = [f"q{i}\td{i}\t1\n" for i in range(4)]
-    (folder / "qrels" / f"{split}.tsv").write_text("query-id\tcorpus-id\tscore\n" + "".join(lines))
+    corpus = {f"d{i}": f"{word} common" for i, word in enumerate(WORDS)}
+    queries = {f"q{i}": WORDS[i] if i < found else "nothing" for i in range(4)}
+    write_beir(folder, corpus, queries, {split: [(f"q{i}", f"d{i}") for i in range(4)]})
 
 
 def zero_shot(root: Path, sets: list[str], **more: Any) -> ZeroShot:
@@ -55,7 +41,7 @@ def test_every_set_that_is_there_is_measured_and_the_others_are_named(
 ) -> None:
     write_set(tmp_path / "beir" / "scifact", found=3)
     write_set(tmp_path / "beir" / "msmarco", found=1, split="dev")
-    found = zero_shot(tmp_path / "beir", ["scifact", "msmarco", "covid"]).run(parts(tmp_path / "run"))
+    found = zero_shot(tmp_path / "beir", ["scifact", "msmarco", "covid"]).run(no_parts(tmp_path / "run"))
     assert found == {"scifact": 0.75, "msmarco": 0.25}
     table = json.loads((tmp_path / "run" / "zero_shot.json").read_text())
     assert table["missing"] == ["trec-covid"] and table["mean_of"] == "mean of 2 of 3"
@@ -75,7 +61,7 @@ def test_cqadupstack_is_the_mean_of_its_forums_and_counts_as_one_set(tmp_path: P
     for place, forum in enumerate(forums):
         write_set(tmp_path / forum, found=4 if place < 3 else 0)
     write_set(tmp_path / "scifact", found=4)
-    found = zero_shot(tmp_path, ["cqadup", "scifact"]).run(parts(tmp_path / "run"))
+    found = zero_shot(tmp_path, ["cqadup", "scifact"]).run(no_parts(tmp_path / "run"))
     assert found == {"cqadupstack": pytest.approx(0.25), "scifact": 1.0}
     table = json.loads((tmp_path / "run" / "zero_shot.json").read_text())
     assert table["mean"]["ndcg@10"]["mean"] == pytest.approx((0.25 + 1.0) / 2)
@@ -87,7 +73,7 @@ def test_cqadupstack_without_all_its_forums_has_no_number(tmp_path: Path) -> Non
     for forum in forums[:-1]:
         write_set(tmp_path / forum, found=4)
     write_set(tmp_path / "fiqa", found=2)
-    found = zero_shot(tmp_path, ["cqadup", "fiqa"]).run(parts(tmp_path / "run"))
+    found = zero_shot(tmp_path, ["cqadup", "fiqa"]).run(no_parts(tmp_path / "run"))
     assert found == {"fiqa": 0.5}
     table = json.loads((tmp_path / "run" / "zero_shot.json").read_text())
     assert table["sets"][0]["note"] == f"missing: lacks {forums[-1]}"
@@ -98,20 +84,20 @@ def test_a_run_that_was_stopped_goes_on_with_the_sets_that_are_left(tmp_path: Pa
     write_set(tmp_path / "beir" / "scifact", found=4)
     (tmp_path / "beir" / "scifact" / "queries.jsonl").write_text("broken\n")
     with pytest.raises(DataError, match="malformed JSON"):
-        zero_shot(tmp_path / "beir", ["fiqa", "scifact"]).run(parts(tmp_path / "run"))
+        zero_shot(tmp_path / "beir", ["fiqa", "scifact"]).run(no_parts(tmp_path / "run"))
     written = (tmp_path / "run" / "fiqa" / "run.trec").stat().st_mtime_ns
     for name in ("scifact", "fiqa"):  # fiqa is not read again, so it may be broken now
         (tmp_path / "beir" / name / "queries.jsonl").unlink()
     (tmp_path / "beir" / "fiqa" / "queries.jsonl").write_text("broken\n")
     write_set(tmp_path / "whole", found=4)
     (tmp_path / "whole" / "queries.jsonl").rename(tmp_path / "beir" / "scifact" / "queries.jsonl")
-    found = zero_shot(tmp_path / "beir", ["fiqa", "scifact"]).run(parts(tmp_path / "run", resume=True))
+    found = zero_shot(tmp_path / "beir", ["fiqa", "scifact"]).run(no_parts(tmp_path / "run", resume=True))
     assert found == {"fiqa": 0.5, "scifact": 1.0}
     assert (tmp_path / "run" / "fiqa" / "run.trec").stat().st_mtime_ns == written
     with pytest.raises(ResumeError, match="other settings"):
-        zero_shot(tmp_path / "beir", ["scifact"]).run(parts(tmp_path / "run", resume=True))
+        zero_shot(tmp_path / "beir", ["scifact"]).run(no_parts(tmp_path / "run", resume=True))
     with pytest.raises(ResumeError, match="resume=true"):
-        zero_shot(tmp_path / "beir", ["fiqa", "scifact"]).run(parts(tmp_path / "run"))
+        zero_shot(tmp_path / "beir", ["fiqa", "scifact"]).run(no_parts(tmp_path / "run"))
 
 
 def test_a_query_of_arguana_does_not_find_itself_and_one_of_scifact_may(tmp_path: Path) -> None:
@@ -119,14 +105,14 @@ def test_a_query_of_arguana_does_not_find_itself_and_one_of_scifact_may(tmp_path
         write_set(tmp_path / name, found=4)
         (tmp_path / name / "queries.jsonl").write_text(json.dumps({"_id": "d0", "text": "harbour common"}) + "\n")
         (tmp_path / name / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\nd0\td1\t1\n")
-    zero_shot(tmp_path, ["arguana", "scifact"]).run(parts(tmp_path / "run"))
+    zero_shot(tmp_path, ["arguana", "scifact"]).run(no_parts(tmp_path / "run"))
     first = {name: (tmp_path / "run" / name / "run.trec").read_text().split()[2] for name in ("arguana", "scifact")}
     assert first["scifact"] == "d0" != first["arguana"]
 
 
 def test_a_root_without_any_of_the_sets_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds none of the sets fiqa, scifact"):
-        zero_shot(tmp_path, ["fiqa", "scifact"]).run(parts(tmp_path / "run"))
+        zero_shot(tmp_path, ["fiqa", "scifact"]).run(no_parts(tmp_path / "run"))
     with pytest.raises(DataError, match="does not exist"):
         zero_shot(tmp_path / "gone", ["fiqa"])
 
@@ -139,7 +125,7 @@ def test_evaluation_leaves_a_run_that_trec_eval_scores_alike(tmp_path: Path) -> 
     write_set(tmp_path / "scifact", found=3)
     data = BeirDataModule(name="scifact", root=tmp_path)
     task = Evaluate(encoder="bm25", metrics=["ndcg@10", "map@5"], top_k=10)
-    found = task.run(parts(tmp_path / "run", data=data))
+    found = task.run(no_parts(tmp_path / "run", make_datamodule=lambda: data))
     qrels, run = read_qrels(tmp_path / "run" / "qrels.trec"), read_run(tmp_path / "run" / "run.trec")
     truth = pytrec_eval.RelevanceEvaluator(qrels, {"ndcg_cut.10", "map_cut.5"}).evaluate(run)
     for name, key in (("ndcg@10", "ndcg_cut_10"), ("map@5", "map_cut_5")):
@@ -152,7 +138,7 @@ def test_evaluation_leaves_a_run_that_trec_eval_scores_alike(tmp_path: Path) -> 
 def test_a_collection_that_is_no_set_of_beir_is_measured_beside_them_and_said_to_be_none(tmp_path: Path) -> None:
     write_set(tmp_path / "scifact", found=4)
     write_set(tmp_path / "mine", found=2)
-    told = zero_shot(tmp_path, ["scifact"], also=["mine", "absent"]).run(parts(tmp_path / "run"))
+    told = zero_shot(tmp_path, ["scifact"], also=["mine", "absent"]).run(no_parts(tmp_path / "run"))
     assert set(told) == {"scifact", "mine"} and told["mine"] < told["scifact"]
     facts = json.loads((tmp_path / "run" / "zero_shot.json").read_text())
     notes = {one["name"]: one["note"] for one in facts["sets"]}

@@ -96,13 +96,6 @@ def test_lengths_are_in_the_models_own_tokens_and_say_what_it_cuts(tmp_path: Pat
         assert lengths["passage"]["max"] > lengths["passage"]["limit"] and 0 < lengths["passage"]["share_cut"] <= 1
 
 
-def test_without_a_model_lengths_are_in_words_and_say_why(tmp_path: Path, harbour: Path) -> None:
-    CheckData().run(job(tmp_path, folder=harbour))
-    lengths = report(tmp_path)["lengths"]
-    assert lengths["by"] == "words between white space (model.encoder=nowhere cannot be loaded.)"
-    assert lengths["passage"]["limit"] is None and lengths["passage"]["share_cut"] is None
-
-
 def test_every_text_that_is_no_unicode_is_listed_with_its_line(tmp_path: Path) -> None:
     log = write_log(tmp_path)
     lines = log.read_text(encoding="utf-8").splitlines()
@@ -115,9 +108,13 @@ def test_every_text_that_is_no_unicode_is_listed_with_its_line(tmp_path: Path) -
     assert [text.partition(":")[0] for text in shown] == [f"{log} line {number}" for number in (4, 8, 10)]
 
 
-def test_a_stored_corpus_gives_the_same_report(tmp_path: Path, harbour: Path) -> None:
+def test_a_stored_corpus_gives_the_same_report_and_without_a_model_lengths_are_in_words(
+    tmp_path: Path, harbour: Path
+) -> None:
     CheckData().run(job(tmp_path, folder=harbour))
     held = report(tmp_path)
+    assert held["lengths"]["by"].startswith("words") and "model.encoder=nowhere" in held["lengths"]["by"]
+    assert held["lengths"]["passage"]["limit"] is None and held["lengths"]["passage"]["share_cut"] is None
     CheckData().run(job(tmp_path, folder=harbour, in_memory=False, cache_dir=tmp_path / "cache"))
     assert report(tmp_path) == held
 
@@ -220,21 +217,16 @@ def test_a_file_that_is_not_there_is_said_as_such_and_no_report_is_written(tmp_p
         assert not (tmp_path / "run" / REPORT).exists()
 
 
-def test_a_column_that_no_record_has_is_one_problem_that_names_the_setting(tmp_path: Path) -> None:
+def test_a_column_that_no_record_has_is_one_problem_that_names_the_setting_and_shows_no_text(tmp_path: Path) -> None:
     log = write_log(tmp_path)
     log.write_text(log.read_text(encoding="utf-8").replace('"passage"', '"pasage"'), encoding="utf-8")
-    with pytest.raises(DataError):
-        CheckData().run(job(tmp_path, pairs=log))
-    (told,) = report(tmp_path)["problems"]["messages"]["missing column"]
-    assert "pasage" in told and "datamodule.columns" in told
-
-
-def test_the_first_line_of_a_table_without_a_header_is_not_shown(tmp_path: Path) -> None:
     (tmp_path / "log.tsv").write_text("does my policy cover floods\tIt does not, unless you ask.\n" * 3)
-    with pytest.raises(DataError):
-        CheckData().run(job(tmp_path, pairs=tmp_path / "log.tsv"))
+    for file, said in ((log, "pasage"), (tmp_path / "log.tsv", "(a text), (a text)")):  # a table without a header
+        with pytest.raises(DataError):
+            CheckData().run(job(tmp_path, pairs=file))
+        (told,) = report(tmp_path)["problems"]["messages"]["missing column"]
+        assert said in told and "datamodule.columns" in told
     assert "floods" not in json.dumps(report(tmp_path))
-    assert "no column 'passage'; found: (a text), (a text)" in json.dumps(report(tmp_path))
 
 
 def test_other_datamodules_are_examined_by_their_own_layout(tmp_path: Path) -> None:
@@ -303,20 +295,14 @@ def test_no_user_unit_is_offered_where_training_would_refuse_it_or_would_lose_mo
         assert f"expected_batch_size={units}" in found["command"]
 
 
-def test_a_written_split_says_what_its_sides_share(tmp_path: Path) -> None:
-    CheckData(write_split=tmp_path / "new").run(job(tmp_path, pairs=write_log(tmp_path)))
-    shared = report(tmp_path)["split"]["shared_with_train"]
-    assert set(shared) == {"dev", "test"} and shared["dev"]["positive_passages"] > 0
-    assert "dev and train: queries that repeat" in (tmp_path / "run" / PAGE).read_text(encoding="utf-8")
-
-
 @pytest.mark.parametrize("users", [False, True])
 def test_a_log_whose_default_delta_would_be_large_is_cautioned_of_it(users: bool, tmp_path: Path) -> None:
     log = write_log(tmp_path, users=users)
     CheckData(max_texts=5).run(job(tmp_path, pairs=log))
-    units = 20 if users else 60
-    (told,) = report(tmp_path)["cautions"]
+    units, found = 20 if users else 60, report(tmp_path)
+    (told,) = found["cautions"]
     assert f"{units} units" in told and "privacy.delta" in told
+    assert found["split"]["by"] == ("user" if users else "text") and (found["users"] is not None) is users
 
 
 def test_a_length_that_cuts_most_texts_is_said_and_one_that_does_not_is_not() -> None:
@@ -350,12 +336,6 @@ def test_a_written_split_is_trained_on_by_the_command_that_is_shown(tmp_path: Pa
     assert data.lower_case_queries and data.max_rows_per_unit == 5 and data.n_units > 0
     assert {split: len(qrels) for split, qrels in data.collection.qrels.items()} == report(tmp_path)["split"]["queries"]
     assert data.has_public_passages is declared
-
-
-def test_without_users_a_split_is_by_text_and_the_report_says_what_that_protects(tmp_path: Path) -> None:
-    CheckData().run(job(tmp_path, pairs=write_log(tmp_path, users=False)))
-    assert report(tmp_path)["split"]["by"] == "text" and report(tmp_path)["users"] is None
-    assert "A user_id column makes privacy.unit=user possible" in (tmp_path / "run" / PAGE).read_text()
 
 
 def test_a_split_that_would_leave_a_side_empty_is_told_and_refused_where_asked_for(tmp_path: Path) -> None:

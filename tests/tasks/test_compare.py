@@ -5,26 +5,18 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+from tiny_tasks import no_parts
 
 from lit_dpret.cli import with_task
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.retrieval.trec_runs import write_run
 from lit_dpret.tasks import Compare
-from lit_dpret.tasks.parts import Parts
 
 QRELS = "".join(f"q{q} 0 a 1\n" for q in range(20))
 GOOD = {f"q{q}": {"a": 2.0, "b": 1.0} for q in range(20)}
 BAD = {f"q{q}": {"a": 0.5, "b": 1.0} for q in range(20)}
-
-
-def parts(folder: Path) -> Parts:
-    def none(**_: Any) -> Any:
-        raise AssertionError("comparing two runs needs neither data nor model")
-
-    return Parts(run_dir=folder / "out", make_privacy=none, make_datamodule=none, make_module=none, make_trainer=none)
 
 
 def system(folder: Path, run: dict[str, dict[str, float]], sets: tuple[str, ...] = ("",)) -> Path:
@@ -39,7 +31,7 @@ def test_two_run_files_are_compared_and_written_down(tmp_path: Path, capsys: pyt
     write_run(tmp_path / "b.trec", BAD)
     (tmp_path / "qrels.trec").write_text(QRELS)
     task = Compare(run_a=tmp_path / "a.trec", run_b=tmp_path / "b.trec", metrics=["mrr@10"], resamples=1000)
-    assert task.run(parts(tmp_path)) == {"a/mrr@10": 0.5}
+    assert task.run(no_parts(tmp_path / "out")) == {"a/mrr@10": 0.5}
     found = json.loads((tmp_path / "out" / "comparison.json").read_text())
     assert {stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "out").glob("comparison.*")} == {0o600}
     assert found["cells"][0]["p_value"] == pytest.approx(1 / 1001) and found["cells"][0]["significant"]
@@ -52,7 +44,7 @@ def test_folders_of_several_data_sets_are_compared_on_those_that_both_have(
 ) -> None:
     a = system(tmp_path / "a", GOOD, ("scifact", "cqadupstack/unix", "fiqa"))
     b = system(tmp_path / "b", BAD, ("scifact", "cqadupstack/unix", "quora"))
-    found = Compare(run_a=a, run_b=b, metrics=["mrr@10"], resamples=100).run(parts(tmp_path))
+    found = Compare(run_a=a, run_b=b, metrics=["mrr@10"], resamples=100).run(no_parts(tmp_path / "out"))
     assert found == {"cqadupstack/unix/mrr@10": 0.5, "scifact/mrr@10": 0.5}
     assert "not compared: fiqa (a only), quora (b only)" in capsys.readouterr().out
 
@@ -61,26 +53,21 @@ def test_runs_that_were_judged_differently_are_refused(tmp_path: Path) -> None:
     a, b = system(tmp_path / "a", GOOD), system(tmp_path / "b", BAD)
     (b / "qrels.trec").write_text(QRELS.replace("q0 0 a 1", "q0 0 a 2"))
     with pytest.raises(DataError, match="differ"):
-        Compare(run_a=a, run_b=b).run(parts(tmp_path))
-    Compare(run_a=a, run_b=b, qrels=a / "qrels.trec", resamples=10).run(parts(tmp_path))
-
-
-@pytest.mark.parametrize("missing", ["nowhere", "empty"])
-def test_a_path_without_a_run_is_refused(tmp_path: Path, missing: str) -> None:
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=missing):
-        Compare(run_a=tmp_path / missing, run_b=tmp_path / missing).run(parts(tmp_path))
+        Compare(run_a=a, run_b=b).run(no_parts(tmp_path / "out"))
+    Compare(run_a=a, run_b=b, qrels=a / "qrels.trec", resamples=10).run(no_parts(tmp_path / "out"))
 
 
 def test_runs_without_judgements_or_without_a_common_data_set_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="nowhere"):
+        Compare(run_a=tmp_path / "nowhere", run_b=tmp_path / "nowhere").run(no_parts(tmp_path / "out"))
     write_run(tmp_path / "a.trec", GOOD)
     with pytest.raises(DataError, match=r"no judgements beside .* task\.qrels"):
-        Compare(run_a=tmp_path / "a.trec", run_b=tmp_path / "a.trec").run(parts(tmp_path))
+        Compare(run_a=tmp_path / "a.trec", run_b=tmp_path / "a.trec").run(no_parts(tmp_path / "out"))
     a, b = system(tmp_path / "a", GOOD, ("one", "two")), system(tmp_path / "b", BAD, ("three", "four"))
     with pytest.raises(DataError, match="no data set in common"):
-        Compare(run_a=a, run_b=b).run(parts(tmp_path))
+        Compare(run_a=a, run_b=b).run(no_parts(tmp_path / "out"))
     with pytest.raises(ConfigurationError, match="one file of judgements, and the runs are of 2 data sets"):
-        Compare(run_a=a, run_b=a, qrels=a / "one" / "qrels.trec").run(parts(tmp_path))
+        Compare(run_a=a, run_b=a, qrels=a / "one" / "qrels.trec").run(no_parts(tmp_path / "out"))
 
 
 def test_the_short_form_takes_two_runs_with_any_characters_in_their_paths() -> None:

@@ -8,38 +8,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_tasks import no_parts, write_beir
 
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.tasks import Evaluate
-from lit_dpret.tasks.parts import Parts
 
 HEADER = "query-id\tcorpus-id\tscore\n"
 TEST = "q1\tp1\t2\nq1\tp2\t0\nq2\tp2\t1\n"
 
 
-def no_part(*_: Any, **__: Any) -> Any:
-    raise AssertionError("an evaluation builds nothing but the data")
-
-
 def collection(folder: Path, **qrels: str) -> Path:
     """Two passages and five queries, judged as said."""
-    (folder / "qrels").mkdir(parents=True)
     texts = {"p1": "flood insurance", "p2": "life policy", "p3": ""}
     asked = {"q1": "flood", "q2": "life", "q3": "policy", "q4": "house", "q5": "insurance"}
-    for name, found in (("corpus", texts), ("queries", asked)):
-        lines = [json.dumps({"_id": key, "text": text}) for key, text in found.items()]
-        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+    write_beir(folder, texts, asked, {})
     for split, lines in qrels.items():
         (folder / "qrels" / f"{split}.tsv").write_text(HEADER + lines)
     return folder
 
 
 def measured(folder: Path, out: Path, *, data: Mapping[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
-    parts = Parts(
-        run_dir=out, make_privacy=no_part, make_module=no_part, make_trainer=no_part,
-        make_datamodule=lambda: PairsDataModule(folder=folder, **(data or {})),
-    )  # fmt: skip
+    parts = no_parts(out, make_datamodule=lambda: PairsDataModule(folder=folder, **(data or {})))
     Evaluate(encoder="bm25", metrics=["mrr@1"], **settings).run(parts)
     found: dict[str, Any] = json.loads((out / "evaluation.json").read_text())
     return found

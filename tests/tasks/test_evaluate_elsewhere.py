@@ -7,14 +7,10 @@ from pathlib import Path
 import pytest
 from page_snippets import saved_encoder
 from shown_commands import snippets
+from tiny_tasks import no_parts
 
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.tasks import Evaluate
-from lit_dpret.tasks.parts import Parts
-
-
-def no_part(*_: object, **__: object) -> None:
-    raise AssertionError("an evaluation builds nothing but the data")
 
 
 def test_mteb_and_beir_find_the_number_that_is_found_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,10 +21,7 @@ def test_mteb_and_beir_find_the_number_that_is_found_here(tmp_path: Path, monkey
     theirs: dict[str, float] = {"__name__": "shown"}  # type: ignore[dict-item]
     for _, text in snippets("docs/howto/tools.md"):
         exec(text, theirs)
-    parts = Parts(
-        run_dir=tmp_path / "evaluation", make_privacy=no_part, make_module=no_part, make_trainer=no_part,
-        make_datamodule=lambda: PairsDataModule(folder="collection"),
-    )  # fmt: skip
+    parts = no_parts(tmp_path / "evaluation", make_datamodule=lambda: PairsDataModule(folder="collection"))
     ours = Evaluate(encoder="runs/encoder/model", metrics=["ndcg@10"]).run(parts)
     (value,) = (found for name, found in ours.items() if name.lower().startswith("ndcg"))
     assert value > 0.05

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from stand_ins import fit
 from tiny_generator import generator
 from tiny_models import tiny_bert, tiny_tokenizer
-from tiny_tasks import write_log
+from tiny_tasks import no_parts, write_log
 
 from lit_dpret.callbacks import PrivacyCard
 from lit_dpret.cards.card import read_card, write_card
@@ -38,7 +38,6 @@ from lit_dpret.privacy.modes import DPSGD, NoPrivacy, PrivacyMode, PublicPassage
 from lit_dpret.synthesis.dataset_folder import DATA_FILES
 from lit_dpret.synthesis.writer import synthesize
 from lit_dpret.tasks import Export
-from lit_dpret.tasks.parts import Parts
 from lit_dpret.tasks.ranking import fingerprints
 
 SAMPLING: dict[str, Any] = {
@@ -50,16 +49,6 @@ class KeepTheSecondStep(Callback):
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
         if batch.last and batch.step == 1:
             trainer.save_checkpoint(Path(trainer.default_root_dir) / "checkpoints" / "kept.ckpt")
-
-
-def no_part(*_: Any, **__: Any) -> Any:
-    raise AssertionError("an export builds nothing of the configuration")
-
-
-def parts(folder: Path) -> Parts:
-    return Parts(
-        run_dir=folder, make_privacy=no_part, make_datamodule=no_part, make_module=no_part, make_trainer=no_part
-    )
 
 
 def base(folder: Path) -> str:
@@ -110,7 +99,7 @@ def test_a_run_in_bfloat16_leaves_and_exports_one_folder_of_its_float32_masters(
     settings: dict[str, Any], tmp_path: Path
 ) -> None:
     trained(tmp_path, private(tmp_path), precision="bf16-true", **settings)
-    Export(checkpoint=tmp_path / "run").run(parts(tmp_path / "out"))
+    Export(checkpoint=tmp_path / "run").run(no_parts(tmp_path / "out"))
     left, exported = (weights_in(tmp_path / name / "model") for name in ("run", "out"))
     assert left.keys() == exported.keys()
     assert all(torch.equal(value, exported[name]) and value.dtype == torch.float32 for name, value in left.items())
@@ -127,7 +116,7 @@ def test_the_newest_checkpoint_of_a_private_run_becomes_a_folder_with_its_claim(
     settings: dict[str, Any], tmp_path: Path
 ) -> None:
     module = trained(tmp_path, private(tmp_path), **settings)
-    Export(checkpoint=tmp_path / "run").run(parts(tmp_path / "out"))
+    Export(checkpoint=tmp_path / "run").run(no_parts(tmp_path / "out"))
     towers = load_towers(tmp_path / "out" / "model")
     texts = ["flood insurance", "my house", "what is the best life policy"]
     torch.testing.assert_close(towers.query_encoder.encode(texts, "query"), module.encode_queries(texts))
@@ -147,7 +136,7 @@ def test_the_newest_checkpoint_of_a_private_run_becomes_a_folder_with_its_claim(
 def test_an_earlier_checkpoint_can_be_named_and_gives_other_weights(tmp_path: Path) -> None:
     module = trained(tmp_path, NoPrivacy())
     early = tmp_path / "run" / "checkpoints" / "kept.ckpt"
-    Export(checkpoint=early).run(parts(tmp_path / "out"))
+    Export(checkpoint=early).run(no_parts(tmp_path / "out"))
     found = load_towers(tmp_path / "out" / "model").query_encoder.encode(["my house"], "query")
     assert not torch.allclose(found, module.encode_queries(["my house"]))
     assert "no privacy guarantee" in (tmp_path / "out" / "model" / "README.md").read_text()
@@ -170,11 +159,11 @@ def test_a_checkpoint_of_another_run_is_not_written_out_under_the_card_beside_it
     foreign = run / "checkpoints" / "foreign.ckpt"
     shutil.copy(bare_run / "checkpoints" / "last.ckpt", foreign)
     with pytest.raises(DataError, match=r"task\.checkpoint"):
-        Export(checkpoint=foreign).run(parts(tmp_path / "out"))
+        Export(checkpoint=foreign).run(no_parts(tmp_path / "out"))
     foreign.unlink()
     (run / "privacy_ledger.jsonl").unlink()
     with pytest.raises(DataError, match=r"task\.checkpoint"):
-        Export(checkpoint=run).run(parts(tmp_path / "out"))
+        Export(checkpoint=run).run(no_parts(tmp_path / "out"))
 
 
 def test_a_card_that_is_missing_or_does_not_agree_with_its_ledger_leaves_no_weights(
@@ -183,10 +172,10 @@ def test_a_card_that_is_missing_or_does_not_agree_with_its_ledger_leaves_no_weig
     run = shutil.copytree(private_run, tmp_path / "run")
     write_card(forge(read_card(run), epsilon=0.01), run)
     with pytest.raises(DataError, match="ledger"):
-        Export(checkpoint=run).run(parts(tmp_path / "out"))
+        Export(checkpoint=run).run(no_parts(tmp_path / "out"))
     (run / "privacy_card.json").unlink()
     with pytest.raises(DataError, match="promises"):
-        Export(checkpoint=run).run(parts(tmp_path / "out"))
+        Export(checkpoint=run).run(no_parts(tmp_path / "out"))
     assert not (tmp_path / "out" / "model").exists()
 
 
@@ -208,18 +197,18 @@ def evaluation_of(model: Path, folder: Path, **facts: Any) -> Path:
 def test_scores_of_another_model_are_not_handed_on(bare_run: Path, tmp_path: Path) -> None:
     evaluation = evaluation_of(bare_run.parent / "base", tmp_path)
     with pytest.raises(DataError, match=r"task\.evaluation"):
-        Export(checkpoint=bare_run, evaluation=evaluation).run(parts(tmp_path / "out"))
+        Export(checkpoint=bare_run, evaluation=evaluation).run(no_parts(tmp_path / "out"))
     assert not (tmp_path / "out" / "model" / "README.md").exists()
     evaluation.write_text(json.dumps({"metrics": {}, "encoder": "bm25", "fingerprints": []}))
     with pytest.raises(DataError, match="bm25"):
-        Export(checkpoint=bare_run, evaluation=evaluation).run(parts(tmp_path / "none"))
+        Export(checkpoint=bare_run, evaluation=evaluation).run(no_parts(tmp_path / "none"))
     assert not (tmp_path / "none" / "model").exists()
 
 
 def test_a_hub_reads_on_the_model_card_what_is_known_and_the_claim_and_nothing_that_nobody_stated(
     private_run: Path, tmp_path: Path
 ) -> None:
-    Export(checkpoint=private_run).run(parts(tmp_path / "bare"))
+    Export(checkpoint=private_run).run(no_parts(tmp_path / "bare"))
     known = ModelCard.load(tmp_path / "bare" / "model" / "README.md").data.to_dict()
     assert not {"base_model", "license", "language", "datasets", "model-index"} & known.keys()
     readme = (tmp_path / "bare" / "model" / "README.md").read_text()
@@ -229,7 +218,7 @@ def test_a_hub_reads_on_the_model_card_what_is_known_and_the_claim_and_nothing_t
     stated: dict[str, Any] = {
         "base_model": "org/model", "language": "en, no", "license": "cc-by-4.0", "datasets": ["org/set"],
     }  # fmt: skip
-    Export(checkpoint=private_run, evaluation=evaluation, **stated).run(parts(tmp_path / "out"))
+    Export(checkpoint=private_run, evaluation=evaluation, **stated).run(no_parts(tmp_path / "out"))
     assert "| nDCG@10 | 0.5000 | 0.4000 to 0.6000 |" in (tmp_path / "out" / "model" / "README.md").read_text()
     data = ModelCard.load(tmp_path / "out" / "model" / "README.md").data
     assert {name: getattr(data, name) for name in stated} == stated | {"language": ["en", "no"]}
@@ -267,7 +256,7 @@ def test_a_file_that_is_no_checkpoint_and_a_class_of_others_are_refused(tmp_path
     with pytest.raises(DataError, match="does not say of which class"):
         load_module(tmp_path / "c.ckpt")
     with pytest.raises(DataError, match="neither a checkpoint nor a run folder"):
-        Export(checkpoint=tmp_path / "nowhere").run(parts(tmp_path / "out"))
+        Export(checkpoint=tmp_path / "nowhere").run(no_parts(tmp_path / "out"))
     with pytest.raises(DataError, match="does not exist"):
         Pairs.load_from_checkpoint(tmp_path / "nowhere.ckpt")
 
@@ -278,7 +267,7 @@ def test_scores_of_queries_that_are_not_declared_public_are_not_handed_on(
 ) -> None:
     evaluation = evaluation_of(private_run / "model", tmp_path, **facts)
     with pytest.raises(ConfigurationError, match=r"task\.evaluation") as refusal:
-        Export(checkpoint=private_run, evaluation=evaluation).run(parts(tmp_path / "out"))
+        Export(checkpoint=private_run, evaluation=evaluation).run(no_parts(tmp_path / "out"))
     assert refusal.value.trap == "T25" and not (tmp_path / "out" / "model").exists()
 
 
@@ -299,7 +288,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
 
 
 def pushed(run: Path, out: Path, **settings: Any) -> None:
-    Export(checkpoint=run, push_to_hub="org/model", **settings).run(parts(out))
+    Export(checkpoint=run, push_to_hub="org/model", **settings).run(no_parts(out))
 
 
 def unpacked(hub: Hub, got: Path) -> Path:
@@ -376,7 +365,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_set_goes_to_the_hub_with_all_that_its_claim_is_checked_by(hub: Hub, made: Path, tmp_path: Path) -> None:
-    Export(data=made, push_to_hub="org/queries").run(parts(tmp_path / "out"))
+    Export(data=made, push_to_hub="org/queries").run(no_parts(tmp_path / "out"))
     assert hub.kinds == {"org/queries": "dataset"} and hub.private == {"org/queries": True}
     got = unpacked(hub, tmp_path / "got")
     checked = verify_chain(got, self_contained=True)
@@ -398,7 +387,7 @@ def test_a_set_that_was_changed_is_refused_before_anything_is_written_or_sent(
     with (changed / "made" / "synthetic" / "queries.jsonl").open("a") as file:
         file.write('{"_id": "genQ0", "text": "what did ann ask"}\n')
     with pytest.raises(VerificationError, match=r"queries\.jsonl"):
-        Export(data=changed / "made" / "synthetic", push_to_hub="org/queries").run(parts(tmp_path / "out"))
+        Export(data=changed / "made" / "synthetic", push_to_hub="org/queries").run(no_parts(tmp_path / "out"))
     assert not hub.files and not hub.private and not (tmp_path / "out" / "data").exists()
 
 
@@ -411,7 +400,7 @@ def test_only_what_the_card_knows_goes_out_of_the_folder_of_a_set(
     (source / ".cache").mkdir()
     (source / ".cache" / "x").write_text("what did ann ask")
     (source / "queries.txt").symlink_to(source.parent.parent / "secret")
-    Export(data=source).run(parts(tmp_path / "out"))
+    Export(data=source).run(no_parts(tmp_path / "out"))
     there = {p.relative_to(tmp_path / "out" / "data") for p in (tmp_path / "out" / "data").rglob("*") if p.is_file()}
     own = {"README.md", "generation.json", "privacy_card.json", "privacy_card.md", "privacy_card.html"}
     assert {str(p) for p in there if p.parts[0] != "provenance"} == own | set(DATA_FILES)
@@ -427,7 +416,7 @@ def test_a_link_in_the_place_of_a_file_of_a_set_is_refused_before_anything_is_wr
     (source / "README.md").unlink()
     (source / "README.md").symlink_to(source.parent.parent / "secret")
     with pytest.raises(DataError, match=r"task\.data.*README\.md"):
-        Export(data=source).run(parts(tmp_path / "out"))
+        Export(data=source).run(no_parts(tmp_path / "out"))
     assert not (tmp_path / "out" / "data").exists()
 
 
@@ -439,7 +428,7 @@ def test_an_export_goes_into_a_new_folder_so_that_nothing_of_an_earlier_one_goes
     (tmp_path / name / "stale.jsonl").write_text("what did ann ask")
     settings = {"data": made} if name == "data" else {"checkpoint": made.parent.parent / "generator"}
     with pytest.raises(ConfigurationError, match=r"hydra\.run\.dir"):
-        Export(**settings).run(parts(tmp_path))
+        Export(**settings).run(no_parts(tmp_path))
     assert [p.name for p in (tmp_path / name).iterdir()] == ["stale.jsonl"]
 
 
@@ -448,5 +437,5 @@ def test_a_set_that_would_not_pass_its_checks_where_it_arrives_is_not_sent(
 ) -> None:
     monkeypatch.setattr("lit_dpret.tasks.export.copy_lineage", lambda card, folder: None)
     with pytest.raises(VerificationError, match=r"self_contained"):
-        Export(data=made, push_to_hub="org/queries").run(parts(tmp_path / "out"))
+        Export(data=made, push_to_hub="org/queries").run(no_parts(tmp_path / "out"))
     assert not hub.files

@@ -27,8 +27,8 @@ PASSAGES = {f"p{i}{j}": f"{one} {two} house" for i, one in enumerate(WORDS) for 
 CONTRACT = Contract(query_max_length=8, passage_max_length=8)
 
 
-def saved(folder: Path, seed: int = 0, backbone: Any = None, **contract: Any) -> Path:
-    encoder = TextEncoder(backbone or tiny_bert(seed), tiny_tokenizer(eos_only=backbone is not None), CONTRACT)
+def saved(folder: Path, seed: int = 0, backbone: Any = None, **tokens: Any) -> Path:
+    encoder = TextEncoder(backbone or tiny_bert(seed), tiny_tokenizer(**tokens), CONTRACT)
     save_sentence_transformer(folder, encoder, encoder)
     return folder
 
@@ -185,20 +185,14 @@ def test_what_cannot_be_encoded_is_refused_in_one_line(encoder: Path, tmp_path: 
         encode_folder(encoder, {}, tmp_path / "index")
     with pytest.raises(ConfigurationError, match="passage_max_length=0"):
         encode_folder(encoder, PASSAGES, tmp_path / "index", Encoding(max_length=0))
-    t5 = saved(tmp_path / "t5", backbone=tiny_t5())
+    t5 = saved(tmp_path / "t5", backbone=tiny_t5(), eos_only=True)
     with pytest.raises(ConfigurationError, match="T5 overflows in float16; choose bfloat16"):
         encode_folder(t5, PASSAGES, tmp_path / "index", Encoding(dtype="float16"))
     broken = tiny_bert()
     with torch.no_grad():
         broken.embeddings.word_embeddings.weight[7] = float("nan")  # the word "file"
     with pytest.raises(DataError, match=r"of 100 embeddings hold a NaN"):
-        encode_folder(saved_model(tmp_path / "broken", broken), PASSAGES, tmp_path / "nan")
-
-
-def saved_model(folder: Path, backbone: Any) -> Path:
-    encoder = TextEncoder(backbone, tiny_tokenizer(), CONTRACT)
-    save_sentence_transformer(folder, encoder, encoder)
-    return folder
+        encode_folder(saved(tmp_path / "broken", backbone=broken), PASSAGES, tmp_path / "nan")
 
 
 def test_a_folder_is_believed_only_as_far_as_its_manifest_goes(encoder: Path, tmp_path: Path) -> None:

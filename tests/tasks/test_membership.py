@@ -16,7 +16,7 @@ import pytest
 from lightning.pytorch.callbacks import Callback
 from tiny_generator import WORDS, generator
 from tiny_models import tiny_bert, tiny_tokenizer, words_tokenizer
-from tiny_tasks import parts, trainer
+from tiny_tasks import parts, trainer, write_beir
 
 from lit_dpret.audit.attacks.coins import COINS_NAME, Coins
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
@@ -41,16 +41,9 @@ def write_queries(folder: Path) -> Path:
     def some(count: int) -> str:
         return " ".join(rng.choices(WORDS[:40], k=count))
 
-    (folder / "qrels").mkdir(parents=True)
     corpus, queries = ({f"{kind}{i}": some(count) for i in range(QUERIES + 40)} for kind, count in (("p", 4), ("q", 5)))
-    for name, texts in (("corpus", corpus), ("queries", queries)):
-        lines = [json.dumps({"_id": key, "title": "", "text": text}) for key, text in texts.items()]
-        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    for split, chosen in (("train", range(QUERIES)), ("dev", range(QUERIES, QUERIES + 40))):
-        judged = [f"q{i}\tp{i}\t1" for i in chosen]
-        text = "query-id\tcorpus-id\tscore\n" + "\n".join(judged) + "\n"
-        (folder / "qrels" / f"{split}.tsv").write_text(text, encoding="utf-8")
-    return folder
+    pairs = list(zip(queries, corpus, strict=True))
+    return write_beir(folder, corpus, queries, {"train": pairs[:QUERIES], "dev": pairs[QUERIES:]})
 
 
 def make_generator(privacy: Any) -> Any:
@@ -286,17 +279,10 @@ def test_a_release_is_attacked_by_itself(
     data.setup("fit")
     queries, train = data.collection.queries, data.collection.split("train")
     made = [query for query in train if coins.heads[query]] + [query for query in train if not coins.heads[query]][:5]
-    folder = tmp_path / "release"
-    (folder / "qrels").mkdir(parents=True)
-    rows = [json.dumps({"_id": f"s{i}", "text": queries[query]}) for i, query in enumerate(made)]
-    (folder / "queries.jsonl").write_text("\n".join(rows) + "\n")
-    (folder / "corpus.jsonl").write_text(json.dumps({"_id": "p0", "title": "", "text": "bana delo"}) + "\n")
-    judged = "query-id\tcorpus-id\tscore\n" + "".join(f"s{i}\tp0\t1\n" for i in range(len(made)))
-    (folder / "qrels" / "train.tsv").write_text(judged)
-
-    from tiny_models import tiny_bert
-
-    from lit_dpret.encoders import Contract, TextEncoder
+    released = {f"s{i}": queries[query] for i, query in enumerate(made)}
+    folder = write_beir(
+        tmp_path / "release", {"p0": "bana delo"}, released, {"train": [(name, "p0") for name in released]}
+    )
 
     tower = TextEncoder(tiny_bert(), tiny_tokenizer(), Contract(query_max_length=8, passage_max_length=8))
     monkeypatch.setattr("lit_dpret.tasks.membership.load_towers", lambda name: Towers(tower, tower))

@@ -52,14 +52,6 @@ def test_a_plan_is_printed_written_and_drawn_without_reading_data(
 
 
 @pytest.mark.slow
-def test_epochs_stand_for_the_trainers_steps(tmp_path: Path) -> None:
-    Plan(units=1000, epochs=0.5, plot=False).run(parts(tmp_path))
-    facts = json.loads((tmp_path / "run" / "plan.json").read_text(encoding="utf-8"))
-    assert facts["steps"] == 25 and facts["epochs"] == pytest.approx(0.5)
-    assert not (tmp_path / "run" / "plan.png").exists()
-
-
-@pytest.mark.slow
 def test_a_model_that_cannot_be_had_leaves_the_privacy_plan_whole(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -73,9 +65,12 @@ def test_a_model_that_cannot_be_had_leaves_the_privacy_plan_whole(
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory is measured on Linux only")
-def test_a_measurement_stands_beside_the_estimate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Plan(units=1000, plot=False, measure=True).run(parts(tmp_path))
+def test_a_measurement_stands_beside_the_estimate_and_epochs_for_the_trainers_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Plan(units=1000, epochs=0.5, plot=False, measure=True).run(parts(tmp_path))
     facts = json.loads((tmp_path / "run" / "plan.json").read_text(encoding="utf-8"))
+    assert facts["steps"] == 25 and facts["epochs"] == pytest.approx(0.5)
     assert set(facts["cost"]) == {"estimate", "measurement"}
     assert "\n  measurement " in capsys.readouterr().out
 
@@ -85,6 +80,8 @@ def test_without_matplotlib_a_picture_is_refused_where_asked_for_and_left_out_wh
 ) -> None:
     for module in (plan_task, figures):
         monkeypatch.setattr(module, "can_draw", lambda: False)
+    with pytest.raises(ConfigurationError, match="privacy=none"):
+        Plan(units=1000).run(parts(tmp_path, make_privacy=NoPrivacy))
     with pytest.raises(ConfigurationError, match=r"task\.plot=true.*lit-dpret\[plot\]"):
         Plan(units=1000, plot=True).run(parts(tmp_path))
     Plan(units=1000).run(parts(tmp_path))
@@ -101,11 +98,6 @@ def test_what_takes_long_is_told_on_stderr_and_what_does_not_is_not(
     Plan(units=1000, plot=False).run(parts(tmp_path))
     told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("plan, ")]
     assert len(told) == len(set(told)) and any("noise over batch" in line for line in told)
-
-
-def test_a_mode_that_promises_nothing_has_no_plan(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="promises nothing to plan"):
-        Plan(units=1000).run(parts(tmp_path, make_privacy=NoPrivacy))
 
 
 @pytest.mark.slow

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tiny_models import tiny_bert, tiny_tokenizer
+from tiny_tasks import no_parts
 
 from lit_dpret.datamodules.passage_store import PassageStore, build_store
 from lit_dpret.encoders import Contract, TextEncoder
@@ -36,10 +36,7 @@ class Data:
 
 
 def parts(folder: Path) -> Parts:
-    def unused(**_: Any) -> None:
-        raise AssertionError("not needed for this task")
-
-    return Parts(folder, unused, Data, unused, unused)
+    return no_parts(folder, make_datamodule=Data)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import pytest
 from stand_ins import Texts, fit
 from tiny_generator import PASSAGES, SETTINGS, lively_generator, write_parent_card
 from tiny_models import tiny_bert, tiny_tokenizer
+from tiny_tasks import no_parts, write_beir
 
 from lit_dpret.cards.card import read_card
 from lit_dpret.datamodules import PairsDataModule, SyntheticDataModule
@@ -36,18 +37,9 @@ SECRET = "does my policy cover the wet basement of missus threadgold"
 
 def beir(folder: Path, queries: dict[str, dict[str, str]], passages: dict[str, str]) -> Path:
     """A folder in BEIR's layout from ``{split: {passage id: query}}``."""
-    (folder / "qrels").mkdir(parents=True)
-    corpus = [json.dumps({"_id": name, "title": "", "text": text}) for name, text in passages.items()]
-    (folder / "corpus.jsonl").write_text("\n".join(corpus), encoding="utf-8")
-    asked = []
-    for split, texts in queries.items():
-        rows = ["query-id\tcorpus-id\tscore"]
-        for number, (passage, text) in enumerate(texts.items()):
-            asked.append(json.dumps({"_id": f"{split}{number}", "text": text}))
-            rows.append(f"{split}{number}\t{passage}\t1")
-        (folder / "qrels" / f"{split}.tsv").write_text("\n".join(rows) + "\n", encoding="utf-8")
-    (folder / "queries.jsonl").write_text("\n".join(asked), encoding="utf-8")
-    return folder
+    asked = {f"{split}{i}": text for split, texts in queries.items() for i, text in enumerate(texts.values())}
+    judged = {split: [(f"{split}{i}", name) for i, name in enumerate(texts)] for split, texts in queries.items()}
+    return write_beir(folder, passages, asked, judged)
 
 
 SUBJECTS = ["flood", "fire", "hail", "theft", "wind", "frost", "mould", "rust", "dents", "leaks"]
@@ -95,10 +87,7 @@ def carded(written: Path, tmp_path: Path) -> Path:
 
 
 def parts(folder: Path, make: Callable[[], Any]) -> Parts:
-    def unused(**_: Any) -> None:
-        raise AssertionError("not needed for this task")
-
-    return Parts(folder, unused, make, unused, unused)
+    return no_parts(folder, make_datamodule=make)
 
 
 def pairs(folder: Path) -> Callable[[], PairsDataModule]:
@@ -140,13 +129,14 @@ def test_every_measure_is_in_the_files_and_in_the_scores(
     assert (tmp_path / "run" / "similarity.png").is_file() == can_draw()
 
 
-def test_no_text_of_a_query_is_written_or_shown(
+def test_no_text_of_a_query_is_written_or_shown_and_a_missing_card_is_said(
     made: Path, original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     task = Similarity(
         synthetic=made, reference="private", card_entry=True, measures=["bleu", "overlap", "diversity"], plot=False
     )
     task.run(parts(tmp_path / "run", pairs(original)))
+    assert "there is no privacy card to say so" in facts(tmp_path / "run")["not_covered"]
     written = "".join(
         path.read_text(encoding="utf-8") for path in (tmp_path / "run").iterdir() if path.suffix != ".png"
     )
@@ -243,28 +233,17 @@ def test_the_card_of_a_run_is_marked_with_the_copy_beside_its_model(named: str, 
         assert any(text.startswith(begin) for text in read_card(folder)["not_covered"])
 
 
-def test_a_missing_package_is_named_before_the_card_is_marked(
-    carded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_public_queries_leave_the_card_alone_and_so_does_a_missing_package(
+    carded: Path, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "sacrebleu", None)
     before = (carded / "privacy_card.json").read_bytes()
+    Similarity(synthetic=carded, reference="public", measures=["overlap"]).run(parts(tmp_path / "public", pairs(made)))
+    assert (carded / "privacy_card.json").read_bytes() == before
+    monkeypatch.setitem(sys.modules, "sacrebleu", None)
     task = Similarity(synthetic=carded, reference="private", card_entry=True)
     with pytest.raises(ConfigurationError, match=r"sacrebleu, which is not installed.*lit-dpret\[quality\]"):
         task.run(parts(tmp_path / "run", pairs(carded)))
     assert (carded / "privacy_card.json").read_bytes() == before
-
-
-def test_public_queries_leave_the_card_alone(carded: Path, made: Path, tmp_path: Path) -> None:
-    before = (carded / "privacy_card.json").read_bytes()
-    task = Similarity(synthetic=carded, reference="public", measures=["overlap"])
-    task.run(parts(tmp_path / "run", pairs(made)))
-    assert (carded / "privacy_card.json").read_bytes() == before
-
-
-def test_private_scores_of_data_without_a_card_say_so(made: Path, original: Path, tmp_path: Path) -> None:
-    task = Similarity(synthetic=made, reference="private", card_entry=True, measures=["overlap"])
-    task.run(parts(tmp_path / "run", pairs(original)))
-    assert "there is no privacy card to say so" in facts(tmp_path / "run")["not_covered"]
 
 
 def test_what_is_declared_synthetic_is_held_against_its_card(carded: Path, made: Path, tmp_path: Path) -> None:
@@ -285,6 +264,8 @@ def test_data_with_nothing_in_common_or_too_few_texts_are_refused(made: Path, en
     task = Similarity(synthetic=made, reference="public", measures=["mauve"], encoder=encoder)
     with pytest.raises(DataError, match="needs 20 of each"):
         task.run(parts(tmp_path / "run", pairs(other)))
+    with pytest.raises(DataError, match=r"nowhere.*task\.synthetic"):
+        Similarity(synthetic=tmp_path / "nowhere", reference="public").run(parts(tmp_path / "run", pairs(made)))
     with pytest.raises(DataError, match=r"has no qrels/train.tsv"):
         beir(tmp_path / "dev", {"dev": {"x": "is it paid"}}, {"x": "It is."})
         Similarity(synthetic=tmp_path / "dev", reference="public").run(parts(tmp_path / "run", pairs(made)))
@@ -308,10 +289,16 @@ def test_what_stands_in_the_corpus_is_counted(
     original: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     task = PretrainingOverlap(corpus=corpus, queries="public", sampled=0.5)
-    assert task.run(parts(tmp_path / "run", pairs(original))) == {"queries": 1 / 40, "passages": 1 / 40}
+    assert task.run(parts(tmp_path / "run", pairs(original))) == {
+        "queries": 1 / 40,
+        "passages": 1 / 40,
+    }
     found = facts(tmp_path / "run", "pretraining_overlap")
     assert found["corpus"]["documents"] == 2 and found["not_covered"] is None
     assert found["found"]["queries"]["ngram"]["total"] == 0  # none has 13 words
+    PretrainingOverlap(corpus=corpus, queries="public", max_texts=7).run(parts(tmp_path / "few", pairs(original)))
+    few = facts(tmp_path / "few", "pretraining_overlap")
+    assert {each["exact"]["total"] for each in few["found"].values()} == {7} and "whole_corpus" not in few
     low, high = found["whole_corpus"]["queries"]["exact"]
     assert low == found["found"]["queries"]["exact"]["low"]
     assert high == pytest.approx(2 * found["found"]["queries"]["exact"]["high"])
@@ -319,13 +306,6 @@ def test_what_stands_in_the_corpus_is_counted(
     for text in (page, capsys.readouterr().out):
         assert "(1 of 40)" in text and "lower bound" in text
         assert ORIGINAL["p01"] not in text
-
-
-def test_a_sample_of_the_texts_is_looked_for(original: Path, corpus: Path, tmp_path: Path) -> None:
-    PretrainingOverlap(corpus=corpus, queries="public", max_texts=7).run(parts(tmp_path / "run", pairs(original)))
-    found = facts(tmp_path / "run", "pretraining_overlap")
-    assert {each["exact"]["total"] for each in found["found"].values()} == {7}
-    assert "whole_corpus" not in found
 
 
 def test_the_shares_of_private_queries_are_on_the_card_that_is_named(
@@ -368,12 +348,6 @@ def test_the_private_log_of_the_training_itself_cannot_be_declared_public(
     assert list((tmp_path / "found").iterdir()) == []
     others = beir(tmp_path / "others", {"train": dict(list(ORIGINAL.items())[5:])}, TEXTS)
     task.run(parts(tmp_path / "found", pairs(others)))
-
-
-def test_a_folder_that_is_missing_is_told_by_the_setting_that_names_it(original: Path, tmp_path: Path) -> None:
-    task = Similarity(synthetic=tmp_path / "nowhere", reference="public", measures=["overlap"])
-    with pytest.raises(DataError, match=r"nowhere does not exist or is not a folder; check task\.synthetic"):
-        task.run(parts(tmp_path / "run", pairs(original)))
 
 
 def test_a_corpus_that_cannot_be_read_is_refused(original: Path, tmp_path: Path) -> None:
