@@ -46,16 +46,12 @@ def test_nothing_leaves_the_drawing(top: float) -> None:
         assert start >= -45 and start + room <= width + 45, shown
 
 
-def test_a_long_name_is_shortened_in_the_drawing_and_whole_in_its_title() -> None:
+def test_a_long_name_is_shortened_in_the_drawing_and_whole_in_its_title_and_none_becomes_markup() -> None:
     name = "dual encoder on synthetic queries, t5-small, round-trip filtered"
     drawing = parse([row(name, 0.1, 0.1, 0.1)])
     assert name in (next(drawing.iter(f"{SVG}title")).text or "")
     assert any((text.text or "").endswith("…") for text in drawing.iter(f"{SVG}text"))
-
-
-def test_names_cannot_become_markup() -> None:
-    drawing = parse([row('<script>alert("x")</script>', 0.1, 0.1, 0.1)])
-    assert not list(drawing.iter(f"{SVG}script"))
+    assert not list(parse([row("<script>x</script>", 0.1, 0.1, 0.1)]).iter(f"{SVG}script"))
 
 
 def test_a_system_that_was_not_measured_gets_no_bar() -> None:
@@ -63,11 +59,5 @@ def test_a_system_that_was_not_measured_gets_no_bar() -> None:
     assert len(list(drawing.iter(f"{SVG}rect"))) == 2
     assert len(list(drawing.iter(f"{SVG}path"))) == 1
     assert sum((text.text or "") == "not measured" for text in drawing.iter(f"{SVG}text")) == 2
-
-
-def test_no_measurement_at_all_is_no_drawing() -> None:
     assert bar_chart([]) == bar_chart([RowResult("a")]) == ""
-
-
-def test_all_zero_is_drawn_without_dividing_by_zero() -> None:
     assert [bar.get("width") for bar in parse([row("a", 0.0, 0.0, 0.0)]).iter(f"{SVG}rect")] == ["0.0"]

@@ -56,6 +56,7 @@ def test_the_console_shows_every_number_with_its_interval_and_its_privacy() -> N
     text = printed(ROWS)
     for piece in ("BM25 [red]", "0.250", "[0.240, 0.260]", "0.457", "epsilon = 3.000", "95 % confidence"):
         assert piece in text
+    assert "not stated" in printed([RowResult("x", {"MAP": Interval(0.1, 0.1, 0.1)})])
 
 
 def test_a_console_of_80_columns_keeps_words_and_numbers_whole() -> None:
@@ -65,10 +66,6 @@ def test_a_console_of_80_columns_keeps_words_and_numbers_whole() -> None:
     assert text.count("0.250") == text.count("[0.240, 0.260]") == 3
     assert all(word in text for word in f"pseudo-queries from the passages {privacy}".split())
     assert all(len(line) <= 80 for line in text.splitlines())
-
-
-def test_a_row_that_states_no_privacy_says_so() -> None:
-    assert "not stated" in printed([RowResult("x", {"MAP": Interval(0.1, 0.1, 0.1)})])
 
 
 def test_a_spreadsheet_reads_every_number_in_full(tmp_path: Path) -> None:
@@ -87,10 +84,7 @@ def test_rows_survive_json(tmp_path: Path) -> None:
     assert read[0] == ROWS[0]
     assert math.isnan(read[1].metrics["MAP"].mean) and read[1].metrics["nDCG@10"].mean == 0.4567
     assert to_json(read) == to_json(ROWS)
-
-
-def test_a_malformed_row_is_refused() -> None:
-    with pytest.raises(DataError, match="malformed"):
+    with pytest.raises(DataError):
         from_json([{"system": "x"}])
 
 

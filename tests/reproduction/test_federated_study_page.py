@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from lit_dpret.errors import DataError
-from lit_dpret.report.figures import can_draw
 from lit_dpret.retrieval.statistics import Interval
 from reproduction.federated.study_page import (
     ClientGain,
@@ -113,11 +112,11 @@ def test_one_seed_has_no_interval(tmp_path: Path) -> None:
 @pytest.mark.parametrize("page", [LINES, BYTES, CLIENTS], ids=["lines", "bytes", "clients"])
 def test_each_form_of_plot_is_written_and_stands_in_the_page(page: StudyPage, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    assert can_draw()
     picture = draw_study(page, tmp_path / "plot.png")
     assert picture.read_bytes().startswith(PNG)
     files = write_study(page, tmp_path, "study", picture=picture)
-    assert "](plot.png)" in files["study.md"].read_text(encoding="utf-8")
+    told = files["study.md"].read_text(encoding="utf-8")
+    assert "](plot.png)" in told and ("| 15 | +0.210" in told.replace("\\", "")) is bool(page.gains)
     html = files["study.html"].read_text(encoding="utf-8")
     assert 'src="data:image/png;base64,' in html and "http" not in html.partition("</style>")[2]
 
@@ -132,13 +131,6 @@ def test_every_point_lies_within_the_axes(page: StudyPage) -> None:
         at = row.at if row.at is not None else row.stage2_bytes / 1e6
         assert low <= row.interval("sentence/success@1").mean <= high
         assert left <= at <= right or row.label == "nothing is sent"
-
-
-def test_gains_are_told_for_each_client_with_a_sign(tmp_path: Path) -> None:
-    page = write_study(CLIENTS, tmp_path, "gain")["gain.md"].read_text(encoding="utf-8")
-    assert "stage 1: gain in sentence R@1" in page
-    rank = next(line for line in page.splitlines() if line.startswith("| #3") or line.startswith("| \\#3"))
-    assert "+0.210" in rank and "| 15 |" in rank
 
 
 @pytest.mark.parametrize("page", [LINES, BYTES, CLIENTS], ids=["lines", "bytes", "clients"])

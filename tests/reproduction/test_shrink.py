@@ -48,9 +48,7 @@ def test_the_smaller_generator_has_fewer_layers_and_units_and_writes_queries(tea
 def test_untrained_layers_are_those_of_the_teacher_and_narrow_ones_keep_the_units_that_say_most(
     teacher: Path, tmp_path: Path
 ) -> None:
-    folder = shrink(
-        teacher, tmp_path / "small", layers=2, feed_forward=8, epochs=1, batch=16, lr=1e-12
-    )  # fmt: skip
+    folder = shrink(teacher, tmp_path / "small", layers=2, feed_forward=8, epochs=1, batch=16, lr=1e-12)
     large, small = load_language_model(teacher).state_dict(), load_language_model(folder).state_dict()
     close = torch.testing.assert_close
     for mine, theirs in ((0, spread(3, 2)[0]), (1, spread(3, 2)[1])):
@@ -65,9 +63,7 @@ def test_untrained_layers_are_those_of_the_teacher_and_narrow_ones_keep_the_unit
 def test_training_brings_the_smaller_generator_nearer_to_what_the_teacher_writes(teacher: Path, tmp_path: Path) -> None:
     losses = []
     for lr in (1e-12, 1e-2):
-        folder = shrink(
-            teacher, tmp_path / f"lr{lr}", epochs=8, batch=8, lr=lr, top_p=0.1
-        )  # fmt: skip
+        folder = shrink(teacher, tmp_path / f"lr{lr}", epochs=8, batch=8, lr=lr, top_p=0.1)
         losses.append(_loss(load_generator(folder), load_generator(teacher)))
     assert losses[1] < 0.9 * losses[0]
 

@@ -144,23 +144,20 @@ def test_the_smoothed_picture_says_which_window_each_curve_got(drawn: list[Any],
     assert "too few observations" in figures.draw_smoothed_loss([run()], tmp_path / "a.png")
 
 
-def test_confusion_matrices_are_averaged_over_runs_and_rounded_down(tmp_path: Path) -> None:
+def test_confusion_matrices_are_averaged_over_runs_rounded_down_and_numbered_where_they_are_small(
+    drawn: list[Any], tmp_path: Path
+) -> None:
     found = [run("a", 0, confusion=[[1, 2], [3, 4]]), run("a", 1, confusion=[[2, 2], [4, 4]]),
              run("b", confusion=None)]  # fmt: skip
     assert {v: mean.tolist() for v, mean in figures.mean_confusions(found).items()} == {"a": [[1, 2], [3, 4]]}
     words = figures.draw_confusions(found, tmp_path / "a.png", names=["cat", "dog"])
     assert "averaged over 2 of a runs and rounded down" in words and is_picture(tmp_path / "a.png")
+    figures.draw_confusions([run(confusion=np.eye(20).tolist())], tmp_path / "b.png")
+    assert len(drawn[0].texts) == 4 and not drawn[2].texts
     with pytest.raises(DataError, match=r"of \[2, 3\] classes"):
         figures.mean_confusions([run("a"), run("b", confusion=np.eye(3).tolist())])
     with pytest.raises(DataError, match="of no classes"):
         figures.mean_confusions([run("b", confusion=None)])
-
-
-def test_many_classes_are_drawn_without_numbers(drawn: list[Any], tmp_path: Path) -> None:
-    figures.draw_confusions([run(confusion=np.eye(20).tolist())], tmp_path / "a.png")
-    assert not drawn[0].texts
-    figures.draw_confusions([run()], tmp_path / "a.png")
-    assert len(drawn[2].texts) == 4
 
 
 def test_the_runtime_picture_holds_speed_and_loss(drawn: list[Any], tmp_path: Path) -> None:
