@@ -188,3 +188,30 @@ COVERED: dict[str, Build] = {
     "resnet18": resnet,
     "conv_net": conv_net,
 }
+
+
+# -- modules with a parameter that no rule covers ------------------------------------------------
+
+
+class Scaled(nn.Module):
+    """A bare parameter beside a layer that has a rule."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(0.7))
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.temperature.exp()
+
+
+class Positions(nn.Module):
+    """Positions that are used directly, before a layer in a ModuleDict."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.randn(1, 5, width))
+        self.tables = nn.ModuleDict({"a": nn.Linear(width, width)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.tables["a"](x + self.positions[:, : x.shape[1]]).tanh()

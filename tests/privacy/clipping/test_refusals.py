@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from covered_models import Positions, Scaled
 from torch import Tensor, nn
 
 from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError
@@ -41,16 +42,6 @@ def test_a_module_without_trainable_parameters_is_refused() -> None:
         make_engine("ghost", nn.Linear(2, 2).requires_grad_(False), max_grad_norm=1.0)
 
 
-class Bare(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.temperature = nn.Parameter(torch.ones(()))
-        self.linear = nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) * self.temperature
-
-
 class Subclass(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * 2
@@ -61,18 +52,8 @@ class ScaledKernel(nn.Conv1d):
         return super()._conv_forward(x, weight * 2, bias)
 
 
-class Positions(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.positions = nn.Parameter(torch.zeros(1, 4, 3))
-        self.linear = nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x + self.positions[:, : x.shape[1]])
-
-
 UNCOVERED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
-    "bare_parameter": (Bare, "temperature", "Bare"),
+    "bare_parameter": (Scaled, "temperature", "Scaled"),
     "transposed_convolution": (lambda: nn.Sequential(nn.ConvTranspose1d(2, 2, 1)), "0.weight", "ConvTranspose1d"),
     "bilinear": (lambda: nn.Sequential(nn.Bilinear(2, 2, 2)), "0.weight", "Bilinear"),
     "convolution_that_scales_its_kernel": (lambda: nn.Sequential(ScaledKernel(2, 2, 1)), "0.weight", "ScaledKernel"),
@@ -100,7 +81,7 @@ def test_an_uncovered_parameter_is_refused_with_its_name_its_class_and_the_ways_
 
 
 def test_a_frozen_uncovered_parameter_is_accepted(lib: SimpleNamespace) -> None:
-    model = Bare()
+    model = Scaled(3)
     model.temperature.requires_grad_(False)
     model.double()
     lib.check_exact(lib.Case(model, lambda b: model(b["x"]).sum(1).sin(), {"x": torch.randn(4, 3).double()}))
@@ -108,7 +89,7 @@ def test_a_frozen_uncovered_parameter_is_accepted(lib: SimpleNamespace) -> None:
 
 @pytest.mark.parametrize("kind", ["bare", "transposed_convolution"])
 def test_the_loop_covers_what_ghost_refuses(kind: str, lib: SimpleNamespace) -> None:
-    model = Bare().double() if kind == "bare" else nn.ConvTranspose1d(3, 2, 2).double()
+    model = Scaled(3).double() if kind == "bare" else nn.ConvTranspose1d(3, 2, 2).double()
     x = torch.randn(5, 3, dtype=torch.float64) if kind == "bare" else torch.randn(5, 3, 6, dtype=torch.float64)
     lib.check_exact(lib.Case(model, lambda b: model(b["x"]).flatten(1).sum(1).sin(), {"x": x}), engine="loop")
 

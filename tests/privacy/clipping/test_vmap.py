@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from covered_models import Positions, Scaled
 from torch import Tensor, nn
 from transformers import ViTConfig, ViTModel
 
@@ -15,30 +16,6 @@ from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.privacy.clipping import make_engine, recorder
 
 WIDTH = 4
-
-
-class Scaled(nn.Module):
-    """A bare parameter beside a layer that has a rule."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.temperature = nn.Parameter(torch.tensor(0.7))
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) * self.temperature.exp()
-
-
-class Positions(nn.Module):
-    """Positions that are used directly, and a table of biases kept in a ParameterDict."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.positions = nn.Parameter(torch.randn(1, 5, WIDTH))
-        self.tables = nn.ModuleDict({"a": nn.Linear(WIDTH, WIDTH)})
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.tables["a"](x + self.positions[:, : x.shape[1]]).tanh()
 
 
 class Stored(nn.Module):
