@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -217,40 +217,30 @@ def test_a_federation_that_would_not_count_the_generator_is_refused_before_any_r
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "federation", "message"),
     [
-        ({"eps": 0.0}, r"task\.eps=0"),
-        ({"eps": 21.0}, r"at most federated\.privacy\.eps=20"),
-        ({"batch_size": 500}, "batch_size="),
-        ({"epochs": 0}, r"task\.epochs=0"),
-        ({"names": ["client0"], "data": "x"}, "Give one"),
+        ({"eps": 0.0}, {}, r"task\.eps=0"),
+        ({"eps": 21.0}, {}, r"federated\.privacy\.eps=20"),
+        ({"batch_size": 500}, {}, "batch_size="),
+        ({"epochs": 0}, {}, r"task\.epochs=0"),
+        ({"names": ["client0"], "data": "x"}, {}, r"task\.names"),
+        ({}, None, r"federated=inprocess"),
+        ({}, {"privacy": {}}, r"federated\.privacy\.eps=null"),
+        ({}, {"declare_public": False}, r"public_sids\.txt is missing"),
     ],
 )
 def test_a_generator_that_cannot_be_trained_is_refused_before_the_first(
-    tmp_path: Path, changes: dict[str, Any], message: str
+    tmp_path: Path, changes: dict[str, Any], federation: dict[str, Any] | None, message: str
 ) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        task(**changes).run(parts(tmp_path, plan(tmp_path)))
+    made = None if federation is None else plan(tmp_path, **federation)
+    with pytest.raises((ConfigurationError, DataError), match=message):
+        task(**changes).run(parts(tmp_path, made))
     assert not (tmp_path / "private").exists()
 
 
-def refused() -> Iterator[tuple[str, Callable[[Path], tuple[FederationPlan | None, Any]], str]]:
-    yield "no federation", lambda root: (None, None), r"Add federated=inprocess"
-    no_budget = {"privacy": {}, "stage2": {**TWO, "response": "synthetic"}}
-    yield "no budget", lambda root: (plan(root, **no_budget), None), r"federated\.privacy\.eps=null"
-    yield "no generator", lambda root: (plan(root), lambda **_: object()), r"model=generator"
-    yield "nothing public", lambda root: (plan(root, declare_public=False), None), r"public_sids\.txt is missing"
-
-
-@pytest.mark.parametrize(
-    ("case", "message"), [(one, text) for _, one, text in refused()], ids=[n for n, *_ in refused()]
-)
-def test_a_run_that_cannot_be_is_refused_before_the_first_generator(
-    tmp_path: Path, case: Callable[[Path], tuple[FederationPlan | None, Any]], message: str
-) -> None:
-    made, model = case(tmp_path)
-    with pytest.raises((ConfigurationError, DataError), match=message):
-        task().run(parts(tmp_path, made, model=model))
+def test_another_kind_of_model_is_refused_before_the_first_generator(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="model=generator"):
+        task().run(parts(tmp_path, plan(tmp_path), model=lambda **_: object()))
     assert not (tmp_path / "private").exists()
 
 
