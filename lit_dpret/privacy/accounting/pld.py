@@ -215,8 +215,11 @@ def _power(probs: np.ndarray, count: int, low: int, high: int) -> np.ndarray:
     spectrum = np.concatenate([powers, np.conj(powers[1 : (length + 1) // 2][::-1])])
     whole = np.roll(np.real(fft.ifft(spectrum)), -low)[: high - low + 1]
     error = _error(length)
-    sizes = np.abs(half)
-    mean, before = (math.sqrt(2 * float(np.mean(sizes ** (2 * k)))) for k in (count, count - 1))
+    # Powers of the sizes from those of the transform, with room for how these were rounded: two powers less to take.
+    sizes, raised = np.abs(half), np.abs(powers)
+    room = (1 + 4 * count * _ROUNDOFF) * math.sqrt(2 / len(half))
+    mean = room * float(np.linalg.norm(raised))
+    before = room * float(np.linalg.norm(np.divide(raised, sizes, out=np.zeros_like(raised), where=sizes > 0)))
     off = count * error * float(np.linalg.norm(probs)) * before + (8 * count * _ROUNDOFF + error) * mean
     return np.asarray(np.maximum(whole, 0.0) + off)
 
