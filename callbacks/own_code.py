@@ -89,7 +89,8 @@ def trusted_code(trainer: L.Trainer, module: Any, data: Any) -> list[str]:
     text = (
         f"{', '.join(own)}: in this code, the loss of a row, with the random numbers in it, depends on no other row, "
         "and nothing of a private row ends the run, sets a learning rate, changes an update or a weight, or reaches a "
-        "file. Samples of it were examined while the run trained, and nothing was found; that proves none of it."
+        "file. Samples of it were examined while the run trained, and nothing was found; that proves none of it. No "
+        "private data went into what it reads beside its rows and the trained weights: other models, labels, tables."
     )
     public = ", ".join(getattr(module, "public_metrics", ()))
     return [*bound, text] + ([f"No private row is behind {public} but through trained weights."] if public else [])
