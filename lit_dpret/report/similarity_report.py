@@ -41,7 +41,7 @@ def _head(facts: Facts) -> tuple[str, str]:
     return (
         f"Similarity of {made['name']} to {known['from']}",
         f"{made['queries']:,} synthetic queries ({made['privacy']}); "
-        f"{known['queries']:,} original ones, {known['whose']}",
+        f"{known['queries']:,} original ones, {known['whose']}{', as declared' if known['whose'] == 'public' else ''}",
     )
 
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from lit_dpret.cards.file import CARD_NAME, read_card
+from lit_dpret.callbacks.retrieval_evaluation import trains_on
+from lit_dpret.cards.file import CARD_NAME, check_dataset_card, read_card
 from lit_dpret.cards.text import privacy_line
 from lit_dpret.datamodules.identity import data_facts
 from lit_dpret.datamodules.layouts import folder_parts, read_parts
 from lit_dpret.datamodules.readers import RecordFile
 from lit_dpret.encoders import Towers, load_towers
-from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.errors import ConfigurationError, DataError, LitDpretError
 from lit_dpret.report.similarity_report import scores_of, write_similarity
 from lit_dpret.settings import require_whole
 from lit_dpret.synthesis.textsim import diversity
@@ -112,13 +114,16 @@ class Similarity:
         """Write ``similarity.json``, ``.md``, ``.html`` and, with matplotlib, ``similarity.png``; returns the scores.
 
         Raises:
-            DataError: The two have nothing that could be compared, or too few texts.
-            ConfigurationError: A package of the extra ``quality`` is missing.
+            DataError: The two have nothing that could be compared, or too few texts; or the card beside the synthetic
+                queries is of others.
+            ConfigurationError: A package of the extra ``quality`` is missing, or queries that the training read are
+                declared public.
         """
         check_run_dir(parts.run_dir, min_free_mb=50)
         for measure, package in _PACKAGES.items():
             if measure in self.chosen:
                 need(package)  # before the card is marked and texts are encoded for nothing
+        privacy = self._privacy()  # what is declared below is written on this card
         made, original, held_out = self._made(), self._original(parts), self._held_out(parts)
         warning = declare(
             self.synthetic, self.reference, measured=f"Similarity ({', '.join(self.chosen)})", where="this folder",
@@ -129,7 +134,7 @@ class Similarity:
                 **data_facts(self.synthetic, made.queries),
                 "queries": len(made.queries),
                 "pairs": len(made.rows),
-                "privacy": self._privacy(),
+                "privacy": privacy,
             },
             "reference": {
                 "whose": self.reference,
@@ -157,7 +162,10 @@ class Similarity:
     def _privacy(self) -> str:
         """Say what the synthetic data promise, in a line."""
         path = self.synthetic / CARD_NAME
-        return privacy_line(read_card(path)) if path.is_file() else "no privacy card"
+        if not path.is_file():
+            return "no privacy card"
+        check_dataset_card(path)
+        return privacy_line(read_card(path))
 
     # -- the texts -----------------------------------------------------------------------------
 
@@ -170,9 +178,18 @@ class Similarity:
         return Texts.of(read.queries, read.qrels["train"], read.passages)
 
     def _original(self, parts: Parts) -> Texts:
-        if self.reference_file is not None:
-            return Texts.read(self.reference_file)
-        return self._split(parts, self.split)
+        if self.reference_file is None:
+            return self._split(parts, self.split)
+        texts = Texts.read(self.reference_file)
+        if self.reference == "public":
+            data = None
+            with suppress(LitDpretError):  # where its data are not here, there is nothing to compare with
+                given = parts.make_datamodule()
+                given.setup("test")
+                data = given
+            if trains_on(data, texts.queries.values()):
+                refuse_training_data(data, self.synthetic, knob="task.reference")
+        return texts
 
     def _held_out(self, parts: Parts) -> Texts | None:
         return None if self.held_out is None else self._split(parts, self.held_out)

@@ -257,6 +257,19 @@ def test_what_is_declared_synthetic_is_held_against_its_card(carded: Path, made:
         task.run(parts(tmp_path / "run", lambda: SyntheticDataModule(folder=carded)))
 
 
+def test_the_promise_of_a_card_is_not_told_of_other_queries_and_such_a_card_is_not_marked(
+    carded: Path, made: Path, tmp_path: Path
+) -> None:
+    queries = carded / "queries.jsonl"
+    rows = [json.loads(line) | {"text": SECRET} for line in queries.read_text(encoding="utf-8").splitlines()]
+    queries.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    before = (carded / "privacy_card.json").read_bytes()
+    task = Similarity(synthetic=carded, reference="private", card_entry=True, measures=["overlap"])
+    with pytest.raises(DataError, match=r"queries\.jsonl"):
+        task.run(parts(tmp_path / "run", pairs(made)))
+    assert (carded / "privacy_card.json").read_bytes() == before
+
+
 def test_data_with_nothing_in_common_or_too_few_texts_are_refused(made: Path, encoder: str, tmp_path: Path) -> None:
     other = beir(tmp_path / "other", {"train": {"x": "is it paid"}}, {"x": "It is."})
     with pytest.raises(DataError, match="nothing to score"):
@@ -348,6 +361,13 @@ def test_the_private_log_of_the_training_itself_cannot_be_declared_public(
     assert list((tmp_path / "found").iterdir()) == []
     others = beir(tmp_path / "others", {"train": dict(list(ORIGINAL.items())[5:])}, TEXTS)
     task.run(parts(tmp_path / "found", pairs(others)))
+    # Nor does a file get round it, also not one with a part of them, written otherwise.
+    task.reference_file, part = tmp_path / "some.jsonl", list(ORIGINAL.values())[:9]
+    task.reference_file.write_text("".join(json.dumps({"text": text.upper()}) + "\n" for text in part))
+    with pytest.raises(ConfigurationError, match=r"task\.reference=public"):
+        task.run(parts(tmp_path / "file", pairs(original)))
+    task.run(parts(tmp_path / "elsewhere", pairs(tmp_path / "not here")))
+    assert "original ones, public, as declared" in (tmp_path / "elsewhere" / "similarity.md").read_text()
 
 
 def test_a_corpus_that_cannot_be_read_is_refused(original: Path, tmp_path: Path) -> None:
