@@ -33,6 +33,7 @@ from lit_dpret.audit.statistics.scores import CanaryScores
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.amendments import AttackResult, add_evidence
 from lit_dpret.cards.card import CARD_NAME, read_card
+from lit_dpret.cards.file import check_artefact
 from lit_dpret.cards.start import MODEL_FOLDER
 from lit_dpret.cards.text import BOUND, NO_GUARANTEE, privacy_line
 from lit_dpret.encoders import load_towers
@@ -138,7 +139,7 @@ class Audit:
         """Measure, write ``audit.*`` into the task's folder and the results onto the card; returns bounds by row.
 
         Raises:
-            DataError: The run has no canaries, or others than its ledger says.
+            DataError: The run has no canaries, or others than its ledger says; or its model is not the one on its card.
             PrivacyViolation: A bound at confidence 1 - 1e-4 exceeds the claim, or an attack its ceiling; after all
                 files were written.
         """
@@ -214,6 +215,7 @@ class Audit:
                 f"{path} does not hold the canaries that the ledger of this run says were planted: its SHA-256 is not "
                 "the one on the card. An audit with secrets that were chosen afterwards proves nothing."
             )
+        check_artefact(self.run_folder / MODEL_FOLDER, card)  # what is found is written on it
         return card, canaries
 
     def _coins(self, found: Sequence[dict[str, Any]], delta: float, confidence: float) -> list[Evidence]:

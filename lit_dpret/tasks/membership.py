@@ -20,7 +20,7 @@ from lit_dpret.audit.statistics.scores import CanaryScores
 from lit_dpret.audit.statistics.shadow import counterfactual_memorisation, shadow_scores
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.check import judge_card
-from lit_dpret.cards.file import CARD_NAME, file_sha256, read_card
+from lit_dpret.cards.file import CARD_NAME, check_artefact, file_sha256, read_card
 from lit_dpret.cards.recomputed import ceilings_of
 from lit_dpret.cards.start import model_folder
 from lit_dpret.cards.text import privacy_line
@@ -172,6 +172,7 @@ class Membership(MembershipSettings):
         """Write ``internal_membership.json`` and ``.md``; returns AUC by attack.
 
         Raises:
+            DataError: The run's model is not the one on its card.
             PrivacyViolation: An attack is above its ceiling, or evidence above the claim, with the confidence
                 ``alarm``; the reports are written all the same.
         """
@@ -180,6 +181,8 @@ class Membership(MembershipSettings):
         self._releases()
         coins = Coins.read(self.run_folder) if (self.run_folder / COINS_NAME).exists() else None
         claim = Claim.of(self.run_folder)
+        if self.model is None:
+            check_artefact(target, read_card(self.run_folder))
         others: Others = self.others or ("dev" if coins is None else "coins")
         shadows = Shadows(parts, count=self.shadows, minutes=self.minutes) if self.shadows else None
         stages = Stages(parts.run_dir, resume=parts.resume, fingerprint=self._fingerprint(parts, target)).begin()

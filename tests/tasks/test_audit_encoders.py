@@ -24,7 +24,7 @@ from lit_dpret.audit.canaries.scores import score_pairs
 from lit_dpret.cards.card import read_card
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.encoders import Contract, TextEncoder, load_towers
-from lit_dpret.errors import ConfigurationError, PrivacyViolation
+from lit_dpret.errors import ConfigurationError, DataError, PrivacyViolation
 from lit_dpret.modules import DualEncoder, OptimizerSpec
 from lit_dpret.privacy.modes import NoPrivacy, PublicPassages
 from lit_dpret.tasks import Audit, Fit
@@ -113,6 +113,16 @@ def test_the_audit_of_an_encoder_writes_ranks_and_says_that_nothing_was_drawn(
     card = read_card(run)
     assert all(one["metric"] != "leaked share" for one in card["empirical"]["results"])
     assert not (tmp_path / "audit" / CANARIES).exists()
+
+
+def test_other_weights_in_a_runs_place_are_not_audited_and_its_cards_stay(tmp_path: Path) -> None:
+    run = trained(tmp_path, NoPrivacy, suite=replace(SUITE, count=4), steps=2)
+    before = read_card(run), read_card(run / "model")
+    weights = next((run / "model").rglob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-4] + bytes(4))
+    with pytest.raises(DataError):
+        audited(tmp_path, run)
+    assert (read_card(run), read_card(run / "model")) == before
 
 
 def test_a_candidate_is_judged_by_its_own_passage_among_those_of_the_others_and_by_no_other_secret(

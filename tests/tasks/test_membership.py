@@ -305,6 +305,11 @@ def test_a_run_without_coins_card_or_matching_data_is_refused(make: Make, open_r
     (tmp_path / "bare" / "privacy_card.json").unlink()
     with pytest.raises(DataError, match="no finished run"):
         attack(tmp_path / "bare").run(make(tmp_path / "c"))
+    shutil.copytree(open_run, tmp_path / "other")
+    weights = next((tmp_path / "other" / "model").rglob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-4] + bytes(4))
+    with pytest.raises(DataError):  # the report would name the promise of the run
+        attack(tmp_path / "other").run(make(tmp_path / "d"))
 
 
 def test_shadow_models_are_not_charged_to_the_data_set(make: Make, private_run: Path, tmp_path: Path) -> None:
