@@ -12,8 +12,6 @@ from typing import Any
 from rich.console import Console
 
 from lit_dpret.cards.blocks import Block, Bullets, Paragraph, Section
-from lit_dpret.cards.card import CARD_NAME, read_card
-from lit_dpret.cards.text import privacy_line
 from lit_dpret.datamodules import BeirDataModule, PairsDataModule
 from lit_dpret.datamodules.beir import beir_folder
 from lit_dpret.datamodules.beir_sets import BEIR_SETS, BeirSet, beir_set
@@ -26,6 +24,7 @@ from lit_dpret.retrieval.trec_runs import SUMMARY, check_qrels, evaluate, read_p
 from lit_dpret.settings import picked
 from lit_dpret.tasks.evaluate import checked_metrics
 from lit_dpret.tasks.parts import Parts, say
+from lit_dpret.tasks.pipeline import PUBLIC, privacy_of_encoder
 from lit_dpret.tasks.ranking import Ranker
 from reproduction.study import Study
 
@@ -88,6 +87,7 @@ class ZeroShot(Study):
                 f"task.root={self.root} holds none of the sets {', '.join(one.name for one in self._sets)}. Each must "
                 "lie in a folder of that name with corpus, queries and qrels, as BEIR's archives unpack."
             )
+        promise = PUBLIC if self.encoder == "bm25" else privacy_of_encoder(self.encoder)
         self.begin(parts, fingerprint=self._fingerprint())
         done: dict[str, dict[str, Any]] = {}
         for name in present:
@@ -95,7 +95,7 @@ class ZeroShot(Study):
             done[name] = self._stages.run(name, partial(self._measure, self._known[name]))
         values = {name: read_per_query(parts.run_dir / name, self.metrics) for name in present}
         rows = [self._row(one, done, values) for one in self._sets]
-        self._tell(parts.run_dir, rows, self._mean(rows, values))
+        self._tell(parts.run_dir, rows, self._mean(rows, values), promise)
         return {row.name: row.metrics[self.metrics[0]].mean for row in rows if row.metrics}
 
     def present(self) -> list[str]:
@@ -171,7 +171,7 @@ class ZeroShot(Study):
             weights += [1 / len(members) for _ in members]
         return {m: macro_interval([values[name][m] for name in groups], weights) for m in self.metrics if groups}
 
-    def _tell(self, folder: Path, rows: Sequence[SetResult], mean: dict[str, Interval]) -> None:
+    def _tell(self, folder: Path, rows: Sequence[SetResult], mean: dict[str, Interval], promise: str) -> None:
         """Write ``zero_shot.{json,md,html,csv}``, and print the sets that were measured."""
         missing = [row.name for row in rows if not row.metrics]
         measured = len(rows) - len(missing)  # a mean over some sets is not that over all
@@ -182,7 +182,6 @@ class ZeroShot(Study):
             self._table(listed, list(meant)),
             self._table([one for one in listed if one.metrics], list(meant)),
         )
-        promise = _promise(self.encoder)
         caption = "mean over queries, below it the 95 % bootstrap interval"
         Console().print(shown.console(title=f"{self.encoder}\n{promise}", caption=caption))
         say(*(f"{metric}: {text}" for metric, text in meant.items()))
@@ -226,11 +225,3 @@ class ZeroShot(Study):
             metrics = {m: macro_interval([values[name][m] for name in members]) for m in self.metrics}
         queries = sum(int(done[name]["queries"]) for name in members)
         return SetResult(name=one.name, metrics=metrics, queries=queries, note="; ".join(notes))
-
-
-def _promise(encoder: str) -> str:
-    """Return what the encoder's privacy card claims, in one line."""
-    folder = Path(encoder)
-    if not (folder / CARD_NAME).is_file():
-        return f"{encoder} carries no privacy card: it claims nothing about private queries."
-    return privacy_line(read_card(folder))

@@ -24,6 +24,7 @@ from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
 
 SCHEMA = "lit-dpret/privacy-card/1"
 SIGNATURE_NAME = "privacy_card.sig"
+PROVENANCE, README = "provenance", "README.md"
 CARD_FILES = (CARD_NAME, "privacy_card.md", "privacy_card.html", SIGNATURE_NAME)
 
 ArtifactType = Literal["weights", "dataset", "index", "histogram"]
@@ -215,8 +216,8 @@ def card_beside(given: str | Path) -> Path | None:
 def check_artefact(folder: Path, card: Mapping[str, Any]) -> None:
     """Refuse a folder of a model or a data set that is not what the card in it describes.
 
-    Every file must be listed with its SHA-256, hidden ones, the ledger and the card itself aside, and every listed file
-    must be there.
+    Every file must be listed with its SHA-256, and every listed file must be there. Aside are hidden files, the ledger,
+    the card itself, and what an export adds to be read by people: its page and the cards behind its own.
 
     Raises:
         DataError: A file was changed, added or taken away, or the card lists none.
@@ -226,7 +227,8 @@ def check_artefact(folder: Path, card: Mapping[str, Any]) -> None:
         return
     listed = card["subject"]["sha256"]
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    aside = {name for name in names if name.startswith("privacy_card.") or name == LEDGER_NAME or "/." in f"/{name}"}
+    begins, known = ("privacy_card.", f"{PROVENANCE}/"), (LEDGER_NAME, README)
+    aside = {name for name in names if name.startswith(begins) or name in known or "/." in f"/{name}"}
     for name in sorted((names - aside) | set(listed)):
         if name not in names or name not in listed or file_sha256(folder / name) != listed[name]:
             raise DataError(

@@ -23,7 +23,7 @@ import lit_dpret
 from lit_dpret.cards.amendments import versions
 from lit_dpret.cards.card import gaps, said, signoff
 from lit_dpret.cards.check import Place, Recheck, changed_files, recheck
-from lit_dpret.cards.file import CARD_FILES, CARD_NAME, SIGNATURE_NAME, card_path, card_sha256, read_card
+from lit_dpret.cards.file import CARD_FILES, CARD_NAME, README, SIGNATURE_NAME, card_path, card_sha256, read_card
 from lit_dpret.cards.hub import claim_metadata
 from lit_dpret.cards.lineage import FoundCard, Lineage, link_problems, passed_on
 from lit_dpret.cards.provenance import CHANGED, code_commit, protocol_facts
@@ -33,7 +33,6 @@ from lit_dpret.cards.text import NO_GUARANTEE, audit_problems, card_html, card_m
 from lit_dpret.errors import ConfigurationError, DataError, LedgerError, first_line
 
 SCHEMA = "lit-dpret/verification/1"
-README = "README.md"
 
 Outcome = Literal["ok", "failed", "not_checked"]
 

@@ -14,7 +14,7 @@ import torch
 
 from lit_dpret.callbacks.checkpoints import newest_checkpoint
 from lit_dpret.cards.card import CardFacts, inherit_card, read_card, subject_of, write_card
-from lit_dpret.cards.file import CARD_FILES, CARD_NAME
+from lit_dpret.cards.file import CARD_FILES, CARD_NAME, PROVENANCE, README
 from lit_dpret.cards.hub import (
     base_model_of,
     check_license,
@@ -27,7 +27,7 @@ from lit_dpret.cards.lineage import copy_lineage
 from lit_dpret.cards.provenance import environment_facts
 from lit_dpret.cards.start import MODEL_FOLDER
 from lit_dpret.cards.text import privacy_line, statement
-from lit_dpret.cards.verification import README, verify_chain
+from lit_dpret.cards.verification import verify_chain
 from lit_dpret.encoders import load_towers
 from lit_dpret.errors import ConfigurationError, DataError, VerificationError
 from lit_dpret.files import SUMMARY_NAME, meant
@@ -45,7 +45,6 @@ from lit_dpret.tasks.parts import Parts, check_run_dir, say
 from lit_dpret.tasks.ranking import fingerprints
 
 OURS = "lit_dpret.modules."
-PROVENANCE = "provenance"
 
 
 @dataclass(kw_only=True)

@@ -267,7 +267,7 @@ class Pipeline:
         model = self._retriever(NoPrivacy())
         with ProgressLine("encoding passages and queries") as progress:
             model.prepare(self._searched, progress=progress)
-        return _row("zero-shot encoder", self._score(model), _privacy_of_encoder(model))
+        return _row("zero-shot encoder", self._score(model), privacy_of_encoder(model.pretrained, model))
 
     def _retriever(self, privacy: Any) -> Any:
         return self.retriever(privacy=privacy, cache_dir=self.embeddings or self._parts.run_dir / EMBEDDINGS)
@@ -389,9 +389,8 @@ class Pipeline:
         )
         data = self._consistent("pseudo_round_trip", folder, card=False)
         row = self._trained("from_pseudo", "pseudo-queries from the passages", NoPrivacy, data)
-        return RowResult(
-            system=row.system, metrics=row.metrics, privacy=_privacy_of_encoder(self._retriever(NoPrivacy()))
-        )
+        start = self._retriever(NoPrivacy())
+        return replace(row, privacy=privacy_of_encoder(start.pretrained, start))
 
     def _tell(self, rows: dict[System, RowResult]) -> dict[str, float]:
         """Write and print the results, and the page where there are synthetic queries; return nDCG@10 by system."""
@@ -473,17 +472,21 @@ def _refuse_trained(make: Any, argument: str, knob: str) -> None:
         )
 
 
-def _privacy_of_encoder(model: Any) -> str:
+def privacy_of_encoder(encoder: str | Path | None, model: Any = None) -> str:
     """Return what is promised for a row of an encoder that was not trained here.
+
+    Args:
+        encoder: What it was loaded from; None where nobody knows.
+        model: It, or a model that holds it, where there is one already.
 
     Raises:
         DataError: A card lies with other files than it describes.
     """
-    place = None if model.pretrained is None else Path(model.pretrained).expanduser()
+    place = None if encoder is None else Path(encoder).expanduser()
     found = set() if place is None or not place.is_dir() else {privacy for _, privacy in traces_of_training(place)}
-    found |= {run.privacy for run in runs_behind(model)}
+    found |= set() if model is None else {run.privacy for run in runs_behind(model)}
     if not found:  # that this program left no trace in it tells nothing of what other programs trained it on
-        return PUBLIC if model.pretrained == "minilm" else UNKNOWN
+        return PUBLIC if str(encoder) == "minilm" else UNKNOWN
     if place is not None and (place / CARD_NAME).is_file():
         card = read_card(place)
         check_artefact(place, card)

@@ -8,9 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiny_generator import write_parent_card
+from tiny_models import tiny_bert, tiny_tokenizer
 from tiny_tasks import no_parts, write_beir
 
 from lit_dpret.datamodules.beir_sets import BEIR_SETS
+from lit_dpret.encoders import Contract, TextEncoder
+from lit_dpret.encoders.st_folder import save_sentence_transformer
 from lit_dpret.errors import DataError, ResumeError
 from lit_dpret.tasks import Evaluate
 from reproduction import ZeroShot
@@ -48,12 +52,34 @@ def test_every_set_that_is_there_is_measured_and_the_others_are_named(
     assert table["mean"]["success@1"]["mean"] == 0.5
     assert table["definitions"]["success@1"].startswith("share of queries with a relevant passage")
     shown = capsys.readouterr().out
-    assert "missing: trec-covid" in shown and "no privacy card" in shown
+    assert "missing: trec-covid" in shown and "no private data" in shown
     markdown = (tmp_path / "run" / "zero_shot.md").read_text()
     assert "| trec-covid |  | – | – | missing: not there |" in markdown
     assert "4 queries instead of 300" in markdown
     lines = (tmp_path / "run" / "zero_shot.csv").read_text().splitlines()
     assert lines[0].startswith("data set,queries,nDCG@10,nDCG@10 low") and len(lines) == 5
+
+
+def test_the_page_names_the_promise_of_a_card_where_it_is_that_of_the_encoder(tmp_path: Path) -> None:
+    write_set(tmp_path / "scifact", found=3)
+    tower = TextEncoder(tiny_bert(), tiny_tokenizer(), Contract(query_max_length=8, passage_max_length=10))
+    encoder = tmp_path / "encoder"
+    save_sentence_transformer(encoder, tower, tower)
+
+    def promise(run: str) -> str:
+        task = ZeroShot(root=tmp_path, sets=["scifact"], encoder=str(encoder), metrics=["ndcg@10"], top_k=10)
+        task.run(no_parts(tmp_path / run))
+        return str(json.loads((tmp_path / run / "zero_shot.json").read_text(encoding="utf-8"))["privacy"])
+
+    assert "not known" in promise("bare")
+    write_parent_card(encoder)
+    (encoder / "README.md").write_text("as an export writes it", encoding="utf-8")
+    assert promise("carded").startswith("epsilon = ")
+    weights = next(encoder.rglob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-4] + bytes(4))
+    with pytest.raises(DataError, match="safetensors"):
+        promise("other")
+    assert not (tmp_path / "other").exists(), "before anything is measured"
 
 
 def test_cqadupstack_is_the_mean_of_its_forums_and_counts_as_one_set(tmp_path: Path) -> None:
