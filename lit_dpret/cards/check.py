@@ -198,8 +198,9 @@ def _possible(card: Mapping[str, Any], judged: Judged) -> list[dict[str, Any]]:
 
     def fits(block: Mapping[str, Any]) -> bool:
         price, other = stated.get("epsilon"), block.get("epsilon")
-        same = price is None or (other is not None and math.isclose(price, other, rel_tol=TOLERANCE))
-        return same and same_facts(stated, block)
+        if price is None or other is None:
+            return price is other and same_facts(stated, block)
+        return math.isclose(price, other, rel_tol=TOLERANCE) and same_facts(stated, block)
 
     return [block for block in possible_tuning(stated, judged) if fits(block)]
 

@@ -37,7 +37,7 @@ from lit_dpret.synthesis.textsim.words import need
 from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.ranking import embedded_texts
 from lit_dpret.tasks.stages import Stages, settings_fingerprint
-from lit_dpret.tasks.uncovered import Owner, model_of, require_owner, tell_attack
+from lit_dpret.tasks.uncovered import Owner, model_of, refuse_training_data, require_owner, tell_attack
 
 Arm = Literal["none", "shuffled", "own"]
 LOSSES = "losses.pt"
@@ -148,6 +148,8 @@ class Inversion:
         collection = data.collection
         if self.split == "passages":
             return list(collection.passages.values())
+        if self.whose == "public" and isinstance(place := model_of(self.encoder), Path):
+            refuse_training_data(data, place, knob="task.whose")
         return [collection.queries[query] for query in collection.split(self.split)]
 
     def _encode(self, tower: TextEncoder, texts: Sequence[str]) -> Tensor:
