@@ -102,6 +102,7 @@ def generate(
         from peft import LoraConfig, get_peft_model
 
         module.model = get_peft_model(module.model, LoraConfig(r=2, target_modules=["q", "v"], init_lora_weights=False))
+        tiny_generator.note_built(module)
     settings: dict[str, Any] = {"accelerator": "cpu", "devices": world, "max_steps": steps, "max_epochs": -1}
     settings |= {"enable_progress_bar": False, "enable_model_summary": False, "precision": precision}
     if sharded:

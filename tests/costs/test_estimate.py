@@ -82,18 +82,17 @@ print(json.dumps([estimate(module.outlined, found, CPU), measure(module, found, 
 @pytest.mark.parametrize(
     ("layers", "width", "rows", "passage", "query"), [(2, 192, 16, 96, 32), (4, 256, 8, 256, 64), (2, 64, 16, 96, 32)]
 )
-def test_the_estimate_is_within_the_stated_factor_of_a_real_step(
+def test_the_estimated_memory_is_within_the_stated_factor_of_a_real_step(
     layers: int, width: int, rows: int, passage: int, query: int
 ) -> None:
-    """In a process of its own, whose memory nothing else uses."""
+    """In a process of its own, whose memory nothing else uses. Seconds are compared in benchmarks/plan_cost.py."""
     program = IN_A_PROCESS.format(
         tests=str(ROOT / "tests"), here=str(Path(__file__).parent),
         layers=layers, width=width, rows=rows, passage=passage, query=query,
     )  # fmt: skip
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
     told, real = json.loads(done.stdout.splitlines()[-1])
-    for name in ("seconds_per_step", "bytes"):
-        assert 1 / FACTOR < told[name] / real[name] < FACTOR, (name, told[name], real[name])
+    assert 1 / FACTOR < told["bytes"] / real["bytes"] < FACTOR
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory is measured on Linux only")
