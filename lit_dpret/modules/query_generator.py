@@ -10,6 +10,7 @@ would bound nothing.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -290,21 +291,24 @@ class QueryGenerator(PrivateModule):
         return whole_prompt(known, text, self.examples, chat=chat)
 
     def refuse_protected(self, data: Any) -> None:
-        """Refuse a query of ``data``, which is set up, among the examples: they are written into the release.
+        """Refuse a query of ``data``, which is set up, in the prompt or its examples: they are published.
 
         Raises:
-            ConfigurationError: A text of them is a query of any split, in these words.
+            ConfigurationError: A query of any split is a text of an example, or stands in the prompt with four words or
+                more; case and punctuation aside.
         """
         collection = getattr(data, "collection", None)
         if self.privacy.guarantee != "dp" or collection is None:
             return
-        told = {_plain(text) for example in self.examples for text in (example.passage, example.query)}
-        if told and any(_plain(query) in told for query in collection.queries.values()):
-            raise ConfigurationError(
-                "model.few_shot holds a query of the run's own data in the same words: the prompt is published with "
-                "the model, and the queries are protected. Take examples of public data.",
-                trap="T25",
-            )
+        alone = {_words(text) for example in self.examples for text in (example.passage, example.query)}
+        whole = f" {_words(self.codec.contract.prompt)} "
+        for query in map(_words, collection.queries.values()):
+            if query in alone or (query.count(" ") >= 3 and f" {query} " in whole):
+                raise ConfigurationError(
+                    "model.few_shot or model.prompt holds a query of the run's own data in the same words: the prompt "
+                    "is published with the model, and the queries are protected. Take examples of public data.",
+                    trap="T25",
+                )
 
     def assumptions(self) -> list[str]:
         if not self.examples:
@@ -373,5 +377,5 @@ class QueryGenerator(PrivateModule):
             refuse_if_padding_counts(model, ids, pad, writes, longest=contract.max_query_length)
 
 
-def _plain(text: str) -> str:
-    return " ".join(text.split()).casefold()
+def _words(text: str) -> str:
+    return " ".join(re.findall(r"\w+", text.casefold()))

@@ -213,9 +213,10 @@ def test_examples_are_answered_before_the_passage_and_saved_with_the_prompt(chat
         ({"query": "WHO  sleeps", "passage": "dogs"}, True),
         ({"query": "who sleeps", "passage": "dogs", "split": "dev"}, True),
         ({"query": "cats sleep", "passage": "dogs"}, True),
+        ({"query": "what falls passage: cats?", "passage": "dogs"}, True),
         ({"query": "who", "passage": "x"}, False),
     ],
-    ids=["a train query", "a dev query", "a query for a passage", "another query"],
+    ids=["a train query", "a dev query", "a query for a passage", "a query within the prompt", "another query"],
 )
 def test_a_query_of_the_runs_own_data_is_refused_among_the_examples(
     row: dict[str, str], refused: bool, tmp_path: Path
