@@ -49,7 +49,7 @@ from reproduction.recipe import (
     train_generator,
 )
 from reproduction.report.comparison import COMPARE_MODES, Headings, ModeRow, gain_shares, share_section
-from reproduction.study import METRIC_NAMES, PUBLIC, Cell, RetrievalStudy, TrainingRun
+from reproduction.study import METRIC_NAMES, Cell, RetrievalStudy, TrainingRun
 
 EMBEDDINGS = "embeddings"
 _MEBI = 2**20
@@ -397,7 +397,7 @@ class Ablate(RetrievalStudy):
         free = self._budgets or recipe.part == "bound" or public
         return {
             "name": recipe.label if cell.eps is None else f"{recipe.label}, epsilon {cell.eps:g}",
-            "privacy": PUBLIC if public else privacy_line(card),
+            "privacy": self._promise if public else privacy_line(card),
             "budget": cell.eps if free else self.eps,
             "variant": cell.variant,
             "settings": recipe.describe(card),

@@ -100,11 +100,11 @@ def _systems(study: Trainings) -> list[_System]:
             ),
         ]  # fmt: skip
     encoder = getattr(study.base.retriever, "keywords", {}).get("encoder", "minilm")
-    public = "no private data"
     if isinstance(encoder, str):
-        found.append(_System("zero-shot", PUBLIC_NAMES["zero_shot"], PUBLIC_ONLY, encoder, public, None))
+        known = base["zero_shot"].privacy
+        found.append(_System("zero-shot", PUBLIC_NAMES["zero_shot"], PUBLIC_ONLY, encoder, known, None))
     pseudo = str(folder(BASELINES) / "from_pseudo" / "model")
-    return [*found, _System("pseudo", PUBLIC_NAMES["pseudo"], PUBLIC_ONLY, pseudo, public, None)]
+    return [*found, _System("pseudo", PUBLIC_NAMES["pseudo"], PUBLIC_ONLY, pseudo, base["pseudo"].privacy, None)]
 
 
 def _measured(study: Trainings, system: _System, make: Callable[..., Any]) -> Any:

@@ -26,6 +26,7 @@ from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy, PublicPassages, SyntheticData
 from lit_dpret.synthesis.filters import load_released
 from lit_dpret.synthesis.filters.cross_encoder import CrossEncoder
+from lit_dpret.tasks.pipeline import UNKNOWN
 from reproduction import Ablate
 from reproduction.recipe import GeneratorRecipe, Recipe, Teacher
 
@@ -82,7 +83,7 @@ def test_every_run_on_synthetic_queries_has_a_generator_of_its_own_and_its_claim
     assert plans[0]["run_id"] != plans[1]["run_id"], "noise of its own"
     assert rows["made"]["settings"]["queries"] == "tiny" and rows["made"]["settings"]["head"] == "both"
     assert rows["direct"]["settings"]["head_dim"] == 4 and rows["direct"]["budget"] == 8
-    assert rows["pseudo"]["privacy"] == "no private data" and rows["pseudo"]["budget"] is None
+    assert rows["pseudo"]["privacy"] == UNKNOWN and rows["pseudo"]["budget"] is None
     assert results(run)["private_runs"] == 2 * 3, "two direct rows and a generator, twice each"
     (together,) = re.findall(r"The 6 private trainings .* has epsilon = ([\d.]+) at", results(run)["spent"])
     assert float(together) > max(read_card(run / f"{row}-seed0")["claim"]["epsilon"] for row in ("direct", "made"))
@@ -284,7 +285,7 @@ def test_rows_learn_the_margins_of_a_public_teacher_between_passages_of_the_list
     rows = {row["system"]: row for row in results(run)["rows"]}
     assert rows["labelled"]["settings"]["pseudo_labels"] == 2 and rows["none"]["settings"]["pseudo_labels"] is None
     assert rows["labelled"]["settings"]["loss"] == "margins of a teacher, temperature 1"
-    assert rows["labelled"]["budget"] == 8 and rows["pseudo labelled"]["privacy"] == "no private data"
+    assert rows["labelled"]["budget"] == 8 and rows["pseudo labelled"]["privacy"] == UNKNOWN
     labels = read_labels(run / "labels2-round_trip20-tiny-1-seed0" / "gpl-training-data.tsv")
     kept = (run / "round_trip20-made-tiny-1-seed0" / "kept_queries.txt").read_text(encoding="utf-8").split()
     assert sorted({label.query_id for label in labels}) == sorted(kept) and len(labels) == 2 * len(kept)

@@ -11,12 +11,15 @@ import pytest
 from tiny_models import WORDS, tiny_bert, tiny_tokenizer
 from tiny_tasks import parts
 
+from lit_dpret.cards.text import NOT_PROVED, WITHOUT_PRIVACY
 from lit_dpret.encoders import Contract, TextEncoder
 from lit_dpret.encoders.text_encoder import OneSide
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.modules import DualEncoder, OptimizerSpec
 from lit_dpret.negatives import BM25Negatives, DynamicNegatives, PreBatchNegatives, RandomNegatives, StaticNegatives
+from lit_dpret.privacy.ledger.trained import TrainedIn, mark_trained
 from lit_dpret.privacy.modes import NoPrivacy, PublicPassages
+from lit_dpret.tasks.pipeline import PUBLIC, UNKNOWN
 from reproduction import CompareNegatives
 from reproduction.compare_negatives import NegativesVariant
 
@@ -115,6 +118,18 @@ def test_sources_that_stand_alone_are_named_so() -> None:
     assert alone.name(NoPrivacy()) == "dynamic" and [s.name for s in alone.make(NoPrivacy(), seed=0) or ()] == [
         "dynamic"
     ]
+
+
+@pytest.mark.parametrize(("mode", "promise"), [("dp_sgd", NOT_PROVED), ("none", WITHOUT_PRIVACY), (None, UNKNOWN)])
+def test_the_row_of_the_untrained_encoder_promises_what_is_known_of_it(
+    mode: str | None, promise: str, tmp_path: Path
+) -> None:
+    tower = TextEncoder(tiny_bert(), tiny_tokenizer(), Contract(query_max_length=8, passage_max_length=10))
+    mark_trained(tower, [TrainedIn("a run", mode)] if mode else [], whole=True)
+    make = partial(retriever, passage_cache_dir=tmp_path / "run" / "passages", encoder=tower)
+    compare(tmp_path, retriever=make, only=["in_batch"], seeds=1).run(tiny_parts(tmp_path))
+    rows = {row["system"]: row["privacy"] for row in results(tmp_path)["rows"]}
+    assert rows["zero-shot"] == promise and rows["BM25"] == PUBLIC
 
 
 def test_the_draws_of_a_run_are_those_of_its_seed() -> None:
