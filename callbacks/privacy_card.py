@@ -19,14 +19,22 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lit_dpret.callbacks.averages import averaged, describe
 from lit_dpret.callbacks.planning import accountant_of, ledger_of
+from lit_dpret.callbacks.retrieval_evaluation import SHARED_BY_CHANCE
 from lit_dpret.cards.amendments import with_notes
 from lit_dpret.cards.card import CardFacts, RunFacts, build_card, inherit_card, subject_of, write_card
-from lit_dpret.cards.provenance import declared_start, environment_facts, note_protocols, overlap_facts, protocol_facts
+from lit_dpret.cards.provenance import (
+    declared_start,
+    environment_facts,
+    note_protocols,
+    overlap_facts,
+    protocol_facts,
+    text_hashes,
+)
 from lit_dpret.cards.text import privacy_line
 from lit_dpret.cards.tuning import declared_search, refuse_other_tuning, refuse_told_number
 from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.privacy.ledger.judgement import leaks
+from lit_dpret.privacy.ledger.judgement import Assumption, leaks
 
 MODEL_FOLDER = "model"
 _NEEDS = "PrivacyCard needs the PrivacyAccountant callback before it: the card is made from its ledger."
@@ -83,7 +91,10 @@ class PrivacyCard(Callback):
         }
         self.audit_protocols = [Path(file) for file in audit_protocols or ()]
         protocol_facts(self.audit_protocols)  # a file that cannot be read is refused before the run
-        self.overlap = None if pretraining_overlap is None else overlap_facts(pretraining_overlap)
+        self.overlap: dict[str, Any] | None = None
+        self._overlapping = frozenset[str]()
+        if pretraining_overlap is not None:
+            self.overlap, self._overlapping = overlap_facts(pretraining_overlap)
         declared_search(self.tuning)  # a declaration that cannot be priced is refused before the run, not after it
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -100,6 +111,24 @@ class PrivacyCard(Callback):
         if not self.audit_protocols:
             return
         Ranks.here().share(lambda: self._register(trainer, pl_module))
+
+    def refuse_protected(self, module: Any, data: Any) -> None:
+        """Refuse an overlap that was counted on train queries of ``data``, which is set up.
+
+        Raises:
+            ConfigurationError: More than a tenth of the queries that were declared public are train queries of the run.
+        """
+        collection = getattr(data, "collection", None)
+        if not self._overlapping or module.privacy.guarantee != "dp" or collection is None:
+            return
+        trained = text_hashes(collection.queries[query] for query in collection.qrels.get("train", {}))
+        if len(self._overlapping & set(trained)) > SHARED_BY_CHANCE * len(self._overlapping):
+            raise ConfigurationError(
+                "callbacks.card.pretraining_overlap was counted on queries declared public, and over a tenth of them "
+                "are train queries of this run, which it protects: the count is an answer without noise. Count on "
+                "other queries, or leave it null.",
+                trap="T25",
+            )
 
     def _check_order(self, trainer: L.Trainer) -> None:
         """Refuse to stand before the accountant: the ledger would go on after the card that ends it."""
@@ -120,6 +149,12 @@ class PrivacyCard(Callback):
         if (ledger := ledger_of(trainer)) is None:
             raise ConfigurationError(_NEEDS)
         note_protocols(ledger, self.audit_protocols)
+
+    def _declared(self) -> list[Assumption]:
+        if self.overlap is None or self.overlap["whose"] != "public":
+            return []
+        text = "The queries that were looked for in the corpus of the overlap check are public, as declared."
+        return [Assumption(text, "unverified")]
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         module: Any = pl_module
@@ -178,7 +213,7 @@ class PrivacyCard(Callback):
                     mechanism=mechanism,
                     tuning=self.tuning,
                     environment=environment,
-                    assumptions=leaks(records),
+                    assumptions=[*leaks(records), *self._declared()],
                     pretraining={"model": began, "overlap_check": self.overlap},
                 ),
             )

@@ -8,6 +8,7 @@ known shows what one wants it to show.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import platform
 import subprocess
@@ -89,10 +90,17 @@ def _hardware(device: str) -> str:
 KNOB = "callbacks.card.pretraining_overlap"
 
 
-def overlap_facts(file: str | Path) -> dict[str, Any]:
+def text_hashes(texts: Iterable[str]) -> list[str]:
+    """Return a short hash of each text, case and blanks aside, by which a later run knows it again."""
+    plain = (" ".join(text.split()).casefold() for text in texts)
+    return sorted({hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16] for text in plain})
+
+
+def overlap_facts(file: str | Path) -> tuple[dict[str, Any], frozenset[str]]:
     """Return the block ``pretraining.overlap_check`` from the ``pretraining_overlap.json`` of the task.
 
-    Of private queries the share is itself a number computed from them, so a card takes it of public texts alone.
+    Of private queries the share is itself a number computed from them, so a card takes it of public texts alone; the
+    hashes of those that were declared public are returned with it.
 
     Raises:
         ConfigurationError: It cannot be read, is no such file, or holds shares of private queries.
@@ -101,6 +109,7 @@ def overlap_facts(file: str | Path) -> dict[str, Any]:
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
         found = {name: facts[name] for name in ("corpus", "sampled", "split", "whose", "found")}
+        hashes = frozenset(map(str, facts["queries_sha256"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigurationError(
             f"{KNOB}={file} cannot be read: name the pretraining_overlap.json of a run of task=pretraining_overlap."
@@ -110,7 +119,7 @@ def overlap_facts(file: str | Path) -> dict[str, Any]:
             f"{KNOB}={file} holds shares of private queries, which no noise covers, and the card is released. Run "
             "task=pretraining_overlap with task.queries=public, or leave this null."
         )
-    return found
+    return found, hashes
 
 
 PROTOCOL_EVENT = "audit_protocols"

@@ -10,6 +10,7 @@ from typing import Any
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.blocks import Banner, Block, Bullets, Code, Grid, Section
 from lit_dpret.cards.file import CARD_NAME
+from lit_dpret.cards.provenance import text_hashes
 from lit_dpret.datamodules.identity import data_facts
 from lit_dpret.datamodules.readers import RecordFile
 from lit_dpret.errors import ConfigurationError, DataError
@@ -89,6 +90,8 @@ class PretrainingOverlap:
             "whose": self.queries,
             "not_covered": warning,
             "found": {name: each.to_dict() for name, each in found.items()},
+            # Of private ones nobody may be told: guesses could be tested.
+            "queries_sha256": [] if self.queries == "private" else text_hashes(sources[_QUERIES].values()),
         }
         if self.sampled is not None:
             facts["whole_corpus"] = {

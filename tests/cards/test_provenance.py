@@ -6,7 +6,9 @@ import json
 import platform
 import subprocess
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +22,14 @@ from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
 from lit_dpret.cards import provenance as environment
 from lit_dpret.cards.card import inherit_card, read_card, subject_of, write_card
 from lit_dpret.cards.file import checksum, file_sha256
-from lit_dpret.cards.provenance import PROTOCOL_EVENT, code_commit, environment_facts, note_protocols, registered
+from lit_dpret.cards.provenance import (
+    PROTOCOL_EVENT,
+    code_commit,
+    environment_facts,
+    note_protocols,
+    registered,
+    text_hashes,
+)
 from lit_dpret.cards.verification import verify_chain
 from lit_dpret.errors import ConfigurationError, ResumeError
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
@@ -75,7 +84,8 @@ SHARE = {"exact": {"positives": 2, "total": 10, "value": 0.2, "interval": [0.06,
 
 def counted(folder: Path, **changes: Any) -> Path:
     facts = {"corpus": {"name": "sample.jsonl", "documents": 90, "words": 4000}, "sampled": None, "split": "dev",
-             "whose": "public", "not_covered": None, "found": {"queries": SHARE, "passages": SHARE}}  # fmt: skip
+             "whose": "public", "not_covered": None, "found": {"queries": SHARE, "passages": SHARE},
+             "queries_sha256": text_hashes(["a public query"])}  # fmt: skip
     path = folder / "pretraining_overlap.json"
     path.write_text(json.dumps(facts | changes), encoding="utf-8")
     return path
@@ -88,8 +98,21 @@ def test_what_was_counted_on_public_texts_stands_on_the_card(tmp_path: Path) -> 
     trainer(max_steps=1, logger=False, callbacks=callbacks, default_root_dir=str(run)).fit(module, large_log(tmp_path))
     card = read_card(run)
     assert card["pretraining"]["overlap_check"]["found"]["queries"] == SHARE
+    assert any("overlap check are public, as declared" in each["text"] for each in card["assumptions"])
     assert not list(Draft202012Validator(SCHEMA).iter_errors(card))
     assert "sample.jsonl" in (run / "privacy_card.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("queries", "refused"), [("query 5", False), ("Query  3", True)])
+def test_an_overlap_of_the_runs_own_train_queries_is_refused(queries: str, refused: bool, tmp_path: Path) -> None:
+    hashes = text_hashes([*(f"other {i}" for i in range(5)), queries])
+    card = PrivacyCard(pretraining_overlap=counted(tmp_path, queries_sha256=hashes))
+    module = Memoriser(DPSGD(eps=2.0, delta=1e-5, noise_multiplier=2.0, secret_file=tmp_path / "secret"))
+    collection = SimpleNamespace(
+        queries={f"q{i}": f"query {i}" for i in range(9)}, qrels={"train": {"q3": {}, "q4": {}}}
+    )
+    with pytest.raises(ConfigurationError, match="pretraining_overlap") if refused else nullcontext():
+        card.refuse_protected(module, SimpleNamespace(collection=collection))
 
 
 @pytest.mark.parametrize("changes", [{"whose": "private"}, {"not_covered": "Overlap of private queries"}])
