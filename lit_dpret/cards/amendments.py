@@ -17,12 +17,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from lit_dpret.cards.file import CARD_NAME, card_json, card_sha256, checksum, read_card, write_card
+from lit_dpret.cards.file import CARD_NAME, README, card_json, card_sha256, checksum, read_card, write_card
 from lit_dpret.cards.text import statement
 from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.files import write_whole
 from lit_dpret.privacy.ledger.chain import today
 
 About = Literal["this model", "other trainings"]
+
+_PRIVACY_HEADING = "\n## Privacy\n"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +170,19 @@ def note_not_covered(folder: str | Path, what: str, *, computed: str) -> Path | 
         "covers.",
         "caution": f"{what} was computed from {computed} after this card was made. Those numbers are not covered.",
     }
-    return write_card(_amended(card, [note]), path.parent)
+    written = write_card(_amended(card, [note]), path.parent)
+    _tell_readers(path.parent, before, card_sha256(path), note["caution"])
+    return written
+
+
+def _tell_readers(folder: Path, before: str, after: str, caution: str) -> None:
+    """Write a caution into the ``README.md`` beside the card, which is what a hub shows, and name the card as it is."""
+    page = folder / README
+    if not page.is_file():
+        return
+    head, heading, rest = page.read_text(encoding="utf-8").replace(before, after).partition(_PRIVACY_HEADING)
+    if heading:
+        write_whole(page, head + heading + ("" if caution in rest else f"\n**{caution}**\n") + rest)
 
 
 def with_notes(card: Mapping[str, Any], folder: str | Path) -> dict[str, Any]:

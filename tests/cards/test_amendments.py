@@ -51,8 +51,12 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_note_stands_where_people_read_of_what_is_not_covered_once_however_often_it_is_made(folder: Path) -> None:
+    readme = folder / "README.md"
+    readme.write_text(f"---\ncard_sha256: {card_sha256(folder)}\n---\n\n## Privacy\n\nA claim.\n", encoding="utf-8")
     for _ in range(3):
         assert note(folder) == folder / "privacy_card.json"
+    told = readme.read_text(encoding="utf-8")
+    assert told.count(CAUTION) == 1 and told.endswith("A claim.\n") and card_sha256(folder) in told
     card = read_card(folder)
     assert card["not_covered"].count(GAP) == card["cautions"].count(CAUTION) == 1 and len(card["amendments"]) == 3
     for name in ("privacy_card.md", "privacy_card.html"):
