@@ -217,7 +217,7 @@ def test_a_run_tells_the_share_under_noise_and_its_ledger_and_card_stand_for_it(
     assert "in the count of clipped units together" in json.dumps(card) and "share of clipped gradients" in (
         folder / "privacy_card.md"
     ).read_text(encoding="utf-8")
-    assert verify_card(card, folder / "privacy_ledger.jsonl", folder=folder) == []
+    assert verify_card(card, folder / "privacy_ledger.jsonl", folder=folder / "model") == []
 
 
 @pytest.mark.slow

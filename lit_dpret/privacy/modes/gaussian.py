@@ -213,7 +213,7 @@ class GaussianMode(PrivacyMode):
             raise ConfigurationError(
                 "privacy.neighbours=add_or_remove keeps the number of units private, so nothing can be derived from "
                 f"it. Set as constants: {', '.join(missing)}.",
-                trap="T5",
+                trap="T6" if sampled and request.sampling == "truncated_poisson" else "T5",
             )
 
     @abstractmethod
