@@ -26,6 +26,7 @@ from lit_dpret.privacy.ledger.chain import today
 About = Literal["this model", "other trainings"]
 
 _PRIVACY_HEADING = "\n## Privacy\n"
+_ATTACKED = "After the card was made, attacks were run; the privacy card says what they found."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +108,9 @@ def add_evidence(folder: str | Path, results: Sequence[AttackResult]) -> Path | 
         "sha256_before": card_sha256(path),
         "results": [result.to_dict() for result in results],
     }
-    return write_card(amended(card, note), path.parent)
+    written = write_card(amended(card, note), path.parent)
+    _tell_readers(path.parent, str(note["sha256_before"]), card_sha256(path), _ATTACKED)
+    return written
 
 
 def amended(card: dict[str, Any], note: Mapping[str, Any]) -> dict[str, Any]:

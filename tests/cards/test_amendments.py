@@ -51,12 +51,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_note_stands_where_people_read_of_what_is_not_covered_once_however_often_it_is_made(folder: Path) -> None:
-    readme = folder / "README.md"
-    readme.write_text(f"---\ncard_sha256: {card_sha256(folder)}\n---\n\n## Privacy\n\nA claim.\n", encoding="utf-8")
     for _ in range(3):
         assert note(folder) == folder / "privacy_card.json"
-    told = readme.read_text(encoding="utf-8")
-    assert told.count(CAUTION) == 1 and told.endswith("A claim.\n") and card_sha256(folder) in told
     card = read_card(folder)
     assert card["not_covered"].count(GAP) == card["cautions"].count(CAUTION) == 1 and len(card["amendments"]) == 3
     for name in ("privacy_card.md", "privacy_card.html"):
@@ -184,3 +180,12 @@ def test_planted_canaries_stand_on_the_card_and_cannot_be_taken_off_it(tmp_path:
 def test_a_result_that_says_nothing_is_refused(change: dict[str, object]) -> None:
     with pytest.raises(ConfigurationError):
         AttackResult(**{"attack": "x", "n": 1, "metric": "share", "eps_lower": 0.0} | change)  # type: ignore[arg-type]
+
+
+@both
+def test_the_data_card_beside_it_tells_its_readers_of_an_amendment(amend: Amend, folder: Path) -> None:
+    readme = folder / "README.md"
+    readme.write_text(f"---\ncard_sha256: {card_sha256(folder)}\n---\n\n## Privacy\n\nA claim.\n", encoding="utf-8")
+    amend(folder)
+    told = readme.read_text(encoding="utf-8")
+    assert card_sha256(folder) in told and told.count("**") == 2 and told.endswith("A claim.\n")
