@@ -63,7 +63,7 @@ class Suite(Study):
         require_choice("task.paper", self.paper, tuple(PAPERS))
         self._paper = PAPERS[self.paper]
         self.taken = {name: part.taken for name, part in self.parts.items() if part.taken is not None}
-        self.chosen = some_of("task.only", self.only, list(self.parts))
+        self.chosen = some_of("task.only", self.only, list(self.parts)) if self.parts or self.only else []
         for place, (name, part) in enumerate(self.parts.items()):
             _known(f"task.parts.{name}.needs", part.needs, self.data)
             _known(f"task.parts.{name}.after", part.after, list(self.parts)[:place])

@@ -62,17 +62,17 @@ def sights(run: PddAs2) -> list[Sight]:
         )
     if run.stage2.epochs and run.stage2.negatives == "fed":
         found += [_request(run, dp), _response(run)]
-    told = [("the means of its measures, and how many test queries they are of", "share_measures")]
-    spent = "what is spent of its budget"
-    if run.stage1.weighting == "uniform":
-        spent += ", from which the number of its train queries follows"
+    what, knob = "the means of its measures, and how many test queries they are of", "share_measures"
+    kept, counts_stay = (
+        "personal query encoders, rankings, measures of single queries",
+        run.stage1.weighting == "uniform",
+    )
     if run.privacy.eps is not None:  # under which measures are never told
-        told = [(spent, "share_epsilon")]
-    for what, knob in told:
-        found.append(Sight(what, f"nothing, unless the silo sets {knob}", "nothing", "each silo's own choice"))
-    kept = "personal query encoders, rankings, measures of single queries"
-    if run.stage1.weighting == "uniform" and run.privacy.eps is None:
+        what, knob = "what is spent of its budget", "share_epsilon"
+        what += ", from which the number of its train queries follows" if counts_stay else ""
+    elif counts_stay:
         kept += ", how many train queries a silo has"
+    found.append(Sight(what, f"nothing, unless the silo sets {knob}", "nothing", "each silo's own choice"))
     found.append(Sight(f"{kept}: never", "nothing", "nothing", "they stay in the silo"))
     return found
 

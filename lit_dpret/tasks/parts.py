@@ -101,7 +101,7 @@ def some_of(knob: str, given: Sequence[T] | None, known: Collection[T]) -> list[
         ConfigurationError: It names another one, one twice, or none at all.
     """
     chosen = list(known if given is None else given)
-    if (known and not chosen) or set(chosen) - set(known) or len(set(chosen)) < len(chosen):
+    if not chosen or set(chosen) - set(known) or len(set(chosen)) < len(chosen):
         raise ConfigurationError(
             f"{knob}={chosen} must name at least one of {', '.join(map(str, known)) or 'nothing'}, each once."
         )

@@ -34,6 +34,7 @@ from lit_dpret.audit.canaries.canary import (
     set_sha256,
     write_canaries,
 )
+from lit_dpret.datamodules.rows import normalise
 from lit_dpret.datamodules.unit_dataset import Planted
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.synthesis.pseudo_queries import pseudo_queries
@@ -329,9 +330,9 @@ def _refuse_train_queries(source: str, lines: Iterable[str], data: Any) -> None:
     collection = getattr(data, "collection", None)
     if collection is None:
         return
-    told = {line.casefold() for line in lines if line}
+    told = {normalise(line) for line in lines if line}
     for query in collection.qrels.get("train", {}):
-        if " ".join(collection.queries[query].split()).casefold() in told:
+        if normalise(collection.queries[query]) in told:
             raise ConfigurationError(
                 f"canaries.queries={source} holds a train query of the run's own data in the same words: a copy in a "
                 "canary would be trained on even where its owner's record is taken out, and the claim would not cover "
