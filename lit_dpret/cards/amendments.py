@@ -183,9 +183,11 @@ def _tell_readers(folder: Path, before: str, after: str, caution: str) -> None:
     page = folder / README
     if not page.is_file():
         return
-    head, heading, rest = page.read_text(encoding="utf-8").replace(before, after).partition(_PRIVACY_HEADING)
-    if heading:
-        write_whole(page, head + heading + ("" if caution in rest else f"\n**{caution}**\n") + rest)
+    text = page.read_text(encoding="utf-8")
+    head, heading, rest = text.replace(before, after).partition(_PRIVACY_HEADING)
+    if before in text or heading:
+        told = "" if caution in rest else f"\n**{caution}**\n"
+        write_whole(page, head + (heading or _PRIVACY_HEADING) + told + rest)
 
 
 def with_notes(card: Mapping[str, Any], folder: str | Path) -> dict[str, Any]:

@@ -296,8 +296,8 @@ def _check_page(result: Verification, found: FoundCard, page: Path) -> bool:
         return True
     if stated is None:
         return False
-    known = [claim_metadata(version) for version in versions(found.card)]  # it was written before any amendment
-    problems = [] if stated in known else [f"its header states {stated}, and the card {known[0]}."]
+    known = claim_metadata(found.card)  # as amended: the page of an earlier version lacks the cautions since
+    problems = [] if stated == known else [f"its header states {stated}, and the card {known}."]
     told = "the claim in its header is that of the card; its other words are free"
     result.add(_name(found), README, problems, told)
     return True

@@ -75,7 +75,7 @@ class Evaluate(Ranker):
             parts.run_dir, ranking=ranking, qrels=qrels, result=result, facts=facts, name=SUMMARY
         )  # fmt: skip
         passed = "".join(f"  note: {line}\n" for line in told)
-        owner = f"{self.whose} queries" if self.whose else "nothing says whose queries these are (task.whose)"
+        owner = f"queries declared {self.whose} (task.whose)" if self.whose else "nothing says whose (task.whose)"
         covered = "" if self.whose == "public" else ": no epsilon covers these numbers"
         about_split = f"  split {split} of {about['data']}; {owner}{covered}\n"
         say(f"{_table(self.encoder, result)}\n{about_split}{passed}written: {path}")

@@ -24,7 +24,7 @@ from lit_dpret.retrieval.search import search
 from lit_dpret.settings import require_whole
 from lit_dpret.tasks.parts import Parts, check_run_dir, say
 from lit_dpret.tasks.ranking import embedded_texts
-from lit_dpret.tasks.uncovered import Owner, model_of, require_owner
+from lit_dpret.tasks.uncovered import DECLARED, Owner, model_of, require_owner
 
 _INTERNAL = "Internal: private questions, word for word. Keep it where they are kept."
 _SPARE = 16  # sentences that repeat an answer and count as none
@@ -65,7 +65,9 @@ class HardNegatives:
         by = f"By {facts['encoder']}, among {facts['sentences']:,} sentences."
         written = write_short(
             parts.run_dir, "hard_negatives", f"Nearest sentences that are no labelled answers, in {silo.name}", facts,
-            [by, "", case_grid(facts["cases"]).markdown()], internal=_INTERNAL if facts["internal"] else "",
+            [*([] if facts["internal"] else [DECLARED.format(what="questions"), ""]), by, "",
+             case_grid(facts["cases"]).markdown()],
+            internal=_INTERNAL if facts["internal"] else "",
         )  # fmt: skip
         say(*written.lines)
         return {"above_the_answers": float(np.mean([case["scores"][0] > case["answer_score"] for case in cases]))}

@@ -20,6 +20,11 @@ Whose = Literal["public", "synthetic", "private"]
 Owner = Literal["public", "private"]
 """Whose texts an attack is on, where synthetic ones are no case of their own."""
 
+DECLARED = (
+    "That the {what} are public is declared (task.whose=public), and nothing checks it: if they are not, this page is "
+    "as private as they are."
+)
+
 NO_CARD = "there is no privacy card to say so"
 
 
@@ -41,7 +46,7 @@ def tell_attack(parts: Parts, name: str, title: str, facts: dict[str, Any], *, o
     """
     facts["command"] = parts.command
     internal = INTERNAL.format(what=of) if facts["internal"] else ""
-    lines = render(f"{name}.md", facts).splitlines()
+    lines = [*([] if internal else [DECLARED.format(what=of), ""]), *render(f"{name}.md", facts).splitlines()]
     written = write_short(parts.run_dir, name, title, facts, lines, internal=internal)
     say(*written.lines)
     return written.files[0]

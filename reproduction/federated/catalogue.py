@@ -88,7 +88,7 @@ STUDIES: tuple[StudyName, ...] = get_args(StudyName)
 
 
 LINES: dict[System, str] = {
-    "zero_shot": "no query: untrained encoder",
+    "zero_shot": "no query of any silo: the encoder as it starts",
     "pseudo_queries": "no query: pseudo-queries of the client's own sentences",
     "single_bm25": "single client, BM25 negatives",
     "single_star": "single client, STAR",

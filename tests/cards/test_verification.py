@@ -499,6 +499,11 @@ def test_the_claim_on_the_page_that_a_hub_shows_is_checked_and_one_without_is_na
     better = {**claim_metadata(card), "epsilon": 0.1}
     page.write_text(front_matter({"privacy": better}) + "# A model\n", encoding="utf-8")
     assert readme() == [("failed", "README.md")]
+    page.write_text(stale := front_matter({"privacy": claim_metadata(card)}), encoding="utf-8")
+    note_not_covered(folder, "A score of M", computed="private queries")
+    assert readme() == [("ok", "README.md")] and "A score of M" in page.read_text(encoding="utf-8")
+    page.write_text(stale, encoding="utf-8")
+    assert readme() == [("failed", "README.md")], "the page of the card before its caution"
 
 
 @pytest.mark.parametrize(
