@@ -118,7 +118,7 @@ def cut_texts(data: Any, rulers: Mapping[Side, Ruler]) -> list[str]:
     texts = {"query": getattr(collection, "queries", {}), "passage": getattr(collection, "passages", {})}
     found = []
     for side, ruler in rulers.items():
-        lengths = measure_lengths(texts[side].values(), count=ruler.count, limit=ruler.limit, at_most=2000)
+        lengths = measure_lengths(texts[side].values(), count=ruler.count, limit=ruler.limit, at_most=MAX_TEXTS)
         if (lengths["share_cut"] or 0) > 0.5:
             least = "at least " if ruler.unit == "words" else ""
             fits = "task=check_data says what fits" if least else f"{fitting_length([lengths['p95']])} cuts under 5 %"
@@ -127,6 +127,7 @@ def cut_texts(data: Any, rulers: Mapping[Side, Ruler]) -> list[str]:
     return found
 
 
+MAX_TEXTS = 20_000  # measured by doctor and check_data alike, so that both suggest the same length
 SCHEMA = "lit-dpret/data-check/1"
 REPORT = "check_data.private.json"
 PAGE = "check_data.private.md"
@@ -146,7 +147,7 @@ class CheckData:
     """
 
     examples: int = 5
-    max_texts: int = 20_000
+    max_texts: int = MAX_TEXTS
     write_split: Path | None = None
     fractions: Mapping[str, float] = field(default_factory=lambda: _FRACTIONS)
     split_by: SplitBy = "auto"

@@ -79,7 +79,8 @@ class Filter:
 
 def _line(one: Applied) -> str:
     share = f"{one.kept} of {one.asked} ({one.kept / one.asked:.1%})"
-    line = f"{one.settings['filter']}: {share}, lowest score {one.lowest_kept:.3g}"
+    meaning = f" ({one.settings['score']})" if "score" in one.settings else ""
+    line = f"{one.settings['filter']}: {share}, lowest score {one.lowest_kept:.3g}{meaning}"
     if "distance_after" in one.settings:
         before, after = one.settings["distance_before"], one.settings["distance_after"]
         line += f"; distance of its bins to the histogram {before:.3f} before, {after:.3f} after"

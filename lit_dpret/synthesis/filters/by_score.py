@@ -127,7 +127,8 @@ class RoundTrip(QueryFilter):
         return kept
 
     def settings(self) -> dict[str, Any]:
-        return {"filter": self.name, "encoder": shown(self.ranker.encoder), "k": self.k}
+        told = "minus the rank of the query's own passage"
+        return {"filter": self.name, "encoder": shown(self.ranker.encoder), "k": self.k, "score": told}
 
 
 class _ByThreshold(QueryFilter):
