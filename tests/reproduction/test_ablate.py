@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from configured import composed
 from tiny_generator import generator, write_parent_card
 from tiny_models import tiny_tokenizer
 from tiny_tasks import parts, retriever
@@ -28,7 +27,7 @@ from lit_dpret.synthesis.filters import load_released
 from lit_dpret.synthesis.filters.cross_encoder import CrossEncoder
 from lit_dpret.tasks.pipeline import UNKNOWN
 from reproduction import Ablate
-from reproduction.recipe import GeneratorRecipe, Recipe, Teacher
+from reproduction.recipe import GeneratorRecipe, Recipe
 
 
 def recipes(folder: Path) -> dict[str, Recipe]:
@@ -93,16 +92,6 @@ def test_every_run_on_synthetic_queries_has_a_generator_of_its_own_and_its_claim
 
 
 @pytest.mark.slow
-def test_recipes_are_tested_against_the_baselines_and_zero_shot_alone(tmp_path: Path) -> None:
-    study(tmp_path, only=["direct", "base", "none", "pseudo"]).run(parts(tmp_path))
-    facts = results(tmp_path / "run")
-    assert facts["references"] == ["zero-shot", "base"]
-    assert all({each["first"], each["second"]} & {"zero-shot", "base"} for each in facts["differences"])
-    compared = {frozenset((each["first"], each["second"])) for each in facts["differences"]}
-    assert {frozenset(("direct", "zero-shot")), frozenset(("direct", "base"))} <= compared
-
-
-@pytest.mark.slow
 def test_a_study_grows_and_no_finished_stage_is_done_again(tmp_path: Path) -> None:
     only = {"only": ["made", "none"], "likeness_texts": None}
     study(tmp_path, seeds=1, **only).run(parts(tmp_path))
@@ -139,28 +128,6 @@ def test_what_the_queries_of_another_generator_made_is_refused_until_it_is_moved
         (run / stage).rename(elsewhere / stage)
     study(tmp_path, **only).run(parts(tmp_path, resume=True))
     assert read_card(run / "made-seed0")["ledger"]["head"] != read_card(elsewhere / "made-seed0")["ledger"]["head"]
-
-
-def test_another_number_of_queries_from_the_same_generator_joins_a_study(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("reproduction.ablate.likeness", lambda *_, **__: {"bleu": 1.0, "mauve": 0.5})
-    known = {**recipes(tmp_path), "several": replace(recipes(tmp_path)["made"], label="several", queries_per_passage=2)}
-    settings: dict[str, Any] = {"variants": known, "likeness_texts": 20, "seeds": 1}
-    study(tmp_path, only=["made", "none"], **settings).run(parts(tmp_path))
-    told = study(tmp_path, only=["made", "none", "several"], **settings).run(parts(tmp_path, resume=True))
-    assert "several" in told
-
-
-def test_the_sum_says_where_a_training_has_a_card_and_no_ledger(tmp_path: Path) -> None:
-    only = {"only": ["direct", "none"], "seeds": 2}
-    study(tmp_path, **only).run(parts(tmp_path))
-    assert "not found" not in results(tmp_path / "run")["spent"]
-    (tmp_path / "run" / "direct-seed1" / "privacy_ledger.jsonl").unlink()
-    study(tmp_path, **only).run(parts(tmp_path, resume=True))
-    spent = results(tmp_path / "run")["spent"]
-    assert spent.startswith("The 1 private training behind")
-    assert "The ledgers of up to 1 private training with a card here were not found" in spent
 
 
 @pytest.mark.parametrize(
@@ -247,14 +214,6 @@ def test_a_generator_starts_from_the_public_folder_and_its_card_says_so(tmp_path
         study(tmp_path, **changes).run(parts(tmp_path, resume=True))
 
 
-def test_another_setting_makes_another_generator(tmp_path: Path) -> None:
-    known = generators(tmp_path)["tiny"]
-    assert (
-        replace(known, model=partial(generator, prompt_tuning={"num_virtual_tokens": 2})).describe() != known.describe()
-    )
-    assert replace(known, steps=2).describe() != known.describe()
-
-
 # -- a teacher ---------------------------------------------------------------------------------
 
 
@@ -315,13 +274,6 @@ def test_without_a_teacher_its_rows_are_left_out_unless_they_are_asked_for(
     few = {name: row for name, row in taught(tmp_path, None).variants.items() if name in ("none", "labelled")}
     assert "none" in taught(tmp_path, missing, variants=few, only=None).run(parts(tmp_path))
     assert "left out: task.variants.labelled" in capsys.readouterr().out
-
-
-def test_the_teacher_of_the_preset_is_a_folder_and_no_name_on_a_hub() -> None:
-    cfg = composed("experiment=ablate_eps3")
-    assert str(cfg.task.teacher).startswith("./"), "a missing folder must not be looked for among other people's models"
-    with pytest.raises(ConfigurationError, match="is not a folder on this machine"):
-        Teacher(str(cfg.task.teacher) + "_that_is_missing").check()
 
 
 def test_a_teacher_of_private_data_and_another_one_than_before_are_refused(tmp_path: Path) -> None:

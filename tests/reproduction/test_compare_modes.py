@@ -101,12 +101,6 @@ def test_every_mode_is_trained_several_times_and_stands_in_one_table(tmp_path: P
     assert not list(run.glob("*/model")), "models are large, and nobody asked for them"
 
 
-def test_without_synthetic_queries_their_row_is_left_out_and_the_report_says_so(tmp_path: Path) -> None:
-    told = compare(tmp_path, only=["none", "synthetic"]).run(log_parts(tmp_path))
-    assert list(told) == ["BM25", "zero-shot", "none"]
-    assert any("synthetic is left out at epsilon 3" in note for note in results(tmp_path / "run")["notes"])
-
-
 def test_a_synthetic_data_set_stands_at_the_smallest_budget_that_covers_it(tmp_path: Path, synthetic: Path) -> None:
     cells = compare(tmp_path, only=["synthetic"], eps=[8.0, 0.01, 3.0], synthetic=[synthetic]).cells()
     assert [(cell.eps, cell.synthetic) for cell in cells] == [(3.0, synthetic)]

@@ -113,13 +113,6 @@ def test_what_the_privacy_mode_refuses_is_left_out_and_told(tmp_path: Path) -> N
     )
 
 
-def test_sources_that_stand_alone_are_named_so() -> None:
-    alone = NegativesVariant(label="dynamic", negatives={"dynamic": partial(DynamicNegatives)}, alone=True)
-    assert alone.name(NoPrivacy()) == "dynamic" and [s.name for s in alone.make(NoPrivacy(), seed=0) or ()] == [
-        "dynamic"
-    ]
-
-
 @pytest.mark.parametrize(("mode", "promise"), [("dp_sgd", NOT_PROVED), ("none", WITHOUT_PRIVACY), (None, UNKNOWN)])
 def test_the_row_of_the_untrained_encoder_promises_what_is_known_of_it(
     mode: str | None, promise: str, tmp_path: Path
@@ -130,12 +123,6 @@ def test_the_row_of_the_untrained_encoder_promises_what_is_known_of_it(
     compare(tmp_path, retriever=make, only=["in_batch"], seeds=1).run(tiny_parts(tmp_path))
     rows = {row["system"]: row["privacy"] for row in results(tmp_path)["rows"]}
     assert rows["zero-shot"] == promise and rows["BM25"] == PUBLIC
-
-
-def test_the_draws_of_a_run_are_those_of_its_seed() -> None:
-    variant = NegativesVariant(label="x", negatives={"random": partial(RandomNegatives, per_query=3)})
-    made = [variant.make(NoPrivacy(), seed=seed) for seed in (0, 1)]
-    assert [[getattr(source, "seed", None) for source in sources or ()] for sources in made] == [[None, 0], [None, 1]]
 
 
 @pytest.mark.parametrize(
@@ -149,9 +136,3 @@ def test_the_draws_of_a_run_are_those_of_its_seed() -> None:
 def test_bad_settings_are_refused_by_name(make: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=message):
         make(tmp_path)
-
-
-def test_a_mode_that_refuses_all_is_told(tmp_path: Path) -> None:
-    private = partial(PublicPassages, eps=8.0, max_grad_norm=0.1)
-    with pytest.raises(ConfigurationError, match="nothing to compare under privacy=public_passages: pre_batch cannot"):
-        compare(tmp_path, only=["pre_batch"]).run(tiny_parts(tmp_path, privacy=private))

@@ -22,9 +22,8 @@ from lit_dpret.federated.synthetic import PUBLIC
 from lit_dpret.tasks.parts import Parts
 from reproduction import FederatedStudy
 from reproduction.federated.catalogue import STUDIES, Asked, Point, SiloChange, study_of
-from reproduction.federated.cells import Cells, changed_silos, divided, kept_shares, sizes, with_share
+from reproduction.federated.cells import Cells, changed_silos, divided, kept_shares, with_share
 from reproduction.federated.study import _promise
-from reproduction.published import of_study
 
 SIZE = {"clients": 2, "entities": 6, "attributes": 4, "told": 2, "questions": 2, "hubs": 1}
 STAGE1 = {"warmup_rounds": 0, "rounds": 1, "batch_size": 8, "bm25_n": 2, "static_n": 2, "top_k": 4, "lr": 3e-3}
@@ -86,14 +85,6 @@ def test_the_points_of_a_study_have_different_names_and_settings_that_are_accept
         assert {contrast.more, contrast.less} <= {point.name for point in points}
 
 
-def test_hubness_draws_ten_of_the_best_k_and_the_number_of_negatives_leaves_k_alone() -> None:
-    for point in points_of("hubness", systems=["stage1"]):
-        stage = point.settings(PddAs2()).stage1
-        assert (stage.static_n, stage.top_k) == (10, point.at)
-    settings = [p.settings(PddAs2()).stage1 for p in points_of("negatives") if p.system == "stage1"]
-    assert [(s.bm25_n, s.static_n, s.top_k) for s in settings] == [(2, 2, 300), (8, 8, 300)]
-
-
 def test_every_point_of_communication_differs_from_the_first_in_one_thing() -> None:
     base, *others = [point for point in points_of("communication") if point.system == "fed_negative"]
     first = base.settings(PddAs2()).stage2
@@ -105,13 +96,6 @@ def test_every_point_of_communication_differs_from_the_first_in_one_thing() -> N
         assert changed == kinds[point.line], point.name
     few = [point.label for point in points_of("communication", clients=3) if point.line == "clients asked"]
     assert few == ["1 at random"]  # three of two others are all of them
-
-
-def test_every_number_of_the_paper_stands_beside_a_point_of_ours() -> None:
-    for name, count in (("negatives", 8), ("hubness", 4)):
-        points = points_of(name, systems=study_of(name).systems)
-        assert sum(bool(of_study(name, point.line, point.label)) for point in points) == count
-    assert of_study("clients", "PDD-AS2, stage 1", "k=10") == {}
 
 
 def test_clients_that_cannot_be_made_of_the_silos_are_refused() -> None:
@@ -255,26 +239,6 @@ def test_a_study_that_could_not_be_finished_is_refused_before_anything_is_traine
     with pytest.raises((ConfigurationError, DataError), match=message):
         FederatedStudy(**study, plot=False, min_free_mb=1).run(parts(tmp_path, **federation))
     assert not trained
-
-
-def test_the_gain_of_each_client_is_told_by_its_size(tmp_path: Path) -> None:
-    systems = ["single_star", "stage1", "customised"]
-    FederatedStudy(study="gain", seeds=[0], skew=3.0, systems=systems, plot=False, min_free_mb=1).run(parts(tmp_path))
-    told = json.loads((tmp_path / "studies" / "gain" / "gain.json").read_text(encoding="utf-8"))
-    queries = [gain["queries"] for gain in told["gains"]]
-    assert len(queries) == 2 and queries[0] > queries[1]
-    assert all(set(gain["gains"]) == {"PDD-AS2, stage 1", "+ customised"} for gain in told["gains"])
-    rows = {row["line"]: row["measures"]["sentence/success@1"]["mean"] for row in told["rows"]}
-    mean = sum(gain["gains"]["PDD-AS2, stage 1"][0] for gain in told["gains"]) / 2
-    assert mean == pytest.approx(rows["PDD-AS2, stage 1"] - rows["single client, STAR"])
-    assert any("The clients' sizes are made" in note for note in told["notes"])
-
-
-def test_sizes_reach_the_silos_that_are_trained(base: dict[str, Path], tmp_path: Path) -> None:
-    whole = sizes(base)
-    made = sizes(changed_silos(base, SiloChange(skew=3.0), tmp_path / "made", seed=0))
-    shares = kept_shares(base, SiloChange(skew=3.0), seed=0)
-    assert made == {name: math.ceil(round(shares[name] * whole[name], 9)) for name in base}
 
 
 @pytest.mark.slow

@@ -256,14 +256,6 @@ def test_the_canaries_of_a_finished_study_stand_beside_those_of_the_paper(
     assert not asked, "refused before the first training"
 
 
-def test_sizes_of_the_papers_names_stand_beside_its_rows_by_themselves(tmp_path: Path) -> None:
-    chosen = paper(tmp_path, sizes={"T5-Base": "b", "T5-Small": "s", "mine": "m"}, beside=None, main=None)
-    assert chosen.main == "T5-Base" and chosen.beside == {"T5-Base": "T5-Base", "T5-Small": "T5-Small"}
-    default = paper(tmp_path, sizes=None, beside=None, main=None)
-    assert default.sizes == {"small": "public_t5", "mini": "shrunk"} and default.main == "small"
-    assert default.beside == {"small": "T5-Base", "mini": "T5-Small"}
-
-
 def test_a_mode_that_trains_no_generator_is_refused_before_any_training(
     public: Path, tmp_path: Path, asked: list[Any]
 ) -> None:

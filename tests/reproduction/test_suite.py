@@ -13,7 +13,6 @@ import pytest
 import tiny_images
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
-from variant_runs import run as variant_run
 
 from lit_dpret import cli
 from lit_dpret.cards.blocks import Block, Grid, Paragraph
@@ -21,9 +20,7 @@ from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.tasks.parts import ComposedRun, Parts, as_typed
 from reproduction import SecondTask, Suite, SuitePart
 from reproduction import suite as papers
-from reproduction.report.reproduction import Item, Paper, PartTold, _as_run
-from reproduction.report.variant_runs import write_runs
-from reproduction.report.variants import PAPER_METRICS
+from reproduction.report.reproduction import Item, Paper
 
 
 def shown(results: Path, _: Path) -> Sequence[Block]:
@@ -244,23 +241,6 @@ def test_every_item_of_a_paper_has_its_part_and_every_part_composes(experiment: 
         assert part["sizes"], "a page says how ours differs in size"
 
 
-def test_figures_and_tables_of_paper_002_are_made_of_stored_runs(tmp_path: Path) -> None:
-    results = tmp_path / "results"
-    results.mkdir()
-    metrics = dict.fromkeys([*PAPER_METRICS, "held_out_loss"], 0.25)
-    runs = [variant_run(name, metrics=metrics) for name in ("Logit-DP", "Naive-DP", "Non-private")]
-    write_runs(runs, results / "runs.jsonl")
-    write_runs([variant_run("Naive-DP", batch_size=size, metrics=metrics) for size in (10, 100)],
-               results / "batch_runs.jsonl")  # fmt: skip
-    write_runs([replace(run, held_out=run.losses) for run in runs], results / "equal_negatives.jsonl")
-    for item in papers.PAPERS["paper_002"].items:
-        if item.show is not None and "embedding_net" in item.parts:
-            blocks = item.show(results, tmp_path / "figure.png")
-            assert blocks and all(block.markdown() and block.html() for block in blocks), item.number
-    table = next(item for item in papers.PAPERS["paper_002"].items if item.number == "Table 3, embedding net")
-    assert table.show is not None and "0.250 / 0.173" in table.show(results, tmp_path / "x.png")[0].markdown()
-
-
 def more(part: str, *settings: str) -> str:
     return f"task.parts.{part}.more={json.dumps(list(settings))}"
 
@@ -373,38 +353,6 @@ def test_a_wrong_setting_of_a_part_is_named_with_the_part_before_anything_runs(
     assert not (tmp_path / "run" / "silos").exists()
 
 
-TAKEN = {
-    "paper_002": {part: f"paper_002/parts/{part}" for part in ("embedding_net", "fine_tune", "resnet18")},
-    "paper_004": {"table_1": "federated/insuranceqa", "hubness": "federated/insuranceqa",
-                  "gain": "federated/insuranceqa", "negatives": "federated/insuranceqa",
-                  "data_ratio": "federated/insuranceqa"},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("paper", [pytest.param("paper_002", marks=pytest.mark.slow), "paper_004"])
-def test_the_pages_in_the_docs_are_what_their_stored_results_make(
-    paper: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("matplotlib")
-    root = Path(__file__).resolve().parents[2]
-    monkeypatch.chdir(root)
-    taken = [f"task.parts.{part}.taken=docs/reproduction/{folder}" for part, folder in TAKEN[paper].items()]
-    cli.run(composed(f"experiment={paper}", f"run_dir={tmp_path}", "task.report_only=true", *taken))
-    made = json.loads((tmp_path / "report" / f"{paper}.json").read_text(encoding="utf-8"))
-    kept = json.loads((root / "docs" / "reproduction" / paper / f"{paper}.json").read_text(encoding="utf-8"))
-    ours = {item["number"]: item for item in made["items"] if item["part"] in TAKEN[paper]}
-    stored = {item["number"]: item for item in kept["items"]}
-    assert len(ours) >= len(TAKEN[paper])
-    for number, item in ours.items():
-        assert stored[number]["blocks"] == item["blocks"], number
-
-
-def test_the_command_on_a_page_starts_anew(tmp_path: Path, ran: list[str]) -> None:
-    typed = replace(parts(tmp_path, ran), command="python train.py task=ablate resume=true task.note=x task.seeds=2")
-    assert typed.command_again() == "python train.py task=ablate task.note=x task.seeds=2"
-    assert typed.command_again("task.note=") == "python train.py task=ablate task.seeds=2"
-
-
 def test_what_a_shell_would_change_is_quoted_on_a_page(tmp_path: Path, ran: list[str]) -> None:
     words = ["task.only=[a,b]", "task.root=${oc.env:DATA}", "task.note=two words", "+task.x={a: 1}", "~task.y"]
     command = f"python train.py {as_typed(words)}"
@@ -414,15 +362,3 @@ def test_what_a_shell_would_change_is_quoted_on_a_page(tmp_path: Path, ran: list
     assert replace(parts(tmp_path, ran), command=f"{command} resume=true").command_again() == command
     shell = ["bash", "-c", f"printf '%s\\n' {as_typed(words)}"]
     assert subprocess.run(shell, capture_output=True, text=True, check=True).stdout.splitlines() == words
-
-
-def test_a_page_takes_the_size_of_its_runs_from_the_runs_and_not_from_the_settings() -> None:
-    stored = Path(__file__).parents[2] / "docs/reproduction/paper_002"
-    page = json.loads((stored / "paper_002.json").read_text(encoding="utf-8"))
-    for part in page["parts"]:
-        runs = stored / "parts" / part["name"] / "runs.jsonl"
-        if runs.is_file():
-            steps = {json.loads(line)["steps"][-1] for line in runs.read_text(encoding="utf-8").splitlines()}
-            assert all(f"{count:,} steps each" in part["sizes"] for count in steps)
-            told = _as_run(PartTold(name=part["name"], sizes="", command="", results=runs.parent, seconds=1.0))
-            assert part["sizes"].startswith(told.sizes) and part["seconds"] >= (told.seconds or 0.0)

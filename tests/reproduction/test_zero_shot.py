@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from tiny_generator import write_parent_card
 from tiny_models import tiny_bert, tiny_tokenizer
@@ -16,7 +15,6 @@ from lit_dpret.datamodules.beir_sets import BEIR_SETS
 from lit_dpret.encoders import Contract, TextEncoder
 from lit_dpret.encoders.st_folder import save_sentence_transformer
 from lit_dpret.errors import DataError, ResumeError
-from lit_dpret.tasks import Evaluate
 from reproduction import ZeroShot
 
 WORDS = ["harbour", "lantern", "orchard", "saddle", "thunder", "velvet", "walnut", "zephyr"]
@@ -94,17 +92,6 @@ def test_cqadupstack_is_the_mean_of_its_forums_and_counts_as_one_set(tmp_path: P
     assert table["sets"][0]["queries"] == 48
 
 
-def test_cqadupstack_without_all_its_forums_has_no_number(tmp_path: Path) -> None:
-    forums = BEIR_SETS["cqadupstack"].members
-    for forum in forums[:-1]:
-        write_set(tmp_path / forum, found=4)
-    write_set(tmp_path / "fiqa", found=2)
-    found = zero_shot(tmp_path, ["cqadup", "fiqa"]).run(no_parts(tmp_path / "run"))
-    assert found == {"fiqa": 0.5}
-    table = json.loads((tmp_path / "run" / "zero_shot.json").read_text())
-    assert table["sets"][0]["note"] == f"missing: lacks {forums[-1]}"
-
-
 def test_a_run_that_was_stopped_goes_on_with_the_sets_that_are_left(tmp_path: Path) -> None:
     write_set(tmp_path / "beir" / "fiqa", found=2)
     write_set(tmp_path / "beir" / "scifact", found=4)
@@ -141,31 +128,3 @@ def test_a_root_without_any_of_the_sets_is_refused(tmp_path: Path) -> None:
         zero_shot(tmp_path, ["fiqa", "scifact"]).run(no_parts(tmp_path / "run"))
     with pytest.raises(DataError, match="does not exist"):
         zero_shot(tmp_path / "gone", ["fiqa"])
-
-
-def test_evaluation_leaves_a_run_that_trec_eval_scores_alike(tmp_path: Path) -> None:
-    pytrec_eval = pytest.importorskip("pytrec_eval")
-    from lit_dpret.datamodules import BeirDataModule
-    from lit_dpret.retrieval.trec_runs import read_qrels, read_run
-
-    write_set(tmp_path / "scifact", found=3)
-    data = BeirDataModule(name="scifact", root=tmp_path)
-    task = Evaluate(encoder="bm25", metrics=["ndcg@10", "map@5"], top_k=10)
-    found = task.run(no_parts(tmp_path / "run", make_datamodule=lambda: data))
-    qrels, run = read_qrels(tmp_path / "run" / "qrels.trec"), read_run(tmp_path / "run" / "run.trec")
-    truth = pytrec_eval.RelevanceEvaluator(qrels, {"ndcg_cut.10", "map_cut.5"}).evaluate(run)
-    for name, key in (("ndcg@10", "ndcg_cut_10"), ("map@5", "map_cut_5")):
-        wanted = np.mean([truth.get(query, {}).get(key, 0.0) for query in qrels])
-        assert found[name] == pytest.approx(wanted, abs=1e-12)
-    facts = json.loads((tmp_path / "run" / "evaluation.json").read_text())
-    assert facts["split"] == "test" and facts["definitions"]["map@5"].startswith("precision at the rank")
-
-
-def test_a_collection_that_is_no_set_of_beir_is_measured_beside_them_and_said_to_be_none(tmp_path: Path) -> None:
-    write_set(tmp_path / "scifact", found=4)
-    write_set(tmp_path / "mine", found=2)
-    told = zero_shot(tmp_path, ["scifact"], also=["mine", "absent"]).run(no_parts(tmp_path / "run"))
-    assert set(told) == {"scifact", "mine"} and told["mine"] < told["scifact"]
-    facts = json.loads((tmp_path / "run" / "zero_shot.json").read_text())
-    notes = {one["name"]: one["note"] for one in facts["sets"]}
-    assert notes["mine"] == "no set of BEIR's" and facts["missing"] == ["absent"]

@@ -16,7 +16,6 @@ from lit_dpret.errors import DataError
 from lit_dpret.retrieval.statistics import holm
 from reproduction.report.comparison import (
     ComparisonReport,
-    Headings,
     ModeRow,
     differences,
     gain_shares,
@@ -79,11 +78,6 @@ def test_a_difference_that_single_runs_do_not_carry_is_not_significant_however_m
     assert pair.holds_over_queries() and not pair.is_significant()
 
 
-def test_the_same_mode_is_compared_with_itself_at_another_budget() -> None:
-    found = [each for each in differences(ROWS, "nDCG@10") if each.budget is None]
-    assert [(each.first, each.second) for each in found] == [("a at 8", "a")]
-
-
 def test_rows_of_different_queries_are_refused() -> None:
     odd = ModeRow(name="odd", per_run={"nDCG@10": [0.1]}, per_query={"nDCG@10": [0.1]})
     with pytest.raises(DataError, match="different queries"):
@@ -114,29 +108,6 @@ def test_the_files_say_the_same(tmp_path: Path) -> None:
     written = ComparisonReport(rows=[*ROWS, other], metrics=["nDCG@10"], evaluated_on="x", command="y").write(tmp_path)
     page = written["compare_modes.html"].read_text(encoding="utf-8")
     assert f"<td>{other.privacy}</td>" in page and "Every epsilon" not in page, "claims that differ stand in full"
-
-
-def test_without_budgets_all_rows_are_one_family() -> None:
-    rows = [row("x", [0.5, 0.52, 0.51], budget=None), row("y", [0.4, 0.41, 0.43], budget=None), ROWS[0]]
-    found = differences(rows, "nDCG@10")
-    assert [(each.first, each.second, each.budget) for each in found] == [
-        ("x", "y", None),
-        ("x", "zero-shot", None),
-        ("zero-shot", "y", None),
-    ]
-
-
-def test_a_report_bears_the_name_of_its_comparison(tmp_path: Path) -> None:
-    rows = [row("x", [0.5, 0.52, 0.51], budget=None), row("y", [0.4, 0.41, 0.43], budget=None)]
-    headings = Headings(name="compare_soups", title="One spoon in every soup", rows="Soups")
-    report = ComparisonReport(
-        rows=rows, headings=headings, metrics=["nDCG@10"], evaluated_on="x", command="y", references=["x"]
-    )
-    written = report.write(tmp_path)
-    assert json.loads(written["compare_soups.json"].read_text(encoding="utf-8"))["references"] == ["x"]
-    assert set(written) == {f"compare_soups.{end}" for end in ("html", "md", "json", "csv")} | {"differences.csv"}
-    text = written["compare_soups.md"].read_text(encoding="utf-8")
-    assert "Only differences from x are tested." in text and "nDCG@10, all rows: 1 of 1 differences" in text
 
 
 # -- shares of the gain

@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 from variant_runs import run
 
-from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.errors import DataError
 from reproduction.report import variant_figures as figures
 from reproduction.report.variant_figures import relative_curves, smooth, speed_curves
 from reproduction.report.variant_runs import VariantRun, read_runs
@@ -51,13 +51,6 @@ def test_the_mean_over_seeds_comes_with_its_t_interval_or_with_its_range() -> No
     assert single.low == single.mean == single.high
 
 
-@pytest.mark.parametrize(
-    ("axis", "x"), [("steps", (1.0, 2.0, 3.0)), ("examples", (100.0, 200.0, 300.0)), ("seconds", (1.5, 2.5, 3.5))]
-)
-def test_curves_run_over_steps_examples_or_the_mean_runtime(axis: Any, x: tuple[float, ...]) -> None:
-    assert relative_curves([run("a", 0), run("a", 1, seconds=[2.0, 3.0, 4.0])], axis=axis)[0].x == x
-
-
 def test_runs_that_were_observed_elsewhere_or_do_not_say_where_have_no_mean() -> None:
     with pytest.raises(DataError, match="'a' were not observed at the same places"):
         relative_curves([run("a", 0), run("a", 1, steps=[1, 2, 4])], axis="steps")
@@ -84,16 +77,6 @@ def test_the_filter_leaves_a_cubic_as_it_is_and_calms_noise() -> None:
     assert np.std(smooth(noise)[0]) < 0.35 * np.std(noise)
 
 
-@pytest.mark.parametrize(
-    ("length", "window"), [(250, 100), (100, 100), (99, 99), (98, 97), (10, 9), (5, 5), (4, None), (1, None)]
-)
-def test_a_short_curve_gets_the_largest_odd_window_that_fits(length: int, window: int | None) -> None:
-    values = np.random.default_rng(0).standard_normal(length)
-    smoothed, found = smooth(values)
-    assert found == window and len(smoothed) == length
-    assert (smoothed == tuple(values)) is (window is None)
-
-
 # -- the pictures ---------------------------------------------------------------------------------
 
 
@@ -116,34 +99,6 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return panels
 
 
-def test_the_loss_picture_holds_the_mean_of_each_variant_and_a_band(drawn: list[Any], tmp_path: Path) -> None:
-    words = figures.draw_relative_loss(runs(), tmp_path / "a.png")
-    assert is_picture(tmp_path / "a.png")
-    lines = {line.get_label(): line for line in drawn[0].get_lines()}
-    assert list(lines) == list(VARIANTS) and len(drawn[0].collections) == 3
-    assert lines["Logit-DP"].get_xdata().tolist() == [100, 200, 300]
-    assert lines["Logit-DP"].get_ydata().tolist() == pytest.approx([2.0, 1.375, 1.0])
-    assert "Logit-DP: 2 runs" in words and "95 % t-intervals" in words
-
-
-def test_the_batch_picture_holds_one_run_of_each_size(drawn: list[Any], tmp_path: Path) -> None:
-    sizes = [run("Naive-DP", seed, batch_size=size, losses=[5.0, 4.0]) for size in (1000, 10) for seed in (1, 0)]
-    words = figures.draw_batch_sizes([*sizes, run("Non-private")], tmp_path / "a.png", variant="Naive-DP")
-    assert [line.get_label() for line in drawn[0].get_lines()] == ["n = 10", "n = 1,000"]
-    assert drawn[0].get_lines()[0].get_ydata().tolist() == [2.5, 2.0]
-    assert "Single runs of Naive-DP" in words and is_picture(tmp_path / "a.png")
-    with pytest.raises(DataError, match="No run of 'Other' tells its batch size"):
-        figures.draw_batch_sizes(sizes, tmp_path / "a.png", variant="Other")
-
-
-def test_the_smoothed_picture_says_which_window_each_curve_got(drawn: list[Any], tmp_path: Path) -> None:
-    long, short = run("a", losses=[2.0 + 1 / (i + 1) for i in range(120)]), run("b", losses=[3.0] * 20)
-    words = figures.draw_smoothed_loss([long, short], tmp_path / "a.png")
-    assert "order 3, a: window 100; b: window 19." in words and len(drawn[0].get_lines()) == 4
-    assert "order 3, window 19." in figures.draw_smoothed_loss([short], tmp_path / "a.png")
-    assert "too few observations" in figures.draw_smoothed_loss([run()], tmp_path / "a.png")
-
-
 def test_confusion_matrices_are_averaged_over_runs_rounded_down_and_numbered_where_they_are_small(
     drawn: list[Any], tmp_path: Path
 ) -> None:
@@ -160,13 +115,6 @@ def test_confusion_matrices_are_averaged_over_runs_rounded_down_and_numbered_whe
         figures.mean_confusions([run("b", confusion=None)])
 
 
-def test_the_runtime_picture_holds_speed_and_loss(drawn: list[Any], tmp_path: Path) -> None:
-    figures.draw_runtime(runs(), tmp_path / "a.png")
-    speed, loss = drawn
-    assert speed.get_lines()[0].get_ydata().tolist() == pytest.approx([10.0, 10.0])  # milliseconds
-    assert loss.get_lines()[0].get_xdata().tolist() == [1.0, 2.0, 3.0]
-
-
 def test_a_report_holds_every_picture_and_table_with_its_caption(tmp_path: Path) -> None:
     metrics = {"accuracy": 0.5, "best_recall": 0.4, "best_precision": 0.3, "best_f_beta": 0.2}
     batches = [run("Naive-DP", 0, batch_size=size) for size in (10, 100)]
@@ -181,16 +129,3 @@ def test_a_report_holds_every_picture_and_table_with_its_caption(tmp_path: Path)
     assert text.count("| Logit-DP |") == 2 and "best class" in text
     assert [r.variant for r in read_runs(page.parent / "runs.jsonl")] == [r.variant for r in runs()]
     assert len(read_runs(page.parent / "batch_runs.jsonl")) == 2
-
-
-def test_a_report_leaves_out_what_the_runs_do_not_tell(tmp_path: Path) -> None:
-    bare = runs(metrics={}, seconds=(), examples=(), confusion=None)
-    text = VariantReport(runs=bare).write(tmp_path).read_text()
-    assert "relative_loss.png" in text and not {"runtime", "confusion", "batch_sizes", "| ---"} & set(text.split())
-    assert sorted(p.name for p in tmp_path.glob("*.png")) == ["relative_loss.png", "smoothed_loss.png"]
-
-
-def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigurationError, match=r"lit-dpret\[plot\]"):
-        figures.draw_relative_loss(runs(), tmp_path / "a.png")
