@@ -16,7 +16,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from stand_ins import Numbers, Regression, dp, fit
 from torch import Tensor
 
-from lit_dpret.callbacks import MetricsFile, PrivacyCard, log_gate
+from lit_dpret.callbacks import MetricsFile, PrivacyCard
 from lit_dpret.cards.card import read_card
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.modules.private_module import PrivateModule
@@ -259,34 +259,3 @@ def test_checkpoints_hold_no_metric_that_was_refused(tmp_path: Path) -> None:
     fit(run, Regression(privacy=dp(tmp_path)), extra=[keep])
     names = [path.name for path in (run / "more").rglob("*.ckpt")]
     assert names and all("=0.000" in name for name in names)
-
-
-# -- with a part of the gate taken away, the attacks above succeed --------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("part", "way"),
-    [
-        ("module", "log"),
-        ("names", "log_metrics"),
-        ("names", "callback_metrics"),
-        ("results", "callback_metrics"),
-        ("loggers", "log_metrics"),
-        ("loggers", "experiment"),
-    ],
-)
-def test_without_one_part_of_the_gate_the_loss_is_shown(
-    part: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if part in ("module", "names"):
-        monkeypatch.setattr(log_gate.LogGate, "private", lambda *given: None)
-    if part == "module":
-        monkeypatch.delattr(PrivateModule, "log")
-    if part == "results":
-        monkeypatch.setattr(log_gate.LogGate, "watch_results", lambda gate: None)
-    if part == "loggers":
-        monkeypatch.setattr(log_gate, "_watch", lambda logger, gate: None)
-    logger = Stamped()
-    shown = fit(tmp_path / "run", Leaky(way=WAYS[way], privacy=dp(tmp_path)), steps=2, logger=[logger])
-    told = {name for metrics, _ in logger.got for name in metrics} | {name for name, *_ in logger.service.got}
-    assert SECRET in told | set(shown.callback_metrics)

@@ -122,17 +122,6 @@ def test_a_service_begins_its_run_when_training_is_over(made: Made, tmp_path: Pa
     assert files(run) and min(times(run)) >= watch.ended - 1  # some services count whole seconds
 
 
-@pytest.mark.parametrize("made", ["tensorboard", "mlflow"], indirect=True)
-def test_told_at_once_its_files_and_times_would_show_it(
-    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for kind in (PublicTensorBoardLogger, PublicMlflowLogger):
-        monkeypatch.setattr(kind, "writes_no_times", True, raising=False)
-    run = tmp_path / "run"
-    run.mkdir()
-    assert trained(run, made(run)).seen
-
-
 def times(folder: Path) -> Iterator[float]:
     """Every moment that a service keeps, in seconds."""
     for path in files(folder):

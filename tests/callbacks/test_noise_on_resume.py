@@ -95,37 +95,6 @@ def test_a_run_of_a_version_with_other_noise_goes_on_and_repeats_none_of_its_ste
     assert [record.get("noise_stream") for record in records if record["kind"] == "plan"] == [None, NOISE_STREAM]
 
 
-def seeded_by_the_script(patch: Patch) -> None:
-    """The generator that ``seed_everything`` reset, as in Opacus under Lightning."""
-    patch.setattr(KeyedStream, "normal", lambda self, shape, **key: torch.randn(shape))
-
-
-def seeded_by_the_run(patch: Patch) -> None:
-    """A secret seed, but a generator of the process: it starts again where the first process started."""
-
-    def mutant(self: Any, shape: Any, **key: Any) -> Tensor:
-        calls = self.__dict__.setdefault("calls", 0)
-        self.__dict__["calls"] = calls + 1
-        return honest(self, shape, **{**key, "attempt": 0, "step": 0, "salt": "", "parameter": str(calls)})
-
-    patch.setattr(KeyedStream, "normal", mutant)
-
-
-def same_attempt_again(patch: Patch) -> None:
-    """The attempt is counted, but no part of the key; and neither is the sum."""
-    patch.setattr(KeyedStream, "normal", lambda *a, **k: honest(*a, **{**k, "attempt": 0, "salt": ""}))
-
-
-@pytest.mark.parametrize("mutate", [seeded_by_the_script, seeded_by_the_run, same_attempt_again])
-def test_a_random_generator_that_is_reset_on_resume_fails(
-    mutate: Callable[[Patch], None], tmp_path: Path, monkeypatch: Patch
-) -> None:
-    mutate(monkeypatch)
-    drawn = noise_of_a_resumed_run(tmp_path, "never", monkeypatch)
-    with pytest.raises(AssertionError, match="came again as"):
-        check_that_no_noise_comes_again(drawn)
-
-
 def test_a_resume_that_forgets_to_begin_a_new_attempt_is_refused(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(PrivateRun, "resume_or_begin_attempt", lambda self, step, state: None)
     with pytest.raises(ResumeError, match="its noise must not be used again"):

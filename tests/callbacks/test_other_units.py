@@ -16,10 +16,10 @@ import torch
 from stand_ins import Line, Numbers, Regression, Units, _Items, dp, fit
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lit_dpret.callbacks import PrivacyCard, privacy_accountant
+from lit_dpret.callbacks import PrivacyCard
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.privacy.accounting.releases import NonPrivateRelease
-from lit_dpret.privacy.batches import Draw, UnitOwners, row_key
+from lit_dpret.privacy.batches import Draw, row_key
 from lit_dpret.privacy.collation import UnitCollator
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases
 
@@ -314,13 +314,6 @@ def in_later_steps(draw: Draw) -> int:
 def test_units_of_their_own_run_whatever_order_they_are_kept_in(tmp_path: Path, dataset: Any) -> None:
     run(tmp_path, dataset)
     assert sum(record["kind"] == "release" for record in ledger(tmp_path)) == 6
-
-
-def test_without_the_two_looks_the_same_run_ends_with_a_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(privacy_accountant, "refuse_other_units", lambda loader, sampler: None)
-    monkeypatch.setattr(UnitOwners, "note", lambda self, unit, keys: None)
-    run(tmp_path, Answering(half_as_many))
-    assert not any(isinstance(release, NonPrivateRelease) for release in charged_releases(ledger(tmp_path)))
 
 
 def test_rows_are_told_apart_by_what_names_their_unit() -> None:

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
-from lit_dpret.callbacks import privacy_accountant as accountant_file
 from lit_dpret.cards.card import read_card
 from lit_dpret.datamodules import PairsDataModule, SyntheticDataModule
 from lit_dpret.errors import LitDpretError
@@ -574,33 +573,3 @@ def test_the_card_says_in_a_line_where_the_weights_came_from(tmp_path: Path) -> 
     assert "bert-of-somebody" in told["public"] and "declared" in told["public"]
     assert "built with" in told["fresh"]
     assert told["fresh"] != told["public"] and "declared" in told["fresh"]
-
-
-# -- each check earns its place --------------------------------------------------------------
-
-
-@pytest.mark.parametrize("place", ["marks", "values", "files", "checkpoints", "built"])
-def test_without_one_of_the_checks_an_attack_goes_through(
-    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module = trained_by("none", tmp_path / "first")
-    if place == "checkpoints":
-        monkeypatch.setattr(accountant_file.PrivacyAccountant, "on_load_checkpoint", lambda *_: None)
-        fit_from(tmp_path / "second", private(tmp_path), foreign_checkpoint(tmp_path))
-        return
-    if place == "marks":
-        monkeypatch.setattr("lit_dpret.callbacks.origins.set_later", lambda module: [])  # finds it as well
-        monkeypatch.setattr(trained, "_marks", lambda holder: frozenset())
-        attack = its_layers_changed(module, tmp_path)
-    elif place == "values":
-        monkeypatch.setattr(trained, "_values", {})
-        attack = Wrapped(layers_with(module.net.state_dict()), privacy=dp(tmp_path, noise_multiplier=4.0))
-    elif place == "built":
-        monkeypatch.setattr("lit_dpret.callbacks.origins.set_later", lambda module: [])
-        attack = averages(module, tmp_path)
-    else:
-        monkeypatch.setattr("lit_dpret.callbacks.origins.set_later", lambda module: [])
-        monkeypatch.setattr(trained, "_values", {})
-        monkeypatch.setattr("lit_dpret.modules.checkpointed.noted", lambda facts: frozenset())
-        attack = Kept.load_from_checkpoint(checkpoint(tmp_path / "first"), privacy=dp(tmp_path, noise_multiplier=4.0))
-    begin(tmp_path, attack)

@@ -20,7 +20,7 @@ import pytest
 import torch
 from bad_runs import Case
 from hydra import compose, initialize_config_module
-from lightning.pytorch.callbacks import Callback, LearningRateMonitor
+from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from scipy.stats import rankdata
 from stand_ins import Numbers, Regression, dp, fit
@@ -30,24 +30,10 @@ from lit_dpret.callbacks import MetricsFile, PrivacyCard, PublicWandbLogger
 from lit_dpret.config import CONFIG_MODULE
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.batches import UnitBatch
-from lit_dpret.privacy.ledger.chain import ChainedFile
 
 Sleep = Callable[[float], None]
 STEPS, LONG, SHORT = 60, 120, 6
 SECONDS_PER_TOKEN = 2e-3
-
-
-class Slept:
-    """A clock that goes on while a batch waits, and makes nobody wait: for runs in which no other clock is read."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def __call__(self, seconds: float) -> None:
-        self.seconds += seconds
-
-    def now(self) -> datetime:
-        return datetime.fromtimestamp(1e9 + self.seconds, UTC)
 
 
 class Timed(Regression):
@@ -194,56 +180,7 @@ def test_no_file_of_a_run_tells_which_steps_drew_the_long_text(tmp_path: Path) -
     assert {"privacy_ledger.jsonl", "metrics.jsonl", "metrics.csv"} < names and len(names) == 4, names
 
 
-Mutant = Callable[[pytest.MonkeyPatch, Slept], None]
-
-
-def clock_in_the_ledger(patch: pytest.MonkeyPatch, clock: Slept) -> None:
-    moment = property(lambda file: clock.now().isoformat(timespec="milliseconds"), lambda file, value: None)
-    patch.setattr(ChainedFile, "_day", moment, raising=False)
-
-
-def clock_in_the_metrics(patch: pytest.MonkeyPatch, clock: Slept) -> None:
-    honest = MetricsFile.log_metrics
-    patch.setattr(
-        MetricsFile, "log_metrics",
-        lambda logger, metrics, step=None: honest(logger, {**metrics, "seconds": clock.seconds}, step),
-    )  # fmt: skip
-
-
-def wandb_at_once(patch: pytest.MonkeyPatch, clock: Slept) -> None:
-    patch.setattr(PublicWandbLogger, "writes_no_times", True, raising=False)
-
-
-@pytest.mark.parametrize("mutant", [clock_in_the_ledger, clock_in_the_metrics, wandb_at_once])
-def test_with_a_clock_in_one_kind_of_file_the_attack_succeeds(
-    mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own = mutant is wandb_at_once  # a clock of its own, for which there has to be something to see
-    loggers, clock = [offline(tmp_path / "run")] if own else [], Slept()
-    mutant(monkeypatch, clock)
-    module = trained(tmp_path / "run", loggers, noise_seed=1, sleep=time.sleep if own else clock)
-    if own:
-        finish_wandb()
-    assert len(module.drew_it) > 13, "fewer would not stand out"
-    assert max(told(tmp_path / "run", module.drew_it).values()) > 0.9
-
-
 # -- every byte of every file --------------------------------------------------------------------------
-
-
-class Clock(Callback):
-    """Keeps a time in every checkpoint, as Lightning's Timer does, and says that nothing private is behind it."""
-
-    public_metrics = ("elapsed",)
-
-    def __init__(self, clock: Slept) -> None:
-        self.clock, self.began = clock, 0.0
-
-    def on_train_start(self, *given: Any) -> None:
-        self.began = self.clock.seconds
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"elapsed": self.clock.seconds - self.began}
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -274,18 +211,6 @@ def test_runs_that_differ_in_the_time_of_their_steps_alone_leave_the_same_files(
     assert {".jsonl", ".json", ".csv", ".ckpt", ".md", ".html"} <= endings, endings
     assert slow.keys() == fast.keys()
     assert [name for name in slow if slow[name] != fast[name]] == []
-
-
-@pytest.mark.slow
-def test_a_time_in_a_checkpoint_or_a_card_makes_the_files_differ(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = Slept()
-    for module in ("cards.card", "privacy.ledger.chain"):
-        monkeypatch.setattr(f"lit_dpret.{module}.today", lambda: clock.now().isoformat())
-    slow, fast = slow_and_fast(tmp_path, monkeypatch, extra=[Clock(clock)], sleep=clock)
-    differ = {Path(name).suffix for name in slow if slow[name] != fast[name]}
-    assert {".jsonl", ".json", ".md", ".html", ".ckpt"} <= differ
 
 
 # -- what W&B writes -----------------------------------------------------------------------------------

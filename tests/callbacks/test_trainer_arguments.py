@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,7 +19,6 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.plugins import MixedPrecision
 
-from lit_dpret.callbacks import refusals
 from lit_dpret.callbacks.strategies import refuse_unsupported
 from lit_dpret.distributed.strategies import STRATEGIES, Supported
 from lit_dpret.errors import ConfigurationError
@@ -123,22 +121,6 @@ def test_an_argument_works_or_is_refused_by_its_name(argument: str, value: Any, 
     with pytest.raises(Exception, match=verdict):  # Lightning refuses some of them itself
         case_with(tmp_path, argument, value).fitted()
     assert not ledger.exists() or not any(r["kind"] == "intent" for r in PrivacyLedger.read(ledger).records)
-
-
-@pytest.mark.parametrize(("check", "argument", "value"), [
-    ("_tells_no_times", "profiler", "simple"), ("_tells_no_times", "max_time", "00:01:00:00"),
-    ("_takes_its_steps", "fast_dev_run", True),
-])  # fmt: skip
-def test_the_check_is_what_refuses_it(
-    check: str, argument: str, value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = case_with(tmp_path, argument, value).examined()
-    assert [finding.trap for finding in found.refused][:1] in (["T35"], ["T2"])
-    every: Any = vars(refusals.Candidate)["checks"].fget
-    without = property(lambda run: [one for one in every(run) if one.__name__ != check])
-    monkeypatch.setattr(refusals.Candidate, "checks", without)
-    remaining = [f for f in case_with(tmp_path, argument, value).examined().refused if re.search(argument, f.text)]
-    assert not remaining
 
 
 def test_what_can_never_finish_a_step_is_refused_without_a_claim_too(tmp_path: Path) -> None:

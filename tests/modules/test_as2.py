@@ -177,14 +177,6 @@ def test_another_record_leaves_every_other_clipped_gradient_as_it_was_bit_by_bit
     assert changed_rows(SOURCES[name], **settings) == [0]
 
 
-@pytest.mark.parametrize("settings", [{}, STAGE_2])
-def test_with_negatives_of_the_batch_forced_on_it_does_not(settings: Any) -> None:
-    assert changed_rows(lambda: None, **settings) == [0, 1, 2, 3]
-    if settings:
-        both = lambda: [InBatchNegatives(), *SOURCES["fed"]()]  # noqa: E731
-        assert changed_rows(both, **settings) == [0, 1, 2, 3]
-
-
 def test_a_private_mode_refuses_negatives_of_the_batch_and_modes_for_cosines_are_refused() -> None:
     private = DPSGD(**NOISE)
     with pytest.raises(ConfigurationError, match=r"model\.negatives=in_batch cannot go with privacy=dp_sgd"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from lit_dpret.callbacks import PrivacyCard
 from lit_dpret.cards.card import read_card
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
-from lit_dpret.modules import coupling_check, module_state
+from lit_dpret.modules import coupling_check
 from lit_dpret.modules.coupling_check import CouplingCheck, _Passes
 from lit_dpret.modules.module_state import Looks
 from lit_dpret.privacy.accounting.releases import NonPrivateRelease
@@ -168,23 +167,11 @@ class AugmentedAndCentred(Plain):
         return found | {"inputs": inputs - inputs.mean(0)}
 
 
-COUPLED: dict[type[Plain], str | None] = {
-    Mixup: None,  # by more than one comparison
-    CentredTargets: None,
-    SignOfTheBatch: None,
-    WeaklyCoupled: None,
-    DividedByTheNumberOfRows: None,
-    CollatedInCompany: None,
-    AugmentedAndCentred: "compare_collated",
-    ByPlace: "compare_sizes",
-    FittedOnTheFirstBatch: None,
-    GradientAlone: "compare_company",
-    Remembering: None,
-    RememberingInAQueue: None,
-    RememberingInAClosure: None,
-    RememberingInAGlobal: None,
-    RememberingInPlace: None,  # its write is seen in every pass
-}
+COUPLED = (
+    Mixup, CentredTargets, SignOfTheBatch, WeaklyCoupled, DividedByTheNumberOfRows,
+    CollatedInCompany, AugmentedAndCentred, ByPlace, FittedOnTheFirstBatch, GradientAlone,
+    Remembering, RememberingInAQueue, RememberingInAClosure, RememberingInAGlobal, RememberingInPlace,
+)  # fmt: skip
 
 
 def train(folder: Path, module: type[Any], **settings: Any) -> Any:
@@ -254,34 +241,6 @@ def test_a_row_that_depends_on_rows_before_it_in_the_same_collation_is_refused(
     with pytest.raises(UnsupportedModelError) as refusal:
         train(tmp_path, module, data=Numbers(physical_batch_size=units), precision=precision, steps=1)
     assert refusal.value.trap == "T11"
-
-
-@pytest.mark.parametrize(("module", "found_by"), [(m, c) for m, c in COUPLED.items() if c])
-def test_it_is_found_by_the_comparison_that_is_made_for_it(
-    module: type[Any], found_by: str, tmp_path: Path, monkeypatch: Patch
-) -> None:
-    monkeypatch.setattr(_Passes, found_by, lambda *_, **__: None)
-    train(tmp_path, module)
-
-
-@pytest.mark.parametrize(
-    ("module", "where", "part", "without"),
-    [
-        (GradientAlone, coupling_check, "_far", lambda *_: False),
-        (Remembering, coupling_check, "refuse_memory", lambda _: None),
-        (RememberingInAQueue, coupling_check, "refuse_memory", lambda _: None),
-        (RememberingInPlace, module_state, "_is_copied", lambda tensor: False),  # its writes are counted instead
-    ],
-)
-def test_each_part_of_a_comparison_is_needed(
-    module: type[Any], where: Any, part: str, without: Callable[..., bool], tmp_path: Path, monkeypatch: Patch
-) -> None:
-    monkeypatch.setattr(where, part, without)
-    if part in ("_far", "refuse_memory"):
-        train(tmp_path, module)
-        return
-    with pytest.raises(UnsupportedModelError):
-        train(tmp_path, module)
 
 
 class CoupledFromStepThree(Plain):

@@ -54,14 +54,6 @@ def test_taking_one_unit_out_changes_exactly_one_sub_batch(law: SamplingLaw, mon
     assert changed == [{int(units[5])}]
 
 
-def test_cutting_by_position_would_change_the_later_sub_batches_too(monkeypatch: Any) -> None:
-    drawn = sampler(LAWS[0], sub_batches=None)
-    before = members(drawn.physical_batches(0))
-    units = drawn.draw(0)
-    monkeypatch.setattr(drawn, "draw", lambda step: np.delete(units, 5))
-    assert sum(a != b for a, b in zip(before, members(drawn.physical_batches(0)), strict=False)) > 1
-
-
 def test_units_are_assigned_independently_and_evenly() -> None:
     drawn = sampler(FullBatch())
     together = np.zeros((200, 200))

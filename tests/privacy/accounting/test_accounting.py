@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
-from dataclasses import replace
-from decimal import Decimal
 from typing import get_args
 
 import pytest
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SampledWithoutReplacementDpEvent
-from dp_accounting.dp_event import DpEvent, TruncatedSubsampledGaussianDpEvent
+from dp_accounting.dp_event import TruncatedSubsampledGaussianDpEvent
 from dp_accounting.gaussian_mechanism import get_epsilon_gaussian
 from dp_accounting.pld import PLDAccountant
 from dp_accounting.privacy_accountant import NeighboringRelation
@@ -31,7 +28,6 @@ from lit_dpret.privacy.accounting.accountant import (
 from lit_dpret.privacy.accounting.ceilings import attack_ceilings
 from lit_dpret.privacy.accounting.composition import (
     RELATIONS,
-    SUPPORTED,
     check_supported,
     delta_at,
     epsilon,
@@ -78,21 +74,6 @@ def eps(
 
 
 # -- the support matrix ------------------------------------------------------------------------
-
-
-def test_the_matrix_claims_nothing_that_the_library_refuses() -> None:
-    """Beyond dp-accounting's own table ours leaves out shuffling under add_or_remove, and adds nothing."""
-    events: dict[type[SamplingLaw], DpEvent] = {
-        Poisson: PoissonSampledDpEvent(Q, GaussianDpEvent(1.0)),
-        TruncatedPoisson: TruncatedSubsampledGaussianDpEvent(2000, Q, 80, 1.0),
-        FixedSize: SampledWithoutReplacementDpEvent(2000, 40, GaussianDpEvent(1.0)),
-        FullBatch: GaussianDpEvent(1.0),
-    }
-    for (law, event), (name, relation) in itertools.product(events.items(), RELATIONS.items()):
-        ours = name in SUPPORTED["pld"].get(law, ())
-        assert ours == PLDAccountant(relation).supports(event)
-        ours = name in SUPPORTED["rdp"].get(law, ())
-        assert ours == RdpAccountant(neighboring_relation=relation).supports(event)
 
 
 def test_an_unknown_accountant_or_relation_is_refused_by_name() -> None:
@@ -191,12 +172,6 @@ def test_fixed_size_batches_cost_at_least_what_one_pair_of_data_sets_shows() -> 
     assert library.get_epsilon(DELTA) < shown
 
 
-def test_relations_are_ordered() -> None:
-    release = gaussian(2.0, count=200)
-    half = gaussian(1.0, count=200)
-    assert eps(release) < eps(release, neighbours="replace_one") < eps(half)
-
-
 # -- what epsilon must do ----------------------------------------------------------------------
 
 
@@ -232,17 +207,6 @@ def test_order_labels_and_bundling_change_nothing() -> None:
     ]
     for accountant in ("pld", "rdp"):
         assert eps(*whole, accountant=accountant) == eps(*pieces, accountant=accountant)
-
-
-@pytest.mark.slow
-def test_epsilon_rises_with_steps_and_falls_with_noise_and_delta() -> None:
-    for accountant in get_args(AccountantName):
-        by_steps = [eps(gaussian(1.5, count=c), accountant=accountant) for c in (1, 10, 100, 1000)]
-        by_noise = [eps(gaussian(s, count=100), accountant=accountant) for s in (1.0, 1.5, 3.0)]
-        by_delta = [eps(gaussian(1.5, count=100), delta=d, accountant=accountant) for d in (1e-8, 1e-6, 1e-4)]
-        assert by_steps == sorted(by_steps)
-        assert by_noise == sorted(by_noise, reverse=True)
-        assert by_delta == sorted(by_delta, reverse=True)
 
 
 def test_rdp_is_never_below_pld() -> None:
@@ -493,30 +457,6 @@ def test_the_search_finds_the_exact_boundary_of_any_monotone_function() -> None:
 
 # -- golden numbers ----------------------------------------------------------------------------
 
-Q_500K = 1024 / 500_000
-TABLE = [  # noise, steps, rate, delta, PLD, PRV, RDP
-    (0.4, 500, Q_500K, 1e-6, 10.2295, 10.2403, 12.317),
-    (0.5, 1000, Q_500K, 1e-6, 5.7300, 5.7405, 6.9875),
-    (0.6, 2000, Q_500K, 1e-6, 3.5108, 3.5211, 4.3778),
-    (0.8, 5000, Q_500K, 1e-6, 1.4900, 1.5001, 2.1432),
-    (1.0, 20_000, Q_500K, 1e-6, 1.7212, 1.7311, 1.8906),
-    (1.1, 600, 1024 / 60_000, 1e-5, 2.1096, 2.1197, 2.3681),
-]
-
-
-@pytest.mark.parametrize(
-    ("noise", "steps", "rate", "delta", "pld", "prv", "rdp"),
-    [pytest.param(*row, marks=pytest.mark.slow if row[0] < 0.8 else ()) for row in TABLE],
-)
-def test_three_accountants_give_the_recorded_epsilons(
-    noise: float, steps: int, rate: float, delta: float, pld: float, prv: float, rdp: float
-) -> None:
-    release = gaussian(noise, Poisson(sample_rate=rate), steps)
-    assert eps(release, delta=delta) == pytest.approx(pld, abs=2e-4)
-    assert eps(release, delta=delta, accountant="prv") == pytest.approx(prv, abs=5e-4)
-    # The last but one was recorded with Opacus' orders, which are a little worse there than dp-accounting's.
-    assert eps(release, delta=delta, accountant="rdp") == pytest.approx(rdp, rel=1e-3)
-
 
 PAPER = [  # budget, noise, RDP, without amplification, replace one
     (1.0, 1.235, 1.095, 30.3, 1.785),
@@ -542,49 +482,3 @@ def test_the_papers_run_costs_what_was_recorded(
     calibrated = calibrate_noise(eps=budget, delta=PAPER_DELTA, neighbours="zero_out", law=PAPER_LAW, steps=PAPER_STEPS)
     # The recorded noise was searched to 1e-3 and rounded up; ours is the least four-digit decimal.
     assert noise - 1.1e-3 <= calibrated <= noise
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("n", "steps", "budget", "noise"),
-    [
-        (500_000, 4882, 3, 0.661),
-        (500_000, 4882, 8, 0.505),
-        (500_000, 4882, 16, 0.420),
-        (500_000, 14_648, 3, 0.737),
-        (500_000, 14_648, 8, 0.559),
-        (500_000, 14_648, 16, 0.468),
-        (100_000, 2929, 3, 1.064),
-        (100_000, 2929, 8, 0.699),
-        (100_000, 2929, 16, 0.559),
-    ],
-)
-def test_calibration_gives_the_recorded_noise(n: int, steps: int, budget: float, noise: float) -> None:
-    found = calibrate_noise(
-        eps=budget, delta=1 / (2 * n), neighbours="zero_out", law=Poisson(sample_rate=1024 / n), steps=steps
-    )
-    # The recorded noise was searched to 1e-3 only: 1.064, for one, spends 3.0007.
-    assert noise - 1.5e-3 <= found <= noise + 1e-3
-    least = gaussian(found, Poisson(sample_rate=1024 / n), steps)
-    library = PLDAccountant(NeighboringRelation.REPLACE_SPECIAL)
-    library.compose(PoissonSampledDpEvent(1024 / n, GaussianDpEvent(found)), steps)
-    assert library.get_epsilon(1 / (2 * n)) <= budget
-    assert eps(replace(least, noise_multiplier=found * (1 - 1.01e-3)), delta=1 / (2 * n)) > budget
-
-
-CEILINGS = [  # noise, membership accuracy, TPR at 0.1, 1, 10 percent FPR, secrets of prior 1e-2, 1e-4, 1e-6, 1e-10
-    "1.235 .546 .002 .018 .147 .0182 2.47e-4 3.1e-6 4.6e-10",
-    ".7296 .609 .006 .040 .237 .0405 9.3e-4 1.9e-5 8.8e-9",
-    ".5541 .704 .031 .124 .431 .124 7.4e-3 3.8e-4 8.1e-7",
-    ".4659 .806 .140 .336 .688 .336 .053 6.4e-3 6.4e-5",
-]
-
-
-@pytest.mark.parametrize("row", [CEILINGS[0], *(pytest.param(row, marks=pytest.mark.slow) for row in CEILINGS[1:])])
-def test_the_papers_run_has_the_recorded_ceilings(row: str) -> None:
-    noise, *recorded = map(Decimal, row.split())
-    found = attack_ceilings([gaussian(float(noise), PAPER_LAW, PAPER_STEPS)], neighbours="zero_out")
-    values = [found["membership_accuracy"], *found["tpr_at_fpr"].values(), *found["secret_guess"].values()]
-    for value, printed in zip(values, recorded, strict=True):
-        last_digit = 10.0 ** int(printed.as_tuple().exponent)
-        assert value == pytest.approx(float(printed), rel=0.02, abs=0.51 * last_digit)

@@ -68,17 +68,6 @@ def test_opacus_takes_the_query_length_for_the_batch_of_t5s_position_bias(lib: S
         make_engine("opacus", case.module, max_grad_norm=1.0)
 
 
-def test_the_position_bias_would_be_caught_by_the_comparison_too(
-    lib: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(OpacusClipping, "_refuse_known_mistakes", lambda self: None)
-    case = lib.case("t5_batch_equal_to_query_length")
-    case.module.train()
-    clipping = make_engine("opacus", case.module, max_grad_norm=1.0)
-    with pytest.raises(UnsupportedModelError, match="relative_attention_bias"):
-        case.run(clipping)
-
-
 def test_the_padding_row_of_an_embedding_is_refused_and_would_be_caught(
     lib: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
