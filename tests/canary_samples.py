@@ -19,7 +19,6 @@ PUBLISHED: dict[float, dict[str, float]] = {
     }.items()
 }
 #: The epsilon of a Gaussian mechanism whose neighbours are so many standard deviations apart, at delta 1e-6.
-TRUTH = {1.0: 4.887, 2.0: 10.997, 4.0: 26.357}
 
 
 def quantiles(count: int, shift: float) -> CanaryScores:

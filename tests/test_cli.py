@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,6 @@ from lit_dpret.errors import ConfigurationError, DataError, LitDpretError
 from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.tasks.fit import keep_settings
 
-CHECK = ("-m", "lit_dpret", "check_data")
 ROOT = Path(__file__).resolve().parent.parent
 TINY = [
     "trainer.max_steps=2",
@@ -65,19 +63,6 @@ def refused(done: subprocess.CompletedProcess[str]) -> str:
     lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1, done.stderr
     return lines[0]
-
-
-@pytest.mark.slow
-def test_the_doctor_reports_and_fails_where_a_fit_would_be_refused(tmp_path: Path) -> None:
-    settings = [*TINY, f"datamodule.pairs={write_log(tmp_path)}", "privacy.noise_multiplier=5.0"]
-    doctor = ("-m", "lit_dpret", "doctor")
-    done = call(*settings, "+trainer.limit_train_batches=0.5", folder=tmp_path, program=doctor)
-    assert "A fit of this would be refused (T2)" in refused(done)
-    assert "INFO" not in done.stdout + done.stderr, "Lightning's messages are for developers"
-    report = json.loads((tmp_path / "run" / "doctor.json").read_text(encoding="utf-8"))
-    found = {finding["trap"]: finding["status"] for finding in report["findings"]}
-    assert report["verdict"] == "refused" and found["T2"] == "refused" and found["T13"] == "passed"
-    assert not (tmp_path / "run" / "privacy_ledger.jsonl").exists()
 
 
 @pytest.mark.slow
@@ -123,31 +108,6 @@ def test_a_path_may_hold_an_apostrophe_and_a_comma_is_explained() -> None:
         with pytest.raises(HydraException) as found:
             compose("train", overrides=["init_from=a,b"])
     assert "init_from='A, B'" in (explain(found.value) or "")
-
-
-def test_no_argument_prints_the_help_and_starts_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for program in ("lit-dpret", "train.py"):
-        monkeypatch.setattr(sys, "argv", [program])
-        cli.main()
-        assert "group.key=VALUE" in capsys.readouterr().out and not list(tmp_path.iterdir())
-
-
-def test_a_warning_is_one_line_without_a_place_in_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
-    monkeypatch.setattr(sys, "argv", ["lit-dpret", "--version"])
-    cli.main()
-    assert warnings.formatwarning("no card", UserWarning, "/x/y.py", 3) == "warning: no card\n"
-
-
-@pytest.mark.slow
-def test_what_a_task_must_be_given_is_missed_before_its_imports() -> None:
-    with initialize_config_module(version_base="1.3", config_module=CONFIG_MODULE):
-        cfg = compose("train", overrides=["task=search", "task._target_=no.such.Task", "run_dir=x"])
-    with pytest.raises(ConfigurationError, match=r"task\.index, task\.query"):
-        cli.checked_task(cfg)
 
 
 def test_a_first_word_is_a_task_or_refused(tmp_path: Path) -> None:
@@ -259,41 +219,6 @@ def test_an_own_model_trains_and_one_with_batch_statistics_is_refused(tmp_path: 
     line = refused(call(*settings, "model.norm=BatchNorm1d", folder=tmp_path / "second", **own))
     assert "BatchNorm1d" in line and "GroupNorm" in line, line
     assert '"intent"' not in (tmp_path / "second" / "run" / "privacy_ledger.jsonl").read_text(encoding="utf-8")
-
-
-@pytest.mark.slow
-def test_wandb_works_without_a_network(tmp_path: Path) -> None:
-    pytest.importorskip("wandb")
-    settings = [*TINY, f"datamodule.pairs={write_log(tmp_path)}", "privacy.noise_multiplier=5.0"]
-    done = call(*settings, "logger=wandb", "logger.wandb.offline=true", folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert list((tmp_path / "run").rglob("*.wandb")), "the run is kept for a later upload"
-
-
-@pytest.mark.slow
-def test_a_log_is_checked_and_split_and_trained_on_by_the_command_that_is_shown(tmp_path: Path) -> None:
-    settings = [f"datamodule.pairs={write_log(tmp_path)}", *TINY]
-    done = call(f"task.write_split={tmp_path / 'split'}", *settings, folder=tmp_path, program=CHECK)
-    assert done.returncode == 0, done.stderr
-    shown = done.stdout.rstrip().splitlines()[-1].split()
-    assert shown[:3] == ["python", "-m", "lit_dpret"], "as it was called"
-    (tmp_path / "trained").mkdir()
-    settings_shown = [word for word in shown[3:] if not word.startswith("hydra.run.dir=")]
-    trained = call(*settings_shown, "privacy.noise_multiplier=5.0", folder=tmp_path / "trained")
-    assert trained.returncode == 0, trained.stderr
-    with (tmp_path / "log.jsonl").open("a", encoding="utf-8") as log:
-        log.write("{not json\n" * 2)
-    line = refused(call(*settings, folder=tmp_path, program=CHECK))
-    assert "has problems: malformed JSON. See " in line
-
-
-@pytest.mark.slow
-def test_the_quickstart_extra_that_is_not_installed_is_named(tmp_path: Path) -> None:
-    hide = tmp_path / "hide"
-    hide.mkdir()
-    (hide / "insuranceqa_data.py").write_text("raise ImportError('hidden')\n", encoding="utf-8")
-    line = refused(call("datamodule=insuranceqa", folder=tmp_path, PYTHONPATH=str(hide)))
-    assert "lit-dpret[quickstart]" in line
 
 
 @pytest.mark.slow

@@ -9,8 +9,8 @@ import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from lit_dpret import __version__, cli
-from lit_dpret.config import Choice, arguments_of, choices, configuration_page, groups, names, tasks_by_kind, top_level
+from lit_dpret import cli
+from lit_dpret.config import Choice, choices, configuration_page, groups, names, tasks_by_kind
 from lit_dpret.errors import ConfigurationError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,26 +35,10 @@ def test_the_keys_of_a_choice_are_those_that_compose() -> None:
             assert OmegaConf.select(cfg, key.name, default="absent") != "absent", key.name
 
 
-def test_a_setting_is_told_in_the_words_of_its_constructor() -> None:
-    (choice,) = [choice for choice in choices("privacy") if choice.name == "dp_sgd"]
-    by_name = {key.name: key for key in choice.keys}
-    assert by_name["privacy.eps"].text == "Budget of the whole run."
-    assert by_name["privacy.delta"].text == arguments_of("lit_dpret.privacy.modes.DPSGD")["delta"]
-
-
 @pytest.mark.parametrize("choice", choices("task"), ids=lambda choice: choice.name)
 def test_every_setting_of_a_task_is_explained(choice: Choice) -> None:
     unexplained = [key.name for key in choice.keys if key.name.count(".") == 1 and not (key.text or key.comment)]
     assert not unexplained
-
-
-def test_settings_of_a_nested_constructor_are_told_too() -> None:
-    (choice,) = [choice for choice in choices("model") if choice.name == "generator"]
-    assert {key.name: key.text for key in choice.keys}["model.optimizer.warmup_steps"] == "Steps of linear warm-up."
-
-
-def test_the_settings_without_a_group_are_told() -> None:
-    assert {"seed", "resume", "init_from", "run_dir"} <= {key.name for key in top_level().keys}
 
 
 def test_the_page_of_settings_has_a_row_for_every_key() -> None:
@@ -62,18 +46,6 @@ def test_the_page_of_settings_has_a_row_for_every_key() -> None:
     for choice in ALL:
         for key in choice.keys:
             assert f"| `{key.name}` | " in page
-
-
-def test_list_prints_groups_and_the_choices_of_one(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["lit-dpret", "list"])
-    cli.main()
-    assert "logit_dp" in capsys.readouterr().out
-    monkeypatch.setattr(sys, "argv", ["lit-dpret", "list", "privacy"])
-    cli.main()
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(choices("privacy")) and any(line.startswith("dp_sgd ") for line in lines)
 
 
 def test_help_shows_every_task_once_under_a_heading(
@@ -88,12 +60,6 @@ def test_help_shows_every_task_once_under_a_heading(
     examples = [line.split(maxsplit=1) for line in shown.splitlines() if line.startswith("  ") and "lit-dpret" in line]
     assert {task for task, _ in examples} >= set(listed) - set(tasks_by_kind()["studies"]), "each with an example"
     assert "_pairs" not in shown and "_pairs" not in cli.listing([])
-
-
-def test_the_version_is_ours(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["lit-dpret", "--version"])
-    cli.main()
-    assert capsys.readouterr().out == f"lit-dpret {__version__}\n"
 
 
 def test_an_unknown_group_is_named_with_those_that_exist() -> None:

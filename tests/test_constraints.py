@@ -7,8 +7,6 @@ import re
 from pathlib import Path
 from types import ModuleType
 
-import pytest
-from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,14 +32,3 @@ def test_what_is_asked_for_is_pinned_within_its_range() -> None:
 def test_the_lines_of_the_file_are_pins() -> None:
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").removeprefix(WRITER.HEAD).splitlines()
     assert len(lines) == len(PINNED) > 100 and lines == sorted(lines)
-
-
-def test_a_package_brings_what_it_depends_on_and_no_extra_that_was_not_asked_for() -> None:
-    found = WRITER.pins([Requirement("mkdocstrings[python]")])
-    assert {"mkdocstrings", "mkdocstrings-python", "mkdocs", "jinja2"} <= set(found)
-    assert "mkdocstrings-python" not in WRITER.pins([Requirement("mkdocstrings")])
-
-
-def test_what_is_not_installed_is_said() -> None:
-    with pytest.raises(SystemExit, match="no-such-package is not installed"):
-        WRITER.pins([Requirement("no-such-package")])

@@ -7,7 +7,6 @@ import importlib
 import json
 import os
 import random
-import re
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -91,24 +90,6 @@ def test_the_public_warm_up_saw_no_question_of_the_private_set(
     assert overlap(private_questions, hashes) == []
 
 
-def test_the_check_names_a_planted_overlap(private_questions: list[str], hashes: frozenset[bytes]) -> None:
-    planted = private_questions[7]
-    disguised = f"  {planted.upper().replace(' ', '   ')}!! "
-    assert overlap(private_questions[:20], hashes | {query_hash(disguised)}) == [planted]
-
-
-def test_the_published_hashes_hold_the_public_questions_that_were_trained_on(hashes: frozenset[bytes]) -> None:
-    path = DATA / "squad_dev" / "queries.jsonl.gz"
-    if not path.is_file():
-        pytest.skip(f"needs the public questions at {path}, set LIT_DPRET_DATA")
-    with gzip.open(path, "rt", encoding="utf-8") as lines:
-        rows = [json.loads(line) for line in lines]
-    seen = [row["text"] for row in rows if row["split"] != "dev"]
-    held_out = [row["text"] for row in rows if row["split"] == "dev"]
-    assert overlap(seen, hashes) == seen
-    assert len(overlap(held_out, hashes)) < len(held_out) // 100
-
-
 def test_case_punctuation_and_spacing_do_not_hide_a_copy() -> None:
     assert without_punctuation("Does\tGEICO's  plan, cover ÉCLAIRS?") == without_punctuation(
         "does geicos plan cover éclairs"
@@ -160,22 +141,6 @@ def test_the_tokenizer_lower_cases_appends_the_end_and_knows_the_prompt(tokenize
     assert tokenizer.decode(ids, skip_special_tokens=True) == PASSAGE.lower()
     assert tokenizer.model_max_length == 512
     assert len(tokenizer(PASSAGE * 10, truncation=True, max_length=96)["input_ids"]) == 96
-
-
-def test_no_text_is_unknown_because_bytes_stand_in(tokenizer: PreTrainedTokenizerBase) -> None:
-    for text in ("naïve café", "東京 ☂", "a\u200bb"):
-        assert tokenizer.unk_token_id not in tokenizer(text)["input_ids"]
-    assert tokenizer.decode(tokenizer("東京 ☂")["input_ids"], skip_special_tokens=True) == "東京 ☂"
-
-
-def test_the_fast_tokenizer_cuts_text_as_sentencepiece_does(tokenizer: PreTrainedTokenizerBase) -> None:
-    sentencepiece = pytest.importorskip("sentencepiece", reason="compares with the sentencepiece library")
-    reference = sentencepiece.SentencePieceProcessor(model_file=str(public_t5_path() / "spiece.model"))
-    texts = [PASSAGE, "  Two   spaces, ONE Ünïcödé — 3.14159 % of £5,000?", "", "x" * 200, "e-mail: a.b@c.d"]
-    card = (public_t5_path() / "README.md").read_text(encoding="utf-8").splitlines()
-    texts += [line for line in card if "<" not in line]  # the marks are text to sentencepiece, tokens here
-    for text in texts:
-        assert tokenizer(text, add_special_tokens=False)["input_ids"] == reference.encode(text), text
 
 
 def test_the_prior_asks_about_the_passage_it_is_given(
@@ -283,57 +248,3 @@ def test_the_script_trains_and_resumes_and_keeps_to_its_sources(
     seen = read_hashes(tmp_path / "t5" / HASH_FILE)
     assert overlap([f"Who made the {words[0]} for {words[1]}?"], seen)
     assert not overlap(["not to be used", "never used either"], seen)
-
-
-def test_the_learning_rate_is_zero_when_the_time_is_up(scripts: Path) -> None:
-    rate = importlib.import_module("public_t5.training").rate
-    rates = [rate(2e-3, 0.03, done / 100) for done in range(102)]
-    assert max(rates) == rates[3] == pytest.approx(2e-3)
-    assert rates[0] == rates[100] == rates[101] == 0.0
-    assert rates[3:] == sorted(rates[3:], reverse=True)
-
-
-def test_a_salient_question_is_made_of_words_of_its_passage(scripts: Path) -> None:
-    tasks = importlib.import_module("public_t5.tasks")
-    passage = "the annual fee of the mutual fund lowers returns. investors compare the fee, the index and the broker."
-    frequencies = tasks.document_frequencies([passage, "the broker met the annual fair", "index of the fair"])
-    pattern_words = set(tasks.content_words(" ".join(p for ps in tasks.PATTERNS.values() for p in ps.split("|"))))
-    rng = random.Random(0)
-    for _ in range(50):
-        question = tasks.salient_question(passage, frequencies, 100, rng)
-        assert question is not None
-        assert set(tasks.content_words(question)) - pattern_words - {"a", "b", "c"} <= set(tasks.content_words(passage))
-    assert tasks.salient_question("it was, and then it was not.", frequencies, 100, rng) is None
-
-
-def test_corrupted_spans_and_their_target_together_restore_the_text(scripts: Path) -> None:
-    tasks = importlib.import_module("public_t5.tasks")
-    text = " ".join(f"w{i}" for i in range(70))
-    for seed in range(20):
-        source, target = tasks.corrupt_spans(text, random.Random(seed))
-        pieces = dict(re.findall(r"(<extra_id_\d+>)((?: w\d+)*)", target))
-        restored = " ".join(pieces[w].strip() if w in pieces else w for w in source.split())
-        assert restored == text
-
-
-def test_the_written_circuits_make_an_untrained_model_prefer_its_own_passage(
-    scripts: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    training = importlib.import_module("public_t5.training")
-    texts = ["generate_query: deposit landlord tenant", "generate_query: diabetes sugar blood"]
-    sources = tokenizer(texts)["input_ids"]
-    targets = tokenizer(["tenant deposit", "blood sugar"])["input_ids"]
-
-    def preference(written: bool) -> float:
-        torch.manual_seed(0)
-        model = training.build_model(vocabulary=len(tokenizer), d_model=64, d_ff=256, heads=4, layers=2)
-        if written:
-            training.write_circuits(model, torch.zeros(len(tokenizer)))
-        losses = []
-        with torch.no_grad():
-            for order in (sources, sources[::-1]):
-                losses.append(float(model(**training.collate(order, targets)).loss))
-        return losses[1] - losses[0]
-
-    assert preference(written=True) > 0.1
-    assert abs(preference(written=False)) < 0.1

@@ -10,11 +10,9 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import (
     Callback,
-    EMAWeightAveraging,
     LearningRateMonitor,
     ModelCheckpoint,
     OnExceptionCheckpoint,
-    StochasticWeightAveraging,
 )
 from lightning.pytorch.demos.boring_classes import BoringModel
 from stand_ins import KillAt, Killed, Numbers, Regression, dp, fit
@@ -166,15 +164,6 @@ def test_a_declared_leak_passes_and_the_card_names_it(way: str, tmp_path: Path) 
     assert checkpoints(tmp_path)
 
 
-def test_a_declared_leak_is_kept_after_the_end_as_well(tmp_path: Path) -> None:
-    module = Keeping(privacy=dp(tmp_path))
-    module.log_private_loss = True
-    trainer = fit(tmp_path / "run", module, steps=1)
-    module.hparams[SECRET] = module.last
-    trainer.save_checkpoint(tmp_path / "later.ckpt")
-    assert (tmp_path / "later.ckpt").exists()
-
-
 @pytest.mark.parametrize("way", ["hparams", "metric", "hook", "callback: state_dict"])
 def test_a_run_without_a_claim_keeps_what_it_likes(way: str, tmp_path: Path) -> None:
     attacked(way, tmp_path, mode=NoPrivacy())
@@ -288,14 +277,6 @@ class Honest(Regression):
         checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if not k.startswith("frozen")}
 
 
-class KeepsItsMode(Regression):
-    """Hyper-parameters as Lightning collects them, objects included."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.save_hyperparameters()
-
-
 def honest(folder: Path) -> Iterator[Callback]:
     yield from (Settings(), Counts(), LearningRateMonitor())
     yield OwnCheckpoint(dirpath=folder / "own", filename="{step}", every_n_train_steps=3, save_top_k=-1)
@@ -312,20 +293,6 @@ def test_what_is_as_it_was_at_the_start_or_declared_is_kept_and_a_run_goes_on_fr
     found = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
     assert found["callbacks"]["Counts"] == {"steps": 6} and found["vocabulary"] == ["a", "b"]
     assert found["hyper_parameters"]["nested"] == {"words": ["a"]} and "frozen.weight" not in found["state_dict"]
-
-
-def test_hyper_parameters_that_are_objects_are_kept(tmp_path: Path) -> None:
-    fit(tmp_path / "run", KeepsItsMode(privacy=dp(tmp_path)))
-    assert checkpoints(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "average", [EMAWeightAveraging(decay=0.5), StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)]
-)
-def test_averages_are_kept(average: Callback, tmp_path: Path) -> None:
-    data = Numbers(40, expected_batch_size=20)
-    fit(tmp_path / "run", Regression(privacy=dp(tmp_path, noise_multiplier=4.0)), data, extra=[average])
-    assert checkpoints(tmp_path)
 
 
 def test_a_trainer_that_fits_another_module_afterwards_is_left_alone(tmp_path: Path) -> None:

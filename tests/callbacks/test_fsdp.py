@@ -179,13 +179,6 @@ def test_rank_0_can_ask_the_whole_model_between_two_steps(server: Server, tmp_pa
     assert seen[0] == seen[1] == seen[2] and seen[0]["step"] == 6 and 0 < seen[0]["mrr"] < 1
 
 
-@pytest.mark.slow
-def test_a_rank_that_is_killed_ends_the_others_in_words(server: Server, tmp_path: Path) -> None:
-    doom = {"whose": 1, "at": 2}
-    assert server.run("shard_jobs:fit", tmp_path / "run", timeout=60, doom=doom) == [2, -9]
-    assert "Another process of this job ended" in told(tmp_path / "run", 0)["text"]
-
-
 # -- refusals ----------------------------------------------------------------------------------
 
 

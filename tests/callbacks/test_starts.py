@@ -13,7 +13,6 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from bad_runs import Case
 from stand_ins import Numbers, Regression, Texts, Units, dp, fit
 from tiny_tasks import write_log, write_synthetic
 from torch import Tensor, nn
@@ -550,26 +549,3 @@ def test_a_list_of_the_synthetic_queries_to_train_on_stands_on_the_card(tmp_path
         fit(run, Texts(privacy=SyntheticData()), data, steps=1, extra=[PrivacyCard(run_dir=run)])
         told = [each["holds"] for each in read_card(run)["assumptions"] if "datamodule.keep" in each["text"]]
         assert told == ([] if keep is None else ["unverified"])
-
-
-def test_the_doctor_names_it(tmp_path: Path) -> None:
-    module = trained_by("none", tmp_path / "first")
-    found = Case(tmp_path, wrap=lambda fresh: the_same(module, tmp_path)).examined()
-    assert [finding.trap for finding in found.refused] == ["T30"], found.format()
-
-
-# -- the card --------------------------------------------------------------------------------
-
-
-def test_the_card_says_in_a_line_where_the_weights_came_from(tmp_path: Path) -> None:
-    fresh, public = private(tmp_path), private(tmp_path)
-    public.pretrained = "bert-of-somebody"  # type: ignore[assignment]
-    told = {}
-    for name, module in (("fresh", fresh), ("public", public)):
-        fit(tmp_path / name, module, numbers(), steps=2, extra=[PrivacyCard(run_dir=tmp_path / name)])
-        card = read_card(tmp_path / name)
-        told[name] = card["pretraining"]["start"]
-        assert told[name] in card["claim"]["statement"]
-    assert "bert-of-somebody" in told["public"] and "declared" in told["public"]
-    assert "built with" in told["fresh"]
-    assert told["fresh"] != told["public"] and "declared" in told["fresh"]

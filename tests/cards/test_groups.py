@@ -87,14 +87,6 @@ def test_where_copies_have_no_number_the_line_names_a_cap_that_gives_them_one(tm
     assert "datamodule.cap=" not in card_markdown(child)
 
 
-@pytest.mark.slow
-def test_where_no_cap_would_help_the_line_says_that_more_noise_would(tmp_path: Path) -> None:
-    run = trained(tmp_path, LAW, noise=0.1)
-    groups = [group for group in run.card()["accounting"]["groups"] if group["why"] == "infinite"]
-    assert groups and all(group["wider"] is None for group in groups)
-    assert any("lower privacy.eps" in gap for gap in run.card()["not_covered"])
-
-
 @pytest.mark.parametrize(
     ("law", "neighbours"),
     [

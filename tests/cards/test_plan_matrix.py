@@ -43,14 +43,6 @@ def levels() -> dict[str, Any]:
     return user_levels(PLAN)
 
 
-@pytest.mark.slow
-def test_the_planned_law_comes_first_and_every_law_has_every_relation(matrix: dict[Any, Any]) -> None:
-    kinds = ["truncated_poisson", "poisson", "fixed_size", "shuffle"]
-    relations = ["zero_out", "add_or_remove", "replace_one"]
-    assert list(matrix) == [(kind, relation) for kind in kinds for relation in relations]
-    assert matrix["truncated_poisson", "zero_out"]["law"] == TRUNCATED.describe()
-
-
 def test_each_cell_is_the_epsilon_of_that_law_and_relation(matrix: dict[Any, Any]) -> None:
     poisson, shuffle = Poisson(sample_rate=0.02), Shuffle(batch_size=80, n=N)
     for relation in ("zero_out", "add_or_remove", "replace_one"):
@@ -89,19 +81,6 @@ def test_every_level_is_the_group_epsilon_of_its_law(levels: dict[str, Any]) -> 
             value = group_epsilon([release], delta=DELTA, units=row["units"])
             assert row["epsilon"] == (value if math.isfinite(value) else None)
             assert ("why" in row) == (row["epsilon"] is None)
-
-
-@pytest.mark.slow
-def test_the_roomy_cap_keeps_nearly_the_epsilon_of_poisson_sampling(levels: dict[str, Any]) -> None:
-    assert levels["roomy_cap"] > TRUNCATED.cap
-    tight, roomy = (column["rows"] for column in levels["columns"][:2])
-    assert tight[3]["epsilon"] is None and "cut" in tight[3]["why"]
-    for row in roomy:
-        release = GaussianRelease(noise_multiplier=NOISE, law=Poisson(sample_rate=0.02), count=STEPS)
-        plain = group_epsilon([release], delta=DELTA, units=row["units"])
-        assert row["epsilon"] == pytest.approx(plain, rel=1e-3)
-    enough = replace(PLAN, law=TruncatedPoisson(sample_rate=0.02, cap=300, n=N))
-    assert user_levels(enough)["roomy_cap"] is None
 
 
 def test_where_units_are_private_only_what_needs_no_number_of_them_is_told() -> None:

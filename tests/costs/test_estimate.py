@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_generator import DECODERS, decoder_only, generator
+from tiny_generator import decoder_only, generator
 from torch.utils.flop_counter import FlopCounterMode
 
-from lit_dpret.costs.estimate import FACTOR, estimate, format_cost, from_slices, measure
+from lit_dpret.costs.estimate import FACTOR, estimate, measure
 from lit_dpret.costs.measure import LiveBytes, TrialStep, held_bytes
 from lit_dpret.costs.slices import SLICES, Part, slice_of, taken_apart
 from lit_dpret.costs.work import work_of
@@ -135,20 +135,6 @@ def test_bytes_of_the_phases_add_up_over_layers_to_those_of_the_whole_model(
             assert line.at(6) == pytest.approx(counted.peaks.get(phase, 0), rel=0.1), phase
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory is measured on Linux only")
-def test_what_slices_tell_is_of_the_whole_model_and_the_planned_rows() -> None:
-    whole = new_t5(5, 32, passage=20, query=6)
-    told = from_slices(whole.outlined, plan(rows=4), CPU)
-    slices = told["slices"]
-    assert told["rows"] == slices["rows"] == 4 and told["parameters"] == sum(p.numel() for p in whole.parameters())
-    layers = [slices[name]["seconds"] for name in ("encoder_layer", "decoder_layer")]
-    assert told["seconds_of_batch"] == pytest.approx(slices["base"]["seconds"] + 5 * sum(layers))
-    assert told["bytes"] == max(told["bytes_while_clipping"], told["bytes_while_updating"])
-    assert told["bytes"] > 5 * 4 * told["parameters"], "weights, two moments, sums, noised gradients"
-    assert json.loads(json.dumps(told, allow_nan=False))["kind"] == "from slices"
-
-
 def test_bytes_are_counted_while_something_refers_to_them() -> None:
     with LiveBytes() as counted:
         kept = torch.zeros(1000)
@@ -172,25 +158,6 @@ def test_operations_of_a_decoder_only_model_are_those_that_run(kind: str) -> Non
     assert 3 * work_of(module.outlined).forward_flops == counter.get_total_flops()
 
 
-@pytest.mark.slow
-def test_slices_of_a_decoder_only_model_add_up_to_the_layers_that_it_has() -> None:
-    config = {"model_type": "gemma3_text", **DECODERS["gemma3_text"], "num_hidden_layers": 7, "vocab_size": 8192}
-    outline = decoder_only(config=config, max_passage_length=24).outlined
-    assert slice_of(outline, 0, 3).model.config.num_hidden_layers == 3
-    found = from_slices(outline, plan(), CPU)
-    assert found["slices"]["encoder_layer"]["seconds"] == 0 and found["seconds_per_step"] > 0
-
-
 def test_a_model_of_another_shape_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="Linear"):
         measure(torch.nn.Linear(2, 2), plan(), CPU)
-
-
-def test_the_text_says_which_is_an_estimate_and_how_far_off_it_may_be() -> None:
-    told: dict[str, Any] = {"estimate": estimate(generator().outlined, plan(), CPU)}
-    text = format_cost(told)
-    assert "estimate" in text and "off by a factor of 2" in text and "task.measure=slices" in text
-    both = format_cost({**told, "measurement": {"seconds_per_step": 2.0, "seconds_of_run": 7200.0, "bytes": 2**31}})
-    assert "measurement" in both and "2 h" in both and "2 GiB" in both and "task.measure" not in both
-    assert max(len(line) for line in (text + "\n" + both).splitlines()) <= 80
-    assert format_cost({"why": "no such model"}) == "Time and memory: not estimated. no such model"

@@ -58,16 +58,6 @@ def test_the_files_of_a_folder_are_read_by_split_and_column(folder: Path) -> Non
     assert data.columns() == {"train": ("question", "answer", "person", "part", "key"), "dev": ("question", "answer")}
 
 
-def test_parquet_is_read_like_the_others(tmp_path: Path, folder: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow", reason="parquet needs pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet", reason="parquet needs pyarrow")
-    (tmp_path / "hub" / "train").mkdir(parents=True)
-    parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "hub" / "train" / "0000.parquet")
-    data = HuggingFaceDataModule(path=tmp_path / "hub", user_column="person", query_id_column="key", **COLUMNS)
-    assert [query for query, _ in texts(data)["train"]] == [row["question"] for row in ROWS]
-    assert data.collection.users == {"1": "ann", "2": "ben", "3": "ann"}
-
-
 def test_a_column_can_say_the_split(write: Write) -> None:
     path = write("log.jsonl", ROWS)
     data = HuggingFaceDataModule(path=path, split_column="part", **COLUMNS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import sys
 from collections.abc import Callable
@@ -61,12 +60,6 @@ def test_a_pickled_batch_keeps_channels_rows_and_columns(tmp_path: Path) -> None
     assert labels[2:4].tolist() == [2, 3]
 
 
-def test_the_hubs_struct_of_bytes_reads_like_plain_bytes(tmp_path: Path) -> None:
-    plain = ImagesDataModule(source="cifar10", folder=tiny.parquet(tmp_path / "a")).labelled("train")
-    struct = ImagesDataModule(source="cifar10", folder=tiny.parquet(tmp_path / "b", as_struct=True)).labelled("train")
-    assert torch.equal(plain[0], struct[0])
-
-
 def test_the_coarse_labels_of_cifar100_are_its_own(tmp_path: Path) -> None:
     data = ImagesDataModule(source="cifar100", folder=tiny.cifar100_pickles(tmp_path))
     fine, coarse = data.labelled("test")[1], data.labelled("test", labels="coarse")[1]
@@ -82,18 +75,6 @@ def test_a_stand_in_groups_labels_and_each_label_is_in_one_group(
     fine, coarse = data.labelled("train", labels="fine")[1].tolist(), data.labelled("train")[1].tolist()
     assert len(set(zip(fine, coarse, strict=True))) == len(set(fine)) == 10
     assert set(coarse) == set(range(groups)) and len(data.class_names()) == groups
-
-
-def test_the_groups_of_cifar10_put_like_with_like(tmp_path: Path) -> None:
-    data = ImagesDataModule(source="cifar10", folder=tiny.parquet(tmp_path))
-    names, groups = data.class_names("fine"), data.class_names("coarse")
-    pairs = zip(data.labelled("train")[1].tolist(), data.labelled("train", labels="coarse")[1].tolist(), strict=True)
-    found = {names[fine]: groups[coarse] for fine, coarse in pairs}
-    assert found["truck"] == found["automobile"] == "road vehicles"
-    assert found["airplane"] == found["ship"] == "craft"
-    assert found["cat"] == found["dog"] == "pets"
-    assert found["deer"] == found["horse"] == "hoofed animals"
-    assert found["bird"] == found["frog"] == "other animals"
 
 
 # -- public samples --------------------------------------------------------------------------
@@ -138,12 +119,6 @@ def test_rows_carry_a_random_number_of_their_draw_that_a_repeated_run_repeats(tm
     assert {draw for _, draw in rows}.isdisjoint(draw for batch in other for _, draw in batch.rows or [])
 
 
-def test_there_is_no_train_loader_without_a_sampler(tmp_path: Path) -> None:
-    data = ImagesDataModule(source="cifar10", folder=tiny.parquet(tmp_path))
-    with pytest.raises(ConfigurationError, match=r"no sampler.*labelled\('train'\)"):
-        data.train_dataloader()
-
-
 def test_a_fingerprint_is_keyed_and_notices_one_pixel(tmp_path: Path) -> None:
     data = ImagesDataModule(source="cifar10", folder=tiny.parquet(tmp_path))
     same = ImagesDataModule(source="cifar10", folder=tmp_path)
@@ -182,12 +157,6 @@ def test_a_missing_folder_says_where_to_get_the_data(source: Any, tmp_path: Path
     for look in (data.prepare_data, data.setup):
         with pytest.raises(DataError, match=where.get(source, "train/CLASS/IMAGE")):
             look()
-
-
-@pytest.mark.parametrize("source", ["cifar10", "cifar100", "fashion_mnist", "vision_folder"])
-def test_an_empty_folder_says_where_to_get_the_data(source: Any, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"datamodule\.folder"):
-        ImagesDataModule(source=source, folder=tmp_path).setup()
 
 
 @pytest.mark.parametrize(
@@ -317,24 +286,3 @@ def test_the_hub_without_its_package_or_network_is_a_refusal(monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=offline))  # type: ignore[arg-type]
     with pytest.raises(DataError, match=r"datamodule\.hub=uoft-cs/cifar10 cannot be loaded: OSError: no route"):
         data.setup()
-
-
-# -- real data, where it is there ------------------------------------------------------------
-
-REAL = Path(os.environ.get("LIT_DPRET_DATA", Path(__file__).resolve().parents[3] / "shared" / "data")) / "cifar10"
-DEBIAN = Path("/usr/share/datasets/fashion-mnist")
-
-
-@pytest.mark.skipif(not REAL.is_dir(), reason=f"{REAL} is not there")
-def test_the_real_test_images_of_cifar10_are_read() -> None:
-    images, labels = ImagesDataModule(source="cifar10", folder=REAL, max_test_images=500).labelled("test")
-    assert images.shape == (500, 3, 32, 32) and int(labels.bincount().min()) > 25 and len(labels.bincount()) == 10
-    assert 100 < float(images.float().mean()) < 140  # published mean of the train images: about 121
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not DEBIAN.is_dir(), reason="the Debian package dataset-fashion-mnist is not installed")
-def test_the_real_fashion_mnist_is_read_from_its_package() -> None:
-    data = ImagesDataModule(source="fashion_mnist")
-    assert data.labelled("train")[0].shape == (60_000, 1, 28, 28)
-    assert data.labelled("test")[1].bincount().tolist() == [1000] * 10

@@ -73,33 +73,6 @@ def test_the_installed_data_equals_the_converted_folder(installed: InsuranceQADa
     assert ours.fingerprint(key) == theirs.fingerprint(key)
 
 
-def test_six_test_questions_and_98_answers_are_shared_with_train(installed: InsuranceQADataModule) -> None:
-    test = installed.report_overlap()["test"]
-    assert (test.queries, test.passages) == (6, 98)
-
-
-@pytest.mark.slow
-def test_dropping_the_overlap_leaves_the_test_set_whole(installed: InsuranceQADataModule) -> None:
-    cleaned = InsuranceQADataModule(drop_overlap=True)
-    overlap = cleaned.report_overlap()
-    assert all((found.queries, found.passages) == (0, 0) for found in overlap.values())
-    assert cleaned.evaluation_set("test") == installed.evaluation_set("test")
-    train = cleaned.collection.qrels["train"]
-    assert 12_500 < sum(map(bool, train.values())) < len(train) == 12_889, "the published number of units must not tell"
-
-
-@pytest.mark.slow
-def test_a_public_sample_is_small_and_consistent(installed: InsuranceQADataModule) -> None:
-    small = InsuranceQADataModule(max_passages=3_000, max_eval_queries=100)
-    assert len(small.public_passages()) == 3_000
-    assert small.public_passages().items() <= installed.public_passages().items()
-    assert len(small.evaluation_set("test")[0]) == 100
-    train = small.collection.qrels["train"]
-    assert 1_000 < sum(map(bool, train.values())) < 4_000 and len(train) == 12_889
-    small.use_unit("query")
-    assert small.n_units == 12_889
-
-
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigurationError, match=r"pip install 'lit-dpret\[quickstart\]'"):

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -258,17 +257,3 @@ def test_a_pair_outside_the_corpus_is_refused(
     with pytest.raises(DataError) as error:
         read_pairs(write("p.jsonl", [record]), corpus=harbour / "corpus.jsonl")
     assert reason in str(error.value) and "secret" not in str(error.value)
-
-
-def test_real_sets_in_this_layout_are_read_and_pass_every_check(shared_data: Path) -> None:
-    for name in ("adi", "scifact", "squad_dev"):
-        data = read_parts(**folder_parts(shared_data / name)).check()
-        lines = gzip.decompress((shared_data / name / "queries.jsonl.gz").read_bytes()).splitlines()
-        assert list(data.queries) == [json.loads(line)["_id"] for line in lines]
-
-
-def test_a_real_set_with_empty_passages_needs_the_knob(shared_data: Path) -> None:
-    with pytest.raises(DataError, match="'471' has an empty text"):
-        read_parts(**folder_parts(shared_data / "cranfield"))
-    data = read_parts(**folder_parts(shared_data / "cranfield"), how=CorpusSettings(allow_empty=True))
-    assert len(data.check(allow_empty_passages=True).passages) == 1400

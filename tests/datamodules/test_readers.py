@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import doctest
 import gzip
 import sys
 from collections.abc import Callable
@@ -9,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from lit_dpret.datamodules import readers
 from lit_dpret.datamodules.readers import Problems, RecordFile
 from lit_dpret.errors import ConfigurationError, DataError
 
@@ -48,11 +46,6 @@ def test_every_format_gives_the_same_records(write: Write, tmp_path: Path) -> No
     ]
     for path in files:
         assert [record for _, record in RecordFile(path)] == RECORDS, path.name
-
-
-def test_a_file_can_be_read_twice(write: Write) -> None:
-    file = RecordFile(write("x.jsonl", RECORDS))
-    assert list(file) == list(file)
 
 
 def test_line_numbers_count_blank_lines_and_lines_inside_quotes(write: Write) -> None:
@@ -187,7 +180,3 @@ def test_problems_are_counted_by_kind_and_a_few_are_shown() -> None:
     problems(DataError("alone"))
     assert problems.counts == {"many": 5, "malformed data": 1} and problems.total == 6
     assert problems.shown == {"many": ["number 0", "number 1"], "malformed data": ["alone"]}
-
-
-def test_the_examples_of_the_docstrings_hold() -> None:
-    assert doctest.testmod(readers).failed == 0

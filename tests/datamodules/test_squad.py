@@ -93,11 +93,6 @@ def test_a_folder_without_squad_is_refused(tmp_path: Path) -> None:
         SquadDataModule(folder=tmp_path).prepare_data()
 
 
-def test_a_beir_folder_is_read_as_one(harbour: Path) -> None:
-    data = SquadDataModule(folder=harbour)
-    assert data.evaluation_split == "test" and data.collection.users
-
-
 def spoilt(change: str) -> list[Any]:
     articles = copy.deepcopy(ARTICLES)
     asked = articles[0]["paragraphs"][0]["qas"]
@@ -159,8 +154,3 @@ def test_a_file_that_is_no_squad_at_all_is_refused(tmp_path: Path, content: byte
     path.write_bytes(content)
     with pytest.raises(DataError, match=told):
         SquadDataModule(folder=path).setup("fit")
-
-
-def test_the_real_development_set_is_read(shared_data: Path) -> None:
-    data = SquadDataModule(folder=shared_data / "squad_dev")
-    assert len(data.collection.passages) == 2067 and len(data.collection.queries) == 10_570

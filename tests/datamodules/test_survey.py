@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
-from lit_dpret.datamodules import InsuranceQADataModule
 from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.survey import (
     count_invisible,
@@ -40,12 +38,6 @@ def test_equal_texts_and_what_crosses_the_splits_are_found() -> None:
     assert sorted(found["queries"]["examples"]) == [["a", "b"], ["c", "d"]]
     assert found["passages"] == {"texts": 1, "ids": 3, "examples": [["p1", "p3", "p4"]]}
     assert found["shared_with_train"] == {"test": {"queries": 1, "positive_passages": 1}}
-
-
-def test_no_more_examples_than_asked_for() -> None:
-    found = find_duplicates(DATA, examples=1)
-    assert [len(found[side]["examples"]) for side in ("queries", "passages")] == [1, 1]
-    assert found["queries"]["texts"] == 2 and find_duplicates(DATA, examples=0)["queries"]["examples"] == []
 
 
 def test_lengths_are_quantiles_of_what_was_measured_and_the_share_that_is_cut() -> None:
@@ -102,9 +94,3 @@ def test_texts_with_characters_that_nobody_sees_are_counted() -> None:
 def test_without_users_there_is_nothing_to_say_about_them() -> None:
     assert count_users(replace(DATA, users={})) is None
     assert count_users(replace(DATA, qrels={"test": DATA.qrels["test"]})) is None
-
-
-def test_what_insuranceqa_is_known_to_repeat_is_found(shared_data: Path) -> None:
-    data = InsuranceQADataModule(folder=shared_data / "insuranceqa").read_collection()
-    shared = find_duplicates(data, examples=1)["shared_with_train"]["test"]
-    assert shared == {"queries": 6, "positive_passages": 98}

@@ -16,7 +16,6 @@ from lit_dpret.datamodules.sampled import UnitItems, Units
 from lit_dpret.datamodules.unit_dataset import GroupedUnitDataset
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.privacy.batches import PADDING, Draw
-from lit_dpret.privacy.collation import UnitCollator
 
 
 @pytest.fixture
@@ -178,14 +177,6 @@ def test_a_drawn_item_is_the_draw_with_its_rows_and_padding_has_none(data: Colle
     draw, padding = Draw(unit=3, step=0, part=0, last=True), Draw(unit=PADDING, step=0, part=0, last=True)
     assert len(items) == len(units) == 5
     assert items[draw] == (draw, units.rows(3)) and items[padding] == (padding, ())
-
-
-def test_the_sampler_s_collator_takes_these_items(data: Collection) -> None:
-    items = UnitItems(GroupedUnitDataset(data, unit="query"))
-    draws = [Draw(unit=unit, step=7, part=0, last=True, pick=1) for unit in (0, PADDING, 4)]
-    batch = UnitCollator(lambda rows: [row.passage_id for row in rows], "one")([items[draw] for draw in draws])
-    assert batch.rows == ["p2", "p3"] and batch.unit_ids.tolist() == [0, 2]
-    assert batch.mask.tolist() == [True, False, True] and batch.step == 7
 
 
 def test_the_cap_keeps_the_same_rows_of_a_user_when_a_record_before_them_is_taken_out(tmp_path: Path) -> None:

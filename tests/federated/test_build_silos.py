@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lit_dpret.datamodules.silo_folder import read_manifest, read_silo, silo_folders
+from lit_dpret.datamodules.silo_folder import read_silo, silo_folders
 from lit_dpret.errors import ConfigurationError, ResumeError
 from lit_dpret.tasks import BuildSilos
 from lit_dpret.tasks.parts import Parts
-
-DATA = Path(os.environ.get("LIT_DPRET_DATA", Path(__file__).resolve().parents[2].parent / "shared" / "data"))
 
 
 def build(run: Path, **settings: Any) -> Path:
@@ -67,19 +64,3 @@ def test_squad_comes_from_its_json_too(tmp_path: Path) -> None:
     out = build(tmp_path / "run", source="squad", folder=tmp_path / "dev-v1.1.json", clients=1, min_train=5, min_test=1)
     silo = read_silo(silo_folders(out)["Old-War"])
     assert all(silo.sentences[sid].startswith("It began") for query in silo.queries for sid in query.positives)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("source", "folder", "clients"),
-    [("insuranceqa", "insuranceqa", 10), ("medquad", "medquad", 9), ("squad", "squad_dev", 10)],
-)
-def test_the_stand_ins_that_exist_become_silos(source: Any, folder: str, clients: int, tmp_path: Path) -> None:
-    if not (DATA / folder).is_dir():
-        pytest.skip(f"{folder} is not there; set LIT_DPRET_DATA")
-    out = build(tmp_path, source=source, folder=DATA / folder, clients=clients)
-    counts = read_manifest(out)["clients"]
-    assert len(counts) == clients
-    for name, path in silo_folders(out).items():
-        silo = read_silo(path)
-        assert silo.counts() == counts[name] and counts[name]["train"] >= 20 and counts[name]["test"] >= 5

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import hydra
 import numpy as np
 import pytest
 import torch
@@ -29,11 +28,9 @@ from lit_dpret.federated.plan import FederationPlan
 from lit_dpret.federated.settings import FederatedPrivacy, Stage1, Stage2
 from lit_dpret.federated.silo import SiloClient
 from lit_dpret.federated.systems import (
-    SYSTEMS,
     SystemResult,
     SystemRunner,
     alone,
-    check_systems,
     train_alone,
     trained_alone,
 )
@@ -44,7 +41,6 @@ from lit_dpret.privacy.accounting.releases import merge
 from lit_dpret.privacy.ledger.dataset_file import DatasetFile
 from lit_dpret.privacy.ledger.trained import noted_in
 from lit_dpret.privacy.modes import NoPrivacy
-from lit_dpret.report import federated_report
 from lit_dpret.tasks import Federated
 from lit_dpret.tasks.parts import Parts
 from reproduction import FederatedStudy
@@ -428,17 +424,6 @@ def test_what_is_not_set_follows_from_the_budget() -> None:
     assert masked.stage1.weighting == "capped"
 
 
-@pytest.mark.parametrize("experiment", ["pdd_as2", "pdd_as2_planted"])
-@pytest.mark.parametrize("task", [
-    ["federated"], ["federated_study", "task.study=gain"], ["federated_generators", "task.eps=1"],
-])  # fmt: skip
-def test_an_experiment_serves_every_task_that_takes_a_federation(experiment: str, task: list[str]) -> None:
-    chosen = [f"experiment={experiment}", f"task={task[0]}", *task[1:], "run_dir=x"]
-    with initialize_config_module(version_base="1.3", config_module="lit_dpret.configs"):
-        found = compose("train", overrides=chosen)
-    assert hydra.utils.instantiate(found.task) is not None
-
-
 def test_the_config_names_every_setting_and_its_defaults_are_the_papers() -> None:
     with initialize_config_module(version_base="1.3", config_module="lit_dpret.configs"):
         found = OmegaConf.to_container(compose("train", overrides=["federated=inprocess", "run_dir=x"]).federated)
@@ -448,14 +433,6 @@ def test_the_config_names_every_setting_and_its_defaults_are_the_papers() -> Non
     assert set(found["model"]) == set(AS2Maker.__dataclass_fields__) - {"planted"}
     made = FederationPlan(**{key: value for key, value in found.items() if key != "_target_"})
     assert replace(made.settings(0)).stage1 == Stage1() and made.settings(0).stage2 == Stage2()
-
-
-def test_systems_stand_in_the_order_of_the_table() -> None:
-    assert check_systems(["central", "bm25", "stage1"]) == ["bm25", "stage1", "central"]
-    group = {
-        name for name, (heading, _, _) in federated_report.TABLE_1.items() if heading.startswith("Without any query")
-    }
-    assert group == set(federated_report.WITHOUT_QUERIES) and set(SYSTEMS) == set(federated_report.TABLE_1)
 
 
 NOT_DONE = [
@@ -470,16 +447,6 @@ def test_what_no_federation_does_is_refused_in_one_line(chosen: list[str], named
         cfg = compose("train", overrides=[*chosen, "federated=inprocess", f"run_dir={tmp_path}"])
     with pytest.raises(ConfigurationError, match=named):
         run(cfg)
-
-
-def test_what_is_said_inside_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    from lit_dpret.progress import ProgressLine, without_progress
-
-    with without_progress():
-        ProgressLine("inner")(1, 1)
-    ProgressLine("outer")(1, 1)
-    said = capsys.readouterr().err
-    assert "outer" in said and "inner" not in said
 
 
 def test_a_transformer_for_each_side_is_no_start_of_stage_1(tmp_path: Path) -> None:

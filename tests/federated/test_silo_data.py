@@ -169,11 +169,6 @@ def test_too_few_domains_of_a_size_are_refused_with_the_knobs() -> None:
         silos_by_domain(collection(), clients=2, min_train=5, min_test=1)
 
 
-def test_the_sample_of_a_client_keeps_its_answers_and_the_first_queries() -> None:
-    (big,) = silos_by_domain(collection(), clients=1, min_train=1, min_test=1, max_train_queries=1, max_passages=3)
-    assert big.counts()["train"] == 1 and {"p0", "p3"} <= set(big.passages) and len(big.passages) == 3
-
-
 def test_an_answer_is_the_sentence_with_most_of_its_span() -> None:
     assert covering([(0, 10), (10, 20)], 7, 13) == 0
     assert covering([(0, 10), (11, 20)], 9, 16) == 1
@@ -269,11 +264,6 @@ def test_no_two_clients_mean_the_same_by_a_dialect_word_unless_it_is_shared() ->
     assert all(len({meaning(size, client)[word] for client in range(3)}) == 3 for word in range(6))
     shared = Planted(clients=3, attributes=6, shared=0.5)
     assert [meaning(shared, client)[:3] for client in range(3)] == [[0, 1, 2]] * 3
-
-
-def test_a_skewed_federation_has_clients_of_falling_size() -> None:
-    sizes = [silo.counts()["train"] for silo in planted_silos(Planted(clients=4, entities=40, skew=8))]
-    assert sizes == sorted(sizes, reverse=True) and sizes[0] >= 6 * sizes[-1]
 
 
 def test_common_entities_are_told_of_everywhere_and_no_two_clients_tell_the_same() -> None:

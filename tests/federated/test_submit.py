@@ -169,16 +169,6 @@ def command(folder: Path, *settings: str) -> Any:
     return cli.run(chosen)
 
 
-def test_the_command_prints_the_rows_that_a_server_can_know(
-    flower: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    calls = flower(RESULT + json.dumps(SAID))
-    command(tmp_path / "out", "task.systems=[bm25,stage1,fed_negative]", "task.seeds=[0]")
-    said = capsys.readouterr().out
-    assert "silos elsewhere" in said and ".250" in said and len(calls.read()) == 1
-    assert (tmp_path / "out" / "pdd_as2.md").is_file()
-
-
 @pytest.mark.parametrize(("setting", "message"), [
     ("task.systems=[bm25,single_star]", "single_star, which reads the silos' data here"),
     ("task.systems=[customised,fed_negative]", "both customised and fed_negative"),

@@ -14,16 +14,13 @@ from tiny_generator import (
     DECODERS,
     PASSAGES,
     ROWS,
-    SETTINGS,
     CopyTask,
     decoder_only,
     generator,
-    lines,
     losses,
     pair,
     passage,
     tokenizer,
-    write_parent_card,
 )
 from torch import Tensor
 
@@ -39,7 +36,6 @@ from lit_dpret.privacy.clipping import ENGINES, make_engine
 from lit_dpret.synthesis.groups import draw_group
 from lit_dpret.synthesis.prefill import prefill
 from lit_dpret.synthesis.sampler import Decoding, decode, target_scores, uniforms
-from lit_dpret.synthesis.writer import synthesize
 
 KINDS = pytest.mark.parametrize("kind", DECODERS)
 TIED = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
@@ -339,16 +335,6 @@ def test_a_private_run_that_was_killed_goes_on(tmp_path: Path) -> None:
         trained(tmp_path / "run", extra=[KillAt(3)])
     found = dict(trained(tmp_path / "run", resume=True).named_parameters())
     assert found.keys() == dict(trained(tmp_path / "whole").named_parameters()).keys()
-
-
-@pytest.mark.slow
-def test_queries_are_synthesized_from_it(tmp_path: Path) -> None:
-    folder = decoder_only(away=0.3).save_model(tmp_path / "g")
-    write_parent_card(folder)
-    out = synthesize(folder, PASSAGES, tmp_path / "out", **SETTINGS)
-    again = synthesize(folder, PASSAGES, tmp_path / "again", workers=2, **SETTINGS)
-    assert lines(out / "queries.jsonl") == lines(again / "queries.jsonl")
-    assert read_card(out)["generation"]["decoding"]["top_p"] == 0.8
 
 
 def test_plain_transformers_read_the_folder(tmp_path: Path) -> None:

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 from negative_cases import NOISE, PASSAGES, QUERIES, dual, in_double, lines, texts
-from pair_stand_ins import batch_of, data_module
-from stand_ins import fit
+from pair_stand_ins import batch_of
 
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.losses import MarginMSELoss
@@ -75,35 +74,6 @@ def test_fewer_are_drawn_where_fewer_are_asked_for_anew_in_every_epoch(tmp_path:
         assert (name, margin) in {("p7", 4.0), ("p9", -1.5)}
         seen.add(name)
     assert seen == {"p7", "p9"}
-
-
-@pytest.mark.slow
-def test_training_brings_the_margins_near_the_teachers(tmp_path: Path) -> None:
-    data = data_module(tmp_path / "data")
-    labels = [
-        LabelledNegative(
-            query_id=f"queries{i}",
-            passage_id=f"corpus{i}",
-            negative_id=f"corpus{(i + 5) % 13}",
-            margin=2.0 if i % 2 else -2.0,
-        )
-        for i in range(13)
-    ]
-    module = dual(loss=MarginMSELoss(temperature=0.2), negatives=[LabelledNegatives(file=written(tmp_path, labels))])
-
-    def mean_loss() -> float:
-        batch = batch_of(module.collate_rows(data.pair_rows("train")))
-        module.before_batch(batch)
-        with torch.no_grad():
-            return float(module.per_row_loss(batch.rows).mean())
-
-    data.setup("fit")
-    from lit_dpret.negatives import TrainTexts
-
-    module.learn_negatives(TrainTexts.of(data))
-    before = mean_loss()
-    fit(tmp_path / "run", module, data, steps=60)
-    assert mean_loss() < 0.2 * before
 
 
 def test_a_private_row_moves_its_own_loss_alone(tmp_path: Path) -> None:

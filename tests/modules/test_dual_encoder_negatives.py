@@ -469,16 +469,6 @@ def test_without_coupling_a_logical_batch_may_be_cut(tmp_path: Path) -> None:
     fit(tmp_path / "run", module, data, steps=1)
 
 
-def test_hard_negatives_lower_the_loss_that_they_are_trained_on(tmp_path: Path) -> None:
-    module, data = dual(negatives=[StaticNegatives(per_query=2, depth=5)]), data_module(tmp_path / "data")
-    fit(tmp_path / "run", module, data, steps=1)
-    rows = batch_of(module.collate_rows(data.pair_rows()))
-    module.before_batch(rows)
-    first = float(module.per_row_loss(rows.rows).mean().detach())
-    fit(tmp_path / "again", module, data, steps=15)
-    assert float(module.per_row_loss(rows.rows).mean().detach()) < 0.8 * first
-
-
 def repeatable(**settings: Any) -> DualEncoder:
     """Noise and coins from a number, so that two runs can be compared bit by bit."""
     return dual(BatchClip(max_grad_norm=0.1, noise_seed=1, **NOISE), **settings)

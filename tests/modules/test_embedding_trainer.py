@@ -10,19 +10,18 @@ import tiny_images as tiny
 import torch
 from pair_stand_ins import clipped_sum, plan_of
 from stand_ins import fit
-from tiny_generator import generator
 from tiny_models import WORDS, tiny_bert, tiny_tokenizer
 from torch import Tensor, nn
 
-from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
+from lit_dpret.callbacks import PrivacyCard
 from lit_dpret.cards.card import read_card
 from lit_dpret.datamodules import ImagesDataModule, PairsDataModule
 from lit_dpret.encoders import Contract, TextEncoder, load_towers
 from lit_dpret.encoders.vision import EmbeddingNet
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
-from lit_dpret.losses import InBatchSoftmaxLoss, SoftmaxPairLoss
+from lit_dpret.losses import InBatchSoftmaxLoss
 from lit_dpret.modules import DualEncoder, EmbeddingTrainer, OptimizerSpec
-from lit_dpret.privacy.modes import DPSGD, BatchClip, LogitDP, NoPrivacy, PerExampleDuplicated, PublicPassages
+from lit_dpret.privacy.modes import BatchClip, LogitDP, NoPrivacy, PerExampleDuplicated, PublicPassages
 
 DP: dict[str, Any] = {"eps": 50.0, "delta": 1e-3, "unit": "pair", "noise_multiplier": 2.0}
 MODES: dict[str, Any] = {
@@ -77,27 +76,6 @@ def test_images_train_under_every_mode_and_the_card_says_which_promise_was_made(
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
 
 
-@pytest.mark.slow
-def test_generator_dual_encoder_and_embedding_trainer_run_from_one_datamodule_under_one_accountant(
-    tmp_path: Path,
-) -> None:
-    data = texts(tmp_path)
-    modules = {
-        "generator": generator(privacy=DPSGD(max_grad_norm=0.1, **DP)),
-        "dual_encoder": DualEncoder(
-            privacy=MODES["logit_dp"](), optimizer=OptimizerSpec(lr=0.01), encoder=text_encoder(), temperature=1.0
-        ),
-        "embedding_trainer": of_texts(privacy=MODES["logit_dp"]()),
-    }
-    spent = {}
-    for name, module in modules.items():
-        accountant = PrivacyAccountant(run_dir=tmp_path / name, eps_log_points=1)
-        fit(tmp_path / name, module, data, steps=2, accountant=accountant)
-        spent[name] = accountant.epsilon()
-    assert 0 < spent["generator"] < 50
-    assert spent["dual_encoder"] == spent["generator"] == spent["embedding_trainer"]  # one law, one noise, one unit
-
-
 def test_a_text_row_is_no_negative_of_a_query_that_it_answers(tmp_path: Path) -> None:
     rows = texts(tmp_path).pair_rows("train")
     module = of_texts()
@@ -120,10 +98,6 @@ def test_texts_give_the_loss_of_the_dual_encoder_with_the_same_encoder(tmp_path:
     assert isinstance(dual.loss, InBatchSoftmaxLoss)
     found = of_texts().per_row_loss(of_texts().collate_rows(rows))
     torch.testing.assert_close(found, dual.per_row_loss(dual.collate_rows(rows)), rtol=1e-5, atol=1e-6)
-
-
-def test_the_default_loss_is_the_softmax_at_temperature_one() -> None:
-    assert of_images().loss == SoftmaxPairLoss(temperature=1.0)
 
 
 def test_exact_norms_of_images_give_the_sum_of_brute_force(tmp_path: Path) -> None:

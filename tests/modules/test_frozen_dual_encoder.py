@@ -60,10 +60,6 @@ def test_the_loss_is_the_cross_entropy_over_all_passages_but_the_other_positives
         torch.testing.assert_close(loss, cross_entropy(logits, own))
 
 
-def test_a_pool_as_large_as_the_corpus_is_the_corpus() -> None:
-    assert torch.equal(losses(frozen(), rows()), losses(frozen(pool_size=len(PASSAGES)), rows()))
-
-
 def test_the_loss_over_a_drawn_pool_is_that_of_its_passages_and_the_own_positive() -> None:
     module, lines = frozen(pool_size=5), rows()
     chosen, _ = module.pool(0)
@@ -270,22 +266,6 @@ def test_ghost_clipping_of_the_head_equals_the_loop_over_units(pool_size: int | 
         torch.testing.assert_close(norms[0], norms[1], rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(sums[0], sums[1], rtol=1e-4, atol=1e-6)
         assert sums[0].norm() <= bound * len(QUERIES) * 1.001
-
-
-@pytest.mark.parametrize("head", ["query", "both"])
-def test_training_without_privacy_lowers_the_loss(tmp_path: Path, head: str) -> None:
-    data = PairsDataModule(
-        folder=write_data(tmp_path / "data"), expected_batch_size=30, physical_batch_size=30, sampling="shuffle"
-    )
-    module = FrozenDualEncoder(
-        privacy=NoPrivacy(), optimizer=OptimizerSpec(lr=0.05), encoder=tower(), head=head, temperature=0.1
-    )
-    data.setup("fit")
-    module.prepare(data)
-    lines = data.pair_rows()
-    before = losses(module, lines).mean()
-    fit(tmp_path / "run", module, data, steps=20)
-    assert losses(module, lines).mean() < 0.9 * before
 
 
 def test_two_heads_are_refused_under_dp_with_the_way_out(tmp_path: Path) -> None:

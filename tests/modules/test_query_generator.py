@@ -14,7 +14,6 @@ from tiny_generator import (
     ROWS,
     SHAPE,
     CopyTask,
-    copy_pairs,
     decoder_only,
     generator,
     losses,
@@ -157,18 +156,6 @@ def test_gradient_checkpointing_changes_no_gradient() -> None:
 
 
 # -- training --------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_without_privacy_it_learns_to_copy(tmp_path: Path) -> None:
-    module = generator(lr=1e-2)
-    pairs = copy_pairs(64)
-    with torch.no_grad():
-        before = float(losses(module, pairs).mean())
-    fit(tmp_path, module, CopyTask("shuffle"), steps=60, save_every=1000)
-    with torch.no_grad():
-        after = float(losses(module, pairs).mean())
-    assert after < 0.5 * before
 
 
 @pytest.mark.parametrize("engine", ["ghost", "loop"])

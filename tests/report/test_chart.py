@@ -10,7 +10,6 @@ from lit_dpret.report.table import RowResult
 from lit_dpret.retrieval.statistics import Interval
 
 SVG = "{http://www.w3.org/2000/svg}"
-NAN = float("nan")
 
 
 def parse(rows: list[RowResult]) -> ElementTree.Element:
@@ -52,12 +51,3 @@ def test_a_long_name_is_shortened_in_the_drawing_and_whole_in_its_title_and_none
     assert name in (next(drawing.iter(f"{SVG}title")).text or "")
     assert any((text.text or "").endswith("…") for text in drawing.iter(f"{SVG}text"))
     assert not list(parse([row("<script>x</script>", 0.1, 0.1, 0.1)]).iter(f"{SVG}script"))
-
-
-def test_a_system_that_was_not_measured_gets_no_bar() -> None:
-    drawing = parse([row("a", 0.2, 0.1, 0.3), RowResult("b"), row("c", NAN, NAN, NAN), row("d", 0.1, NAN, NAN)])
-    assert len(list(drawing.iter(f"{SVG}rect"))) == 2
-    assert len(list(drawing.iter(f"{SVG}path"))) == 1
-    assert sum((text.text or "") == "not measured" for text in drawing.iter(f"{SVG}text")) == 2
-    assert bar_chart([]) == bar_chart([RowResult("a")]) == ""
-    assert [bar.get("width") for bar in parse([row("a", 0.0, 0.0, 0.0)]).iter(f"{SVG}rect")] == ["0.0"]

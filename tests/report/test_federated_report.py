@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lit_dpret.report.chart import gain_chart
 from lit_dpret.report.federated_report import (
     COLUMNS,
-    TABLE_1,
     FederatedFacts,
     FederatedRow,
-    impossible_cells,
-    verdict,
     write_federated_report,
 )
-from lit_dpret.retrieval.statistics import Interval, seed_interval
+from lit_dpret.retrieval.statistics import seed_interval
 
 SIZES = {"passages": 2, "sentences": 9, "train": 4, "dev": 1, "test": 3}
 FACTS = FederatedFacts(
@@ -64,50 +59,10 @@ def test_ours_stands_before_the_papers_in_its_order_with_the_t_interval_over_see
     assert data["gain_of_stage1_over_single_star"]["b"]["mean"] == 0.0
 
 
-def test_without_a_budget_epsilon_is_infinite_and_with_one_it_stands_silo_by_silo(tmp_path: Path) -> None:
-    page = write_federated_report(tmp_path, [STAGE1], FACTS)["pdd_as2.html"].read_text(encoding="utf-8")
-    assert "epsilon is infinite for every silo" in page and "Internal:" in page
-    private = replace(STAGE1, epsilon={"a": 7.9991, "b": None})
-    text = write_federated_report(tmp_path, [private], replace(FACTS, eps=8.0))["pdd_as2.md"].read_text("utf-8")
-    assert "| a | 8.000 |" in text and "| b | infinite |" in text  # rounded up, never down
-
-
 def test_silos_may_withhold_their_measures_and_the_untrained_encoder_has_no_number_in_the_paper(tmp_path: Path) -> None:
     rows = [STAGE1, FederatedRow(system="customised", values={0: {}}), replace(STAGE1, system="zero_shot")]
     text = write_federated_report(tmp_path, rows, FACTS)["pdd_as2.md"].read_text(encoding="utf-8")
     assert "withheld / 0.289" in text and "Untrained encoder | 0.625" in text and " / – |" in text
-
-
-def test_what_queries_bought_is_the_difference_from_what_needed_none_paired_by_seed(tmp_path: Path) -> None:
-    reached = {"zero_shot": (0.2, 0.2, 0.2), "pseudo_queries": (0.4, 0.5, 0.3), "stage1": (0.41, 0.5, 0.42)}
-    rows = [row(name, {seed: {"a": [value]} for seed, value in enumerate(found)}) for name, found in reached.items()]
-    text = write_federated_report(tmp_path, rows, FACTS)["pdd_as2.md"].read_text(encoding="utf-8")
-    (line,) = [line for line in text.split("What people's queries bought")[1].splitlines() if "stage 1) |" in line]
-    cells = [cell.strip().replace("\\", "") for cell in line.split("|")]
-    assert cells[2].startswith("+0.243 [") and cells[3] == "holds"
-    assert cells[4].startswith("+0.043 [-") and cells[5] == "not decided"
-    alone = write_federated_report(tmp_path, rows[2:], FACTS)["pdd_as2.md"].read_text(encoding="utf-8")
-    assert "What people's queries bought" not in alone
-
-
-def test_the_cells_of_the_paper_that_cannot_be_are_those_of_recall_at_20() -> None:
-    found = impossible_cells()
-    dense = [label for group, label, numbers in TABLE_1.values() if group != "Sparse retriever" and numbers is not None]
-    assert [name for name, *_ in found] == dense and {what for _, what, *_ in found} == {"R@20"}
-
-
-@pytest.mark.parametrize(("low", "high", "said"), [
-    (0.1, 0.2, "holds"), (-0.2, -0.1, "the other way round"), (-0.1, 0.1, "not decided"),
-    (math.nan, math.nan, "one seed: not known"),
-])  # fmt: skip
-def test_an_order_holds_only_where_the_interval_over_seeds_says_so(low: float, high: float, said: str) -> None:
-    assert verdict(Interval(0.0, low, high)) == said
-
-
-def test_the_figure_draws_a_bar_to_either_side_and_escapes_names() -> None:
-    drawn = gain_chart("gain", {"<a>": Interval(0.1, 0.05, 0.15), "b": Interval(-0.1, math.nan, math.nan)})
-    assert drawn.count("<rect") == 2 and drawn.count("<path") == 1 and "&lt;a&gt;" in drawn and "-0.100" in drawn
-    assert gain_chart("gain", {}) == ""
 
 
 @pytest.mark.parametrize(("delta", "expected"), [(None, "1/(2n)"), (1e-4, "0.0001")])

@@ -10,7 +10,7 @@ import pytest
 from lit_dpret.cards.forecast import describe_plan
 from lit_dpret.privacy.budget import PrivacyBudget
 from lit_dpret.privacy.plan import PlainSamplingRequest, PrivacyPlan
-from lit_dpret.report.figures import STYLES, draw_plan
+from lit_dpret.report.figures import draw_plan
 
 pytest.importorskip("matplotlib")
 
@@ -43,12 +43,3 @@ def facts(neighbours: Any = "zero_out", **changes: Any) -> dict[str, Any]:
 def test_every_kind_of_plan_can_be_drawn(made: dict[str, Any], tmp_path: Path) -> None:
     picture = draw_plan(facts(**made), tmp_path / "plan.png").read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 20_000
-
-
-def test_a_plan_without_a_grid_or_ceilings_says_so(tmp_path: Path) -> None:
-    assert draw_plan({**facts(), "knee": None, "ceilings": None}, tmp_path / "plan.png").exists()
-
-
-def test_lines_differ_in_dashes_and_markers_and_not_only_in_colour() -> None:
-    for place in range(3):
-        assert len({style[place] for style in STYLES}) == len(STYLES)

@@ -14,7 +14,6 @@ from lit_dpret.report.table import (
     RowResult,
     console_table,
     from_json,
-    metric_names,
     show,
     to_json,
     write_csv,
@@ -41,10 +40,6 @@ def printed(rows: list[RowResult], width: int = 160) -> str:
     return console.file.getvalue()
 
 
-def test_the_usual_metrics_come_first_whatever_the_order_of_the_rows() -> None:
-    assert metric_names(ROWS) == ["nDCG@10", "MRR@10", "MAP"]
-
-
 def test_an_unmeasured_metric_is_a_dash_and_never_a_zero() -> None:
     assert show(None) == show(Interval(NAN, NAN, NAN)) == "–"
     assert show(Interval(0.5, NAN, NAN)) == "0.500"
@@ -57,15 +52,6 @@ def test_the_console_shows_every_number_with_its_interval_and_its_privacy() -> N
     for piece in ("BM25 [red]", "0.250", "[0.240, 0.260]", "0.457", "epsilon = 3.000", "95 % confidence"):
         assert piece in text
     assert "not stated" in printed([RowResult("x", {"MAP": Interval(0.1, 0.1, 0.1)})])
-
-
-def test_a_console_of_80_columns_keeps_words_and_numbers_whole() -> None:
-    privacy = "epsilon = 3.000, delta = 3.88e-05, unit = query, neighbours = zero_out"
-    metrics = {name: Interval(0.25, 0.24, 0.26) for name in ("nDCG@10", "Recall@10", "MRR@10")}
-    text = printed([RowResult("pseudo-queries from the passages", metrics, privacy)], width=80)
-    assert text.count("0.250") == text.count("[0.240, 0.260]") == 3
-    assert all(word in text for word in f"pseudo-queries from the passages {privacy}".split())
-    assert all(len(line) <= 80 for line in text.splitlines())
 
 
 def test_a_spreadsheet_reads_every_number_in_full(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.retrieval.bm25 import BM25, BM25Settings
 from lit_dpret.retrieval.search import MISSING
-from lit_dpret.retrieval.trec_runs import Ranking, evaluate
 
 PASSAGES = [
     "flood insurance covers water damage",
@@ -78,26 +76,6 @@ def test_settings_out_of_range_are_refused_by_name() -> None:
         BM25(["", "the"])
     with pytest.raises(DataError, match="5 passages have 1 ids"):
         BM25(PASSAGES, ["a"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "stemmer", "expected"),
-    [
-        ("cranfield", None, 0.316),
-        ("scifact", None, 0.657),
-        ("scifact", "english", 0.676),  # Anserini's flat index: 0.679
-        ("insuranceqa", None, 0.291),
-        ("insuranceqa", "english", 0.290),
-    ],
-)
-def test_ndcg_at_10_is_the_known_one(
-    collection: Callable[[str], Any], name: str, stemmer: str | None, expected: float
-) -> None:
-    data = collection(name)
-    top = BM25(data.passages, data.passage_ids, stemmer=stemmer).search(data.queries, k=10)
-    result = evaluate(Ranking(query_ids=data.query_ids, passage_ids=data.passage_ids, top=top), data.qrels, ["ndcg@10"])
-    assert result.means["ndcg@10"] == pytest.approx(expected, abs=0.001)
 
 
 def test_scores_that_are_asked_for_are_those_of_the_ranking_whatever_its_depth() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -73,12 +72,6 @@ def test_the_command_line_is_the_one_that_wandbs_agent_would_make(tmp_path: Path
         assert file.command_line(trial, environment) == words
 
 
-def test_without_the_program_in_sight_the_installed_one_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    file = SweepFile.read(written(tmp_path))
-    assert file.command_line(file.trials()[0], {})[:3] == [sys.executable, "-m", "lit_dpret"]
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -131,13 +124,3 @@ def test_a_sweep_that_is_shipped_is_found_by_its_name_from_anywhere_and_a_file_o
         SweepFile.read("quickstrat")
     written(tmp_path).rename("quickstart")
     assert SweepFile.read("quickstart").fingerprint() != shipped.fingerprint()
-
-
-def test_the_quickstart_has_four_trials() -> None:
-    assert len(SweepFile.read(ROOT / "configs" / "sweep" / "quickstart.yaml").trials()) == 4
-
-
-@pytest.mark.slow
-def test_the_package_of_sweeps_needs_no_wandb() -> None:
-    code = "import sys; sys.modules['wandb'] = None; import lit_dpret.sweeps"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 
 import pytest
@@ -31,27 +30,3 @@ def test_beir_reads_the_folder(whole: Path) -> None:
     assert {name: one["text"] for name, one in corpus.items()} == PASSAGES
     assert queries == {q["_id"]: q["text"] for q in lines(whole / "queries.jsonl")}
     assert qrels == {q["_id"]: {q["metadata"]["passage_id"]: 1} for q in lines(whole / "queries.jsonl")}
-
-
-@pytest.mark.slow
-def test_the_trainer_of_sentence_transformers_takes_the_pairs(whole: Path, tmp_path: Path) -> None:
-    library = pytest.importorskip("sentence_transformers", reason="trains on the folder with sentence-transformers")
-    datasets = pytest.importorskip("datasets", reason="reads the folder with Hugging Face datasets")
-    pytest.importorskip("accelerate", reason="the trainer of sentence-transformers needs accelerate")
-    from tiny_models import tiny_bert, tiny_tokenizer
-
-    from lit_dpret.encoders import Contract, TextEncoder
-    from lit_dpret.encoders.st_folder import save_sentence_transformer
-
-    encoder = TextEncoder(tiny_bert(), tiny_tokenizer(), Contract(query_max_length=12, passage_max_length=12))
-    save_sentence_transformer(tmp_path / "model", encoder)
-    model = library.SentenceTransformer(str(tmp_path / "model"), device="cpu")
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    pairs = datasets.load_dataset(str(whole), "pairs", split="train", cache_dir=str(tmp_path / "cache"))
-    arguments = library.SentenceTransformerTrainingArguments(
-        output_dir=str(tmp_path / "out"), max_steps=3, per_device_train_batch_size=4, report_to="none", use_cpu=True
-    )
-    losses = importlib.import_module("sentence_transformers.losses")
-    loss = losses.MultipleNegativesRankingLoss(model)
-    library.SentenceTransformerTrainer(model=model, args=arguments, train_dataset=pairs, loss=loss).train()
-    assert any(not bool((value == before[name]).all()) for name, value in model.state_dict().items())

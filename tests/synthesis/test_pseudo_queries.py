@@ -40,21 +40,9 @@ def test_a_query_has_no_stop_words_where_there_are_others() -> None:
     assert not STOP_WORDS & {word for query in pseudo_queries(PASSAGES) for word in query.text.split()}
 
 
-def test_words_that_are_rare_in_the_corpus_are_preferred() -> None:
-    corpus = {f"d{n}": "common words fill this text" for n in range(20)}
-    corpus["x"] = "common words fill this text about zymurgy, quokkas and obelisks"
-    (text,) = (q.text for q in pseudo_queries(corpus, min_words=3, max_words=3) if q.passage_id == "x")
-    assert text == "zymurgy quokkas obelisks"
-
-
 def test_the_queries_depend_on_the_passages_alone() -> None:
     turned = dict(reversed(PASSAGES.items()))
     assert list(pseudo_queries(PASSAGES, queries_per_passage=3)) == list(pseudo_queries(turned, queries_per_passage=3))
-
-
-def test_several_draws_take_several_sentences() -> None:
-    texts = [q.text for q in pseudo_queries(PASSAGES, queries_per_passage=2) if q.passage_id == "bread"]
-    assert len(set(texts)) == 2
 
 
 def test_the_folder_is_that_of_a_synthetic_set_and_says_that_nothing_private_was_read(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import json
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -78,16 +76,3 @@ def test_the_short_form_takes_two_runs_with_any_characters_in_their_paths() -> N
     for wrong in (["compare", "a"], ["compare", "a", "b", "c"]):
         with pytest.raises(ConfigurationError, match="compare takes RUN_A RUN_B"):
             with_task(wrong)
-
-
-@pytest.mark.slow
-def test_the_command_line_compares_two_runs(tmp_path: Path) -> None:
-    a, b = system(tmp_path / "it's a", GOOD), system(tmp_path / "b", BAD)
-    done = subprocess.run(
-        [sys.executable, "-m", "lit_dpret", "compare", str(a), str(b), f"hydra.run.dir={tmp_path / 'out'}"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "out" / "comparison.json").read_text())["a"] == str(a)

@@ -134,16 +134,3 @@ def test_a_language_model_of_ones_own_takes_the_place_of_the_new_one(
     task(encoders["plain"], texts, **settings).run(run_of(tmp_path / "run"))
     found = json.loads((tmp_path / "run" / "inversion.json").read_text())
     assert found["language_model"] == "gpt2" and found["how"] == how
-
-
-@pytest.mark.slow
-def test_training_losses_are_kept_and_public_texts_are_shown_with_what_was_written(
-    encoders: dict[str, Path], texts: Path, tmp_path: Path
-) -> None:
-    task(encoders["plain"], texts, samples=2, steps=150).run(run_of(tmp_path / "run"))
-    found = json.loads((tmp_path / "run" / "inversion.json").read_text())
-    for curve in found["curves"].values():
-        assert len(curve) == 75 and curve[-1][0] == 150 and curve[-1][1] < curve[0][1]
-    assert found["probe"]["perplexity_untrained"] > found["probe"]["perplexity_without"]
-    assert [set(sample) for sample in found["samples"]] == [{"text", "own", "shuffled"}] * 2
-    assert found["samples"][0]["text"] in (tmp_path / "run" / "inversion.md").read_text()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import lightning as L
 import pytest
 from tiny_generator import generator
-from tiny_tasks import write_log
 
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
@@ -86,34 +84,3 @@ def test_without_matplotlib_a_picture_is_refused_where_asked_for_and_left_out_wh
         Plan(units=1000, plot=True).run(parts(tmp_path))
     Plan(units=1000).run(parts(tmp_path))
     assert not (tmp_path / "run" / "plan.png").exists()
-
-
-def test_what_takes_long_is_told_on_stderr_and_what_does_not_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(plan_task, "_PATIENCE", math.inf)
-    Plan(units=1000, plot=False).run(parts(tmp_path))
-    assert "plan, " not in capsys.readouterr().err
-    monkeypatch.setattr(plan_task, "_PATIENCE", -1.0)
-    Plan(units=1000, plot=False).run(parts(tmp_path))
-    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("plan, ")]
-    assert len(told) == len(set(told)) and any("noise over batch" in line for line in told)
-
-
-@pytest.mark.slow
-def test_a_plan_of_data_that_are_read_cautions_of_lengths_that_cut_most_texts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    log = write_log(tmp_path / "log")
-    made = parts(
-        tmp_path,
-        make_datamodule=partial(PairsDataModule, folder=log, sampling="poisson", expected_batch_size=40),
-        make_privacy=partial(DPSGD, eps=8.0),
-        trained_settings=lambda: {"model.max_passage_length": 3, "model.max_query_length": 64},
-    )
-    Plan(plot=False).run(made)
-    told = " ".join(capsys.readouterr().out.split())
-    assert "model.max_passage_length=3" in told and "model.max_query_length" not in told
-    facts = json.loads((tmp_path / "run" / "plan.json").read_text(encoding="utf-8"))
-    assert len(facts["cautions"]) == 2 and all(" ".join(one.split()) in told for one in facts["cautions"])
-    assert "max_passage_length" not in json.dumps(facts["cautions"]), "a share of private texts is for the owner alone"

@@ -75,15 +75,6 @@ def test_golden_bounds_of_disclosures(trained: int, eps: float) -> None:
     assert planned - 0.04 < found < planned
 
 
-def test_the_papers_example_of_disclosures() -> None:
-    found = disclosures(queries=20_000, repeated=763, trained=492, delta=1e-6)
-    assert (found.phantoms, found.excess) == (271, 221)
-    assert found.precision == pytest.approx(0.6448, abs=1e-4)
-    planned = one_run_counts(canaries=20_000, guesses=763, correct=492, delta=1e-6).eps_lower
-    assert planned == pytest.approx(0.46894, abs=1e-5) and 0.45 < found.evidence.eps_lower < planned
-    assert found.to_dict()["phantoms"] == 271
-
-
 def test_a_release_that_repeats_nothing_proves_nothing() -> None:
     found = disclosures(queries=100, repeated=0, trained=0, delta=0.0)
     assert (found.phantoms, found.excess, found.precision, found.evidence.eps_lower) == (0, 0, 0.5, 0.0)

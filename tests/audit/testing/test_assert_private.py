@@ -12,7 +12,7 @@ from stand_ins import Line, Regression
 from torch import Tensor, nn
 
 from lit_dpret.audit.testing import PrivacyViolation, assert_private
-from lit_dpret.audit.testing.epsilon_audit import epsilon_lower_bound, most_that_can_be_shown
+from lit_dpret.audit.testing.epsilon_audit import epsilon_lower_bound
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy
 
@@ -70,12 +70,6 @@ def test_any_module_with_a_loss_per_row_passes() -> None:
     assert_private(module, {"token": torch.arange(5)}, 1.0, DELTA, per_row_loss=module.per_row, trials=FEW)
 
 
-def test_a_module_in_float64_passes() -> None:
-    module = regression().double()
-    rows = {name: value.double() for name, value in module.collate_rows(lines()).items()}
-    assert assert_private(module, rows, 1.0, DELTA, trials=FEW).sensitivity <= 1 + 1e-6
-
-
 def test_the_module_is_left_as_it_was() -> None:
     module = regression()
     module.net[0].eval()
@@ -91,20 +85,9 @@ def test_the_module_is_left_as_it_was() -> None:
     assert set(module.__dict__) == attributes and module._guard is None
 
 
-@pytest.mark.slow
-def test_the_same_seed_gives_the_same_result_and_another_one_another() -> None:
-    first, again = (assert_private(regression(), lines(), 1.0, DELTA, trials=FEW) for _ in range(2))
-    other = assert_private(regression(), lines(), 1.0, DELTA, trials=FEW, seed=1)
-    assert first == again and other.noise != first.noise
-
-
 def test_a_mode_that_promises_nothing_is_no_private_one() -> None:
     with pytest.raises(PrivacyViolation, match="privacy=none adds no noise"):
         assert_private(Regression(privacy=NoPrivacy()), lines(), 1.0, DELTA)
-
-
-def test_a_violation_is_an_assertion_error() -> None:
-    assert issubclass(PrivacyViolation, AssertionError)
 
 
 @pytest.mark.parametrize(
@@ -184,8 +167,3 @@ def test_the_audit_never_shows_more_than_the_exact_epsilon(gap: float) -> None:
 def test_the_audit_shows_a_good_part_of_it(gap: float, at_least: float) -> None:
     assert epsilon_lower_bound(*gaussians(gap), DELTA) > at_least
     assert epsilon_lower_bound(*(-x for x in gaussians(gap)), DELTA) > at_least
-
-
-def test_without_noise_the_audit_shows_all_that_it_can() -> None:
-    p, q = np.ones(500), np.zeros(500)
-    assert epsilon_lower_bound(p, q, DELTA) == most_that_can_be_shown(500, DELTA)

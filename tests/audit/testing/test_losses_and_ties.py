@@ -40,11 +40,6 @@ def last_use_only(patch: Patch) -> None:
     patch.setattr(ghost, "squared_norms", lambda uses, *rest: squared_norms([u[-1:] for u in uses], *rest))
 
 
-@pytest.mark.slow
-def test_a_tied_weight_passes() -> None:
-    Tied().check()
-
-
 @pytest.mark.parametrize("mutate", [no_cross_term, last_use_only])
 def test_a_tied_weight_without_its_cross_term_fails(mutate: Callable[[Patch], None], monkeypatch: Patch) -> None:
     mutate(monkeypatch)

@@ -28,29 +28,12 @@ def test_predictions_are_those_of_scikit_learn(k: int) -> None:
     assert predicted.tolist() == reference.predict(queries.double().numpy()).tolist()
 
 
-def test_neighbours_are_sorted_by_cosine_and_not_by_length() -> None:
-    train = torch.tensor([[10.0, 10.0], [0.1, 0.0], [0.0, 5.0], [-1.0, 0.0]])
-    assert nearest(train, torch.tensor([[1.0, 0.1]]), k=4).tolist() == [[1, 0, 2, 3]]
-
-
 def test_equal_neighbours_are_taken_in_order_whatever_the_chunks() -> None:
     train = embeddings(5).repeat(20, 1)  # each embedding twenty times
     queries = embeddings(9, seed=1)
     whole = nearest(train, queries, k=3)
     assert torch.equal(whole, nearest(train, queries, k=3, chunk_size=1))
     assert whole[:, 0].max() < 5 and torch.equal(whole, whole[:, :1] + torch.tensor([0, 5, 10]))
-
-
-def test_an_even_vote_goes_to_the_lowest_label() -> None:
-    train = torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.8, 0.2]])
-    predicted = knn_predict(train, torch.tensor([2, 1, 3]), torch.tensor([[1.0, 0.0]]), classes=4, k=3)
-    assert predicted.tolist() == [1]
-
-
-def test_an_embedding_of_zero_is_similar_to_nothing() -> None:
-    train = torch.tensor([[0.0, 0.0], [1.0, 0.0], [-1.0, 0.0]])
-    assert nearest(train, torch.tensor([[1.0, 0.0]]), k=3).tolist() == [[1, 0, 2]]
-    assert nearest(train, torch.zeros(1, 2), k=3).tolist() == [[0, 1, 2]]
 
 
 def test_broken_embeddings_and_impossible_k_are_refused() -> None:
@@ -81,15 +64,6 @@ def test_scores_are_those_of_scikit_learn(beta: float) -> None:
         assert getattr(scores, f"{prefix}precision") == pytest.approx(reduce(precision))
         assert getattr(scores, f"{prefix}recall") == pytest.approx(reduce(recall))
         assert getattr(scores, f"{prefix}f_beta") == pytest.approx(reduce(f_beta))
-
-
-def test_rows_are_true_labels_and_columns_predictions() -> None:
-    confusion = confusion_matrix(torch.tensor([0, 0, 1]), torch.tensor([0, 1, 1]), classes=2)
-    assert confusion.tolist() == [[1, 1], [0, 1]]
-    scores = ClassificationScores.of(confusion)
-    assert (scores.best_recall, scores.best_precision) == (1.0, 1.0)
-    assert (scores.recall, scores.precision) == (0.75, 0.75)
-    assert scores.to_dict()["accuracy"] == pytest.approx(2 / 3)
 
 
 def test_labels_outside_the_classes_and_empty_matrices_are_refused() -> None:

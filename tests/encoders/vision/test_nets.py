@@ -29,11 +29,6 @@ def test_the_embedding_net_has_the_layers_of_the_paper() -> None:
     assert count(net) == (3 * 8 * 9 + 8) + (8 * 16 * 9 + 16) + (16 * 32 * 9 + 32) + (512 * 8 + 8) == 10_136
 
 
-@pytest.mark.parametrize("size", [28, 32, 33, 7])
-def test_the_embedding_net_fits_its_last_layer_to_the_size_of_the_images(size: int) -> None:
-    assert EmbeddingNet(image_size=size, dim=5)(pictures(size=size)).shape == (3, 5)
-
-
 def test_convolutions_start_kaiming_normal_and_the_embedding_xavier_normal_with_zero_biases() -> None:
     torch.manual_seed(0)
     net = EmbeddingNet(channels=(32, 64, 64), dim=64)
@@ -51,15 +46,6 @@ def test_convolutions_start_kaiming_normal_and_the_embedding_xavier_normal_with_
 )
 def test_resnet18_has_as_many_parameters_as_the_original(norm: Any, parameters: int) -> None:
     assert count(ResNet18(dim=1000, norm=norm, stem="imagenet")) == parameters
-
-
-def test_the_small_stem_differs_from_the_large_one_by_its_kernel_alone() -> None:
-    assert count(ResNet18(stem="imagenet")) - count(ResNet18(stem="cifar")) == 64 * 3 * (49 - 9)
-
-
-@pytest.mark.parametrize("stem", ["cifar", "imagenet"])
-def test_resnet18_embeds_images_of_32_pixels(stem: Any) -> None:
-    assert ResNet18(dim=7, stem=stem)(pictures(2)).shape == (2, 7)
 
 
 @pytest.mark.parametrize("make", [EmbeddingNet, ResNet18, lambda: ResNet18(norm="group")])

@@ -9,7 +9,6 @@ import lightning as L
 import pytest
 import tiny_images as tiny
 import torch
-import torch.nn.functional as F
 from stand_ins import KillAt, Killed, fit
 from torch import Tensor
 
@@ -84,34 +83,3 @@ def test_changed_pixels_stop_a_resume(tmp_path: Path) -> None:
     changed.train_units().rows(0)[0].image[0, 0, 0] += 1
     with pytest.raises(ResumeError):
         fit(tmp_path / "run", Agreement(), changed, resume=True)
-
-
-def test_views_of_one_image_are_more_alike_than_of_two_after_training_without_privacy(tmp_path: Path) -> None:
-    images = ImagesDataModule(source="cifar10", folder=tiny.parquet(tmp_path)).train_units()
-    rows = [images.rows(unit)[0] for unit in range(len(images))]
-    torch.manual_seed(0)
-    net, views = UnitLength(EmbeddingNet()), AugmentedViews()
-    optimizer = torch.optim.Adam(net.parameters(), lr=3e-3)
-    losses = []
-    for step in range(40):
-        batch = AugmentedViews(seed=step % 4)(rows)
-        scores = net(batch["query"]) @ net(batch["passage"]).T / 0.2
-        loss = F.cross_entropy(scores, torch.arange(len(rows)))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    assert min(losses[-4:]) < 0.8 * losses[0]
-    with torch.no_grad():
-        scores = net(views(rows)["query"]) @ net(views(rows)["passage"]).T
-    own, others = scores.diagonal().mean(), (scores.sum() - scores.trace()) / (len(rows) * (len(rows) - 1))
-    assert own > others + 0.1
-
-
-def test_the_example_of_the_page_on_images_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).resolve().parents[3] / "docs" / "images.md").read_text(encoding="utf-8")
-    example = page.split("```python\n")[1].split("```")[0]
-    names: dict[str, Any] = {}
-    exec(example.replace('folder="cifar10"', f'folder="{tiny.parquet(tmp_path)}"'), names)
-    assert names["scores"].shape == (4, 4) and int(names["second"].confusion.sum()) == tiny.TEST
-    assert capsys.readouterr().out
