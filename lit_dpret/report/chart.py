@@ -23,7 +23,8 @@ def bar_chart(rows: Sequence[RowResult]) -> str:
         An ``<svg>`` element that takes its colours from the page; empty where nothing was measured.
     """
     names = metric_names(rows)
-    highest = [_high(i) for row in rows for i in row.metrics.values() if math.isfinite(i.mean)]
+    found = [i for row in rows for i in row.metrics.values() if math.isfinite(i.mean)]
+    highest = [i.high if math.isfinite(i.high) else i.mean for i in found]
     if not highest:
         return ""
     panels = {name: [(row.system, row.metrics.get(name)) for row in rows] for name in names}
@@ -31,17 +32,18 @@ def bar_chart(rows: Sequence[RowResult]) -> str:
     return _Drawing(0.0, _round_up(max(highest)), "").svg(panels, about)
 
 
-def gain_chart(title: str, gains: Mapping[str, Interval]) -> str:
-    """Bars of gains to either side of zero by client, in the order given; without bounds a bar has no whisker.
+def gain_chart(panels: Mapping[str, Mapping[str, Interval]]) -> str:
+    """Bars of gains to either side of zero: by the title of a panel those of its clients, in the order given.
 
     Returns:
         An ``<svg>`` element that can stand alone or in a page, whose colours it takes; empty where there is no gain.
     """
+    gains = [gain for clients in panels.values() for gain in clients.values()]
     if not gains:
         return ""
-    ends = [end for gain in gains.values() for end in (gain.low, gain.mean, gain.high) if math.isfinite(end)]
+    ends = [end for gain in gains for end in (gain.low, gain.mean, gain.high) if math.isfinite(end)]
     top = max(0.05, *(math.ceil(20 * abs(end)) / 20 for end in ends))
-    return _Drawing(-top, top, "+").svg({title: list(gains.items())}, title)
+    return _Drawing(-top, top, "+").svg({title: list(one.items()) for title, one in panels.items()}, ", ".join(panels))
 
 
 class _Drawing:
@@ -97,10 +99,6 @@ class _Drawing:
     def _x(self, value: float) -> float:
         share = (min(max(value, self.low), self.top) - self.low) / (self.top - self.low)
         return _LEFT + (_RIGHT - _LEFT) * share
-
-
-def _high(interval: Interval) -> float:
-    return interval.high if math.isfinite(interval.high) else interval.mean
 
 
 def _round_up(value: float) -> float:

@@ -19,7 +19,7 @@ from lit_dpret.cards.blocks import Banner, Block, Bullets, Code, Grid, Paragraph
 from lit_dpret.files import write_whole
 from lit_dpret.report.chart import gain_chart
 from lit_dpret.report.page import Drawing, Page
-from lit_dpret.report.table import ends, show
+from lit_dpret.report.table import ends, show, verdict
 from lit_dpret.retrieval.statistics import Interval, seed_interval
 
 _PAPER: dict[str, Any] = json.loads(Path(__file__).with_name("paper_004.json").read_text(encoding="utf-8"))
@@ -193,7 +193,7 @@ def write_federated_report(folder: Path, rows: Sequence[FederatedRow], facts: Fe
     """
     by_name = {row.system: row for row in rows}
     ordered = [by_name[name] for name in TABLE_1 if name in by_name]
-    figure = gain_chart("Gain in sentence R@1 of stage 1 over a silo alone (STAR)", _gains(by_name, "stage1"))
+    figure = gain_chart({"Gain in sentence R@1 of stage 1 over a silo alone (STAR)": _gains(by_name, "stage1")})
     page = Page(
         name=NAME, title="PDD-AS2 over silos, beside the paper", lead=_lead(ordered, facts),
         sections=_sections(ordered, by_name, facts, figure), facts=_data(ordered, by_name, facts),
@@ -476,15 +476,6 @@ def _paired(one: Mapping[int, float], other: Mapping[int, float]) -> list[float]
 
 def _keyed(by_seed: Mapping[int, float]) -> dict[str, float]:
     return {str(seed): value for seed, value in by_seed.items()}
-
-
-def verdict(gain: Interval) -> str:
-    """What a difference over seeds says about an order that was claimed."""
-    if not math.isfinite(gain.low):
-        return "one seed: not known"
-    if gain.low > 0:
-        return "holds"
-    return "the other way round" if gain.high < 0 else "not decided"
 
 
 def _megabytes(count: float) -> str:

@@ -80,16 +80,16 @@ class Page:
 
 @dataclass(frozen=True)
 class Picture:
-    """A PNG: within the page in HTML, beside it in Markdown."""
+    """A PNG or an SVG: within the page in HTML, beside it in Markdown."""
 
     path: Path
     says: str
 
     def html(self) -> str:
         data = base64.b64encode(self.path.read_bytes()).decode()
-        return (
-            f'<figure><img src="data:image/png;base64,{data}" alt="{esc(self.says)}" style="max-width:100%"></figure>'
-        )
+        kind = "svg+xml" if self.path.suffix == ".svg" else "png"
+        image = f'<img src="data:image/{kind};base64,{data}" alt="{esc(self.says)}" style="max-width:100%">'
+        return f"<figure>{image}</figure>"
 
     def markdown(self) -> str:
         return f"![{md(self.says)}]({self.path.name})"

@@ -67,6 +67,17 @@ def show(interval: Measured | None, *, sign: str = "") -> str:
     return f"{interval.mean:{sign}.3f} [{interval.low:{sign}.3f}, {interval.high:{sign}.3f}]"
 
 
+def verdict(gain: Interval) -> str:
+    """Say whether a difference over seeds carries the order that was claimed."""
+    if not math.isfinite(gain.low):
+        return "one seed decides nothing"
+    if gain.high - gain.low < 1e-9:
+        return "all seeds are alike, which decides nothing"
+    if gain.low > 0:
+        return "holds"
+    return "the other way round" if gain.high < 0 else "not decided"
+
+
 def ends(interval: Measured) -> dict[str, float | None]:
     """Return mean, low and high for JSON, which has no NaN: null stands for it."""
     found = {"mean": interval.mean, "low": interval.low, "high": interval.high}

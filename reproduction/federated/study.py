@@ -27,6 +27,7 @@ from lit_dpret.federated.silo_ledger import PASSAGE_LEDGER, QUERY_LEDGER
 from lit_dpret.federated.systems import SystemResult, check_seeds_and_split, check_stage2
 from lit_dpret.report.federated_report import COLUMNS, WITHOUT_QUERIES
 from lit_dpret.report.figures import can_draw
+from lit_dpret.report.table import verdict
 from lit_dpret.retrieval.statistics import seed_interval
 from lit_dpret.tasks.parts import Parts, say, some_of
 from reproduction.federated.catalogue import Asked, Contrast, Point, Study, Trend, study_of
@@ -48,7 +49,6 @@ PRIVATE = "private"
 _SKEW, _EQUAL = 8.0, 2.0
 # By the name of a point, then by seed.
 Found = Mapping[str, Mapping[int, SystemResult]]
-_ALIKE = 1e-9
 
 
 @dataclass(kw_only=True)
@@ -163,7 +163,7 @@ class FederatedStudy(Task):
             command=command,
             promise=_promise(plan, cells),
         )
-        picture = draw_study(page, folder / f"{study.name}.png") if self._draws else None
+        picture = draw_study(page, folder / study.name) if self._draws else None
         written = write_study(page, folder, study.name, picture=picture)
         lines = [f"{row.line}, {row.label}: sentence R@1 {with_reach(row.interval(SHOWN))}" for row in rows]
         lines += page.findings
@@ -205,12 +205,8 @@ class FederatedStudy(Task):
                     )
 
     def _skew(self, base: Mapping[str, Path]) -> float:
-        if self.skew is not None:
-            skew = self.skew
-        else:
-            counts = sizes(base).values()
-            skew = _SKEW if max(counts) < _EQUAL * min(counts) else 1.0
-        return skew
+        counts = sizes(base).values()
+        return self.skew or (_SKEW if max(counts) < _EQUAL * min(counts) else 1.0)
 
     def _notes(self, points: Sequence[Point], base: Mapping[str, Path]) -> list[str]:
         """Return what a reader must know of this run."""
@@ -258,23 +254,14 @@ def _over_clients(result: SystemResult, measure: str) -> float:
 def _finding(contrast: Contrast, found: Found) -> str:
     more, less = found[contrast.more], found[contrast.less]
     steps = [_over_clients(more[seed], SHOWN) - _over_clients(less[seed], SHOWN) for seed in more]
-    words = f"{contrast.more} above {contrast.less}: {_judged(steps, claimed=bool(contrast.claim))}"
+    words = f"{contrast.more} above {contrast.less}: {_judged(steps)}"
     return f"{contrast.claim[:1].upper()}{contrast.claim[1:]}? {words}" if contrast.claim else words
 
 
-def _judged(steps: Sequence[float], *, claimed: bool, what: str = "sentence R@1") -> str:
+def _judged(steps: Sequence[float], what: str = "sentence R@1") -> str:
     """State a difference, and whether the seeds support it."""
     found = seed_interval(steps)
-    told = f"{'+' if found.mean >= 0 else ''}{with_reach(found)} {what}"
-    if len(steps) == 1:
-        return f"{told}; one seed decides nothing."
-    if found.high - found.low < _ALIKE:
-        return f"{told}; all seeds are alike, so nothing says how far others would be."
-    if found.low > 0:
-        return f"{told}; {'it appears here' if claimed else 'the seeds carry it'}."
-    if found.high < 0:
-        return f"{told}; {'here it is the other way round' if claimed else 'the seeds carry the opposite'}."
-    return f"{told}; these seeds do not decide it."
+    return f"{'+' if found.mean >= 0 else ''}{with_reach(found)} {what}; {verdict(found)}."
 
 
 def _gains(
@@ -312,7 +299,7 @@ def trend_finding(
         gains = [_of_client(by_line[trend.of][seed], n) - _of_client(by_line[trend.over][seed], n) for n in names]
         halvings = -np.log2([counts[name] for name in names])
         slopes.append(float(np.polyfit(halvings, gains, 1)[0]) if len(set(counts.values())) > 1 else 0.0)
-    words = _judged(slopes, claimed=True, what="gain in sentence R@1 for each halving of a client's queries")
+    words = _judged(slopes, "gain in sentence R@1 for each halving of a client's queries")
     return f"{trend.claim[:1].upper()}{trend.claim[1:]}? {words}"
 
 

@@ -1,8 +1,8 @@
 """A study of several settings: a table with the paper's numbers beside ours, in five forms, and one picture.
 
-The picture shows lines over what varies, bars of clients, or quality against bytes. It is drawn with matplotlib, which
-is an extra (``pip install "lit-dpret[plot]"``). Lines are told apart by markers and dashes as well as by the colours of
-Okabe and Ito (2008); the paper's numbers are hollow and grey.
+The picture shows lines over what varies, bars of clients, or quality against bytes. All but the bars are drawn with
+matplotlib, which is an extra (``pip install "lit-dpret[plot]"``). Lines are told apart by markers and dashes as well as
+by the colours of Okabe and Ito (2008); the paper's numbers are hollow and grey.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from typing import Any
 
 from lit_dpret.cards.blocks import Banner, Block, Bullets, Code, Grid, Paragraph, Section
 from lit_dpret.errors import DataError
+from lit_dpret.files import write_whole
 from lit_dpret.privacy.ledger.chain import today
+from lit_dpret.report.chart import gain_chart
 from lit_dpret.report.federated_report import COLUMNS
 from lit_dpret.report.figures import STYLES, new_figure, save_png, tidy
 from lit_dpret.report.page import Page, Picture
@@ -217,8 +219,20 @@ def _sheet(page: StudyPage) -> Table:
 
 
 def draw_study(page: StudyPage, path: Path) -> Path:
-    """Write the picture of a study: gains (the paper's Figure 4), quality against bytes, or lines (Figure 5)."""
-    return save_png(figure_of(page), path, owner_only=True)
+    """Write the picture of a study: gains (Figure 4), or quality against bytes or over what varies (Figure 5).
+
+    Returns:
+        The path, which ends in ``.svg`` or ``.png``.
+    """
+    if not page.gains:
+        return save_png(figure_of(page), path.with_suffix(".png"), owner_only=True)
+    panels = {
+        f"{line}: gain in sentence R@1 over training alone": {
+            f"{one.client} ({one.queries:g} train queries)": seed_interval(one.gains[line]) for one in page.gains
+        }
+        for line in page.gains[0].gains
+    }
+    return write_whole(path.with_suffix(".svg"), gain_chart(panels), owner_only=True)
 
 
 def figure_of(page: StudyPage) -> Any:
@@ -226,9 +240,7 @@ def figure_of(page: StudyPage) -> Any:
     figure = new_figure(8.5, 6.0)
     axis = figure.subplots()
     axis.set_title(page.title)
-    if page.gains:
-        _clients(axis, page)
-    elif all(row.at is None for row in page.rows):
+    if all(row.at is None for row in page.rows):
         _bytes(axis, page)
     else:
         _lines(axis, page)
@@ -267,29 +279,6 @@ def _aside(at: float, number: int, places: list[float], *, logarithmic: bool) ->
     """Return a place on the axis, moved to the right for each line before this one."""
     low, high = places[0], places[-1]
     return at * (high / low) ** (_ASIDE * number) if logarithmic else at + _ASIDE * number * (high - low)
-
-
-def _clients(axis: Any, page: StudyPage) -> None:
-    lines = list(page.gains[0].gains)
-    width = 0.8 / len(lines)
-    for number, ((colour, _, _), line) in enumerate(zip(cycle(STYLES), lines, strict=False)):
-        found = [seed_interval(gain.gains[line]) for gain in page.gains]
-        places = [place + (number - (len(lines) - 1) / 2) * width for place in range(len(found))]
-        axis.bar(
-            places, [one.mean for one in found], width=width, yerr=[_reach(one) for one in found], capsize=2,
-            color=colour, alpha=0.85, hatch="//" if number else None, edgecolor="white", label=line,
-            error_kw={"linewidth": 0.9},
-        )  # fmt: skip
-    axis.axhline(0.0, color="black", linewidth=0.8)
-    names = [f"{gain.client}\n{gain.queries:g}" for gain in page.gains]
-    axis.set_xticks(range(len(names)), names, fontsize=8)
-    if any(len(gain.client) > 6 for gain in page.gains):
-        axis.tick_params("x", rotation=45)
-    axis.set(
-        xlabel=f"client, and its {page.axis.removesuffix(' of the client')}",
-        ylabel="gain in sentence R@1 over training alone",
-    )
-    axis.legend(frameon=False, fontsize=9)
 
 
 def _bytes(axis: Any, page: StudyPage) -> None:

@@ -113,9 +113,9 @@ def _row(model: str, side: str, found: Any) -> PaperRow:
                 paper[f"rank_{row['copies']}"], paper[f"leaked_{row['copies']}"] = row["rank"], row["leaked"]
     limits = next(iter(pooled.values()))["limits"]
     return PaperRow(
-        source=f"secret in {SHORT[side]}",
+        system=f"secret in {SHORT[side]}",
         epsilon=shown(eps),
-        ours=ours,
+        metrics=ours,
         paper=paper,
         beside=named((MAIN, eps)) if paper else "",
         privacy=_promise(limits),

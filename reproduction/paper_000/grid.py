@@ -57,9 +57,9 @@ def tables(study: Trainings, grid: Grid) -> list[PaperTable]:
     best = max(found, key=lambda point: found[point][0])
     rows = [
         PaperRow(
-            source=f"rate {lr:g}, clip {clip:g}, batch {batch}, {epochs:g} epochs",
+            system=f"rate {lr:g}, clip {clip:g}, batch {batch}, {epochs:g} epochs",
             epsilon=shown(grid.eps),
-            ours={"bleu": Interval(bleu / 100, float("nan"), float("nan"))},
+            metrics={"bleu": Interval(bleu / 100, float("nan"), float("nan"))},
             privacy=privacy,
             note="best of these" if (lr, clip, batch, epochs) == best else "",
         )

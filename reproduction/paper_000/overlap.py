@@ -62,9 +62,9 @@ def _row(name: str, found: Any) -> PaperRow:
     subsets = [each for key, each in found.items() if key.split(",")[0] == name]
     sizes = sorted({each["exact"]["total"] for each in subsets})
     return PaperRow(
-        source=name,
+        system=name,
         epsilon="",
-        ours={kind: _mean([each[kind] for each in subsets]) for kind in ("exact", "ngram")},
+        metrics={kind: _mean([each[kind] for each in subsets]) for kind in ("exact", "ngram")},
         paper={"exact": PAPER_000["overlap_shares"][name]},
         beside="C4 and MS MARCO",
         note=f"{len(subsets)} subsets of {' to '.join(f'{size:,}' for size in sizes)}",

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from lit_dpret.report.table import RowResult
 from reproduction.paper_000.study import Cell, Trainings
 from reproduction.paper_000.table import PUBLIC_ONLY, PaperRow, PaperTable, row_beside, rows_of_the_paper_alone, shown
 from reproduction.published import ORIGINAL, SIZES
@@ -23,17 +22,14 @@ class Order:
 
     def told(self, metric: str, title: str) -> str | None:
         """Return the order in words; None where ours has not both."""
-        ours, other = self.better.ours.get(metric), self.worse.ours.get(metric)
+        ours, other = self.better.metrics.get(metric), self.worse.metrics.get(metric)
         if ours is None or other is None:
             return None
         theirs = ""
         a, b = self.better.paper.get(metric), self.worse.paper.get(metric)
         if self.paper and a is not None and b is not None:
             theirs = f" The paper: {a:.4f} against {b:.4f}."
-        if ours.mean == other.mean:
-            verdict = "equal here"
-        else:
-            verdict = "so here" if ours.mean > other.mean else "the other way round here"
+        verdict = "holds" if ours.mean > other.mean else "the other way round" if ours.mean < other.mean else "equal"
         # Both rows are judged on the same queries, so that overlapping intervals neither show an order nor exclude one.
         # Nor do they know of the luck of a run: `experiment=compare_modes` tests differences over queries and runs.
         apart = ours.low > other.high or other.low > ours.high
@@ -45,7 +41,7 @@ class Order:
 
 
 def _name(row: PaperRow) -> str:
-    return row.source if row.epsilon == "public only" else f"{row.source} at ε = {row.epsilon}"
+    return row.system if row.epsilon == "public only" else f"{row.system} at ε = {row.epsilon}"
 
 
 COLUMNS = {"nDCG@10": "nDCG@10", "Recall@10": "Recall@10"}
@@ -64,16 +60,21 @@ PUBLIC_NAMES = {
 def tables(study: Trainings) -> list[PaperTable]:
     """Return both tables, every training done."""
     base = study.baselines()
-    top = [_row("original queries", base["original"], "table_3", (ORIGINAL, None))]
+    top = [row_beside("table_3", (ORIGINAL, None), COLUMNS, replace(base["original"], system="original queries"))]
     public = [
-        PaperRow(source=name, epsilon=PUBLIC_ONLY, ours=dict(base[key].metrics), privacy=base[key].privacy)
-        for key, name in PUBLIC_NAMES.items()
+        PaperRow(**vars(replace(base[key], system=name)), epsilon=PUBLIC_ONLY) for key, name in PUBLIC_NAMES.items()
     ]
     made = [
-        _row(study.described(cell.size), study.synthetic(cell), "table_3", study.point(cell)) for cell in study.cells()
+        row_beside(
+            "table_3", study.point(cell), COLUMNS, replace(study.synthetic(cell), system=study.described(cell.size))
+        )
+        for cell in study.cells()
     ]
     finite = sorted(study.finite, reverse=True)
-    direct = [_row("original queries", study.direct(eps), "table_4", (ORIGINAL, eps)) for eps in finite]
+    direct = [
+        row_beside("table_4", (ORIGINAL, eps), COLUMNS, replace(study.direct(eps), system="original queries"))
+        for eps in finite
+    ]
     return [
         PaperTable(
             name="table_3_retrieval",
@@ -109,7 +110,7 @@ def _orders(study: Trainings, original: PaperRow, made: Sequence[PaperRow], publ
     for smaller, larger in pairwise(named[size] for size in sizes):
         both = [eps for eps in study.finite if {Cell(smaller, eps), Cell(larger, eps)} <= set(by_cell)]
         found += [Order(by_cell[Cell(larger, eps)], by_cell[Cell(smaller, eps)]) for eps in both]
-    return found + [Order(row, other, paper=False) for row in main for other in public if other.source != "BM25"]
+    return found + [Order(row, other, paper=False) for row in main for other in public if other.system != "BM25"]
 
 
 def _above_direct(study: Trainings, made: Sequence[PaperRow], direct: Sequence[PaperRow]) -> list[Order]:
@@ -137,8 +138,3 @@ def sizes_note(study: Trainings) -> list[str]:
         if size in study.sizes
     ]
     return [f"The sizes are ours: {'; '.join(names)}. A row beside is not a model of that size."] if names else []
-
-
-def _row(source: str, result: RowResult, table: str, point: tuple[str, float | None]) -> PaperRow:
-    ours = dict(result.metrics)
-    return row_beside(table, point, COLUMNS, source=source, ours=ours, privacy=result.privacy)

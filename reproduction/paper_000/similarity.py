@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from lit_dpret.report.table import RowResult
 from lit_dpret.retrieval.statistics import Interval
 from lit_dpret.synthesis.textsim.words import need
 from lit_dpret.tasks.parts import Parts
@@ -36,15 +37,13 @@ def tables(study: Trainings, make_similarity: Callable[..., Any]) -> list[PaperT
     rows = []
     for cell in study.cells():
         ours = _measured(study, f"similarity-{cell.name}", study.queries_of(cell), make_similarity)
-        point, source = study.point(cell), study.described(cell.size)
-        privacy = study.synthetic(cell).privacy
-        rows.append(row_beside("table_6", point, COLUMNS, source=source, ours=ours, privacy=privacy))
+        made = RowResult(study.described(cell.size), ours, study.synthetic(cell).privacy)
+        rows.append(row_beside("table_6", study.point(cell), COLUMNS, made))
     rows += rows_of_the_paper_alone("table_6", COLUMNS, rows)
     study.baselines()
     pseudo = _measured(study, "similarity-pseudo", study.folder(BASELINES) / "pseudo_queries", make_similarity)
-    rows.append(
-        PaperRow(source="pseudo-queries of the passages", epsilon=PUBLIC_ONLY, ours=pseudo, privacy="no private data")
-    )
+    made = RowResult("pseudo-queries of the passages", pseudo, "no private data")
+    rows.append(PaperRow(**vars(made), epsilon=PUBLIC_ONLY))
     return [
         PaperTable(
             name="table_6_similarity",

@@ -17,8 +17,7 @@ from lit_dpret.cards.blocks import Block, Bullets, Grid, Paragraph, Section, to_
 from lit_dpret.files import write_whole
 from lit_dpret.report.figures import can_draw, new_figure, save_png, tidy
 from lit_dpret.report.page import Picture, Sheet
-from lit_dpret.report.table import Table, ends
-from lit_dpret.retrieval.statistics import Interval
+from lit_dpret.report.table import RowResult, Table, ends
 from reproduction.published import Point, by_point
 
 PUBLIC_ONLY = "public only"
@@ -35,29 +34,21 @@ def named(point: Point) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PaperRow:
-    """One row."""
+class PaperRow(RowResult):
+    """One row: ours by column, bounds NaN where there are none, and what the paper has there."""
 
-    source: str  # what the numbers belong to, in our words
     epsilon: str  # as a table shows it: ``3``, ``∞`` or ``public only``
     group: str = ""  # what it shares with other rows, such as a data set; empty where a table has no groups
-    # Ours by column, bounds NaN where there are none; empty where it was not run here.
-    ours: Mapping[str, Interval] = field(default_factory=dict)
     paper: Mapping[str, float] = field(default_factory=dict)  # the paper's by column
     beside: str = ""  # which row of the paper that is; empty for none
-    privacy: str = ""  # what ours promises, in a line with delta, unit and neighbours
-    note: str = ""  # what a reader must know of this row
 
 
-def row_beside(
-    table: str, point: Point, columns: Mapping[str, str], *, source: str, ours: Mapping[str, Interval], privacy: str
-) -> PaperRow:
+def row_beside(table: str, point: Point, columns: Mapping[str, str], ours: RowResult) -> PaperRow:
     """Return a row of ours, beside the paper's ``point`` of its ``table`` where that has one."""
     theirs = by_point(table).get(point)
     return PaperRow(
-        source=source, epsilon=shown(point[1]), ours=ours, privacy=privacy,
+        **vars(ours), epsilon=shown(point[1]), beside="" if theirs is None else named(point),
         paper={} if theirs is None else dict(zip(columns, theirs, strict=True)),
-        beside="" if theirs is None else named(point),
     )  # fmt: skip
 
 
@@ -65,11 +56,10 @@ def rows_of_the_paper_alone(table: str, columns: Mapping[str, str], ours: Sequen
     """Return the paper's rows that nothing of ours stands beside."""
     known = {row.beside for row in ours}
     return [
-        PaperRow(source=point[0], epsilon=shown(point[1]), paper=dict(zip(columns, values, strict=True)),
-                 beside=named(point), note="not run here")
-        for point, values in by_point(table).items()
+        row_beside(table, point, columns, RowResult(point[0], note="not run here"))
+        for point in by_point(table)
         if named(point) not in known
-    ]  # fmt: skip
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,11 +90,12 @@ class PaperTable:
         lines, before = [], None
         for row in self.rows:
             cells: list[object] = ["" if row.group == before else row.group] if self.group else []
-            cells += [row.source, row.epsilon]
+            cells += [row.system, row.epsilon]
             for name in self.columns:
-                cells.append(row.ours.get(name))
-                if name in theirs:
-                    cells.append(_their(row.paper.get(name)))
+                cells.append(row.metrics.get(name))
+                if name in theirs:  # a rank is a whole number
+                    value = row.paper.get(name, "–")
+                    cells.append(f"{value:.4f}" if isinstance(value, float) else value)
             cells += [*([row.beside] if with_beside else []), "; ".join(x for x in (row.privacy, row.note) if x)]
             lines.append(cells)
             before = row.group
@@ -116,8 +107,8 @@ class PaperTable:
         measured = frozenset(range(3, 3 + 2 * len(self.columns), 2))
         header += [f"{title}{end}" for title in self.columns.values() for end in ("", " paper")]
         lines = [
-            [row.group, row.source, row.epsilon,
-             *(cell for name in self.columns for cell in (row.ours.get(name), row.paper.get(name))),
+            [row.group, row.system, row.epsilon,
+             *(cell for name in self.columns for cell in (row.metrics.get(name), row.paper.get(name))),
              row.beside, row.privacy, row.note]
             for row in self.rows
         ]  # fmt: skip
@@ -134,9 +125,9 @@ class PaperTable:
         rows = [
             {
                 "group": row.group,
-                "source": row.source,
+                "source": row.system,
                 "epsilon": row.epsilon,
-                "ours": {name: ends(interval) for name, interval in row.ours.items()},
+                "ours": {name: ends(interval) for name, interval in row.metrics.items()},
                 "paper": dict(row.paper),
                 "papers_row": row.beside,
                 "privacy": row.privacy,
@@ -148,12 +139,6 @@ class PaperTable:
             "name": self.name, "title": self.title, "caption": self.caption, "columns": dict(self.columns),
             "notes": list(self.notes), "rows": rows,
         }  # fmt: skip
-
-
-def _their(value: float | None) -> str:
-    if value is None:
-        return "–"
-    return f"{value:.4f}" if isinstance(value, float) else str(value)  # a rank is a whole number
 
 
 class Shown(Protocol):
@@ -212,7 +197,7 @@ def figure_of(table: PaperTable) -> Any:
 
 def _panel(axis: Any, table: PaperTable, name: str) -> None:
     for place, row in enumerate(table.rows):
-        interval = row.ours.get(name)
+        interval = row.metrics.get(name)
         if interval is not None and math.isfinite(interval.mean):
             colour, marker = (_PUBLIC, "s") if row.epsilon == PUBLIC_ONLY else (_OURS, "o")
             reach = None
@@ -227,7 +212,7 @@ def _panel(axis: Any, table: PaperTable, name: str) -> None:
 
 
 def _label(row: PaperRow) -> str:
-    name = f"{row.group}: {row.source}" if row.group else row.source
+    name = f"{row.group}: {row.system}" if row.group else row.system
     if row.epsilon in ("", PUBLIC_ONLY):
         return ", ".join(part for part in (name, row.epsilon) if part)
     return f"{name}, ε = {row.epsilon}"

@@ -123,9 +123,9 @@ def _row(name: str, system: _System, found: Any) -> PaperRow:
         paper = {metric: values[sets.index(name)] for metric, values in zip(COLUMNS, theirs, strict=True)}
     return PaperRow(
         group=name,
-        source=system.label,
+        system=system.label,
         epsilon=system.epsilon,
-        ours={metric: Interval(**found["metrics"][metric]) for metric in COLUMNS if metric in found["metrics"]},
+        metrics={metric: Interval(**found["metrics"][metric]) for metric in COLUMNS if metric in found["metrics"]},
         paper=paper,
         beside=named(system.point) if paper and system.point is not None else "",
         privacy=system.privacy,

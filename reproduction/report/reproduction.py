@@ -381,7 +381,8 @@ def _study(name: str, *, columns: Sequence[str] | None = None, table: bool = Tru
 
     def show(results: Path, picture: Path) -> list[Block]:
         page = read_study(results / f"{name}.json")
-        drawn = copied_picture(results / f"{name}.png", picture, page.title)
+        source = results / (f"{name}.svg" if page.gains else f"{name}.png")
+        drawn = copied_picture(source, picture.with_suffix(source.suffix), page.title)
         blocks: list[Block] = [study_grid(page, columns), drawn] if table else [drawn, study_grid(page, columns)]
         if page.gains:
             blocks.append(gain_grid(page.gains))

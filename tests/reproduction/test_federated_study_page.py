@@ -90,13 +90,13 @@ def test_json_and_csv_say_what_the_page_says(tmp_path: Path) -> None:
 @pytest.mark.parametrize("page", [LINES, BYTES, CLIENTS], ids=["lines", "bytes", "clients"])
 def test_each_form_of_plot_is_written_and_stands_in_the_page(page: StudyPage, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    picture = draw_study(page, tmp_path / "plot.png")
-    assert picture.read_bytes().startswith(PNG)
+    picture, kind = draw_study(page, tmp_path / "plot"), "svg+xml" if page.gains else "png"
+    assert picture.read_bytes().startswith(b"<svg" if page.gains else PNG)
     files = write_study(page, tmp_path, "study", picture=picture)
     told = files["study.md"].read_text(encoding="utf-8")
-    assert "](plot.png)" in told and ("| 15 | +0.210" in told.replace("\\", "")) is bool(page.gains)
+    assert f"]({picture.name})" in told and ("| 15 | +0.210" in told.replace("\\", "")) is bool(page.gains)
     html = files["study.html"].read_text(encoding="utf-8")
-    assert 'src="data:image/png;base64,' in html and "http" not in html.partition("</style>")[2]
+    assert f'src="data:image/{kind};base64,' in html and "http" not in html.partition("</style>")[2]
 
 
 @pytest.mark.parametrize("page", [LINES, BYTES, CLIENTS], ids=["lines", "bytes", "clients"])

@@ -20,10 +20,10 @@ TABLE = PaperTable(
     title="Table 9: nothing",
     columns={"ndcg": "nDCG@10", "bleu": "BLEU"},
     rows=[
-        PaperRow(source="BM25", epsilon="public only", ours={"ndcg": Interval(0.3, 0.2, 0.4)}, privacy="no queries"),
-        PaperRow(source="ours", epsilon="3", ours={"ndcg": Interval(0.5, 0.4, 0.6), "bleu": Interval(0.1, NAN, NAN)},
+        PaperRow(system="BM25", epsilon="public only", metrics={"ndcg": Interval(0.3, 0.2, 0.4)}, privacy="no queries"),
+        PaperRow(system="ours", epsilon="3", metrics={"ndcg": Interval(0.5, 0.4, 0.6), "bleu": Interval(0.1, NAN, NAN)},
                  paper={"ndcg": 0.183}, beside="T5-Base, ε = 3", privacy="epsilon = 3 at delta = 1e-05"),
-        PaperRow(source="T5-XL", epsilon="3", paper={"ndcg": 0.1854}, beside="T5-XL, ε = 3", note="not run here"),
+        PaperRow(system="T5-XL", epsilon="3", paper={"ndcg": 0.1854}, beside="T5-XL, ε = 3", note="not run here"),
     ],
     caption="Something.",
     notes=["A note."],
@@ -40,16 +40,16 @@ def test_every_number_is_in_the_spreadsheet_and_in_the_data() -> None:
 
 
 def row(mean: float, reach: float, **more: object) -> PaperRow:
-    return PaperRow(source="ours", epsilon="3", ours={"ndcg": Interval(mean, mean - reach, mean + reach)}, **more)  # type: ignore[arg-type]
+    return PaperRow(system="ours", epsilon="3", metrics={"ndcg": Interval(mean, mean - reach, mean + reach)}, **more)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("better", "worse", "said"),
     [
-        (row(0.6, 0.05), row(0.4, 0.05), "so here, 0.600 against 0.400, and the intervals do not overlap."),
-        (row(0.4, 0.05), row(0.6, 0.05), "the other way round here, 0.400 against 0.600, and the intervals do not"),
-        (row(0.5, 0.1), row(0.55, 0.1), "the other way round here, 0.500 against 0.550, and the intervals overlap"),
-        (row(0.5, 0.1), row(0.5, 0.1), "equal here"),
+        (row(0.6, 0.05), row(0.4, 0.05), "holds, 0.600 against 0.400, and the intervals do not overlap."),
+        (row(0.4, 0.05), row(0.6, 0.05), "the other way round, 0.400 against 0.600, and the intervals do not"),
+        (row(0.5, 0.1), row(0.55, 0.1), "the other way round, 0.500 against 0.550, and the intervals overlap"),
+        (row(0.5, 0.1), row(0.5, 0.1), "equal, "),
     ],
 )
 def test_an_order_is_called_shown_only_where_the_intervals_are_apart(
