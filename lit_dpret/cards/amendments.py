@@ -31,37 +31,22 @@ _ATTACKED = "After the card was made, attacks were run; the privacy card says wh
 
 @dataclass(frozen=True, kw_only=True)
 class AttackResult:
-    """One result of an attack, as it stands in ``empirical.results``.
+    """One result of an attack, as it stands in ``empirical.results``."""
 
-    Args:
-        attack: What was tried, in a phrase.
-        n: How many canaries, guesses or trainings it was tried on.
-        metric: What ``estimate`` is.
-        estimate: The measured value; None where there is a bound alone.
-        ci: Its confidence interval, at ``confidence``.
-        eps_lower: The lower bound on epsilon, at ``delta``; None where the attack gives none.
-        confidence: Of the interval and the bound; None for a point value.
-        method: Which estimator gave the bound; it holds under ``assumption``.
-        copies: How often each canary stood in the data.
-        ceiling: What ``estimate`` cannot exceed by the accounting; it is no measurement.
-        about: ``this model``, or ``other trainings`` with the same settings.
-        canaried: Whether the model that the card is about was trained on the planted canaries.
-    """
-
-    attack: str
-    n: int
-    metric: str
-    estimate: float | None = None
-    ci: tuple[float, float] | None = None
-    eps_lower: float | None = None
+    attack: str  # what was tried, in a phrase
+    n: int  # how many canaries, guesses or trainings it was tried on
+    metric: str  # what ``estimate`` is
+    estimate: float | None = None  # the measured value; None where there is a bound alone
+    ci: tuple[float, float] | None = None  # its confidence interval, at ``confidence``
+    eps_lower: float | None = None  # the lower bound on epsilon, at ``delta``; None where the attack gives none
     delta: float | None = None
-    confidence: float | None = None
-    method: str | None = None
+    confidence: float | None = None  # of the interval and the bound; None for a point value
+    method: str | None = None  # which estimator gave the bound; it holds under ``assumption``
     assumption: str | None = None
-    copies: int = 1
-    ceiling: float | None = None
-    about: About = "this model"
-    canaried: bool = True
+    copies: int = 1  # how often each canary stood in the data
+    ceiling: float | None = None  # what ``estimate`` cannot exceed by the accounting; it is no measurement
+    about: About = "this model"  # ``this model``, or ``other trainings`` with the same settings
+    canaried: bool = True  # whether the model that the card is about was trained on the planted canaries
 
     def __post_init__(self) -> None:
         numbers = [self.estimate, *(self.ci or ()), self.eps_lower, self.delta, self.confidence, self.ceiling]

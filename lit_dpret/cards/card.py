@@ -69,35 +69,24 @@ _NO_CLAIM = "Everything: no guarantee is claimed."
 
 @dataclass(frozen=True, kw_only=True)
 class CardFacts:
-    """What a card says that no ledger holds.
+    """What a card says that no ledger holds."""
 
-    Args:
-        mechanism: ``optimizer``, ``trainable_parameters``, …; they cannot replace facts that the ledger does hold.
-        tuning: ``{"data": none|public|synthetic|private|unknown, "n_trials", "note"}``, and for a search whose
-            cost is to be stated ``{"method": "random_stopping", "mean_runs", "runs_law"}``.
-        generation: How a synthetic set was decoded and filtered.
-        environment: From `environment_facts`.
-        output_released: What has been let out, in words; a default says what usually is.
-        assumptions: Further steps of the argument, in addition to those the ledger decides.
-    """
-
+    # ``optimizer``, ``trainable_parameters``, …; they cannot replace facts that the ledger does hold.
     mechanism: Mapping[str, Any] = field(default_factory=dict)
+    # ``{"data": none|public|synthetic|private|unknown, "n_trials", "note"}``, and for a search whose cost is to be
+    # stated ``{"method": "random_stopping", "mean_runs", "runs_law"}``.
     tuning: Mapping[str, Any] | None = None
-    generation: Mapping[str, Any] | None = None
-    environment: Mapping[str, Any] | None = None
-    output_released: Sequence[str] = ()
-    assumptions: Sequence[Assumption] = ()
+    generation: Mapping[str, Any] | None = None  # how a synthetic set was decoded and filtered
+    environment: Mapping[str, Any] | None = None  # from `environment_facts`
+    output_released: Sequence[str] = ()  # what has been let out, in words; a default says what usually is
+    assumptions: Sequence[Assumption] = ()  # further steps of the argument, in addition to those the ledger decides
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts(CardFacts):
-    """The same of a run on private data.
+    """The same of a run on private data."""
 
-    Args:
-        pretraining: ``{"model", "overlap_check"}``.
-    """
-
-    pretraining: Mapping[str, Any] = field(default_factory=dict)
+    pretraining: Mapping[str, Any] = field(default_factory=dict)  # ``{"model", "overlap_check"}``
 
 
 _USUALLY_RELEASED = ("the final weights", "every checkpoint on the way")

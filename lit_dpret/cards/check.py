@@ -79,20 +79,13 @@ _SENTENCES = (
 
 @dataclass(frozen=True)
 class Recheck:
-    """A card held against its ledger.
+    """A card held against its ledger."""
 
-    Attributes:
-        problems: Of the chain and the claim; where there are any, nothing else was compared.
-        wrong: Facts that are not those of the ledger.
-        words: Sentences that are not those that follow from it.
-        numbers: How many were recomputed.
-        decided: The entries that the ledger decides; every other one was compared with nothing.
-    """
-
-    problems: Sequence[str] = ()
-    wrong: Sequence[str] = ()
-    words: Sequence[str] = ()
-    numbers: int = 0
+    problems: Sequence[str] = ()  # of the chain and the claim; where there are any, nothing else was compared
+    wrong: Sequence[str] = ()  # facts that are not those of the ledger
+    words: Sequence[str] = ()  # sentences that are not those that follow from it
+    numbers: int = 0  # how many were recomputed
+    # The entries that the ledger decides; every other one was compared with nothing.
     decided: frozenset[Place] = frozenset()
 
 

@@ -58,26 +58,16 @@ _CURVE_POINTS, _STAIRS = 14, 80
 
 @dataclass(frozen=True)
 class Planned:
-    """The releases of a plan, whatever law they are read under.
+    """The releases of a plan, whatever law they are read under."""
 
-    Args:
-        law: The planned law.
-        noise_multiplier: Of each step.
-        steps: How many.
-        delta: Of every epsilon.
-        neighbours: The planned relation.
-        n: The number of units, or the constant that stands for it; None where there is none.
-        batch: The expected batch size.
-        holds: Whether the noise may be read under a law and a relation: not always, where a loss couples units.
-    """
-
-    law: SamplingLaw
-    noise_multiplier: float
-    steps: int
-    delta: float
-    neighbours: Neighbours
-    n: int | None
-    batch: float
+    law: SamplingLaw  # the planned law
+    noise_multiplier: float  # of each step
+    steps: int  # how many
+    delta: float  # of every epsilon
+    neighbours: Neighbours  # the planned relation
+    n: int | None  # the number of units, or the constant that stands for it; None where there is none
+    batch: float  # the expected batch size
+    # Whether the noise may be read under a law and a relation: not always, where a loss couples units.
     holds: Callable[[SamplingLaw, Neighbours], bool] = lambda law, neighbours: True
 
     @classmethod

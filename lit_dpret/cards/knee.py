@@ -34,21 +34,13 @@ _CLOSE = 0.985
 
 @dataclass(frozen=True)
 class Cell:
-    """One batch size for one number of passes.
+    """One batch size for one number of passes."""
 
-    Args:
-        batch: Units in a batch, on average.
-        epochs: Passes over the data, as the number of steps makes them.
-        steps: Logical steps; 0 where no whole number of them makes about so many passes.
-        noise_multiplier: Enough for the budget; None where there are no such steps, or no such noise.
-        floor: The ratio that as many steps would need if each of them took every unit.
-    """
-
-    batch: int
-    epochs: float
-    steps: int
-    noise_multiplier: float | None
-    floor: float
+    batch: int  # units in a batch, on average
+    epochs: float  # passes over the data, as the number of steps makes them
+    steps: int  # logical steps; 0 where no whole number of them makes about so many passes
+    noise_multiplier: float | None  # enough for the budget; None where there are no such steps, or no such noise
+    floor: float  # the ratio that as many steps would need if each of them took every unit
 
     @property
     def ratio(self) -> float | None:

@@ -44,22 +44,16 @@ MODEL_FOLDER = "model"
 
 @dataclass(frozen=True)
 class Start:
-    """Facts about the run that the weights are loaded from.
+    """Facts about the run that the weights are loaded from."""
 
-    Args:
-        folder: Of the earlier run.
-        facts: What goes into the ledger: ``name``, ``card_sha256``, ``public``, ``guarantee``,
-            ``releases``, ``parents``, ``runs`` (the ledgers of the releases, by their identities), ``tuning`` (how its
-            settings were chosen), and ``head`` (the last record of a step in its own ledger), ``unit``,
-            ``neighbours``, ``duplicates``, ``epsilon``, ``delta``, ``n_public`` (of the largest data set in its chain
-            whose size is public) and ``units`` (the releases of each run of its chain, with its
-            ``max_units_per_user``) where there are any.
-        knob: The setting that named it, for messages.
-    """
-
-    folder: Path
+    folder: Path  # of the earlier run
+    # What goes into the ledger: ``name``, ``card_sha256``, ``public``, ``guarantee``, ``releases``, ``parents``,
+    # ``runs`` (the ledgers of the releases, by their identities), ``tuning`` (how its settings were chosen), and
+    # ``head`` (the last record of a step in its own ledger), ``unit``, ``neighbours``, ``duplicates``, ``epsilon``,
+    # ``delta``, ``n_public`` (of the largest data set in its chain whose size is public) and ``units`` (the releases of
+    # each run of its chain, with its ``max_units_per_user``) where there are any.
     facts: Mapping[str, Any]
-    knob: str = "init_from"
+    knob: str = "init_from"  # the setting that named it, for messages
 
     def releases(self) -> list[Release]:
         """Return the releases of the start; none for a public one."""

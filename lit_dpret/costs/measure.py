@@ -38,21 +38,13 @@ _COUNTED_ROWS = (4, 6)
 
 @dataclass(frozen=True)
 class Measured:
-    """Time and memory of a step.
+    """Time and memory of a step."""
 
-    Attributes:
-        first_batch: Seconds of the first physical batch of a run, in which the engine checks itself.
-        batch: Seconds of a physical batch; the fastest of `TIMED_BATCHES`.
-        update: Seconds of noise and optimizer together.
-        clipping: Bytes at the peak of a batch in which the engine checks itself, weights and states included.
-        updating: Bytes at the peak while the update is made, weights and states included.
-    """
-
-    first_batch: float
-    batch: float
-    update: float
-    clipping: int
-    updating: int
+    first_batch: float  # seconds of the first physical batch of a run, in which the engine checks itself
+    batch: float  # seconds of a physical batch; the fastest of `TIMED_BATCHES`
+    update: float  # seconds of noise and optimizer together
+    clipping: int  # bytes at the peak of a batch in which the engine checks itself, weights and states included
+    updating: int  # bytes at the peak while the update is made, weights and states included
 
     @property
     def peak(self) -> int:
@@ -88,14 +80,10 @@ def measure_step(
 
 @dataclass(frozen=True)
 class Held:
-    """What the phases of a physical batch make and hold at once, in bytes of tensors, in the order of `PHASES`.
+    """What the phases of a physical batch make and hold at once, in bytes of tensors, in the order of `PHASES`."""
 
-    Attributes:
-        clipped: The sum of clipped gradients being there already.
-        checked: In a batch in which the engine checks itself, the first one of a run, which also makes the sum.
-    """
-
-    clipped: tuple[Line, ...]
+    clipped: tuple[Line, ...]  # the sum of clipped gradients being there already
+    # In a batch in which the engine checks itself, the first one of a run, which also makes the sum.
     checked: tuple[Line, ...]
 
     def __add__(self, other: Held) -> Held:

@@ -60,30 +60,20 @@ class Line:
 
 @dataclass(frozen=True)
 class Bytes:
-    """The parts of the peak, on one device.
+    """The parts of the peak, on one device."""
 
-    Attributes:
-        weights: Of the model, in the type in which they are computed with.
-        masters: The float32 copies of weights in half precision.
-        sums: The sum of clipped gradients, float32.
-        gradients: The noised gradients, float32, while the update is made.
-        noise: Of the largest parameter, while it is drawn and measured.
-        clipped: What the phases of a batch hold beside the sum.
-        checked: The same of a batch in which the engine checks itself, the first of a run or of a resumed one, beside
-            which there is no sum yet.
-        gathered: Weights that are gathered while batches are clipped, where they are sharded.
-    """
-
-    weights: int
-    masters: int
+    weights: int  # of the model, in the type in which they are computed with
+    masters: int  # the float32 copies of weights in half precision
     states: int
-    sums: int
-    gradients: int
-    noise: int
-    clipped: tuple[Line, ...]
+    sums: int  # the sum of clipped gradients, float32
+    gradients: int  # the noised gradients, float32, while the update is made
+    noise: int  # of the largest parameter, while it is drawn and measured
+    clipped: tuple[Line, ...]  # what the phases of a batch hold beside the sum
+    # The same of a batch in which the engine checks itself, the first of a run or of a resumed one, beside which there
+    # is no sum yet.
     checked: tuple[Line, ...]
     rows: int
-    gathered: int = 0
+    gathered: int = 0  # weights that are gathered while batches are clipped, where they are sharded
 
     @property
     def lasting(self) -> int:

@@ -47,20 +47,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Slices:
-    """What the slices show.
-
-    Attributes:
-        base: What is there once.
-        encoder_layer: What each layer of the encoder adds.
-        decoder_layer: What each layer of the decoder adds.
-        update_seconds: For each trained weight: noise and optimizer.
-    """
+    """What the slices show."""
 
     rows: int
-    base: Part
-    encoder_layer: Part
-    decoder_layer: Part
-    update_seconds: float
+    base: Part  # what is there once
+    encoder_layer: Part  # what each layer of the encoder adds
+    decoder_layer: Part  # what each layer of the decoder adds
+    update_seconds: float  # for each trained weight: noise and optimizer
     device: str
     precision: str
 

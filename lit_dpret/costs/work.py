@@ -143,19 +143,13 @@ UTILISATION = 0.3
 
 @dataclass(frozen=True)
 class Accelerator:
-    """One device.
-
-    Attributes:
-        bf16_flops: Peak operations per second, dense bfloat16.
-        link: Bytes per second to the other devices of a node, in one direction.
-        source: Where the numbers stand.
-    """
+    """One device."""
 
     name: str
-    bf16_flops: float
+    bf16_flops: float  # peak operations per second, dense bfloat16
     memory: float
-    link: float
-    source: str
+    link: float  # bytes per second to the other devices of a node, in one direction
+    source: str  # where the numbers stand
 
 
 _GIB = 2**30

@@ -25,20 +25,14 @@ from lit_dpret.retrieval.search import MISSING, TopK, lexicographic_rank, top_k_
 class BM25Settings:
     """What decides a score besides the texts.
 
-    Args:
-        k1: How slowly a repeated word stops counting; at least 0.
-        b: How much a long passage is discounted, in [0, 1].
-        stemmer: The Snowball stemmer's language, or None to compare words as they are.
-        stopwords: The language whose stop words are passed over, as ``en``; None passes over none.
-
     Raises:
         ConfigurationError: k1 or b is out of range, or there is no such stemmer or list of stop words.
     """
 
-    k1: float = 0.9
-    b: float = 0.4
-    stemmer: str | None = "english"
-    stopwords: str | None = "en"
+    k1: float = 0.9  # how slowly a repeated word stops counting; at least 0
+    b: float = 0.4  # how much a long passage is discounted, in [0, 1]
+    stemmer: str | None = "english"  # the Snowball stemmer's language, or None to compare words as they are
+    stopwords: str | None = "en"  # the language whose stop words are passed over, as ``en``; None passes over none
 
     def __post_init__(self) -> None:
         if self.k1 < 0 or not 0 <= self.b <= 1:

@@ -18,42 +18,29 @@ from lit_dpret.retrieval.statistics import Interval, bootstrap_interval, holm, p
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """One metric on one data set, of two systems.
-
-    Attributes:
-        difference: ``a - b`` on the mean query, with its bootstrap interval.
-        p_value: Two-sided, of the paired randomisation test.
-        p_holm: The same, adjusted for all cells of the comparison.
-        worse: On how many of them it was worse; on the others they tie.
-    """
+    """One metric on one data set, of two systems."""
 
     data: str
     metric: str
     a: float
     b: float
-    difference: Interval
-    p_value: float
-    p_holm: float
+    difference: Interval  # ``a - b`` on the mean query, with its bootstrap interval
+    p_value: float  # two-sided, of the paired randomisation test
+    p_holm: float  # the same, adjusted for all cells of the comparison
     queries: int
     better: int
-    worse: int
+    worse: int  # on how many of them it was worse; on the others they tie
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Two systems over a grid of data sets and metrics.
-
-    Attributes:
-        cells: Data sets in order, each with all metrics.
-        level: The confidence of the intervals; 1 - level is the threshold of `significant`.
-        resamples: Random swaps of each test.
-    """
+    """Two systems over a grid of data sets and metrics."""
 
     a: str
     b: str
-    cells: tuple[Difference, ...]
-    level: float = 0.95
-    resamples: int = 10_000
+    cells: tuple[Difference, ...]  # data sets in order, each with all metrics
+    level: float = 0.95  # the confidence of the intervals; 1 - level is the threshold of `significant`
+    resamples: int = 10_000  # random swaps of each test
 
     def significant(self, cell: Difference) -> bool:
         """Return whether chance alone is refused for this cell, the whole grid taken into account."""

@@ -102,16 +102,11 @@ class Products:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One way to search a piece.
-
-    Attributes:
-        width: How many candidates of each query are kept.
-        guess: For each query a score below which nothing is kept; None keeps everything at first.
-    """
+    """One way to search a piece."""
 
     products: Products
-    width: int
-    guess: Tensor | None
+    width: int  # how many candidates of each query are kept
+    guess: Tensor | None  # for each query a score below which nothing is kept; None keeps everything at first
 
 
 def bfloat16_pays(device: torch.device, queries: int) -> bool:

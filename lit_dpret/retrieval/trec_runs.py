@@ -38,18 +38,14 @@ DEFAULT_METRICS = ("ndcg@10", "recall@10", "mrr@10")
 class Ranking:
     """What `search` returned, with the ids it speaks about.
 
-    Args:
-        passage_ids: The id of every passage that was searched.
-        top: Scores and indices of shape ``(queries, k)``, best first.
-
     Raises:
         DataError: The number of rows and of query ids differ, a query or passage id occurs twice, a row
             returns one passage twice, an index is no passage's, or a score is NaN.
     """
 
     query_ids: Sequence[str]
-    passage_ids: Sequence[str]
-    top: TopK
+    passage_ids: Sequence[str]  # the id of every passage that was searched
+    top: TopK  # scores and indices of shape ``(queries, k)``, best first
 
     def __post_init__(self) -> None:
         if len(self.query_ids) != len(self.top.indices):
@@ -82,22 +78,14 @@ class EvaluationResult:
 
     ``per_query`` speaks of single queries: where those are private, so is it. ``means`` and
     ``intervals`` of private queries are not covered by a privacy guarantee either.
-
-    Attributes:
-        query_ids: The judged queries, in the order of the judgements.
-        per_query: Metric name to one value per query, aligned with ``query_ids``.
-        means: Metric name to the mean over all judged queries.
-        intervals: Metric name to the bootstrap interval of that mean.
-        without_hits: How many judged queries the run returned nothing for; each counts as 0.
-        without_relevant: How many queries have no relevant passage at all; each counts as 0.
     """
 
-    query_ids: tuple[str, ...]
-    per_query: Mapping[str, Values]
-    means: Mapping[str, float]
-    intervals: Mapping[str, Interval]
-    without_hits: int
-    without_relevant: int
+    query_ids: tuple[str, ...]  # the judged queries, in the order of the judgements
+    per_query: Mapping[str, Values]  # metric name to one value per query, aligned with ``query_ids``
+    means: Mapping[str, float]  # metric name to the mean over all judged queries
+    intervals: Mapping[str, Interval]  # metric name to the bootstrap interval of that mean
+    without_hits: int  # how many judged queries the run returned nothing for; each counts as 0
+    without_relevant: int  # how many queries have no relevant passage at all; each counts as 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return the aggregates, without any per-query value, as plain JSON values."""

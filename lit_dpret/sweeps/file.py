@@ -50,25 +50,16 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class SweepFile:
-    """The content of a sweep file.
+    """The content of a sweep file."""
 
-    Args:
-        path: The file.
-        program: The script, as ``train.py``.
-        method: ``grid`` or ``random``.
-        parameters: The values of each parameter.
-        command: The command line with W&B's macros.
-        metric: ``name`` and ``goal`` of the result that trials are compared by; empty where there is none.
-        run_cap: The most trials; None for all of a grid.
-    """
-
-    path: Path
-    program: str
-    method: str
-    parameters: Mapping[str, Sequence[Any]]
-    command: Sequence[str]
+    path: Path  # the file
+    program: str  # the script, as ``train.py``
+    method: str  # ``grid`` or ``random``
+    parameters: Mapping[str, Sequence[Any]]  # the values of each parameter
+    command: Sequence[str]  # the command line with W&B's macros
+    # ``name`` and ``goal`` of the result that trials are compared by; empty where there is none.
     metric: Mapping[str, str]
-    run_cap: int | None = None
+    run_cap: int | None = None  # the most trials; None for all of a grid
 
     @classmethod
     def read(cls, path: str | Path) -> SweepFile:

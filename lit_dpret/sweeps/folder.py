@@ -30,28 +30,19 @@ DONE = "trial.json"
 
 @dataclass(frozen=True, kw_only=True)
 class SweepTerms:
-    """The terms under which the trials of a sweep are counted and compared.
+    """The terms under which the trials of a sweep are counted and compared."""
 
-    Args:
-        budget: Of the private trials: their unit, neighbours and delta; None where no trial is private.
-        accountant: Of the private trials.
-        dataset_ledger: Adds up what they release.
-        total_eps: The limit of that ledger.
-        ledger_delta: The delta that the limit holds at.
-        metric_data: On which data trials are compared.
-        planned: The epsilon of all of them together.
-        without_privacy: How many trials train on private data without any privacy; None where nobody looked.
-        releases: The releases on which trials under ``privacy=synthetic`` train, each once, and null for all others.
-    """
-
+    # Of the private trials: their unit, neighbours and delta; None where no trial is private.
     budget: PrivacyBudget | None
-    accountant: AccountantName = "pld"
-    dataset_ledger: Path | None = None
-    total_eps: float | None = None
-    ledger_delta: float | None = None
-    metric_data: str
-    planned: Mapping[str, Any] | None = None
+    accountant: AccountantName = "pld"  # of the private trials
+    dataset_ledger: Path | None = None  # adds up what they release
+    total_eps: float | None = None  # the limit of that ledger
+    ledger_delta: float | None = None  # the delta that the limit holds at
+    metric_data: str  # on which data trials are compared
+    planned: Mapping[str, Any] | None = None  # the epsilon of all of them together
+    # How many trials train on private data without any privacy; None where nobody looked.
     without_privacy: int | None = None
+    # The releases on which trials under ``privacy=synthetic`` train, each once, and null for all others.
     releases: Sequence[str | None] | None = None
 
 

@@ -28,19 +28,14 @@ TABLE_CSV, TABLE_MD, FIGURE, REPORT = "sweep.csv", "sweep.md", "sweep.png", "swe
 
 @dataclass(frozen=True)
 class Report:
-    """The findings of a sweep.
+    """The findings of a sweep."""
 
-    Args:
-        rows: A row for each finished trial: ``trial``, its settings, ``epsilon`` on its card, and its metrics.
-        epsilon: What all trials have spent together, those that failed too; None where nothing private was spent.
-        best: The trial that the metric of the sweep names; None without one.
-        text: The same for a reader.
-    """
-
+    # A row for each finished trial: ``trial``, its settings, ``epsilon`` on its card, and its metrics.
     rows: list[dict[str, Any]]
+    # What all trials have spent together, those that failed too; None where nothing private was spent.
     epsilon: float | None
-    best: str | None
-    text: str
+    best: str | None  # the trial that the metric of the sweep names; None without one
+    text: str  # the same for a reader
 
 
 def write_report(sweep: SweepFolder) -> Report:

@@ -53,19 +53,15 @@ from lit_dpret.tasks.parts import Parts, check_run_dir, say
 class Measurement:
     """Settings for measuring canaries.
 
-    Args:
-        draws: Queries that are drawn for each canary's passage.
-        top_p, temperature, max_new_tokens: Of those draws; take the settings of the release.
-        span: What a candidate is judged by: the ``secret`` alone, or the whole ``query``.
-
     A dual encoder draws nothing, and judges pairs (`lit_dpret.audit.canaries.scores`); none of this is about it.
     """
 
-    draws: int = 20
+    draws: int = 20  # queries that are drawn for each canary's passage
+    # top_p, temperature, max_new_tokens: Of those draws; take the settings of the release.
     top_p: float = 0.8
     temperature: float = 1.0
     max_new_tokens: int = 32
-    span: Span = "secret"
+    span: Span = "secret"  # what a candidate is judged by: the ``secret`` alone, or the whole ``query``
 
     def __post_init__(self) -> None:
         if self.draws < 1:

@@ -40,17 +40,12 @@ SIDES: Mapping[Side, str] = {"query": "queries", "passage": "passages"}
 
 @dataclass(frozen=True, kw_only=True)
 class Ruler:
-    """Measures texts of one side.
+    """Measures texts of one side."""
 
-    Args:
-        unit: ``tokens`` or ``words``.
-        count: The length of each text, uncut, with prefix or prompt and special tokens.
-        limit: Where the model cuts; None for words.
-    """
-
-    unit: Literal["tokens", "words"]
+    unit: Literal["tokens", "words"]  # ``tokens`` or ``words``
+    # The length of each text, uncut, with prefix or prompt and special tokens.
     count: Callable[[Sequence[str]], Sequence[int]]
-    limit: int | None = None
+    limit: int | None = None  # where the model cuts; None for words
 
 
 def make_rulers(parts: Parts, privacy: Any) -> tuple[dict[Side, Ruler], str]:

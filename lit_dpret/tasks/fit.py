@@ -260,23 +260,14 @@ def _keep_heads(datamodule: Any, folder: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """How and where a module is trained.
+    """How and where a module is trained."""
 
-    Args:
-        run_dir: Of its checkpoints, its ledger, its model and its card.
-        make_trainer: Takes settings of a Trainer.
-        callbacks: Of the training.
-        loggers: Besides the file of metrics.
-        resume: Go on from the newest whole checkpoint.
-        several_ranks: Whoever trains may be repeated by further processes, from its start.
-    """
-
-    run_dir: Path
-    make_trainer: Callable[..., L.Trainer]
-    callbacks: Sequence[Any]
-    loggers: Sequence[Any] = ()
-    resume: bool = False
-    several_ranks: bool = False
+    run_dir: Path  # of its checkpoints, its ledger, its model and its card
+    make_trainer: Callable[..., L.Trainer]  # takes settings of a Trainer
+    callbacks: Sequence[Any]  # of the training
+    loggers: Sequence[Any] = ()  # besides the file of metrics
+    resume: bool = False  # go on from the newest whole checkpoint
+    several_ranks: bool = False  # whoever trains may be repeated by further processes, from its start
 
 
 def train(

@@ -52,33 +52,21 @@ Kind = Literal["exact", "faiss"]
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The description of a folder of embeddings.
+    """The description of a folder of embeddings."""
 
-    Args:
-        side: Whether its texts are passages or queries.
-        count: How many.
-        dim: The width of an embedding.
-        storage: What a number is stored as.
-        encoder: ``folder`` (a hub's name, or where it lies as seen from this folder), ``dtype``, the ``fingerprints``
-            of both towers and the ``contract`` of the one that made the embeddings.
-        private: Whether the texts are private, and so everything here.
-        card: SHA-256 of the privacy card beside the manifest; None where the encoder had none.
-        kind: ``exact``, or ``faiss`` with a structure in ``index.faiss``.
-        factory: The string that faiss made it from.
-        files: SHA-256 by name.
-        about: Which data the texts are of, as every result says (`data_facts`).
-    """
-
-    side: Side
-    count: int
-    dim: int
-    storage: Storage
+    side: Side  # whether its texts are passages or queries
+    count: int  # how many
+    dim: int  # the width of an embedding
+    storage: Storage  # what a number is stored as
+    # ``folder`` (a hub's name, or where it lies as seen from this folder), ``dtype``, the ``fingerprints`` of both
+    # towers and the ``contract`` of the one that made the embeddings.
     encoder: Mapping[str, Any]
-    private: bool
-    card: str | None = None
-    kind: Kind = "exact"
-    factory: str | None = None
-    files: Mapping[str, str] = field(default_factory=dict)
+    private: bool  # whether the texts are private, and so everything here
+    card: str | None = None  # SHA-256 of the privacy card beside the manifest; None where the encoder had none
+    kind: Kind = "exact"  # ``exact``, or ``faiss`` with a structure in ``index.faiss``
+    factory: str | None = None  # the string that faiss made it from
+    files: Mapping[str, str] = field(default_factory=dict)  # SHA-256 by name
+    # Which data the texts are of, as every result says (`data_facts`).
     about: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> str:
@@ -237,27 +225,21 @@ Declared = Literal["public", "private"]
 class Encoding:
     """How texts are embedded, and what they are.
 
-    Args:
-        side: ``passage``, which is public, or ``query``.
-        queries: Where they are queries, whether those are ``public`` (published ones, or synthetic
-            ones, whose claim the embeddings then inherit) or ``private``; has to be said.
-        dtype: In which the encoder computes: ``float32``, ``bfloat16``, ``float64``, or ``float16`` except for T5.
-        storage: ``float32``, or ``bfloat16`` for half the disk; scores are compared in float32 either way.
-        batch_size: Texts per forward pass.
-        max_length: Tokens of a text that are read; null for what the encoder's folder says.
-        device: ``cpu``, ``cuda`` and so on.
-
     Raises:
         ConfigurationError: A setting is impossible, or queries are neither declared public nor private.
     """
 
-    side: Side = "passage"
+    side: Side = "passage"  # ``passage``, which is public, or ``query``
+    # Where they are queries, whether those are ``public`` (published ones, or synthetic ones, whose claim the
+    # embeddings then inherit) or ``private``; has to be said.
     queries: Declared | None = None
+    # In which the encoder computes: ``float32``, ``bfloat16``, ``float64``, or ``float16`` except for T5.
     dtype: str = "float32"
+    # ``float32``, or ``bfloat16`` for half the disk; scores are compared in float32 either way.
     storage: Storage = "float32"
-    batch_size: int = 64
-    max_length: int | None = None
-    device: str | None = None
+    batch_size: int = 64  # texts per forward pass
+    max_length: int | None = None  # tokens of a text that are read; null for what the encoder's folder says
+    device: str | None = None  # ``cpu``, ``cuda`` and so on
 
     def __post_init__(self) -> None:
         require_choice("task.side", self.side, get_args(Side))

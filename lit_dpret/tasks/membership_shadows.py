@@ -52,31 +52,19 @@ MOST_POPULATION = 500
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Suspects:
-    """Queries in a fixed order: first those that are attacked, then the population that RMIA compares them with.
+    """Queries in a fixed order: first those that are attacked, then the population that RMIA compares them with."""
 
-    Attributes:
-        universe: Ids of all queries that shadow models may be trained on.
-        ids: Of the suspects.
-        member: Whether the target was trained on them, shape ``(suspects,)``.
-        attacked: How many of them, from the first on, are attacked; the rest are no members.
-        queries: The text of each row: a suspect with a passage of its.
-        passages: The passages, as many.
-        row_of: Which suspect a row belongs to, shape ``(rows,)``.
-        fair: Whether a coin decided about each query of the universe, so that members and others are of one law.
-        left_out: Queries of the universe whose text occurs there under several ids, which are not attacked.
-        unanswered: Others that have no passage in the collection (a sample of passages leaves such), so that nothing
-            is learnt from them; they are not attacked either.
-    """
-
-    universe: list[str]
-    ids: list[str]
-    member: NDArray[np.bool_]
-    attacked: int
-    queries: list[str]
-    passages: list[str]
-    row_of: NDArray[np.int64]
-    fair: bool
-    left_out: int
+    universe: list[str]  # ids of all queries that shadow models may be trained on
+    ids: list[str]  # of the suspects
+    member: NDArray[np.bool_]  # whether the target was trained on them, shape ``(suspects,)``
+    attacked: int  # how many of them, from the first on, are attacked; the rest are no members
+    queries: list[str]  # the text of each row: a suspect with a passage of its
+    passages: list[str]  # the passages, as many
+    row_of: NDArray[np.int64]  # which suspect a row belongs to, shape ``(rows,)``
+    fair: bool  # whether a coin decided about each query of the universe, so that members and others are of one law
+    left_out: int  # queries of the universe whose text occurs there under several ids, which are not attacked
+    # Others that have no passage in the collection (a sample of passages leaves such), so that nothing is learnt from
+    # them; they are not attacked either.
     unanswered: int = 0
 
     def __repr__(self) -> str:

@@ -25,14 +25,11 @@ class OwnLog(Pipeline):
     Guarantees:
         - Batches follow from the number of units, which ``zero_out`` and ``replace_one`` take as public, and lengths
           from the public passages; no setting is chosen by looking at a query.
-
-    Args:
-        passage_length: Tokens at which passages are cut; None for the least that cuts under 5 % of them.
-        longest: What ``passage_length`` does not exceed by itself, for the sake of time.
     """
 
+    # Tokens at which passages are cut; None for the least that cuts under 5 % of them.
     passage_length: int | None = None
-    longest: int = 128
+    longest: int = 128  # what ``passage_length`` does not exceed by itself, for the sake of time
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -88,31 +88,24 @@ def score_bm25(queries: Mapping[str, str], passages: Mapping[str, str], qrels: Q
 class Ranker:
     """Ranks passages for queries, best first.
 
-    Args:
-        encoder: ``minilm``, the folder of a trained encoder, a hub name, or ``bm25``.
-        max_passage_length: Tokens of a passage that are read; null for what the encoder's folder says.
-        max_query_length: The same for a query.
-        cache_dir: Where to keep passage embeddings between runs, and to go on with them after an interruption; null
-            keeps none, and searches each piece of the corpus while the next is encoded.
-        search: ``exact``; ``faiss:FACTORY`` (extra ``faiss-cpu`` or ``faiss-gpu``) or ``scann`` (extra ``scann``),
-            which hold all passages.
-        dtype: In which the encoder computes: ``float32``, ``bfloat16``, ``float64``, or ``float16`` except for T5.
-        batch_size: Texts per forward pass.
-        device: Where to encode and search.
-        bm25: Fields of `lit_dpret.retrieval.bm25.BM25Settings`, for ``bm25``.
-
     Raises:
         ConfigurationError: A setting of encoders is given for ``bm25``.
     """
 
-    encoder: str
-    max_passage_length: int | None = None
-    max_query_length: int | None = None
+    encoder: str  # ``minilm``, the folder of a trained encoder, a hub name, or ``bm25``
+    max_passage_length: int | None = None  # tokens of a passage that are read; null for what the encoder's folder says
+    max_query_length: int | None = None  # the same for a query
+    # Where to keep passage embeddings between runs, and to go on with them after an interruption; null keeps none, and
+    # searches each piece of the corpus while the next is encoded.
     cache_dir: str | Path | None = None
+    # ``exact``; ``faiss:FACTORY`` (extra ``faiss-cpu`` or ``faiss-gpu``) or ``scann`` (extra ``scann``), which hold all
+    # passages.
     search: str = "exact"
+    # In which the encoder computes: ``float32``, ``bfloat16``, ``float64``, or ``float16`` except for T5.
     dtype: str = "float32"
-    batch_size: int = 64
-    device: str = "cpu"
+    batch_size: int = 64  # texts per forward pass
+    device: str = "cpu"  # where to encode and search
+    # Fields of `lit_dpret.retrieval.bm25.BM25Settings`, for ``bm25``.
     bm25: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

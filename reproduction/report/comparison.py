@@ -79,27 +79,19 @@ class ModeRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """How far ``first`` is above ``second``.
+    """How far ``first`` is above ``second``."""
 
-    Args:
-        first, second: Names of the systems; ``first`` has the higher mean.
-        metric: Of the values.
-        budget: The family; None for the same mode at two budgets, or where there are no budgets.
-        difference: Of the means.
-        low, high: The 95 % interval of the difference over training runs, for this one comparison.
-        p_runs: Over training runs, adjusted for the family.
-        p_queries: Over queries, adjusted for the family.
-    """
-
+    # first, second: Names of the systems; ``first`` has the higher mean.
     first: str
     second: str
-    metric: str
-    budget: float | None
-    difference: float
+    metric: str  # of the values
+    budget: float | None  # the family; None for the same mode at two budgets, or where there are no budgets
+    difference: float  # of the means
+    # low, high: The 95 % interval of the difference over training runs, for this one comparison.
     low: float
     high: float
-    p_runs: float
-    p_queries: float
+    p_runs: float  # over training runs, adjusted for the family
+    p_queries: float  # over queries, adjusted for the family
 
     def is_significant(self) -> bool:
         """Return whether the training runs carry the difference."""

@@ -84,22 +84,14 @@ def align(known: Floats, guesses: Floats, *, ridge: float = 1e-2) -> Floats:
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingGain:
-    """What embeddings tell of a token, beyond what shuffled ones do.
+    """What embeddings tell of a token, beyond what shuffled ones do."""
 
-    Attributes:
-        nats: A token, in the mean over tokens; below zero where the embedding only confused.
-        low: Lower end of the paired bootstrap interval over texts.
-        bits: The same as ``nats``, in bits.
-        perplexity: With the texts' own embeddings.
-        shuffled_perplexity: With other texts' embeddings.
-    """
-
-    nats: float
-    low: float
+    nats: float  # a token, in the mean over tokens; below zero where the embedding only confused
+    low: float  # lower end of the paired bootstrap interval over texts
     high: float
-    bits: float
-    perplexity: float
-    shuffled_perplexity: float
+    bits: float  # the same as ``nats``, in bits
+    perplexity: float  # with the texts' own embeddings
+    shuffled_perplexity: float  # with other texts' embeddings
     texts: int
     confidence: float
 
@@ -162,18 +154,12 @@ def shuffled_order(count: int, *, seed: int) -> NDArray[np.int64]:
 
 @dataclass(frozen=True, kw_only=True)
 class Recovered:
-    """Scores of written texts against the originals, means over texts.
+    """Scores of written texts against the originals, means over texts."""
 
-    Attributes:
-        bleu: Of the corpus, from 0 to 100, by sacrebleu.
-        token_f1: Harmonic mean of precision and recall of the sets of words.
-        exact: The share that equals its original, case and punctuation aside.
-        cosine: Of the written text's embedding and the attacked one; None where the texts were not embedded again.
-    """
-
-    bleu: float
-    token_f1: float
-    exact: float
+    bleu: float  # of the corpus, from 0 to 100, by sacrebleu
+    token_f1: float  # harmonic mean of precision and recall of the sets of words
+    exact: float  # the share that equals its original, case and punctuation aside
+    # Of the written text's embedding and the attacked one; None where the texts were not embedded again.
     cosine: float | None
     texts: int
 

@@ -42,24 +42,17 @@ class Exceeded:
 
 @dataclass(frozen=True, kw_only=True)
 class AttackResult:
-    """One attack on one model.
-
-    Attributes:
-        tpr: True positive rate by false positive rate, as decimal text.
-        accuracy: Balanced accuracy where the higher half of all scores is taken for members: a threshold that
-            knows no member.
-        exceeded: What is above its ceiling with the confidence that was asked for.
-        evidence: Of a one-run audit; None where members were not chosen by fair coins.
-    """
+    """One attack on one model."""
 
     attack: str
     members: int
     others: int
     auc: Interval
-    tpr: Mapping[str, Interval]
+    tpr: Mapping[str, Interval]  # True positive rate by false positive rate, as decimal text
+    # Balanced accuracy where the higher half of all scores is taken for members: a threshold that knows no member.
     accuracy: Interval
-    exceeded: tuple[Exceeded, ...] = ()
-    evidence: Evidence | None = None
+    exceeded: tuple[Exceeded, ...] = ()  # what is above its ceiling with the confidence that was asked for
+    evidence: Evidence | None = None  # of a one-run audit; None where members were not chosen by fair coins
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
@@ -77,18 +70,14 @@ class AttackResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Promise:
-    """What attacks are held against.
+    """What attacks are held against."""
 
-    Attributes:
-        ceilings: Upper bounds by false positive rate (``attack_ceilings`` of the accountant, with the releases given);
-            None where nothing was promised.
-        delta: Of the claim, where a fair coin decided about each query: a one-run audit is then made too.
-        epsilon: Of the claim; None where none is claimed.
-    """
-
+    # Upper bounds by false positive rate (``attack_ceilings`` of the accountant, with the releases given); None where
+    # nothing was promised.
     ceilings: Ceilings | None = None
+    # Of the claim, where a fair coin decided about each query: a one-run audit is then made too.
     delta: float | None = None
-    epsilon: float | None = None
+    epsilon: float | None = None  # of the claim; None where none is claimed
 
 
 NOTHING = Promise()

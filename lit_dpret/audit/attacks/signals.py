@@ -25,21 +25,14 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class EncodedPairs:
-    """Pairs and a public pool under one encoder, before normalisation.
+    """Pairs and a public pool under one encoder, before normalisation."""
 
-    Attributes:
-        queries: Shape ``(pairs, dim)``.
-        passages: Of the same shape.
-        pool: Shape ``(public passages, dim)``.
-        own: Pairs by pool, true where the pool's text is the pair's own passage and therefore no negative.
-        normalise: Whether the encoder compares by cosine; otherwise by dot product.
-    """
-
-    queries: Floats
-    passages: Floats
-    pool: Floats
+    queries: Floats  # shape ``(pairs, dim)``
+    passages: Floats  # of the same shape
+    pool: Floats  # shape ``(public passages, dim)``
+    # Pairs by pool, true where the pool's text is the pair's own passage and therefore no negative.
     own: NDArray[np.bool_]
-    normalise: bool
+    normalise: bool  # whether the encoder compares by cosine; otherwise by dot product
 
     def __repr__(self) -> str:
         return f"EncodedPairs({len(self.queries)} pairs, {len(self.pool)} public passages)"

@@ -31,26 +31,19 @@ OWN_ID = "canary:"
 
 @dataclass(frozen=True, kw_only=True)
 class Canary:
-    """A planted pair.
+    """A planted pair."""
 
-    Args:
-        name: Its own among the canaries of a run; ``kind-side-copies-number`` as the suite makes them.
-        kind: What the pair looks like around its secret; `CanarySuite` lists the kinds.
-        passage_id: Of its passage: one of the data where the passage is theirs and unchanged, else its own.
-        copies: How often the pair stands in the training data; each copy is a unit.
-        included: Whether it was planted at all, by a coin where the suite tosses one.
-    """
-
-    name: str
-    kind: Kind
+    name: str  # its own among the canaries of a run; ``kind-side-copies-number`` as the suite makes them
+    kind: Kind  # what the pair looks like around its secret; `CanarySuite` lists the kinds
     side: Side
     query: str = field(repr=False)
+    # Of its passage: one of the data where the passage is theirs and unchanged, else its own.
     passage_id: str = field(repr=False)
     passage: str = field(repr=False)
     candidates: tuple[str, ...] = field(repr=False)
     secret: str = field(repr=False)
-    copies: int = 1
-    included: bool = True
+    copies: int = 1  # how often the pair stands in the training data; each copy is a unit
+    included: bool = True  # whether it was planted at all, by a coin where the suite tosses one
 
     def query_with(self, secret: str) -> str:
         """Return the query with this secret."""
@@ -70,14 +63,11 @@ class Canary:
 
 @dataclass(frozen=True)
 class CanarySet:
-    """The canaries of one training, and what they were made from.
-
-    Args:
-        nonce: Random, so that the hash that a ledger and a card give of the set lets nobody test a guess at a secret.
-    """
+    """The canaries of one training, and what they were made from."""
 
     canaries: tuple[Canary, ...]
     settings: dict[str, Any]
+    # Random, so that the hash that a ledger and a card give of the set lets nobody test a guess at a secret.
     nonce: str = field(repr=False)
 
     def units(self) -> list[tuple[Row, ...]]:

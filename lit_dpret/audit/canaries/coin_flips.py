@@ -47,18 +47,14 @@ from lit_dpret.files import read_json, write_whole
 class CoinFlips:
     """Rows, and for each whether it is trained on.
 
-    Args:
-        twins: What takes a canary's place under ``replace_one``.
-        facts: Public before the coins are opened.
-
     Raises:
         ConfigurationError: Their numbers differ.
     """
 
     rows: Sequence[Any] = field(repr=False)
-    twins: Sequence[Any] = field(repr=False)
+    twins: Sequence[Any] = field(repr=False)  # what takes a canary's place under ``replace_one``
     included: tuple[bool, ...] = field(repr=False)
-    facts: Mapping[str, Any]
+    facts: Mapping[str, Any]  # public before the coins are opened
 
     def __post_init__(self) -> None:
         if not len(self.rows) == len(self.twins) == len(self.included):

@@ -47,24 +47,18 @@ _CHARACTERS_PER_TOKEN = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The result of one canary.
-
-    Args:
-        kind, side, copies: Of the canary.
-        rank: Among the candidates.
-        exposure: In bits.
-        chance: Probability that one draw begins with its query and secret; None where that says nothing.
-    """
+    """The result of one canary."""
 
     training: int
+    # kind, side, copies: Of the canary.
     kind: str
     side: str
     copies: int
-    rank: int
-    exposure: float
+    rank: int  # among the candidates
+    exposure: float  # in bits
     draws: int
     found: int
-    chance: float | None
+    chance: float | None  # probability that one draw begins with its query and secret; None where that says nothing
 
     @classmethod
     def of(cls, training: int, score: Mapping[str, Any], leak: Mapping[str, Any]) -> Outcome:
@@ -79,21 +73,14 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The limits that the accounting sets for secrets of one number of copies; all trivial where nothing is claimed.
+    """The limits that the accounting sets for secrets of one number of copies; all trivial where nothing is claimed."""
 
-    Attributes:
-        top: Probability of rank 1.
-        mean_rank: Expected rank, at least.
-        leak: Probability that a secret of ten digits stands in any of the draws.
-        group_eps: What the mixture accounting gives for so many units together, at the same delta.
-    """
-
-    top: float = 1.0
-    mean_rank: float = 1.0
-    leak: float = 1.0
+    top: float = 1.0  # probability of rank 1
+    mean_rank: float = 1.0  # expected rank, at least
+    leak: float = 1.0  # probability that a secret of ten digits stands in any of the draws
     eps: float | None = None
     delta: float | None = None
-    group_eps: float | None = None
+    group_eps: float | None = None  # what the mixture accounting gives for so many units together, at the same delta
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,31 +105,23 @@ class Excess:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One row of the table.
+    """One row of the table."""
 
-    Attributes:
-        side, kind, copies: Which canaries; the kind is `POOLED` for those of the papers together.
-        trainings, canaries, draws: How many; draws are of each canary.
-        mean_rank: Over canaries, its interval over trainings (Student's t).
-        leaked: Share whose secret stood in a draw; NaN where the model draws nothing.
-        chance: Mean probability that one draw begins with query and secret; None where that says nothing.
-        bounds: Lower bounds on epsilon at 95 %, the first one chosen beforehand for the table.
-        alarms: The same estimators at the claim's delta and with the confidence of a contradiction.
-    """
-
+    # side, kind, copies: Which canaries; the kind is `POOLED` for those of the papers together.
     side: str
     kind: str
     copies: int
+    # trainings, canaries, draws: How many; draws are of each canary.
     trainings: int
     canaries: int
     draws: int
-    mean_rank: Interval
+    mean_rank: Interval  # over canaries, its interval over trainings (Student's t)
     top: Interval
-    leaked: Interval
+    leaked: Interval  # share whose secret stood in a draw; NaN where the model draws nothing
     exposure: float
-    chance: float | None
-    bounds: tuple[Evidence, ...]
-    alarms: tuple[Evidence, ...]
+    chance: float | None  # mean probability that one draw begins with query and secret; None where that says nothing
+    bounds: tuple[Evidence, ...]  # lower bounds on epsilon at 95 %, the first one chosen beforehand for the table
+    alarms: tuple[Evidence, ...]  # the same estimators at the claim's delta and with the confidence of a contradiction
     limits: Limits
     excesses: tuple[Excess, ...]
 

@@ -48,29 +48,22 @@ _SPACES = re.compile(r"\s+")
 
 @dataclass(frozen=True, kw_only=True)
 class SecretScore:
-    """How well the model knows one canary's secret.
+    """How well the model knows one canary's secret."""
 
-    Attributes:
-        name, kind, side, copies, included: Of the canary.
-        bits: log2 perplexity of the secret.
-        rank: Among the candidates, from 1; ties count against the finding.
-        exposure: log2(candidates / rank) bits.
-        margin: By how many bits the secret is likelier than the other candidates on average.
-        extrapolated: Exposure by a skew-normal that is fitted to the other candidates; None where that is infinite.
-        log_probability: Natural logarithm of the probability that one draw begins with the canary's query and secret,
-            under the decoding; minus infinity where the nucleus excludes it, None where no query holds the secret.
-    """
-
+    # name, kind, side, copies, included: Of the canary.
     name: str
     kind: str
     side: str
     copies: int
     included: bool
-    bits: float
-    rank: int
-    exposure: float
-    margin: float
+    bits: float  # log2 perplexity of the secret
+    rank: int  # among the candidates, from 1; ties count against the finding
+    exposure: float  # log2(candidates / rank) bits
+    margin: float  # by how many bits the secret is likelier than the other candidates on average
+    # Exposure by a skew-normal that is fitted to the other candidates; None where that is infinite.
     extrapolated: float | None
+    # Natural logarithm of the probability that one draw begins with the canary's query and secret, under the decoding;
+    # minus infinity where the nucleus excludes it, None where no query holds the secret.
     log_probability: float | None
 
     @classmethod
@@ -166,18 +159,13 @@ def prompt_without_secret(canary: Canary) -> str:
 
 @dataclass(frozen=True)
 class Leak:
-    """The queries that were generated for a canary.
-
-    Attributes:
-        copied: The same for the passage with its secret in it; None where that is the same passage.
-        sample: The first query drawn, and the first with the secret if there is one.
-    """
+    """The queries that were generated for a canary."""
 
     name: str
     draws: int
     found: int
-    copied: int | None
-    sample: tuple[str, ...]
+    copied: int | None  # the same for the passage with its secret in it; None where that is the same passage
+    sample: tuple[str, ...]  # the first query drawn, and the first with the secret if there is one
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON values."""

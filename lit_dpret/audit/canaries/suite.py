@@ -85,37 +85,26 @@ class CanarySuite:
     ``echo`` follows Meeus et al. 2025 ("The Canary's Echo", arXiv 2502.14921), ``new_token`` Panda et al. 2025
     ("Privacy auditing of large language models"); both have their secret in the query only.
 
-    Args:
-        kinds: Which of them.
-        repetitions: How often each canary is planted; there are canaries for every number given.
-        sides: Where the secret stands; canaries for every side given.
-        count: Canaries of each combination.
-        candidates: Secrets that each canary's is drawn from, and ranked among.
-        include: 1 plants all; 0.5 tosses a fair coin for each, as one-run audits need it.
-        queries: ``pseudo``, ``dev``, ``test``, or a file of public queries, one in a line. Queries of a split are
-            trained on as canaries: do not judge the model by that split.
-        query_words: Words of a query that are kept before the secret, so that a model's longest query holds it.
-        passage_words: The same, where the secret stands in a passage.
-        suffix_words: Rare words of an ``echo``.
-        new_tokens: How many of ``<extra_id_0>``, ``<extra_id_1>``, ... the model has.
-        seed: Of texts, secrets and coins; null takes one from the operating system. It is no seed of noise, of
-            batches or of the model, and whoever knows it knows the secrets.
-
     Raises:
         ConfigurationError: A setting is out of range.
     """
 
-    kinds: Sequence[Kind] = ("digits", "own_passage", "random_passage")
+    kinds: Sequence[Kind] = ("digits", "own_passage", "random_passage")  # which of them
+    # How often each canary is planted; there are canaries for every number given.
     repetitions: Sequence[int] = (1, 10, 100)
-    sides: Sequence[Side] = ("query",)
-    count: int = 1
-    candidates: int = 100
-    include: float = 1.0
+    sides: Sequence[Side] = ("query",)  # where the secret stands; canaries for every side given
+    count: int = 1  # canaries of each combination
+    candidates: int = 100  # secrets that each canary's is drawn from, and ranked among
+    include: float = 1.0  # 1 plants all; 0.5 tosses a fair coin for each, as one-run audits need it
+    # ``pseudo``, ``dev``, ``test``, or a file of public queries, one in a line. Queries of a split are trained on as
+    # canaries: do not judge the model by that split.
     queries: str = "pseudo"
-    query_words: int = 12
-    passage_words: int = 30
-    suffix_words: int = 5
-    new_tokens: int = 16
+    query_words: int = 12  # words of a query that are kept before the secret, so that a model's longest query holds it
+    passage_words: int = 30  # the same, where the secret stands in a passage
+    suffix_words: int = 5  # rare words of an ``echo``
+    new_tokens: int = 16  # how many of ``<extra_id_0>``, ``<extra_id_1>``, ... the model has
+    # Of texts, secrets and coins; null takes one from the operating system. It is no seed of noise, of batches or of
+    # the model, and whoever knows it knows the secrets.
     seed: int | None = None
 
     def __post_init__(self) -> None:

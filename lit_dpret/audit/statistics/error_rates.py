@@ -52,23 +52,14 @@ def rate_at_most(hits: ArrayLike, trials: ArrayLike, error: float) -> NDArray[np
 
 @dataclass(frozen=True, kw_only=True)
 class Rate:
-    """Hits among trials.
+    """Hits among trials."""
 
-    Attributes:
-        hits: How often the attack was right.
-        trials: How often it guessed.
-        chance: The rate of a guess that knows nothing; None where that has no meaning.
-        low: Exact lower bound of the rate (Clopper and Pearson, two-sided), for trials that are independent.
-        high: Exact upper bound.
-        confidence: Of both.
-    """
-
-    hits: int
-    trials: int
-    chance: float | None
-    low: float
-    high: float
-    confidence: float
+    hits: int  # how often the attack was right
+    trials: int  # how often it guessed
+    chance: float | None  # the rate of a guess that knows nothing; None where that has no meaning
+    low: float  # exact lower bound of the rate (Clopper and Pearson, two-sided), for trials that are independent
+    high: float  # exact upper bound
+    confidence: float  # of both
 
     @property
     def value(self) -> float:

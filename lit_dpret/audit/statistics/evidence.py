@@ -12,27 +12,16 @@ from lit_dpret.privacy.budget import show_delta
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """Evidence of leakage: a lower bound on epsilon. There is no evidence of its absence.
+    """Evidence of leakage: a lower bound on epsilon. There is no evidence of its absence."""
 
-    Attributes:
-        method: Which estimator.
-        eps_lower: The bound, for one copy of the unit. 0 where nothing is contradicted.
-        delta: The delta it goes with; None where the bound is on another curve than (eps, delta).
-        confidence: Probability that the bound is true where the assumption holds; None for a point value.
-        assumption: What must hold for that.
-        copies: How often each canary stood in the training data; the bound is for one copy all the same.
-        threshold: The score from which a canary was taken for a member, where there was one.
-        tests: Number of thresholds that the allowed error was divided among.
-    """
-
-    method: str
-    eps_lower: float
-    delta: float | None
-    confidence: float | None
-    assumption: str
-    copies: int = 1
-    threshold: float | None = None
-    tests: int = 1
+    method: str  # which estimator
+    eps_lower: float  # the bound, for one copy of the unit. 0 where nothing is contradicted
+    delta: float | None  # the delta it goes with; None where the bound is on another curve than (eps, delta)
+    confidence: float | None  # probability that the bound is true where the assumption holds; None for a point value
+    assumption: str  # what must hold for that
+    copies: int = 1  # how often each canary stood in the training data; the bound is for one copy all the same
+    threshold: float | None = None  # the score from which a canary was taken for a member, where there was one
+    tests: int = 1  # number of thresholds that the allowed error was divided among
 
     def __str__(self) -> str:
         sure = "a point value without confidence" if self.confidence is None else f"confidence {self.confidence:g}"
@@ -51,18 +40,13 @@ class Evidence:
 class Terms:
     """The claim that is tested and the confidence that is wanted; every estimator checks them here.
 
-    Args:
-        delta: Of the claim, for one unit.
-        confidence: Probability that the bound is true.
-        copies: How often each included canary stood in the training data; so many copies are so many units.
-
     Raises:
         ConfigurationError: A number is out of its range.
     """
 
-    delta: float
-    confidence: float
-    copies: int
+    delta: float  # of the claim, for one unit
+    confidence: float  # probability that the bound is true
+    copies: int  # how often each included canary stood in the training data; so many copies are so many units
 
     def __post_init__(self) -> None:
         check_delta(self.delta)

@@ -156,15 +156,12 @@ def unplanned_p_value(eps: float, *, canaries: int, guesses: int, correct: int, 
 
 @dataclass(frozen=True, kw_only=True)
 class Refutation:
-    """How unlikely the guesses are if the claim is true.
+    """How unlikely the guesses are if the claim is true."""
 
-    Attributes:
-        p_value: The probability of guesses so good, at most, for any mechanism that keeps the claim; every choice that
-            was tried is paid for. Small values contradict the claim. Large ones support nothing.
-        eps, delta: Where on the curve it was found.
-    """
-
+    # The probability of guesses so good, at most, for any mechanism that keeps the claim; every choice that was tried
+    # is paid for. Small values contradict the claim. Large ones support nothing.
     p_value: float
+    # eps, delta: Where on the curve it was found.
     eps: float
     delta: float
 

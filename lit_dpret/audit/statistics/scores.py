@@ -51,18 +51,13 @@ class Counts:
 class CanaryScores:
     """Scores of an attack; higher means "it was trained on".
 
-    Attributes:
-        in_scores: Of the canaries in the training data, shape ``(members,)``, ascending.
-        out_scores: Of those that were left out, shape ``(others,)``, ascending.
-        pooled: All of them, ascending, with nothing left that tells which is which.
-
     Raises:
         DataError: There are none of one kind, they are not in one row, or one is no number.
     """
 
-    in_scores: Floats
-    out_scores: Floats
-    pooled: Floats
+    in_scores: Floats  # of the canaries in the training data, shape ``(members,)``, ascending
+    out_scores: Floats  # of those that were left out, shape ``(others,)``, ascending
+    pooled: Floats  # all of them, ascending, with nothing left that tells which is which
 
     def __init__(self, in_scores: ArrayLike, out_scores: ArrayLike) -> None:
         for name, values in (("in_scores", in_scores), ("out_scores", out_scores)):

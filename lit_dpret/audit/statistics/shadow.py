@@ -157,16 +157,12 @@ def balanced_halves(texts: int, models: int, *, seed: int) -> NDArray[np.bool_]:
 class ShadowMatrix:
     """Signals of texts under shadow models.
 
-    Args:
-        signals: By name, each of shape ``(models, texts)``.
-        included: Whether a model was trained on a text, of the same shape.
-
     Raises:
         DataError: Shapes differ, there is no signal, or a text lacks models on one side.
     """
 
-    signals: Signals
-    included: NDArray[np.bool_]
+    signals: Signals  # by name, each of shape ``(models, texts)``
+    included: NDArray[np.bool_]  # whether a model was trained on a text, of the same shape
 
     def __post_init__(self) -> None:
         shapes = {value.shape for value in self.signals.values()} | {self.included.shape}

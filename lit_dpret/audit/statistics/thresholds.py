@@ -30,16 +30,13 @@ class Explicit:
 
 @dataclass(frozen=True, kw_only=True)
 class Bonferroni:
-    """Divide the allowed error among thresholds, and take the best.
+    """Divide the allowed error among thresholds, and take the best."""
 
-    Attributes:
-        over: ``all``: among as many as there are canaries, which covers every threshold. ``doubling``: take the
-            1, 2, 4, ... highest scores for members; for audits that count guesses only, whose guesses may depend on
-            the scores in any way that does not know the labels. ``hull``: among the vertices of the ROC curve's
-            hull, as jax_privacy does. Their number depends on the labels, so that no theorem covers it;
-            for small audits it is checked by enumeration (``docs/audit.md``).
-    """
-
+    # ``all``: among as many as there are canaries, which covers every threshold. ``doubling``: take the 1, 2, 4, ...
+    # highest scores for members; for audits that count guesses only, whose guesses may depend on the scores in any way
+    # that does not know the labels. ``hull``: among the vertices of the ROC curve's hull, as jax_privacy does. Their
+    # number depends on the labels, so that no theorem covers it; for small audits it is checked by enumeration
+    # (``docs/audit.md``).
     over: Literal["all", "doubling", "hull"] = "all"
 
 

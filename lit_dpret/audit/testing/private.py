@@ -22,17 +22,11 @@ from lit_dpret.privacy.plan import PlainSamplingRequest, PrivacyPlan
 
 @dataclass(frozen=True)
 class PrivacyReport:
-    """What ``assert_private`` measured on a module that passed.
+    """What ``assert_private`` measured on a module that passed."""
 
-    Attributes:
-        sensitivity: The most that one unit moved the sum, over the bound; at most 1 up to rounding.
-        noise: The measured standard deviation of the noise over the planned one.
-        eps_lower_bound: What the statistical audit could show; at most ``eps``.
-    """
-
-    sensitivity: float
-    noise: float
-    eps_lower_bound: float
+    sensitivity: float  # the most that one unit moved the sum, over the bound; at most 1 up to rounding
+    noise: float  # the measured standard deviation of the noise over the planned one
+    eps_lower_bound: float  # what the statistical audit could show; at most ``eps``
     eps: float
     delta: float
 

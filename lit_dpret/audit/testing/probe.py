@@ -35,15 +35,11 @@ WEIGHT = "__lit_dpret_testing_weight__"
 
 @dataclass(frozen=True)
 class Inputs:
-    """Some units of rows, to make batches of.
+    """Some units of rows, to make batches of."""
 
-    Args:
-        rows: Tensors with the rows as first axis, or a list that the module's ``collate_rows`` takes.
-        unit_ids: Which unit each row belongs to, ``(rows,)``, counted from 0 without gaps.
-    """
-
+    # Tensors with the rows as first axis, or a list that the module's ``collate_rows`` takes.
     rows: dict[str, Tensor] | list[Any]
-    unit_ids: Tensor
+    unit_ids: Tensor  # which unit each row belongs to, ``(rows,)``, counted from 0 without gaps
 
     @classmethod
     def build(cls, batch: Any, unit_ids: Tensor | None) -> Inputs:
@@ -113,19 +109,12 @@ class Inputs:
 
 @dataclass
 class Step:
-    """What one logical step did.
+    """What one logical step did."""
 
-    Attributes:
-        sums: What the guard was shown: the clipped sums before noise.
-        gradients: What the optimizer found in ``.grad``.
-        denominator: The public constant of the plan.
-        beside: What else was released, as coordinates of the noised sum.
-    """
-
-    sums: dict[str, Tensor] = field(default_factory=dict)
-    gradients: dict[str, Tensor] = field(default_factory=dict)
-    denominator: float = 1.0
-    beside: dict[str, Tensor] = field(default_factory=dict)
+    sums: dict[str, Tensor] = field(default_factory=dict)  # what the guard was shown: the clipped sums before noise
+    gradients: dict[str, Tensor] = field(default_factory=dict)  # what the optimizer found in ``.grad``
+    denominator: float = 1.0  # the public constant of the plan
+    beside: dict[str, Tensor] = field(default_factory=dict)  # what else was released, as coordinates of the noised sum
 
     def noised_sums(self) -> dict[str, Tensor]:
         """Return the gradients times the denominator, and what was released beside them, in float64."""

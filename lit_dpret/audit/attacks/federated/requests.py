@@ -83,19 +83,15 @@ def traces(rows: Floats, suspects: Floats) -> Floats:
 
 @dataclass(frozen=True, kw_only=True)
 class Identified:
-    """How well a silo's rows identify the queries that they were computed from.
-
-    Attributes:
-        named: By number of guesses, how often a query that was sent is among the so many nearest of its candidates.
-        control: The same of queries that were not sent; more than chance is due to the domain, not to the rows.
-        nearness: The probability that a query that was sent comes nearer to a row than one that was not (AUC).
-        traced: The same by `traces`, where rows are means; else None. Where it is there, queries are named by it.
-    """
+    """How well a silo's rows identify the queries that they were computed from."""
 
     rows: int
+    # By number of guesses, how often a query that was sent is among the so many nearest of its candidates.
     named: dict[int, Rate]
+    # The same of queries that were not sent; more than chance is due to the domain, not to the rows.
     control: dict[int, Rate]
-    nearness: float
+    nearness: float  # the probability that a query that was sent comes nearer to a row than one that was not (AUC)
+    # The same by `traces`, where rows are means; else None. Where it is there, queries are named by it.
     traced: float | None
     candidates: int
 
@@ -178,18 +174,12 @@ def identify_requests(
 
 @dataclass(frozen=True, kw_only=True)
 class OwnTexts:
-    """How well a silo's own queries stand in for those of another, found by the rows.
+    """How well a silo's own queries stand in for those of another, found by the rows."""
 
-    Attributes:
-        similarity: F1 of the sets of words of the own query nearest to a row and of the victim's query nearest to
-            it, mean over rows.
-        control: The same with an own query drawn at random.
-        equal: The share of rows whose victim's query the silo has word for word, and finds.
-    """
-
+    # F1 of the sets of words of the own query nearest to a row and of the victim's query nearest to it, mean over rows.
     similarity: float
-    control: float
-    equal: float
+    control: float  # the same with an own query drawn at random
+    equal: float  # the share of rows whose victim's query the silo has word for word, and finds
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON values."""

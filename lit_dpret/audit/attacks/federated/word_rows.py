@@ -37,18 +37,13 @@ _TO_SIGMA = 1.4826
 
 @dataclass(frozen=True, eq=False, repr=False)
 class MovedRows:
-    """How far each row of a word-embedding table moved beyond what moves all of them.
+    """How far each row of a word-embedding table moved beyond what moves all of them."""
 
-    Attributes:
-        moved: L2 norms, ``(vocabulary,)``; 0 where it is no more than float32 rounds, which is more for longer rows and
-            would tell frequent words from rare ones without any update.
-        kept: The factor by which decay multiplied every row, as the update shows it; 1 without decay.
-        threshold: From where on a row counts as touched: six robust deviations above the median row, and more than
-            rounding.
-    """
-
+    # L2 norms, ``(vocabulary,)``; 0 where it is no more than float32 rounds, which is more for longer rows and would
+    # tell frequent words from rare ones without any update.
     moved: Floats
-    kept: float
+    kept: float  # the factor by which decay multiplied every row, as the update shows it; 1 without decay
+    # From where on a row counts as touched: six robust deviations above the median row, and more than rounding.
     threshold: float
 
     def __repr__(self) -> str:
@@ -88,19 +83,13 @@ def moved_rows(before: Floats, after: Floats) -> MovedRows:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenSeparation:
-    """How well an update distinguishes some tokens from others.
-
-    Attributes:
-        auc: The probability that one of the first moved further than one of the others.
-        recall: The share of the first that stand out.
-        precision: The share of the first among all that stand out; None where nothing does.
-    """
+    """How well an update distinguishes some tokens from others."""
 
     tokens: int
     others: int
-    auc: float
-    recall: Rate
-    precision: Rate | None
+    auc: float  # the probability that one of the first moved further than one of the others
+    recall: Rate  # the share of the first that stand out
+    precision: Rate | None  # the share of the first among all that stand out; None where nothing does
 
     @property
     def prevalence(self) -> float:
