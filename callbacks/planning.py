@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, is_dataclass
@@ -25,6 +24,7 @@ from lit_dpret.callbacks.own_code import refuse_false_bound
 from lit_dpret.cards.start import Start
 from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.files import json_sha256
 from lit_dpret.privacy.accounting.releases import Poisson, SamplingLaw, Shuffle
 from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.noise import KeyedStream
@@ -219,7 +219,7 @@ def facts_of(trainer: L.Trainer, module: Any, data: Any, *, planned: PlannedRun,
         "optimizer": _plain(getattr(module, "optimizer_spec", None)),
         "precision": str(trainer.precision),
     }
-    return {name: _sha256(value) for name, value in facts.items()}
+    return {name: json_sha256(value, default=_described) for name, value in facts.items()}
 
 
 @lru_cache(maxsize=1)
@@ -231,10 +231,6 @@ def code_sha256() -> str:
     for path in sorted({path for folder in folders for path in folder.rglob("*.py")}):
         digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
     return digest.hexdigest()
-
-
-def _sha256(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=_described).encode()).hexdigest()
 
 
 def _described(value: Any) -> str:

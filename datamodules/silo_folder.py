@@ -13,7 +13,6 @@ private as the queries: folders are made for their owner alone, and no message s
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ from typing import Any
 from lit_dpret.datamodules.readers import NOT_UNICODE, Complain, RecordFile, as_id, is_unicode, parse_json_file, refuse
 from lit_dpret.datamodules.rows import SPLITS
 from lit_dpret.errors import DataError, schema_problem
-from lit_dpret.files import new_folder
+from lit_dpret.files import file_sha256, new_folder
 
 SCHEMA = "lit-dpret/silos/1"
 MANIFEST = "manifest.json"
@@ -154,7 +153,7 @@ def write_silo(folder: Path, silo: Silo) -> dict[str, Any]:
         with open(folder / name, "w", encoding="utf-8") as file:
             file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
     counts = silo.counts()
-    sums = {name: _sha256(folder / name) for name in FILES}
+    sums = {name: file_sha256(folder / name) for name in FILES}
     _write_json(folder / MANIFEST, {"schema": SCHEMA, "name": silo.name, "counts": counts, "sha256": sums})
     return counts
 
@@ -211,7 +210,7 @@ def read_silo(folder: str | Path, *, complain: Complain = refuse, verify: bool =
     for name in FILES:
         if not (root / name).is_file():
             raise DataError(f"{root / name} does not exist; check federated.data.", kind="missing file")
-        if verify and sums.get(name) != _sha256(root / name):
+        if verify and sums.get(name) != file_sha256(root / name):
             raise DataError(
                 f"{root / name} is not what its manifest says: its SHA-256 differs. Build the silos again "
                 "(task=build_silos), or restore the file.",
@@ -248,11 +247,6 @@ def _records(path: Path, columns: tuple[str, str], complain: Complain) -> Iterat
             continue
         seen.add(name)
         yield name, second, record
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _write_json(path: Path, content: object) -> None:

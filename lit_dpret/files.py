@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,29 @@ def read_json(path: Path, schema: str) -> dict[str, Any]:
     if problem := schema_problem(facts.get("schema") if isinstance(facts, dict) else None, schema):
         raise DataError(f"{path} cannot be read: {problem}")
     return dict(facts)
+
+
+def json_sha256(value: object, *, default: Callable[[Any], Any] | None = None) -> str:
+    """Return the SHA-256 of a value as JSON, whatever the order of its keys: what a resumed run compares settings by.
+
+    Args:
+        value: Plain JSON values.
+        default: Turns what JSON has no form for into a plain value; None refuses it with ``TypeError``.
+    """
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=default).encode()).hexdigest()
+
+
+def file_sha256(path: Path) -> str:
+    """Return the SHA-256 of a file in hexadecimal.
+
+    Raises:
+        DataError: It cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}.") from error
 
 
 def append_fact(path: Path, fact: Mapping[str, Any]) -> None:

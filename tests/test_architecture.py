@@ -61,7 +61,7 @@ ALLOWED: dict[str, set[str]] = {
     "report": {"files", "retrieval", "privacy", "cards", "synthesis"},
     "sweeps": {"files", "progress", "privacy", "cards", "report"},
     "callbacks": {
-        "memory", "matmul_precision", "distributed", "privacy", "cards", "progress", "retrieval", "report",
+        "files", "memory", "matmul_precision", "distributed", "privacy", "cards", "progress", "retrieval", "report",
         "audit.statistics", "audit.canaries", "costs", "sweeps",
     },
     "federated": {

@@ -29,7 +29,6 @@ from lit_dpret.cards.file import (
     card_path,
     card_sha256,
     checksum,
-    file_sha256,
     read_card,
     subject_of,
     write_card,
@@ -44,6 +43,7 @@ from lit_dpret.cards.recomputed import decided_blocks, registered_facts
 from lit_dpret.cards.text import SIGNOFF, contradicted, show_epsilon, statement
 from lit_dpret.cards.tuning import tuning_facts, tuning_of_run, with_earlier_tuning
 from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.files import file_sha256
 from lit_dpret.privacy.budget import show_delta
 from lit_dpret.privacy.ledger.chain import today
 from lit_dpret.privacy.ledger.dataset_ledger import sweep_of

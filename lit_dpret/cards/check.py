@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from lit_dpret.cards.claim import claim_facts
-from lit_dpret.cards.file import file_sha256, malformed
+from lit_dpret.cards.file import malformed
 from lit_dpret.cards.provenance import start_assumptions, start_parents
 from lit_dpret.cards.recomputed import decided_blocks, registered_facts
 from lit_dpret.cards.tuning import hides_earlier_tuning, possible_tuning, same_facts
 from lit_dpret.errors import DataError, LedgerError, LitDpretError
+from lit_dpret.files import file_sha256
 from lit_dpret.privacy.ledger.judgement import Assumption, Judged, derived_assumptions, leaks, plan_of
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, noise_keys, recorded_start
 from lit_dpret.privacy.plan import PrivacyPlan

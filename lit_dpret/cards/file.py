@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 from lit_dpret.cards.text import card_html, card_markdown
 from lit_dpret.errors import DataError, LedgerError, schema_problem
 from lit_dpret.files import CARD_NAME as CARD_NAME
-from lit_dpret.files import meant, write_whole
+from lit_dpret.files import file_sha256, meant, write_whole
 from lit_dpret.privacy.budget import Neighbours, Unit, require_choice
 from lit_dpret.privacy.ledger.chain import canonical_json
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
@@ -145,15 +145,6 @@ def card_path(path: str | Path) -> Path:
     """The card's file, given it or its folder."""
     path = Path(path)
     return path / CARD_NAME if path.is_dir() else path
-
-
-def file_sha256(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal; ``DataError`` where it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}.") from error
 
 
 def check_dataset_card(path: Path | None) -> None:

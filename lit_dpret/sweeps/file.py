@@ -6,7 +6,6 @@ at results to choose the next trial (``bayes``) has no list of trials whose cost
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import math
@@ -24,6 +23,7 @@ from typing import Any
 import yaml
 
 from lit_dpret.errors import ConfigurationError
+from lit_dpret.files import json_sha256
 
 _KEYS = {"program", "method", "metric", "parameters", "command", "run_cap", "name", "description", "project", "entity"}
 _ENVIRONMENT = re.compile(r"\$\{envvar:([A-Z0-9_]*)\}")
@@ -45,7 +45,7 @@ class Trial:
     @property
     def id(self) -> str:
         """Eight hexadecimal digits, the same wherever the same point is tried; W&B's run id and the folder's name."""
-        return hashlib.sha256(json.dumps(self.overrides).encode()).hexdigest()[:8]
+        return json_sha256(self.overrides)[:8]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,8 +158,9 @@ class SweepFile:
 
     def fingerprint(self) -> str:
         """Return a hash of everything that decides which trials there are and how they are run."""
-        facts = [self.program, self.method, dict(self.parameters), list(self.command), dict(self.metric), self.run_cap]
-        return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
+        parameters = list(self.parameters.items())  # their order is that of the trials
+        facts = [self.program, self.method, parameters, list(self.command), dict(self.metric), self.run_cap]
+        return json_sha256(facts, default=str)
 
 
 def shown(words: Sequence[str]) -> str:

@@ -6,8 +6,6 @@ or seeds to a finished one.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,6 +32,7 @@ from lit_dpret.federated.systems import (
 )
 from lit_dpret.federated.transport import ELSEWHERE
 from lit_dpret.federated.trust import sights
+from lit_dpret.files import json_sha256
 from lit_dpret.report.federated_report import FederatedFacts, FederatedRow, write_federated_report
 from lit_dpret.tasks.parts import Parts, check_run_dir, say
 from lit_dpret.tasks.stages import Stages
@@ -115,7 +114,7 @@ class Federated:
         facts = {**plan.describe(), "split": self.split}
         if plan.privacy.eps is not None:  # room for requests is part of every noise
             facts["fed_negative"] = "fed_negative" in self.systems
-        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+        return json_sha256(facts)
 
     def _tell(
         self, parts: Parts, runner: SystemRunner, results: dict[System, dict[int, SystemResult]]

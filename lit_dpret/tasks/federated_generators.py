@@ -6,8 +6,6 @@ Everything is charged to the ledger in the silo's state folder, ``RUN/private/NA
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,6 +29,7 @@ from lit_dpret.federated.synthetic import (
     train_generator,
     write_synthetic,
 )
+from lit_dpret.files import json_sha256
 from lit_dpret.modules import QueryGenerator
 from lit_dpret.privacy.budget import show_delta
 from lit_dpret.privacy.modes import NoPrivacy
@@ -96,8 +95,7 @@ class FederatedGenerators:
         folders = self._folders(plan, parts.run_dir)
         self._check(folders, settings, parts)
         facts = {**asdict(self.training), **self.writing, "plan": plan.describe(), "seed": parts.seed}
-        fingerprint = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-        stages = Stages(parts.run_dir, resume=parts.resume, fingerprint=fingerprint)
+        stages = Stages(parts.run_dir, resume=parts.resume, fingerprint=json_sha256(facts))
         found: dict[str, dict[str, Any]] = {}
         with ProgressLine("generators of silos", every=0.0) as progress:
             for done, (name, data) in enumerate(folders.items()):

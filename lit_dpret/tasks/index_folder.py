@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lit_dpret.cards.card import CARD_NAME, CardFacts, card_sha256, inherit_card, subject_of, write_card
-from lit_dpret.cards.file import card_names, check_dataset_card, file_sha256, names_behind, read_card
+from lit_dpret.cards.file import card_names, check_dataset_card, names_behind, read_card
 from lit_dpret.cards.provenance import environment_facts
 from lit_dpret.distributed.job import Job
 from lit_dpret.encoders import Progress, Side, TextEncoder, cut, load_towers
@@ -30,7 +30,7 @@ from lit_dpret.encoders.backbones import resolve_folder
 from lit_dpret.encoders.bulk import in_order
 from lit_dpret.encoders.embedding_cache import content_hash, encode_to_file
 from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError, ResumeError, StorageError, schema_problem
-from lit_dpret.files import meant, settle_modes
+from lit_dpret.files import file_sha256, meant, settle_modes
 from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.ledger.judgement import Assumption
 from lit_dpret.retrieval.backends import Faiss, search_with

@@ -20,13 +20,14 @@ from lit_dpret.audit.statistics.scores import CanaryScores
 from lit_dpret.audit.statistics.shadow import counterfactual_memorisation, shadow_scores
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.check import judge_card
-from lit_dpret.cards.file import CARD_NAME, check_artefact, file_sha256, read_card
+from lit_dpret.cards.file import CARD_NAME, check_artefact, read_card
 from lit_dpret.cards.recomputed import ceilings_of
 from lit_dpret.cards.start import model_folder
 from lit_dpret.cards.text import privacy_line
 from lit_dpret.datamodules.identity import data_facts
 from lit_dpret.encoders import load_towers
 from lit_dpret.errors import ConfigurationError, DataError, PrivacyViolation
+from lit_dpret.files import file_sha256
 from lit_dpret.modules.generator_folder import is_generator
 from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger

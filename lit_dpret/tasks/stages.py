@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import shutil
@@ -13,7 +12,7 @@ from typing import Any
 
 from lit_dpret.cards.file import CARD_NAME, read_card
 from lit_dpret.errors import ResumeError
-from lit_dpret.files import write_whole
+from lit_dpret.files import json_sha256, write_whole
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
 
 DONE = "stage.json"
@@ -29,7 +28,7 @@ def settings_fingerprint(task: object, *, but: Collection[str] = (), **more: obj
     """Hash the settings that finished stages of a task depend on: its public attributes, without those in ``but``."""
     settings = {name: described(value) for name, value in vars(task).items() if name[0] != "_" and name not in but}
     settings |= {name: described(value) for name, value in more.items()}
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+    return json_sha256(settings)
 
 
 def described(settings: object) -> str:

@@ -28,6 +28,7 @@ from lit_dpret.federated.silo_ledger import QUERY_LEDGER
 from lit_dpret.federated.storage import copy_once, save_json
 from lit_dpret.federated.synthetic import PUBLIC
 from lit_dpret.federated.systems import SystemResult, as_lists, run_phase, spent_in, trained_alone
+from lit_dpret.files import json_sha256
 from lit_dpret.negatives.base import public_coins
 from reproduction.federated.catalogue import AS_THEY_ARE, Point, SiloChange
 
@@ -237,4 +238,4 @@ def _contents(folder: Path) -> str:
 
 
 def _hash(facts: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=repr).encode()).hexdigest()[:20]
+    return json_sha256(facts, default=repr)[:20]

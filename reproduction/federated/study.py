@@ -8,8 +8,6 @@ they depend on.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +23,7 @@ from lit_dpret.federated.aggregation import check_silos
 from lit_dpret.federated.plan import FederationPlan
 from lit_dpret.federated.silo_ledger import PASSAGE_LEDGER, QUERY_LEDGER
 from lit_dpret.federated.systems import SystemResult, check_seeds_and_split, check_stage2
+from lit_dpret.files import json_sha256
 from lit_dpret.report.federated_report import COLUMNS, WITHOUT_QUERIES
 from lit_dpret.report.figures import can_draw
 from lit_dpret.report.table import verdict
@@ -331,4 +330,4 @@ def _source(plan: FederationPlan, *, settings: bool = False, split: str = "") ->
     facts = plan.describe()
     if not settings:
         facts = {name: facts[name] for name in ("silos", "clients", "sample", "planted", "declare_public")}
-    return hashlib.sha256(json.dumps({**facts, "split": split}, sort_keys=True).encode()).hexdigest()[:20]
+    return json_sha256({**facts, "split": split})[:20]

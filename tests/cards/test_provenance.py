@@ -21,7 +21,7 @@ from tiny_tasks import retriever, trainer
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
 from lit_dpret.cards import provenance as environment
 from lit_dpret.cards.card import inherit_card, read_card, subject_of, write_card
-from lit_dpret.cards.file import checksum, file_sha256
+from lit_dpret.cards.file import checksum
 from lit_dpret.cards.provenance import (
     PROTOCOL_EVENT,
     code_commit,
@@ -32,6 +32,7 @@ from lit_dpret.cards.provenance import (
 )
 from lit_dpret.cards.verification import verify_chain
 from lit_dpret.errors import ConfigurationError, ResumeError
+from lit_dpret.files import file_sha256
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy, SyntheticData
 

@@ -7,8 +7,6 @@ comes from another machine is checked here before anything is computed with it, 
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -25,6 +23,7 @@ from lit_dpret.federated.keys import KEY_BYTES, SHARE_BYTES, SIGNATURE_BYTES
 from lit_dpret.federated.negatives import Block, FedPool
 from lit_dpret.federated.secure_sum import Keys, Unmasking, Words
 from lit_dpret.federated.settings import PddAs2
+from lit_dpret.files import json_sha256
 from lit_dpret.retrieval.search import MISSING, unbroken
 
 SCHEMA = "lit-dpret/federated-message/1"
@@ -66,7 +65,7 @@ def payload_bytes(content: RecordDict) -> int:
 
 def digest_of(settings: PddAs2) -> str:
     """Return the SHA-256 of a run's settings, by which server and silos know that they mean the same run."""
-    return hashlib.sha256(json.dumps(asdict(settings), sort_keys=True).encode()).hexdigest()
+    return json_sha256(asdict(settings))
 
 
 # -- weights and request rows ------------------------------------------------------------------

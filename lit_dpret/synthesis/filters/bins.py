@@ -7,7 +7,6 @@ histogram, so that synthetic queries are put into the very same bins.
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
@@ -19,6 +18,7 @@ import numpy as np
 from lit_dpret.cards.start import traces_of_training
 from lit_dpret.encoders import load_towers
 from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError
+from lit_dpret.files import json_sha256
 from lit_dpret.privacy.ledger.judgement import Assumption
 from lit_dpret.synthesis.filters.released import declared, shown
 
@@ -49,7 +49,7 @@ class Bins(ABC):
 
     def fingerprint(self) -> str:
         """SHA-256 of the spec."""
-        return sha256(json.dumps(self.spec(), sort_keys=True).encode()).hexdigest()
+        return json_sha256(self.spec())
 
 
 class LengthBins(Bins):

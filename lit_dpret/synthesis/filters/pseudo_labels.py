@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from lit_dpret.cards.card import CardFacts, inherit_card, write_card
-from lit_dpret.cards.file import file_sha256
 from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.files import file_sha256
 from lit_dpret.negatives.drawn import LabelledNegative
 from lit_dpret.synthesis.filters.by_score import Progress, Ranks
 from lit_dpret.synthesis.filters.cross_encoder import CrossEncoder
