@@ -264,17 +264,17 @@ class ClippedSum(ABC):
         """The sums by parameter name, each shared tensor once and dense; the accumulator restarts at zero.
 
         Raises:
-            UnsupportedModelError: An ``add`` broke off halfway since the last ``zero``.
+            UnsupportedModelError: An ``add`` broke off halfway since the last ``forget``.
         """
         self._refuse_torn_sums()
         sums = {}
         for name, parameter in self.parameters.items():
             found = self._sums.pop(name, None)
             sums[name] = _zeros(parameter) if found is None else found
-        self.zero()
+        self.forget()
         return sums
 
-    def zero(self) -> None:
+    def forget(self) -> None:
         """Forget what was added since the last ``take``."""
         self._sums.clear()
         self._torn = False
@@ -293,7 +293,7 @@ class ClippedSum(ABC):
         if self._torn:
             raise UnsupportedModelError(
                 "An earlier physical batch broke off while it was being added (out of memory, or interrupted), so the "
-                "sum holds a part of it. Begin the logical step again: zero() forgets the sum."
+                "sum holds a part of it. Begin the logical step again: forget() drops the sum."
             )
 
     def factors(self, norms: Tensor) -> Tensor:

@@ -103,7 +103,7 @@ class GhostClipping(ClippedSum):
         super().__init__(module, **clipping)
         self.fixed_shapes = fixed_shapes
         self._plan()
-        self.zero()
+        self.forget()
         self._recording_check = RecordingCheck(always=verify)
 
     def _plan(self) -> Plan:

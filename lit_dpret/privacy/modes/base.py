@@ -1,9 +1,9 @@
 """A privacy mode turns batches into one update and says what the update gave away.
 
-A mode has four abstract methods, so the training loop, the accountant, the ledger and the card do not know which one
-they drive: ``attach`` (refuse what cannot be honoured), ``add`` (one physical batch), ``take`` (the sums of the logical
-step), ``privatize`` (the update, with what was done to it). The loop also calls ``contribute`` (`add`, from a module
-and a batch), ``extra_sums`` and ``forget``, which have an implementation here. Training without privacy is a mode too,
+A mode has three abstract methods, so the training loop, the accountant, the ledger and the card do not know which one
+they drive: ``attach`` (refuse what cannot be honoured), ``add`` (one physical batch), ``privatize`` (the update, with
+what was done to it). The loop also calls ``contribute`` (`add`, from a module and a batch), ``take`` (the sums of the
+logical step), ``extra_sums`` and ``forget``, which have an implementation here. Training without privacy is a mode too,
 never a flag.
 """
 
@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +61,13 @@ class StepCounts:
     within: int = 0
 
 
+class Sums(Protocol):
+    """What adds up the gradients of a logical step: a clipping engine, or `GradientSums`."""
+
+    def take(self) -> dict[str, Tensor]: ...
+    def forget(self) -> None: ...
+
+
 class PrivacyMode(ABC):
     """The seam between a training loop and a privacy mechanism.
 
@@ -105,6 +112,7 @@ class PrivacyMode(ABC):
     secure_rng: bool = False
     noise_seed: int | None = None
     delta_at_most: float | None = None
+    _sums: Sums  # from `attach` on
 
     def __init__(self) -> None:
         self.counts = StepCounts()
@@ -180,9 +188,9 @@ class PrivacyMode(ABC):
     def add(self, row_loss: Callable[[], Tensor], unit_ids: Tensor, mask: Tensor) -> None:
         """Add one physical batch; ``row_loss`` runs the forward and returns losses ``(rows,)``."""
 
-    @abstractmethod
     def take(self) -> dict[str, Tensor]:
         """The sums of the logical step by parameter name, before noise; starts the next step."""
+        return self._sums.take()
 
     def extra_sums(self) -> dict[str, Tensor]:
         """Further coordinates of the sum of the logical step, after `take`, from the counts over all ranks.
@@ -193,11 +201,8 @@ class PrivacyMode(ABC):
 
     def forget(self) -> None:
         """Drop what was added since the logical step began, a half-added batch included; the step begins again."""
-        self._drop_sums()
+        self._sums.forget()
         self.counts = StepCounts()
-
-    def _drop_sums(self) -> None:
-        self.take()
 
     @abstractmethod
     def privatize(

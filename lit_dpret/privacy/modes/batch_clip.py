@@ -7,7 +7,7 @@ clipped gradient can turn from one point of the ball to the opposite one: it mov
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,7 @@ from lit_dpret.distributed.strategies import SUMS_ADD_UP, Supported
 from lit_dpret.privacy.accounting.coupled_sensitivity import Bounded, Relation
 from lit_dpret.privacy.clipping.base import LEAST_FACTOR, refuse_batch_mixing, room_for_rounding
 from lit_dpret.privacy.modes.base import GradientSums, trainable
-from lit_dpret.privacy.modes.coupled import CoupledMode, check_bounds
-from lit_dpret.privacy.modes.gaussian import GaussianSettings
+from lit_dpret.privacy.modes.coupled import CoupledMode
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
 
@@ -32,11 +31,10 @@ class BatchClip(CoupledMode):
           by, contributes zero and is counted.
 
     Args:
-        max_grad_norm: L2 bound C on the gradient of one sub-batch's mean loss; or
-        l2_sensitivity: the total, 2C, in its place.
+        max_grad_norm: L2 bound C on the gradient of one sub-batch's mean loss.
+        l2_sensitivity: The total, 2C, in its place.
         sub_batches: Into how many parts a logical batch falls; each is clipped, and they are averaged.
-        n_max: Most units of a part; see `CoupledMode`.
-        **common: The arguments of `GaussianMode`.
+        **common: The arguments of `CoupledMode` and `GaussianMode`.
 
     Raises:
         ConfigurationError: An argument is out of range; the message names the ``privacy.`` key.
@@ -47,20 +45,6 @@ class BatchClip(CoupledMode):
     clips_whole_batch: ClassVar[bool] = True
     bounded: ClassVar[Bounded] = "sub_batch"
     bounds_any_rows: ClassVar[bool] = True
-
-    def __init__(
-        self,
-        *,
-        max_grad_norm: float | None = None,
-        l2_sensitivity: float | None = None,
-        sub_batches: int = 1,
-        n_max: int | None = None,
-        **common: Unpack[GaussianSettings],
-    ) -> None:
-        super().__init__(sub_batches=sub_batches, n_max=n_max, **common)
-        check_bounds("max_grad_norm", max_grad_norm, l2_sensitivity)
-        self.max_grad_norm = max_grad_norm
-        self.l2_sensitivity = l2_sensitivity
 
     def _sensitivity(self, n_max: int, change: Relation, loss: Any) -> float:
         # Whatever a missing unit does to the mean gradient, both vectors are of norm C at most.
@@ -73,7 +57,7 @@ class BatchClip(CoupledMode):
     def attach(self, module: nn.Module, plan: PrivacyPlan | None, stream: KeyedStream) -> None:
         super().attach(module, plan, stream)
         refuse_batch_mixing(module)
-        self._sums = GradientSums(module)
+        self._sums: GradientSums = GradientSums(module)
 
     def contribute(self, module: Any, batch: Any) -> None:
         self._refuse_large(int(batch.mask.sum()))
@@ -103,9 +87,3 @@ class BatchClip(CoupledMode):
             return
         self.counts.clipped += int(norm > self._plan.max_grad_norm)
         self._sums.add({name: gradient * factor for name, gradient in wide.items()})
-
-    def take(self) -> dict[str, Tensor]:
-        return self._sums.take()
-
-    def _drop_sums(self) -> None:
-        self._sums.forget()

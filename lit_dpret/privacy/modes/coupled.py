@@ -32,6 +32,14 @@ from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan, SamplingRequest
 
 
+class CoupledSettings(GaussianSettings, total=False):
+    """The arguments of `CoupledMode` but its bound, which a mode may call by another name."""
+
+    l2_sensitivity: float | None
+    sub_batches: int
+    n_max: int | None
+
+
 class CoupledMode(GaussianMode):
     """A private mode for losses in which the units of a sub-batch see each other.
 
@@ -43,6 +51,8 @@ class CoupledMode(GaussianMode):
           all parts.
 
     Args:
+        max_grad_norm: L2 bound on what is clipped.
+        l2_sensitivity: How far one unit may move the sum, in the place of ``max_grad_norm``, which follows from it.
         sub_batches: Into how many parts a logical batch falls; negatives come from the own part.
         n_max: Most units of a part, public; null for one that is hardly ever reached. Units beyond it
             are left out of the step, uniformly. Where batches are drawn by coins, that must be next to impossible,
@@ -55,15 +65,32 @@ class CoupledMode(GaussianMode):
 
     bounded: ClassVar[Bounded]
     bound_key: ClassVar[str] = "max_grad_norm"
-    l2_sensitivity: float | None
     candidates: ClassVar[Candidates] = "batch"
     calibrated_to_loss: ClassVar[bool] = True
 
-    def __init__(self, *, sub_batches: int = 1, n_max: int | None = None, **common: Unpack[GaussianSettings]) -> None:
+    def __init__(
+        self,
+        *,
+        max_grad_norm: float | None = None,
+        l2_sensitivity: float | None = None,
+        sub_batches: int = 1,
+        n_max: int | None = None,
+        **common: Unpack[GaussianSettings],
+    ) -> None:
         super().__init__(**common)
         for name, value in (("sub_batches", sub_batches), ("n_max", n_max)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ConfigurationError(f"privacy.{name}={value} is not a whole number of at least 1.")
+        if (max_grad_norm is None) == (l2_sensitivity is None):
+            raise ConfigurationError(
+                f"privacy.{self.bound_key}={max_grad_norm} and privacy.l2_sensitivity={l2_sensitivity}: give exactly "
+                "one of them; the other one follows from it."
+            )
+        for name, bound in ((self.bound_key, max_grad_norm), ("l2_sensitivity", l2_sensitivity)):
+            if bound is not None and not (isinstance(bound, (int, float)) and 0 < bound < float("inf")):
+                raise ConfigurationError(f"privacy.{name}={bound} is not a positive, finite number.")
+        self.max_grad_norm = max_grad_norm
+        self.l2_sensitivity = l2_sensitivity
         self.sub_batches = sub_batches
         self.n_max = n_max
 
@@ -144,7 +171,9 @@ class CoupledMode(GaussianMode):
 
     def _bounds(self, unit_sensitivity: float) -> tuple[float, float]:
         """Return the clipping bound and the sensitivity, one of which the user set."""
-        return bounds_of(self.bound_key, getattr(self, self.bound_key), self.l2_sensitivity, unit_sensitivity)
+        if self.max_grad_norm is not None:
+            return self.max_grad_norm, self.max_grad_norm * unit_sensitivity
+        return float(self.l2_sensitivity or 0.0) / unit_sensitivity, float(self.l2_sensitivity or 0.0)
 
     def _claim(self, loss: Any) -> LossClaim:
         return "proved"
@@ -174,40 +203,3 @@ def named(loss: Any) -> str:
     """A loss with its settings, the same in every process: no address of a function stands in it."""
     # An address differs in every process, and the plan would never match on a resume.
     return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(loss))
-
-
-def bounds_of(name: str, clip: float | None, l2_sensitivity: float | None, unit: float) -> tuple[float, float]:
-    """The clipping bound and the sensitivity from the one that is given.
-
-    Args:
-        name: The key of the clipping bound.
-        clip: The clipping bound, or None.
-        l2_sensitivity: The sensitivity, or None.
-        unit: The sensitivity of a clipping bound of 1.
-
-    Example:
-        >>> bounds_of("max_grad_norm", 0.5, None, 2.0)
-        (0.5, 1.0)
-        >>> bounds_of("max_grad_norm", None, 1.0, 2.0)
-        (0.5, 1.0)
-    """
-    check_bounds(name, clip, l2_sensitivity)
-    if clip is not None:
-        return clip, clip * unit
-    return float(l2_sensitivity or 0.0) / unit, float(l2_sensitivity or 0.0)
-
-
-def check_bounds(name: str, clip: float | None, l2_sensitivity: float | None) -> None:
-    """Refuse none, both, or a value that is no positive number.
-
-    Raises:
-        ConfigurationError: Naming the keys.
-    """
-    if (clip is None) == (l2_sensitivity is None):
-        raise ConfigurationError(
-            f"privacy.{name}={clip} and privacy.l2_sensitivity={l2_sensitivity}: give exactly one of them; the other "
-            "one follows from it."
-        )
-    for key, value in ((name, clip), ("l2_sensitivity", l2_sensitivity)):
-        if value is not None and not (isinstance(value, (int, float)) and 0 < value < float("inf")):
-            raise ConfigurationError(f"privacy.{key}={value} is not a positive, finite number.")

@@ -8,17 +8,15 @@ by a public constant instead of the realised batch size. One unit is one query w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, ClassVar, Literal, Unpack, get_args
 
-from torch import Tensor, nn
+from torch import nn
 
 from lit_dpret.distributed.strategies import Supported, with_xla
-from lit_dpret.distributed.xla import read
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.privacy import clip_fraction
 from lit_dpret.privacy.budget import ClipGroups, ClipName, require_choice
-from lit_dpret.privacy.clipping import ClipStats, make_engine
+from lit_dpret.privacy.clipping import make_engine
 from lit_dpret.privacy.modes.gaussian import GaussianMode, GaussianSettings
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan, SamplingRequest
@@ -111,26 +109,4 @@ class DPSGD(GaussianMode):
                     "model.fixed_shapes=true). Choose privacy.engine=ghost."
                 )
             settings["fixed_shapes"] = True
-        self._clipper = make_engine(plan.engine, module, clip=plan.clip, **settings)
-        self._stats: list[ClipStats] = []
-
-    def add(self, row_loss: Callable[[], Tensor], unit_ids: Tensor, mask: Tensor) -> None:
-        self._watch.before()
-        stats = self._clipper.add(row_loss, unit_ids, mask)
-        self._watch.after()
-        self.counts.units += int(mask.sum())
-        # Read in `take`, once a step: to read a count is to wait for the device.
-        self._stats.append(stats)
-
-    def take(self) -> dict[str, Tensor]:
-        # All counts in one transfer.
-        found = read([count for stats in self._stats for count in (stats.clipped, stats.non_finite, stats.within)])
-        self.counts.clipped += sum(found[::3])
-        self.counts.non_finite += sum(found[1::3])
-        self.counts.within += sum(found[2::3])
-        self._stats.clear()
-        return self._clipper.take()
-
-    def _drop_sums(self) -> None:
-        self._stats.clear()
-        self._clipper.zero()
+        self._sums = make_engine(plan.engine, module, clip=plan.clip, **settings)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, TypedDict, get_args
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_dpret.distributed.shards import like, place_of
-from lit_dpret.distributed.xla import sync_device
+from lit_dpret.distributed.xla import read, sync_device
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy import clip_fraction
 from lit_dpret.privacy.accounting.composition import check_supported
@@ -32,6 +32,7 @@ from lit_dpret.privacy.budget import (
     Unit,
     require_choice,
 )
+from lit_dpret.privacy.clipping import ClipStats
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.modes.base import Guarantee, PrivacyMode, StepCounts, Update, trainable
 from lit_dpret.privacy.noise import KeyedStream, noise_source
@@ -101,6 +102,7 @@ class GaussianMode(PrivacyMode):
     """
 
     guarantee: ClassVar[Guarantee] = "dp"
+    _sums: Any  # of each mode's own kind
 
     def __init__(
         self,
@@ -269,9 +271,32 @@ class GaussianMode(PrivacyMode):
         self._stream = stream
         self._module = module
         self._watch = StateWatch(module)
+        self._stats: list[ClipStats] = []
         self._noise = noise_source(
             plan.noise, stream, noise_multiplier=plan.noise_multiplier, coordinates=_coordinates(module) + 1
         )  # and one for the count of clipped units
+
+    def add(self, row_loss: Callable[[], Tensor], unit_ids: Tensor, mask: Tensor) -> None:
+        """Add a physical batch to a clipping engine; a mode that clips anything but units overrides it."""
+        self._watch.before()
+        stats = self._sums.add(row_loss, unit_ids, mask)
+        self._watch.after()
+        self.counts.units += int(mask.sum())
+        # Read in `take`, once a step: to read a count is to wait for the device.
+        self._stats.append(stats)
+
+    def take(self) -> dict[str, Tensor]:
+        # All counts in one transfer.
+        found = read([count for stats in self._stats for count in (stats.clipped, stats.non_finite, stats.within)])
+        self.counts.clipped += sum(found[::3])
+        self.counts.non_finite += sum(found[1::3])
+        self.counts.within += sum(found[2::3])
+        self._stats.clear()
+        return super().take()
+
+    def forget(self) -> None:
+        self._stats.clear()
+        super().forget()
 
     @property
     def gradient_noise_std(self) -> float:

@@ -39,8 +39,7 @@ from lit_dpret.privacy.clipping.pairs import (
     weighted_backward,
 )
 from lit_dpret.privacy.modes.base import GradientSums, trainable
-from lit_dpret.privacy.modes.coupled import CoupledMode, check_bounds, named
-from lit_dpret.privacy.modes.gaussian import GaussianSettings
+from lit_dpret.privacy.modes.coupled import CoupledMode, CoupledSettings, named
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
 
@@ -69,17 +68,15 @@ class LogitDP(CoupledMode):
           the norms and the gradient are of one function.
 
     Args:
-        max_logit_grad_norm: L2 bound B on the gradient of one pair's similarity; or
-        l2_sensitivity: the total in its place, B times the loss's sensitivity, which the paper tunes.
+        max_logit_grad_norm: L2 bound B on the gradient of one pair's similarity.
+        l2_sensitivity: The total in its place, B times the loss's sensitivity, which the paper tunes.
         norms: How the norms are found: ``pair_ghost``, ``jacobian``, ``linear_head`` and ``brute_force`` are
             exact, ``k_blocks`` is exact for two towers and a proved bound for a shared one, ``auto`` takes
             the cheapest that is exact.
         sensitivity: ``proof``, or ``paper`` for Lemma 4.5, which is refuted.
-        sub_batches: Into how many parts a logical batch falls; negatives come from the own part.
-        n_max: Most units of a part; see `CoupledMode`.
         rows_at_once: Rows that go through the encoder together in the second pass.
         pairs_at_once: With ``pair_ghost``, pairs that go through it together; null for a part's size.
-        **common: The arguments of `GaussianMode`; ``delta`` must be given.
+        **common: The arguments of `CoupledMode` and `GaussianMode`; ``delta`` must be given.
 
     Raises:
         ConfigurationError: An argument is out of range; the message names the ``privacy.`` key.
@@ -94,28 +91,23 @@ class LogitDP(CoupledMode):
         self,
         *,
         max_logit_grad_norm: float | None = None,
-        l2_sensitivity: float | None = None,
         norms: NormsName = "auto",
         sensitivity: SensitivityRule = "proof",
-        sub_batches: int = 1,
-        n_max: int | None = None,
         rows_at_once: int = 64,
         pairs_at_once: int | None = None,
-        **common: Unpack[GaussianSettings],
+        **common: Unpack[CoupledSettings],
     ) -> None:
         if common.get("delta") is None:
             raise ConfigurationError(
                 "privacy.delta=null: Logit-DP states its delta. Set privacy.delta, a constant below 1/n."
             )
-        super().__init__(sub_batches=sub_batches, n_max=n_max, **common)
-        check_bounds("max_logit_grad_norm", max_logit_grad_norm, l2_sensitivity)
+        super().__init__(max_grad_norm=max_logit_grad_norm, **common)
         require_choice("privacy.norms", norms, get_args(NormsName))
         require_choice("privacy.sensitivity", sensitivity, get_args(SensitivityRule))
         for name, value in (("rows_at_once", rows_at_once), ("pairs_at_once", pairs_at_once)):
             if value is not None and value < 1:
                 raise ConfigurationError(f"privacy.{name}={value} must be at least 1.")
         self.max_logit_grad_norm = max_logit_grad_norm
-        self.l2_sensitivity = l2_sensitivity
         self.norms: NormsName = norms
         self.sensitivity: SensitivityRule = sensitivity
         self.rows_at_once = rows_at_once
@@ -162,7 +154,7 @@ class LogitDP(CoupledMode):
             )
         _refuse_learned_loss(contrasted)
         self._norms = self._strategy(contrasted, coupling.n_max)
-        self._sums = GradientSums(module)
+        self._sums: GradientSums = GradientSums(module)
 
     def _strategy(self, module: Any, n_max: int) -> PairNorms:
         settings: Any = {"pairs_at_once": self.pairs_at_once} if self.norms == "pair_ghost" else {}
@@ -199,12 +191,6 @@ class LogitDP(CoupledMode):
         raise UnsupportedModelError(
             "privacy=logit_dp clips pairs, and row losses do not show them: it works through contribute(module, batch)."
         )
-
-    def take(self) -> dict[str, Tensor]:
-        return self._sums.take()
-
-    def _drop_sums(self) -> None:
-        self._sums.forget()
 
 
 def _refuse_learned_loss(module: Any) -> None:

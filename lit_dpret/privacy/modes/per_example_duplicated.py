@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any, ClassVar, Unpack
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lit_dpret.distributed.strategies import SUMS_ADD_UP, Supported
 from lit_dpret.privacy.accounting.coupled_sensitivity import Bounded, Relation
@@ -21,8 +21,7 @@ from lit_dpret.privacy.batches import rows_in_turn
 from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.clipping import make_engine
 from lit_dpret.privacy.modes.base import Candidates
-from lit_dpret.privacy.modes.coupled import CoupledMode, check_bounds
-from lit_dpret.privacy.modes.gaussian import GaussianSettings
+from lit_dpret.privacy.modes.coupled import CoupledMode, CoupledSettings
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
 
@@ -50,13 +49,11 @@ class PerExampleDuplicated(CoupledMode):
           at most 2 ``n_max`` C, with C = ``max_grad_norm``, for every loss and temperature.
 
     Args:
-        max_grad_norm: L2 bound C on one row's gradient; or
-        l2_sensitivity: the total in its place.
+        max_grad_norm: L2 bound C on one row's gradient.
         sub_batches: Into how many parts a logical batch falls. Smaller parts need less noise.
-        n_max: Most units of a part; see `CoupledMode`.
         engine: ``ghost`` or ``vmap``.
         rows_at_once: How many rows, each with its copies of all passages, go through the model together.
-        **common: The arguments of `GaussianMode`.
+        **common: The arguments of `CoupledMode` and `GaussianMode`.
 
     Raises:
         ConfigurationError: An argument is out of range; the message names the ``privacy.`` key.
@@ -72,18 +69,12 @@ class PerExampleDuplicated(CoupledMode):
         self,
         *,
         max_grad_norm: float | None = None,
-        l2_sensitivity: float | None = None,
-        sub_batches: int = 1,
-        n_max: int | None = None,
         engine: str = "ghost",
         rows_at_once: int = 4,
-        **common: Unpack[GaussianSettings],
+        **common: Unpack[CoupledSettings],
     ) -> None:
-        super().__init__(sub_batches=sub_batches, n_max=n_max, **common)
-        check_bounds("max_grad_norm", max_grad_norm, l2_sensitivity)
+        super().__init__(max_grad_norm=max_grad_norm, **common)
         require_choice("privacy.engine", engine, ("ghost", "vmap"))
-        self.max_grad_norm = max_grad_norm
-        self.l2_sensitivity = l2_sensitivity
         self.engine = engine
         self.rows_at_once = max(1, rows_at_once)
 
@@ -94,7 +85,7 @@ class PerExampleDuplicated(CoupledMode):
         super().attach(module, plan, stream)
         contrasted: Any = module
         contrasted.row_temperature()
-        self._clipper = make_engine(self.engine, module, max_grad_norm=self._plan.max_grad_norm)
+        self._sums = make_engine(self.engine, module, max_grad_norm=self._plan.max_grad_norm)
 
     def contribute(self, module: Any, batch: Any) -> None:
         self._refuse_large(int(batch.mask.sum()))
@@ -104,17 +95,3 @@ class PerExampleDuplicated(CoupledMode):
             slots = torch.arange(part.stop - part.start, device=ids.device)
             self.add(module.copied_loss(batch, part), slots, real[part])
         self.counts.units += int(batch.mask.sum()) - int(real.sum())  # units of which no row is left
-
-    def add(self, row_loss: Any, unit_ids: Tensor, mask: Tensor) -> None:
-        self._watch.before()
-        stats = self._clipper.add(row_loss, unit_ids, mask)
-        self._watch.after()
-        self.counts.units += int(mask.sum())
-        self.counts.clipped += int(stats.clipped)
-        self.counts.non_finite += int(stats.non_finite)
-
-    def take(self) -> dict[str, Tensor]:
-        return self._clipper.take()
-
-    def _drop_sums(self) -> None:
-        self._clipper.zero()

@@ -35,7 +35,7 @@ class PlainGradients(PrivacyMode):
     def attach(self, module: nn.Module, plan: PrivacyPlan | None, stream: KeyedStream) -> None:
         self.counts = StepCounts()
         self._module = module
-        self._sums = GradientSums(module)
+        self._sums: GradientSums = GradientSums(module)
 
     def add(self, row_loss: Callable[[], Tensor], unit_ids: Tensor, mask: Tensor) -> None:
         parameters = trainable(self._module)
@@ -44,12 +44,6 @@ class PlainGradients(PrivacyMode):
         gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
         self._sums.add(dict(zip(parameters, gradients, strict=True)))
         self.counts.units += int(torch.bincount(unit_ids[mask[unit_ids]]).count_nonzero())
-
-    def take(self) -> dict[str, Tensor]:
-        return self._sums.take()
-
-    def _drop_sums(self) -> None:
-        self._sums.forget()
 
     def privatize(
         self,

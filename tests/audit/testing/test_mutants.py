@@ -46,7 +46,7 @@ def divided_before_the_noise(patch: Patch) -> None:
 def per_physical_batch(patch: Patch) -> None:
     def mutant(self: Any, *rest: Any) -> None:
         add(self, *rest)
-        for total in self._clipper._sums.values():
+        for total in self._sums._sums.values():
             total += torch.randn(total.shape) * self._plan.noise_std
 
     patch.setattr(DPSGD, "add", mutant)

@@ -140,7 +140,7 @@ def test_sums_add_up_until_they_are_taken(lib: SimpleNamespace) -> None:
     twice = clipping.take()
     assert all(torch.allclose(twice[n], 2 * once[n]) for n in once)
     case.run(clipping)
-    clipping.zero()
+    clipping.forget()
     assert not any(total.any() for total in clipping.take().values())
 
 

@@ -103,6 +103,6 @@ def test_the_sum_begins_at_zero_again_after_it_was_taken_or_forgotten(lib: Simpl
     first = engine.take()
     assert all(not total.any() for total in engine.take().values())
     case.run(engine)
-    engine.zero()
+    engine.forget()
     case.run(engine)
     assert all(torch.equal(total, first[name]) for name, total in engine.take().items())
