@@ -28,7 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "settings": set(),
     "assets": set(),
     "distributed": set(),
-    "privacy": {"distributed", "evaluation_mode", "matmul_precision"},
+    "privacy": {"files", "distributed", "evaluation_mode", "matmul_precision"},
     "retrieval": {"files", "matmul_precision"},
     "losses": set(),
     "audit": set(),

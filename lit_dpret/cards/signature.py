@@ -19,8 +19,8 @@ from typing import Any
 from lit_dpret.cards.amendments import versions
 from lit_dpret.cards.file import CARD_NAME, SIGNATURE_NAME, card_path, card_sha256, read_card
 from lit_dpret.cards.start import MODEL_FOLDER
-from lit_dpret.errors import ConfigurationError, DataError, schema_problem
-from lit_dpret.files import write_whole
+from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.files import read_json, write_whole
 from lit_dpret.privacy.ledger.chain import canonical_json
 
 SCHEMA = "lit-dpret/privacy-card-signature/1"
@@ -69,13 +69,9 @@ def check_signature(card: Mapping[str, Any], path: Path) -> Signed:
         ConfigurationError: The package ``cryptography`` is missing.
     """
     try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
-        if problem := schema_problem(facts["schema"], SCHEMA):
-            raise DataError(f"{path.name} cannot be read: {problem}")
+        facts = read_json(path, SCHEMA)
         raw, signature = bytes.fromhex(facts["public_key"]), bytes.fromhex(facts["signature"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        if isinstance(error, DataError):
-            raise
+    except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path.name} is no signature of a card ({error!r}).") from error
     library = _library()
     try:

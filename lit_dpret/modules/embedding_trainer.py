@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from lit_dpret.encoders import Side, TextEncoder
 from lit_dpret.encoders.st_folder import save_sentence_transformer
 from lit_dpret.encoders.vision import AugmentedViews
-from lit_dpret.errors import ConfigurationError, StorageError, UnsupportedModelError, schema_problem
-from lit_dpret.files import settle_modes
+from lit_dpret.errors import ConfigurationError, DataError, StorageError, UnsupportedModelError
+from lit_dpret.files import read_json, settle_modes
 from lit_dpret.losses import PairwiseLoss, SoftmaxPairLoss, false_negatives
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.pair_module import PairModule, make_encoder
@@ -198,11 +198,9 @@ def load_net(net: nn.Module, folder: str | Path) -> None:
     """
     place = Path(folder)
     try:
-        facts = json.loads((place / FACTS).read_text(encoding="utf-8"))
-        if problem := schema_problem(facts.get("schema"), SCHEMA):
-            raise UnsupportedModelError(f"{place / FACTS} cannot be read: {problem}")
+        read_json(place / FACTS, SCHEMA)
         net.load_state_dict(load_file(place / WEIGHTS), strict=True)
-    except (OSError, json.JSONDecodeError, AttributeError, SafetensorError, RuntimeError) as error:
+    except (DataError, OSError, SafetensorError, RuntimeError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UnsupportedModelError(
             f"model.encoder={place} is no folder with the weights of model.net={type(net).__name__}: {reason} Name the "

@@ -28,7 +28,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from lit_dpret.errors import BudgetExceededError, ConfigurationError, DataError, schema_problem
+from lit_dpret.errors import BudgetExceededError, ConfigurationError, DataError
+from lit_dpret.files import read_json
 from lit_dpret.privacy.accounting.accountant import Accountant
 from lit_dpret.privacy.accounting.releases import FullBatch, GaussianRelease
 from lit_dpret.privacy.budget import AccountantName, Neighbours, NoiseName, PrivacyBudget, with_rounding_paid
@@ -231,16 +232,12 @@ class ReleasedHistogram:
         """
         path = folder / HISTOGRAM_NAME
         try:
-            facts = json.loads(path.read_text(encoding="utf-8"))
-            if problem := schema_problem(facts["schema"], SCHEMA):
-                raise DataError(f"{path}: {problem}")
+            facts = read_json(path, SCHEMA)
             return cls(
                 names=tuple(map(str, facts["names"])), counts=tuple(map(float, facts["counts"])),
                 bins=dict(facts["bins"]), noise_std=float(facts["noise_std"]), max_count=int(facts["max_count"]),
             )  # fmt: skip
-        except OSError as error:
-            raise DataError(f"{path} cannot be read: {error.strerror}. Give the folder of task=histogram.") from error
         except (ValueError, KeyError, TypeError) as error:
-            if isinstance(error, DataError):
-                raise
-            raise DataError(f"{path} is no histogram of this program ({type(error).__name__}: {error}).") from error
+            raise DataError(
+                f"{path} is no histogram of this program, whose folder task=histogram writes ({error})."
+            ) from error

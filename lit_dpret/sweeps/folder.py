@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.errors import ConfigurationError, DataError, ResumeError, schema_problem
-from lit_dpret.files import write_whole
+from lit_dpret.errors import ConfigurationError, ResumeError
+from lit_dpret.files import read_json, write_whole
 from lit_dpret.privacy.accounting.releases import Release
 from lit_dpret.privacy.budget import AccountantName, PrivacyBudget
 from lit_dpret.privacy.ledger.dataset_file import Charge
@@ -98,16 +98,9 @@ class SweepFolder:
             DataError: Its file is damaged, or of another version.
         """
         path = Path(folder).expanduser() / SWEEP
-        try:
-            facts = json.loads(path.read_text(encoding="utf-8"))
-            schema = facts["schema"]
-        except FileNotFoundError as error:
-            raise ConfigurationError(f"{folder} holds no {SWEEP}: plan the sweep first, by task=sweep.") from error
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise DataError(f"{path} is not the file of a sweep ({error}).") from error
-        if problem := schema_problem(schema, SCHEMA):
-            raise DataError(f"{path} cannot be read: {problem}")
-        return cls(path.parent, facts)
+        if not path.exists():
+            raise ConfigurationError(f"{folder} holds no {SWEEP}: plan the sweep first, by task=sweep.")
+        return cls(path.parent, read_json(path, SCHEMA))
 
     def require(self, file: SweepFile, dataset_ledger: Path | None, total_eps: float | None, metric_data: str) -> None:
         """Refuse to go on with a sweep that was planned with another file or other settings."""

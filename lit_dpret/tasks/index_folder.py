@@ -29,8 +29,8 @@ from lit_dpret.encoders import Progress, Side, TextEncoder, cut, load_towers
 from lit_dpret.encoders.backbones import resolve_folder
 from lit_dpret.encoders.bulk import in_order
 from lit_dpret.encoders.embedding_cache import content_hash, encode_to_file
-from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError, ResumeError, StorageError, schema_problem
-from lit_dpret.files import file_sha256, meant, settle_modes
+from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError, ResumeError, StorageError
+from lit_dpret.files import file_sha256, meant, read_json, settle_modes
 from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.ledger.judgement import Assumption
 from lit_dpret.retrieval.backends import Faiss, search_with
@@ -199,19 +199,13 @@ class IndexFolder:
 
 def _read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
+    if not path.is_file():
         raise DataError(
             f"{folder} has no {MANIFEST}: it is no folder of task=encode or task=index, or one that is not finished."
             f"{meant(folder, MANIFEST)}"
-        ) from error
-    except ValueError as error:
-        raise DataError(f"{path} is not JSON: {error}.") from error
-    if not isinstance(content, dict):
-        raise DataError(f"{path} is no manifest of an index.")
-    if problem := schema_problem(content.pop("schema", None), SCHEMA):
-        raise DataError(f"{path} cannot be read: {problem}")
+        )
+    content = read_json(path, SCHEMA)
+    del content["schema"]
     try:
         return Manifest(**content)
     except TypeError as error:
