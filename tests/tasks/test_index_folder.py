@@ -206,7 +206,7 @@ def test_a_folder_is_believed_only_as_far_as_its_manifest_goes(encoder: Path, tm
     with pytest.raises(DataError, match="holds 100 embeddings, not the 99"):
         IndexFolder(made.folder)
     manifest.write_text("[]")
-    with pytest.raises(DataError, match="no manifest"):
+    with pytest.raises(DataError, match=r"index\.json cannot be read"):
         IndexFolder(made.folder)
     manifest.write_text(whole)
     data = bytearray((made.folder / "embeddings.bin").read_bytes())
