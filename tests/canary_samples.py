@@ -18,7 +18,6 @@ PUBLISHED: dict[float, dict[str, float]] = {
         4.0: (4.395568, 6.412509, 0.8223),
     }.items()
 }
-#: The epsilon of a Gaussian mechanism whose neighbours are so many standard deviations apart, at delta 1e-6.
 
 
 def quantiles(count: int, shift: float) -> CanaryScores:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lit_dpret.datamodules import BeirDataModule
-from lit_dpret.datamodules.beir_sets import BEIR_SETS, beir_set
+from lit_dpret.datamodules.beir_sets import beir_set
 from lit_dpret.errors import ConfigurationError, DataError
 
 
@@ -33,30 +33,6 @@ def evaluated(data: BeirDataModule, split: str | None = None) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return data.evaluation_set(split)
-
-
-def test_the_registry_knows_the_protocol_of_every_set() -> None:
-    public = [name for name in BEIR_SETS if "/" not in name]
-    assert len(public) == 15
-    assert {name for name in public if BEIR_SETS[name].split != "test"} == {"msmarco"}
-    assert {name for name in public if BEIR_SETS[name].drops_self_matches} == {"arguana", "quora"}
-    forums = BEIR_SETS["cqadupstack"].members
-    assert len(forums) == 12 and set(forums) == set(BEIR_SETS) - set(public)
-    assert sum(BEIR_SETS[name].queries for name in forums) == 13_145  # as BEIR's paper counts
-    papers = [
-        "arguana",
-        "cqadup",
-        "dbpedia",
-        "fiqa",
-        "hotpot",
-        "nfcorpus",
-        "quora",
-        "scidocs",
-        "scifact",
-        "covid",
-        "touche",
-    ]
-    assert len({beir_set(name).name for name in papers}) == 11
 
 
 def test_a_name_finds_its_folder_and_its_split(tmp_path: Path) -> None:

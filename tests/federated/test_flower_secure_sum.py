@@ -173,14 +173,6 @@ def test_a_refusal_that_no_query_has_a_say_in_is_told_before_a_silo_trains(tmp_p
     assert "client 'client3' failed: DataError (served already)" in result.faults[0]
 
 
-def test_by_default_more_than_two_thirds_have_to_stay(tmp_path: Path) -> None:
-    default = replace(MASKED, sum_threshold=None)
-    result = Masked(tmp_path / "one", default, fate=gone("masked", 10)).launch()
-    assert result.rounds == {0: list(NAMES[1:])}
-    with pytest.raises(DataError, match="3 silos sent a vector and 4 are needed"):
-        Masked(tmp_path / "two", default, fate=gone("masked", 10, 11)).launch()
-
-
 @pytest.mark.parametrize("roster", [False, True])
 def test_a_threshold_that_those_who_are_there_cannot_meet_is_refused_before_one_of_them_trains(
     roster: bool, tmp_path: Path

@@ -202,13 +202,3 @@ def test_masks_never_let_one_record_do_more(loss: PairwiseLoss, relation: Relati
                 new[rest, rest], new_mask[rest, rest] = table[rest, rest], mask[rest, rest]
                 after = loss.coefficients(new, new_mask)
             assert float(movement_factors(before, after).abs().sum()) <= claimed * (1 + 1e-9)
-
-
-def test_masked_shares_keep_the_recursion_of_the_proof() -> None:
-    loss, table, mask = SoftmaxPairLoss(temperature=0.5), draw(6, 6), draw(6, 6, seed=1) > 0
-    mask.fill_diagonal_(False)
-    own = torch.eye(6, dtype=torch.float64)
-    shares = 0.5 * loss.coefficients(table, mask) + own
-    fewer = 0.5 * loss.coefficients(table[:5, :5], mask[:5, :5]) + own[:5, :5]
-    last = (table.masked_fill(mask, -1.0) / 0.5).softmax(1)[:5, 5:]
-    torch.testing.assert_close(fewer, shares[:5, :5] / (1 - last))

@@ -62,13 +62,6 @@ def test_a_row_whose_candidates_are_all_right_answers_has_loss_zero() -> None:
     assert losses.tolist() == [0.0, 0.0]
 
 
-def test_the_rows_of_the_in_batch_loss_are_coupled() -> None:
-    queries, passages = draw(4, 3), draw(4, 3, seed=1)
-    before = InBatchSoftmaxLoss(1.0)(queries, passages)
-    passages[2] += 1.0
-    assert (InBatchSoftmaxLoss(1.0)(queries, passages) != before).all()
-
-
 @SETTINGS
 @pytest.mark.parametrize("beside", [False, True])
 def test_each_row_of_the_pool_loss_is_a_cross_entropy_over_its_candidates(
@@ -182,13 +175,6 @@ def test_each_row_of_the_hard_negative_loss_is_a_cross_entropy_over_its_own_and_
         assert float(found[row]) == pytest.approx(
             brute_force(queries[row], positives[row], others, temperature, similarity), rel=1e-9, abs=1e-12
         )
-
-
-def test_the_hard_negative_loss_with_the_other_rows_passages_is_the_in_batch_loss() -> None:
-    queries, passages = draw(5, 4), draw(5, 4, seed=1)
-    own = torch.eye(5, dtype=torch.bool)
-    found = HardNegativeSoftmaxLoss(0.1)(queries, passages, shared=passages, shared_mask=own)
-    torch.testing.assert_close(found, InBatchSoftmaxLoss(0.1)(queries, passages))
 
 
 def test_own_negatives_of_one_row_are_nothing_to_another_row() -> None:

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.retrieval.metrics import Metric, gains_of_indices, ideal_gains
-from lit_dpret.retrieval.search import MISSING, TopK, lexicographic_rank, search
+from lit_dpret.retrieval.search import TopK, lexicographic_rank, search
 from lit_dpret.retrieval.trec_runs import Ranking, evaluate
 
 Run = dict[str, dict[str, float]]
@@ -107,14 +106,6 @@ def test_a_thousand_random_runs_score_as_in_trec_eval() -> None:
     assert skipped < 50
 
 
-def test_a_query_without_hits_and_one_without_relevant_passages_count_as_zero() -> None:
-    qrels = {"found": {"a": 1}, "missed": {"b": 1}, "nothing-relevant": {"a": 0, "b": -1}}
-    result = evaluate({"found": {"a": 1.0}, "nothing-relevant": {"a": 1.0}, "not-judged": {"a": 1.0}}, qrels)
-    assert result.means == {"ndcg@10": 1 / 3, "recall@10": 1 / 3, "mrr@10": 1 / 3}
-    assert (result.without_hits, result.without_relevant) == (1, 1)
-    assert_equals_trec_eval({"found": {"a": 1.0}}, {"found": {"a": 1.0}}, qrels, METRICS)
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_a_ranking_from_search_scores_as_its_run_does_in_trec_eval(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -133,27 +124,6 @@ def test_a_ranking_from_search_scores_as_its_run_does_in_trec_eval(seed: int) ->
     top = search(queries.float(), passages.float(), 100, tie_rank=lexicographic_rank(passage_ids))
     ranking = Ranking(query_ids=query_ids, passage_ids=passage_ids, top=top)
     assert_equals_trec_eval(ranking, ranking.to_run(), qrels, [m for m in METRICS if m != "ndcg@1000"])
-
-
-def test_gains_do_not_depend_on_the_order_of_the_judgements() -> None:
-    qrels = {"q": {"a": 1, "b": 3, "c": 0}}
-    flipped = {"q": {"c": 0, "b": 3, "a": 1}}
-    indices = np.array([[2, 1, MISSING, 0]])
-    for judged in (qrels, flipped):
-        assert gains_of_indices(indices, ["q"], ["a", "b", "c"], judged).tolist() == [[0, 3, 0, 1]]
-        assert ideal_gains(["q", "none"], judged).tolist() == [[3, 1], [0, 0]]
-
-
-def test_a_metric_is_written_the_way_it_is_read() -> None:
-    assert [str(Metric.parse(name)) for name in ("NDCG@10", "recall@100", " mrr@5 ")] == [
-        "ndcg@10",
-        "recall@100",
-        "mrr@5",
-    ]
-    assert [str(Metric.parse(name)) for name in ("hit@3", "P@5")] == ["success@3", "precision@5"]
-    for wrong in ("ndcg", "ndcg@0", "f1@10", "mrr@-1", "recall@1.5", "map@ten"):
-        with pytest.raises(ConfigurationError, match="is not one of"):
-            Metric.parse(wrong)
 
 
 def test_what_cannot_be_judged_is_refused() -> None:

@@ -88,17 +88,6 @@ def test_the_result_does_not_depend_on_the_chunk_sizes(
     assert torch.equal(whole.scores, parts.scores)
 
 
-def test_shuffling_the_passages_shuffles_the_indices_and_nothing_else() -> None:
-    queries, passages = with_ties(700, dim=5)
-    ids = names(700)
-    order = torch.randperm(700, generator=torch.Generator().manual_seed(1))
-    shuffled = [ids[i] for i in order.tolist()]
-    plain = search(queries, passages, 25, tie_rank=lexicographic_rank(ids))
-    moved = search(queries, passages[order], 25, tie_rank=lexicographic_rank(shuffled))
-    assert torch.equal(order[moved.indices], plain.indices)
-    assert torch.equal(moved.scores, plain.scores)
-
-
 def test_more_exact_ties_than_the_net_holds_are_still_broken_by_id() -> None:
     ids = names(900)
     passages = torch.ones(900, 4)
@@ -309,13 +298,6 @@ def test_what_cannot_be_searched_is_refused_by_name() -> None:
         search(good, broken, 1)
     with pytest.raises(DataError, match="'b' occurs twice"):
         lexicographic_rank(["b", "a", "b"])
-
-
-def test_arrays_of_numpy_are_searched_as_tensors_are() -> None:
-    torch.manual_seed(0)
-    queries, passages = torch.randn(3, 8), torch.randn(20, 8)
-    found, expected = search(queries.numpy(), passages.numpy(), 5), search(queries, passages, 5)
-    assert torch.equal(found.indices, expected.indices) and torch.equal(found.scores, expected.scores)
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -30,23 +30,6 @@ def test_the_interval_is_the_one_scipy_finds_from_the_same_draws(queries: int) -
     assert (ours.low, ours.mean, ours.high) == pytest.approx((theirs.low, values.mean(), theirs.high), abs=1e-14)
 
 
-def test_the_interval_covers_the_true_mean_about_as_often_as_it_says() -> None:
-    rng = np.random.default_rng(2)
-    covered = 0
-    for trial in range(300):
-        found = bootstrap_interval(rng.uniform(size=80), resamples=400, seed=trial)
-        covered += found.low <= 0.5 <= found.high
-    assert 0.90 <= covered / 300 <= 0.985
-
-
-def test_a_wider_level_gives_a_wider_interval_and_constant_values_none() -> None:
-    values = np.random.default_rng(3).normal(size=100)
-    narrow, wide = bootstrap_interval(values, level=0.5), bootstrap_interval(values, level=0.99)
-    assert wide.low < narrow.low < narrow.mean < narrow.high < wide.high
-    assert bootstrap_interval([0.5] * 10) == Interval(0.5, 0.5, 0.5)
-    assert np.isnan(bootstrap_interval([]).mean)
-
-
 def test_the_same_seed_gives_the_same_interval_in_one_chunk_or_many(monkeypatch: pytest.MonkeyPatch) -> None:
     values = np.random.default_rng(4).normal(size=50)
     whole = bootstrap_interval(values, seed=7)
@@ -64,25 +47,6 @@ def test_the_p_value_is_that_of_all_swaps_when_they_can_be_counted() -> None:
     found = paired_randomisation_test(a, b, resamples=50_000)
     assert found.difference == pytest.approx((a - b).mean())
     assert found.p_value == pytest.approx(exact, abs=0.006)
-
-
-def test_the_p_value_is_symmetric_one_for_equal_systems_and_small_for_unequal_ones() -> None:
-    rng = np.random.default_rng(6)
-    a = rng.uniform(size=200)
-    b = a + 0.05 + 0.1 * rng.normal(size=200)
-    assert paired_randomisation_test(a, a).p_value == 1.0
-    assert paired_randomisation_test(a, b).p_value == paired_randomisation_test(b, a).p_value
-    assert paired_randomisation_test(a, b, resamples=999).p_value == pytest.approx(1 / 1000)
-
-
-def test_under_the_null_hypothesis_p_values_are_uniform() -> None:
-    rng = np.random.default_rng(7)
-    values = [
-        paired_randomisation_test(rng.normal(size=40), rng.normal(size=40), resamples=500, seed=trial).p_value
-        for trial in range(300)
-    ]
-    assert np.mean(np.array(values) <= 0.1) == pytest.approx(0.1, abs=0.05)
-    assert np.mean(values) == pytest.approx(0.5, abs=0.05)
 
 
 def test_holm_keeps_the_order_and_never_lowers_a_p_value() -> None:
@@ -157,12 +121,6 @@ def test_the_interval_of_a_mean_over_runs_is_students(level: float) -> None:
     low, high = stats.t.interval(level, len(runs) - 1, loc=np.mean(runs), scale=stats.sem(runs))
     ours = seed_interval(runs, level=level)
     assert (ours.mean, ours.low, ours.high) == pytest.approx((np.mean(runs), low, high))
-
-
-def test_nineteen_of_twenty_intervals_hold_the_true_mean() -> None:
-    runs = np.random.default_rng(1).normal(0.5, 0.02, (2000, 3))
-    held = [i.low <= 0.5 <= i.high for i in (seed_interval(row.tolist()) for row in runs)]
-    assert 0.935 < np.mean(held) < 0.965
 
 
 def test_one_run_says_nothing_about_its_uncertainty() -> None:

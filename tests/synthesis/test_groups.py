@@ -87,13 +87,6 @@ def test_workers_and_groups_in_flight_change_no_byte(source: Path, tmp_path: Pat
     assert again == alone
 
 
-@pytest.mark.slow
-def test_two_threads_give_the_same_bytes_in_a_worker_too(source: Path, tmp_path: Path) -> None:
-    settings = {**SETTINGS, "threads": 2}
-    ours = content(synthesize(source, PASSAGES, tmp_path / "a" / "set", **settings))
-    assert content(synthesize(source, PASSAGES, tmp_path / "b" / "set", workers=1, **settings)) == ours
-
-
 def job(source: Path, out: Path, **settings: Any) -> str:
     """A script that synthesizes, as a user writes it, and says how far it is."""
     return textwrap.dedent(f"""
@@ -175,13 +168,3 @@ def test_a_worker_refuses_in_its_own_words(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="weights are broken"):
         synthesize(broken, PASSAGES, tmp_path / "set", **SETTINGS, workers=1)
     assert not multiprocessing.active_children()
-
-
-@pytest.mark.slow
-def test_a_script_without_a_guard_is_told_so(source: Path, tmp_path: Path) -> None:
-    script = tmp_path / "naive.py"
-    script.write_text(job(source, tmp_path / "set", workers=2).replace('__name__ == "__main__"', "True"))
-    process = start(script)
-    _, errors = process.communicate(timeout=600)
-    assert process.returncode == 1
-    assert "WorkerError: Worker" in errors and 'if __name__ == "__main__":' in errors.splitlines()[-1]

@@ -18,7 +18,7 @@ from tiny_generator import PASSAGES, SETTINGS, content, generator, lines, write_
 from lit_dpret.errors import ResumeError
 from lit_dpret.modules.generator_folder import load_generator
 from lit_dpret.synthesis import writer
-from lit_dpret.synthesis.groups import canonical_groups, draw_group
+from lit_dpret.synthesis.groups import draw_group
 from lit_dpret.synthesis.sampler import Decoding
 from lit_dpret.synthesis.writer import synthesize
 
@@ -112,15 +112,6 @@ def test_group_size_and_company_change_no_query(whole: Path, source: Path) -> No
 def test_another_seed_gives_other_queries(whole: Path, source: Path, tmp_path: Path) -> None:
     other = synthesize(source, PASSAGES, tmp_path / "set", **SETTINGS | {"seed": 6})
     assert (other / "queries.jsonl").read_bytes() != (whole / "queries.jsonl").read_bytes()
-
-
-def test_groups_are_of_one_size_and_sorted_by_length(source: Path) -> None:
-    codec = load_generator(source).codec
-    groups = canonical_groups(codec, PASSAGES, 4)
-    assert [len(group) for group in groups] == [4, 4, 3]
-    order = [name for group in groups for name in group]
-    keys = [(len(codec.passages([PASSAGES[name]])[0]), name) for name in order]
-    assert keys == sorted(keys) and sorted(order) == sorted(PASSAGES)
 
 
 # -- damage ----------------------------------------------------------------------------------

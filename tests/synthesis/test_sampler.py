@@ -169,20 +169,6 @@ def test_tokens_come_with_the_probabilities_of_their_nucleus(settings: dict[str,
     torch.testing.assert_close(torch.from_numpy(log_probs), logits[0].double().log_softmax(0)[torch.from_numpy(tokens)])
 
 
-def test_the_first_tokens_of_a_model_come_with_its_probabilities() -> None:
-    model, tokens = model_and_passages(1)
-    with torch.no_grad():
-        logits = model(input_ids=torch.tensor(tokens), decoder_input_ids=torch.tensor([[0]])).logits[0, -1]
-    expected = nucleus(logits.numpy(), Decoding(), forbidden=(1,))
-    draws = 3000
-    u = np.stack([uniforms(0, "p", draw, 1) for draw in range(draws)])
-    rows = drawn(model, tokens * draws, u, max_new_tokens=1)
-    counts = {token: sum(row.tokens == [token] for row in rows) for token in expected}
-    assert sum(counts.values()) == draws
-    assert len(expected) > 5 and min(expected.values()) * draws > 5
-    assert stats.chisquare(list(counts.values()), [draws * p for p in expected.values()]).pvalue > 1e-3
-
-
 @pytest.mark.parametrize("top_k", [None, 3, HEADS[0], HEADS[0] + 40])
 @pytest.mark.parametrize("spread", [0.0, 0.05, 1.5, 3.0])
 def test_a_large_vocabulary_is_sorted_only_as_far_as_needed_and_gives_the_same(
@@ -195,14 +181,6 @@ def test_a_large_vocabulary_is_sorted_only_as_far_as_needed_and_gives_the_same(
     decoding = Decoding(top_p=0.7, top_k=top_k)
     tokens, _ = choose_tokens(logits, u, decoding)
     assert tokens.tolist() == [pick(nucleus(row.numpy(), decoding), x) for row, x in zip(logits, u, strict=True)]
-
-
-def test_the_scores_are_left_as_they_were() -> None:
-    logits = torch.randn(4, 20)
-    before = logits.clone()
-    tokens, _ = choose_tokens(logits, np.zeros(4), Decoding(temperature=0.1), forbidden=(int(logits[0].argmax()),))
-    assert torch.equal(logits, before)
-    assert tokens[0] != logits[0].argmax()
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])

@@ -38,16 +38,6 @@ def test_every_query_has_its_passage_and_every_passage_its_text(whole: Path) -> 
     assert [pair["positive"] for pair in pairs] == [PASSAGES[query["metadata"]["passage_id"]] for query in queries]
 
 
-def test_no_query_is_empty_and_none_is_repeated_for_its_passage(whole: Path) -> None:
-    queries = lines(whole / "queries.jsonl")
-    keys = [(query["metadata"]["passage_id"], query["text"]) for query in queries]
-    assert len(set(keys)) == len(keys) and all(text for _, text in keys)
-    counts = json.loads((whole / "generation.json").read_text())["counts"]
-    assert counts["drawn"] == 3 * len(PASSAGES)
-    assert counts["drawn"] == counts["empty"] + counts["duplicates"] + counts["queries"]
-    assert sum(query["metadata"]["copies"] for query in queries) == counts["drawn"] - counts["empty"]
-
-
 def test_the_stored_log_probability_is_the_models(whole: Path, source: Path) -> None:
     loaded = load_generator(source)
     drawn = {
@@ -83,15 +73,6 @@ def test_the_card_is_the_generators_claim_under_its_name(whole: Path, source: Pa
     readme = (whole / "README.md").read_text()
     assert card["claim"]["statement"] in readme
     assert readme.startswith("---\n") and "size_categories:\n- n<1K\n" in readme
-
-
-def test_hugging_face_datasets_and_yaml_agree_on_the_layout(whole: Path) -> None:
-    yaml = pytest.importorskip("yaml", reason="needs PyYAML, which transformers brings")
-    header = yaml.safe_load((whole / "README.md").read_text().split("---\n")[1])
-    for config in header["configs"]:
-        for file in config["data_files"]:
-            assert (whole / file["path"]).is_file()
-    assert {config["config_name"] for config in header["configs"]} == {"default", "corpus", "queries", "pairs"}
 
 
 # -- refusals --------------------------------------------------------------------------------

@@ -166,15 +166,6 @@ def test_every_bad_line_is_one_clear_line_of_one_report(tmp_path: Path, harbour:
     assert found["splits"]["train"]["queries"] == 5, "what can be read is still examined"
 
 
-def test_of_many_problems_of_a_kind_a_few_are_shown(tmp_path: Path, harbour: Path) -> None:
-    append("qrels/train.tsv", b"".join(b"t1\tx%d\t1\n" % i for i in range(30)))(harbour)
-    with pytest.raises(DataError, match=r"has problems: unknown passage\. See"):
-        CheckData(examples=3).run(job(tmp_path, folder=harbour))
-    page = (tmp_path / "run" / PAGE).read_text(encoding="utf-8")
-    assert page.count("is not in the corpus") == 3 and "... and 27 more" in page
-    assert len(report(tmp_path)["problems"]["messages"]["unknown passage"]) == 30, "whoever mends them needs all"
-
-
 def empty_corpus(folder: Path) -> None:
     (folder / "corpus.jsonl").write_text("")
 
@@ -206,15 +197,6 @@ def test_data_that_cannot_be_read_at_all_is_one_clear_line(
     with pytest.raises(DataError, match=kind):
         CheckData().run(job(tmp_path, folder=harbour))
     assert any(told in message for message in report(tmp_path)["problems"]["messages"][kind])
-
-
-def test_a_file_that_is_not_there_is_said_as_such_and_no_report_is_written(tmp_path: Path, harbour: Path) -> None:
-    (harbour / "queries.jsonl").unlink()
-    for data, told in (({"pairs": tmp_path / "none.jsonl"}, "none.jsonl does not exist"),
-                       ({"folder": harbour}, "queries.jsonl")):  # fmt: skip
-        with pytest.raises(DataError, match=told):
-            CheckData().run(job(tmp_path, **data))
-        assert not (tmp_path / "run" / REPORT).exists()
 
 
 def test_a_column_that_no_record_has_is_one_problem_that_names_the_setting_and_shows_no_text(tmp_path: Path) -> None:

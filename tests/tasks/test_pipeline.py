@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +16,6 @@ from tiny_tasks import open_to_others, parts, retriever, trainer
 
 from lit_dpret.cards.card import read_card
 from lit_dpret.cards.verification import verify_chain
-from lit_dpret.encoders.text_encoder import OneSide
 from lit_dpret.errors import BudgetExceededError, ConfigurationError, ResumeError
 from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases, noise_keys
@@ -62,26 +59,6 @@ def test_what_a_published_seed_leaves_without_a_claim_lies_in_folders_for_its_ow
         [card] = {*run.glob(f"{stage}/privacy_card.json"), *run.glob(f"{stage}/data/privacy_card.json")}
         assert read_card(card.parent)["claim"]["guarantee"] == "not_proved"
         assert card.parent.stat().st_mode & 0o077 == 0, stage
-
-
-@pytest.mark.slow
-def test_no_text_is_encoded_twice_but_the_log_once_together_and_once_apart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    encoded: Counter[tuple[str, bool, str]] = Counter()
-    as_it_is = OneSide.token_ids
-
-    def counted(self: OneSide, texts: Sequence[str], *more: Any, **named: Any) -> Any:
-        encoded.update((self._side, self.apart, text) for text in texts)
-        return as_it_is(self, texts, *more, **named)
-
-    monkeypatch.setattr(OneSide, "token_ids", counted)
-    pipeline(round_trip_filter=15).run(parts(tmp_path))
-    lines = (tmp_path / "log" / "queries.jsonl").read_text(encoding="utf-8").splitlines()
-    private = {json.loads(line)["text"] for line in lines}
-    assert {name for name, times in encoded.items() if times > 1} == set()
-    assert {text for _, apart, text in encoded if apart} <= private
-    assert sum(side == "passage" for side, _, _ in encoded) == 20 and len(encoded) > 80
 
 
 def claimed(folder: Path) -> float:
@@ -139,19 +116,6 @@ def test_a_declared_rate_is_that_of_every_private_row_and_what_divides_its_sum_i
         assert charged_releases(records) == fit.releases, "a sweep reserves what is then released"
         plan = next(record for record in records if record["kind"] == "plan")
         assert (plan["law"]["sample_rate"], plan["plan"]["denominator"]) == (0.2, batch), stage
-
-
-@pytest.mark.slow
-def test_the_filter_keeps_the_queries_that_find_their_passage_and_the_report_says_how_many(tmp_path: Path) -> None:
-    pipeline(round_trip_filter=5, queries_per_passage=2).run(parts(tmp_path))
-    run = tmp_path / "run"
-    kept = (run / "round_trip" / "kept_queries.txt").read_text(encoding="utf-8").split()
-    made = [json.loads(line)["_id"] for line in (run / "synthetic" / "data" / "queries.jsonl").read_text().splitlines()]
-    assert 0 < len(kept) < len(made) and set(kept) < set(made)
-    plan = next(r for r in PrivacyLedger.read(run / "from_synthetic" / "privacy_ledger.jsonl").records)
-    assert plan["law"]["n"] == len(kept)
-    assert f"{len(kept)} of {len(made)} synthetic queries" in (run / "report.html").read_text(encoding="utf-8")
-    assert claimed(run / "from_synthetic") == claimed(run / "generator"), "choosing by public means costs nothing"
 
 
 class Interrupt(Callback):

@@ -23,17 +23,6 @@ def test_a_causal_model_is_clipped_exactly(name: str, lib: SimpleNamespace) -> N
     lib.check_exact(causal(lib, CAUSAL[name]()))
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"attn_implementation": "eager"}, {"scale_embedding": False}, {"rows": 5, "passage": 5}],
-    ids=["sdpa", "eager", "unscaled", "batch_equal_to_length"],
-)
-def test_bart_is_clipped_exactly(changes: dict[str, Any], lib: SimpleNamespace) -> None:
-    case = bart(lib, **changes)
-    assert case.module.lm_head.weight is case.module.model.encoder.embed_tokens.weight
-    lib.check_exact(case)
-
-
 def test_under_bf16_autocast_gemma_is_within_the_bound_in_fp32(lib: SimpleNamespace) -> None:
     lib.check_low_precision(build("gemma3", lib, rows=3))
 

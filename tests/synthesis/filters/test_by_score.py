@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_generator import PASSAGES, generator, lively_generator, write_parent_card
+from tiny_generator import generator, lively_generator, write_parent_card
 
 from lit_dpret.cards.amendments import note_not_covered
 from lit_dpret.cards.card import Assumption, CardFacts, card_sha256, inherit_card, read_card, subject_of, write_card
@@ -146,14 +146,6 @@ def test_the_generator_scores_its_own_queries_by_what_it_recorded(
             assert query.log_prob == pytest.approx(score * tokens, rel=1e-4)
             checked += 1
     assert checked > 10
-
-
-def test_scores_do_not_depend_on_the_batch_size(released: ReleasedQueries, cross_encoder_folder: Path) -> None:
-    texts = released.pairs()
-    scorer = CrossEncoder.load(cross_encoder_folder)
-    one, many = (scorer.score(*texts, batch_size=size) for size in (1, 7))
-    np.testing.assert_allclose(one, many, rtol=1e-4, atol=1e-5)
-    assert len(set(one.round(3))) > 10
 
 
 def test_a_cross_encoder_gives_the_logit_of_the_pair_and_cuts_the_longer_text(cross_encoder_folder: Path) -> None:
@@ -446,12 +438,3 @@ def test_a_malformed_folder_is_refused_by_line(file: str, line: str, message: st
         out.write(line + "\n")
     with pytest.raises(DataError, match=message):
         load_released(folder, declared_public=True)
-
-
-def test_released_queries_are_what_the_folder_holds(released: ReleasedQueries, data: Path) -> None:
-    lines = [json.loads(line) for line in (data / "queries.jsonl").read_text().splitlines()]
-    assert [(q.query_id, q.text, q.passage_id) for q in released] == [
-        (line["_id"], line["text"], line["metadata"]["passage_id"]) for line in lines
-    ]
-    assert dict(released.passages) == PASSAGES and released.provenance == "card"
-    assert [q.log_prob for q in released] == [line["metadata"]["log_prob"] for line in lines]

@@ -25,9 +25,7 @@ from lit_dpret.synthesis.filters import (
     load_released,
     write_selection,
 )
-from lit_dpret.synthesis.filters.selection import Applied
 from lit_dpret.tasks import Filter
-from lit_dpret.tasks.filter import _examples
 from lit_dpret.tasks.parts import Parts
 
 
@@ -100,14 +98,6 @@ def test_the_card_of_a_selection_claims_what_the_whole_claims_and_lists_the_filt
     rows = [row for row in examples.splitlines() if row.startswith(("| kept |", "| dropped |"))]
     shown = [row.removesuffix(" |").split(" | ")[-1].split(": ", 1) for row in rows]
     assert len(shown) == 10 and all(passages[name].startswith(words.removesuffix(" ...")) for name, words in shown)
-
-
-def test_examples_show_the_beginning_of_a_long_passage_on_one_line() -> None:
-    passages = {"p1": "a policy\ncovers | " + "word " * 40}
-    row = (0.5, "what does it cover?", "p1")
-    applied = Applied(settings={"filter": "mine"}, asked=1, kept=1, lowest_kept=0.5, examples=([row], []))
-    text = _examples([applied], passages)
-    assert f"| kept | 0.5 | what does it cover? | p1: a policy covers \\| {'word ' * 20}word ... |" in text.splitlines()
 
 
 def test_filters_add_up_in_the_card_of_a_selection_of_a_selection(data: Path, tmp_path: Path) -> None:
