@@ -105,6 +105,12 @@ def hostile(tmp_path: Path) -> Iterator[dict[str, Any]]:
     assert not mark.exists(), "the file ran code"
 
 
+def test_the_file_would_run_code_where_pickles_are_trusted(tmp_path: Path) -> None:
+    torch.save(Hostile(tmp_path / "ran"), tmp_path / "file")
+    torch.load(tmp_path / "file", weights_only=False)
+    assert (tmp_path / "ran").exists(), "or the tests below show nothing"
+
+
 def test_a_hostile_checkpoint_is_not_exported(hostile: dict[str, Any], tmp_path: Path) -> None:
     torch.save(hostile, tmp_path / "last.ckpt")
     with pytest.raises(LitDpretError):

@@ -90,3 +90,8 @@ def test_what_would_have_to_be_derived_from_the_data_is_refused_without_its_numb
     with pytest.raises(ConfigurationError, match=named) as error:
         run(tmp_path, log, DECLARED | data, PRIVATE | mode)
     assert not says_n(str(error.value))
+
+
+def test_the_number_would_be_seen() -> None:
+    assert says_n(f'{{"n":{N}}}') and says_n(f"exceeds the {N} units")
+    assert not says_n(f'"hash":"a{N}b", "time":"12:00:01.{N}"')

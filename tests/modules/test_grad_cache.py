@@ -93,6 +93,15 @@ def test_without_dropout_they_are_those_of_a_pass_over_all_rows_at_once() -> Non
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
 
 
+def test_dropout_makes_a_difference_here() -> None:
+    """Otherwise the tests above would pass with masks that are drawn anew."""
+    module = with_dropout({}, 2)
+    first = gradients(module)[0]
+    torch.manual_seed(8)
+    again = module.per_row_loss(module.collate_rows(lines(0, 1, 3, 4, 6)))
+    assert not torch.allclose(first, again)
+
+
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfloat16"])
 def test_they_are_the_same_in_lower_precision(autocast: bool, one_graph: Any) -> None:
     module = with_dropout(HARD, 2, torch.float32)

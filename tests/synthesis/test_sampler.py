@@ -106,6 +106,13 @@ def test_it_equals_a_reference_that_takes_one_row_at_a_time_without_cache(settin
         assert ours.log_prob == pytest.approx(theirs.log_prob, abs=1e-9)
 
 
+def test_rows_end_at_different_times_in_these_tests() -> None:
+    """Else the shrinking of the batch would go untested."""
+    model, tokens = model_and_passages(6)
+    lengths = {len(row.tokens) for row in drawn(model, tokens, numbers(6, 10))}
+    assert len(lengths) >= 3
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_greedy_decoding_is_hugging_faces(tied: bool) -> None:
     model, tokens = model_and_passages(5)

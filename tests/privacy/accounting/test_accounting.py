@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from typing import get_args
 
 import pytest
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SampledWithoutReplacementDpEvent
-from dp_accounting.dp_event import TruncatedSubsampledGaussianDpEvent
+from dp_accounting.dp_event import DpEvent, TruncatedSubsampledGaussianDpEvent
 from dp_accounting.gaussian_mechanism import get_epsilon_gaussian
 from dp_accounting.pld import PLDAccountant
 from dp_accounting.privacy_accountant import NeighboringRelation
@@ -28,6 +29,7 @@ from lit_dpret.privacy.accounting.accountant import (
 from lit_dpret.privacy.accounting.ceilings import attack_ceilings
 from lit_dpret.privacy.accounting.composition import (
     RELATIONS,
+    SUPPORTED,
     check_supported,
     delta_at,
     epsilon,
@@ -74,6 +76,21 @@ def eps(
 
 
 # -- the support matrix ------------------------------------------------------------------------
+
+
+def test_the_matrix_claims_nothing_that_the_library_refuses() -> None:
+    """Beyond dp-accounting's own table ours leaves out shuffling under add_or_remove, and adds nothing."""
+    events: dict[type[SamplingLaw], DpEvent] = {
+        Poisson: PoissonSampledDpEvent(Q, GaussianDpEvent(1.0)),
+        TruncatedPoisson: TruncatedSubsampledGaussianDpEvent(2000, Q, 80, 1.0),
+        FixedSize: SampledWithoutReplacementDpEvent(2000, 40, GaussianDpEvent(1.0)),
+        FullBatch: GaussianDpEvent(1.0),
+    }
+    for (law, event), (name, relation) in itertools.product(events.items(), RELATIONS.items()):
+        ours = name in SUPPORTED["pld"].get(law, ())
+        assert ours == PLDAccountant(relation).supports(event)
+        ours = name in SUPPORTED["rdp"].get(law, ())
+        assert ours == RdpAccountant(neighboring_relation=relation).supports(event)
 
 
 def test_an_unknown_accountant_or_relation_is_refused_by_name() -> None:

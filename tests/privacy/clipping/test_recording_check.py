@@ -15,6 +15,15 @@ from lit_dpret.privacy.clipping import ghost, recorder, recording_check, rules, 
 Patch = pytest.MonkeyPatch
 
 
+def test_a_unit_whose_terms_cancel_keeps_its_exact_norm(lib: SimpleNamespace) -> None:
+    model = torch.nn.Linear(64, 64, bias=False)
+    x = torch.randn(1, 1, 64).expand(1, 2, 64) + 1e-4 * torch.randn(1, 2, 64)
+    sign = torch.tensor([1.0, -1.0])[:, None]
+    case = lib.Case(model, lambda b: (model(b["x"]) * sign).sum((1, 2)), {"x": x})
+    exact = float((x * sign).sum(1).double().norm()) * 8
+    assert abs(float(case.run(ghost.GhostClipping(model, max_grad_norm=1.0)).norms) / exact - 1) < 1e-4
+
+
 @pytest.mark.parametrize("mutant", ["layouts", "parameters"])
 def test_the_audit_alone_catches_a_shared_position_embedding(
     mutant: str, lib: SimpleNamespace, monkeypatch: Patch
