@@ -27,6 +27,7 @@ from lit_dpret.privacy.ledger.judgement import DECLARED_EVENT, PRIVATE_EVENT
 from lit_dpret.retrieval.metrics import Metric
 from lit_dpret.retrieval.search import lexicographic_rank, search
 from lit_dpret.retrieval.trec_runs import DEFAULT_METRICS, EvaluationResult, Ranking, check_qrels, evaluate
+from lit_dpret.texts import normalise
 
 DevData = Literal["public", "synthetic", "private"]
 
@@ -258,11 +259,7 @@ def trains_on(data: Any, queries: Collection[str]) -> bool:
     collection = getattr(data, "collection", None)
     if collection is None:
         return False
-
-    def plain(text: str) -> str:
-        return " ".join(text.split()).casefold()
-
     trained = {
-        plain(collection.queries[query]) for query, judged in collection.qrels.get("train", {}).items() if judged
+        normalise(collection.queries[query]) for query, judged in collection.qrels.get("train", {}).items() if judged
     }
-    return sum(plain(text) in trained for text in queries) > SHARED_BY_CHANCE * len(queries)
+    return sum(normalise(text) in trained for text in queries) > SHARED_BY_CHANCE * len(queries)

@@ -16,8 +16,8 @@ from typing import Any, Unpack
 from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.pairs import PairsDataModule, PairSettings
 from lit_dpret.datamodules.readers import Complain, parse_json_file, refuse
-from lit_dpret.datamodules.rows import collapse_whitespace
 from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.texts import collapse_whitespace
 
 _PACKAGE = "insuranceqa_data"
 _SPLITS = {"train": "train", "valid": "dev", "test": "test"}

@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from lit_dpret.datamodules.collection import Collection, Qrels
-from lit_dpret.datamodules.rows import normalise, stable_hash
+from lit_dpret.datamodules.rows import stable_hash
 from lit_dpret.errors import DataError
+from lit_dpret.texts import normalise
 
 T = TypeVar("T")
 

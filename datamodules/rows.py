@@ -1,4 +1,4 @@
-"""The words that readers, DataModules and modules share: a row, a split, a text that compares equal.
+"""The words that readers, DataModules and modules share: a row and a split.
 
 A *row* is one (query, passage) pair as training sees it. Everything in it beyond the passage's
 text is private: the query, and which passage was chosen for it. Its ``repr`` therefore shows
@@ -37,26 +37,6 @@ class Row:
     passage_id: str = field(repr=False)
     passage: str = field(repr=False)
     positives: frozenset[str] = field(repr=False)
-
-
-def collapse_whitespace(text: str) -> str:
-    r"""Every run of whitespace as one space, none at the ends.
-
-    Example:
-        >>> collapse_whitespace("  How  do\n tides work? ")
-        'How do tides work?'
-    """
-    return " ".join(text.split())
-
-
-def normalise(text: str) -> str:
-    """The form in which two query texts count as the same: casefolded, whitespace collapsed.
-
-    Example:
-        >>> normalise("How Do  Tides Work?") == normalise("how do tides work?")
-        True
-    """
-    return collapse_whitespace(text).casefold()
 
 
 def stable_hash(*parts: str) -> bytes:

@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lit_dpret.datamodules.collection import Collection
-from lit_dpret.datamodules.rows import SPLITS, normalise, stable_hash
+from lit_dpret.datamodules.rows import SPLITS, stable_hash
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.files import new_folder
+from lit_dpret.texts import normalise
 
 SplitBy = Literal["auto", "user", "text"]
 PAIRS_FILE = "pairs.jsonl"

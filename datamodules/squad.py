@@ -18,8 +18,9 @@ from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.layouts import find_part
 from lit_dpret.datamodules.pairs import PairsDataModule, PairSettings
 from lit_dpret.datamodules.readers import NOT_UNICODE, Complain, is_unicode, parse_json_file, refuse
-from lit_dpret.datamodules.rows import collapse_whitespace, stable_hash
+from lit_dpret.datamodules.rows import stable_hash
 from lit_dpret.errors import DataError
+from lit_dpret.texts import collapse_whitespace
 
 Unanswerable = Literal["drop", "refuse"]
 

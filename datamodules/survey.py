@@ -17,7 +17,7 @@ import numpy as np
 
 from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.preparation import report_overlap
-from lit_dpret.datamodules.rows import collapse_whitespace, normalise
+from lit_dpret.texts import collapse_whitespace, normalise
 
 CAPS = (1, 2, 5, 10, 20)
 ENOUGH = 0.8  # of the rows: the smallest cap that keeps so many is the one recommended, if there is one

@@ -27,9 +27,10 @@ from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from lit_dpret.datamodules.collection import Collection
-from lit_dpret.datamodules.rows import Row, TextUnit, normalise, stable_hash
+from lit_dpret.datamodules.rows import Row, TextUnit, stable_hash
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.privacy.budget import Duplicates
+from lit_dpret.texts import normalise
 
 
 class GroupedUnitDataset:

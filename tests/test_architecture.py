@@ -17,7 +17,7 @@ from lit_dpret.privacy import modes
 
 ROOT = Path(__file__).resolve().parent.parent
 # They import nothing of ours, so every layer may use them.
-EVERYWHERE = {"errors", "lazy"}
+EVERYWHERE = {"errors", "lazy", "texts"}
 ALLOWED: dict[str, set[str]] = {
     # The ground floor: what is used everywhere above it.
     "matmul_precision": set(),

@@ -28,6 +28,7 @@ from lit_dpret.privacy.budget import show_delta
 from lit_dpret.privacy.ledger.judgement import RANDOM_WEIGHTS, Assumption, Judged, plan_of
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, recorded_start
 from lit_dpret.privacy.plan import HISTOGRAM, PrivacyPlan
+from lit_dpret.texts import normalise
 
 if TYPE_CHECKING:
     import torch
@@ -92,8 +93,8 @@ KNOB = "callbacks.card.pretraining_overlap"
 
 def text_hashes(texts: Iterable[str]) -> list[str]:
     """Return a short hash of each text, case and blanks aside, by which a later run knows it again."""
-    plain = (" ".join(text.split()).casefold() for text in texts)
-    return sorted({hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16] for text in plain})
+    plain = (normalise(text).encode("utf-8", "surrogatepass") for text in texts)
+    return sorted({hashlib.sha256(each).hexdigest()[:16] for each in plain})
 
 
 def overlap_facts(file: str | Path) -> tuple[dict[str, Any], frozenset[str]]:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.texts import normalise
 
 
 class NegativeSource(ABC):
@@ -291,7 +292,7 @@ def text_groups(texts: Sequence[str]) -> list[int]:
         [0, 1, 0]
     """
     number: dict[bytes, int] = {}
-    plain = (" ".join(text.split()).casefold().encode("utf-8", "surrogatepass") for text in texts)
+    plain = (normalise(text).encode("utf-8", "surrogatepass") for text in texts)
     keys = (hashlib.blake2b(each, digest_size=16).digest() for each in plain)
     return [number.setdefault(key, len(number)) for key in keys]
 

@@ -24,7 +24,6 @@ from lit_dpret.audit.statistics.evidence import check_confidence
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.datamodules import SiloDataModule
 from lit_dpret.datamodules.identity import data_facts
-from lit_dpret.datamodules.rows import normalise
 from lit_dpret.datamodules.silo_folder import read_manifest, silo_folders
 from lit_dpret.encoders import Side, TextEncoder
 from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError
@@ -43,6 +42,7 @@ from lit_dpret.settings import require_whole
 from lit_dpret.tasks.parts import Parts, check_run_dir, require_budgets, some_of
 from lit_dpret.tasks.stages import Stages, settings_fingerprint
 from lit_dpret.tasks.uncovered import Owner, model_of, require_owner, tell_attack
+from lit_dpret.texts import normalise
 
 Floats = NDArray[np.float64]
 Ids = NDArray[np.int64]

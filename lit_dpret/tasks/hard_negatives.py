@@ -15,7 +15,6 @@ import numpy as np
 
 from lit_dpret.cards.blocks import Grid
 from lit_dpret.datamodules.identity import data_facts
-from lit_dpret.datamodules.rows import normalise
 from lit_dpret.datamodules.silo_folder import Silo, SiloQuery, read_silo
 from lit_dpret.encoders import Towers, load_towers
 from lit_dpret.errors import ConfigurationError
@@ -25,6 +24,7 @@ from lit_dpret.settings import require_whole
 from lit_dpret.tasks.parts import Parts, check_run_dir, say
 from lit_dpret.tasks.ranking import embedded_texts
 from lit_dpret.tasks.uncovered import DECLARED, Owner, model_of, require_owner
+from lit_dpret.texts import normalise
 
 _INTERNAL = "Internal: private questions, word for word. Keep it where they are kept."
 _SPARE = 16  # sentences that repeat an answer and count as none

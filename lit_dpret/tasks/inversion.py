@@ -27,7 +27,6 @@ from lit_dpret.audit.attacks.inversion import align, embedding_gain, identify, r
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.datamodules.identity import data_facts
 from lit_dpret.datamodules.readers import RecordFile
-from lit_dpret.datamodules.rows import normalise
 from lit_dpret.encoders import Side, TextEncoder, load_towers
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.files import write_whole
@@ -38,6 +37,7 @@ from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.ranking import embedded_texts
 from lit_dpret.tasks.stages import Stages, settings_fingerprint
 from lit_dpret.tasks.uncovered import Owner, model_of, refuse_training_data, require_owner, tell_attack
+from lit_dpret.texts import normalise
 
 Arm = Literal["none", "shuffled", "own"]
 LOSSES = "losses.pt"

@@ -31,7 +31,6 @@ from lit_dpret.audit.attacks.signals import (
 )
 from lit_dpret.audit.statistics.shadow import FEWEST, ShadowMatrix, balanced_halves
 from lit_dpret.callbacks import PrivacyAccountant, ProgressLine, StepProgress
-from lit_dpret.datamodules.rows import normalise
 from lit_dpret.encoders import load_towers
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.files import write_whole
@@ -40,6 +39,7 @@ from lit_dpret.modules.token_scores import TokenScorer, TokenScores
 from lit_dpret.tasks.fit import Training, train
 from lit_dpret.tasks.parts import Parts
 from lit_dpret.tasks.stages import Stages
+from lit_dpret.texts import normalise
 
 Others = Literal["coins", "dev", "test"]
 

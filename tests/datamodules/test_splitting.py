@@ -10,9 +10,10 @@ import pytest
 
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.datamodules.collection import Collection
-from lit_dpret.datamodules.rows import SPLITS, normalise
+from lit_dpret.datamodules.rows import SPLITS
 from lit_dpret.datamodules.splitting import checked_fractions, split_collection, write_split
 from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.texts import normalise
 
 SHARES = {"train": 0.6, "dev": 0.2, "test": 0.2}
 QUERIES = {f"q{i}": f"What is {i % 150}" + "?" * (i % 2) for i in range(300)}

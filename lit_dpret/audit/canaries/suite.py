@@ -34,10 +34,10 @@ from lit_dpret.audit.canaries.canary import (
     set_sha256,
     write_canaries,
 )
-from lit_dpret.datamodules.rows import normalise
 from lit_dpret.datamodules.unit_dataset import Planted
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.synthesis.pseudo_queries import pseudo_queries
+from lit_dpret.texts import normalise
 
 QUERY_SIDE_ONLY = ("echo", "new_token")
 EVALUATION_SPLITS = ("dev", "test")
