@@ -20,6 +20,7 @@ from scipy import stats
 from lit_dpret.audit.statistics.one_run import audit_power
 from lit_dpret.cards.knee import knee_table
 from lit_dpret.errors import ConfigurationError, UnsupportedAccountingError
+from lit_dpret.privacy import clip_fraction
 from lit_dpret.privacy.accounting.accountant import calibrate_noise, truncation_delta
 from lit_dpret.privacy.accounting.ceilings import attack_ceilings
 from lit_dpret.privacy.accounting.composition import (
@@ -264,8 +265,8 @@ def describe_plan(plan: PrivacyPlan, progress: Callable[[str], None] = lambda wh
     """What the plan promises and costs, as JSON values: noise, epsilon by every way of counting, ceilings.
 
     Takes some ten seconds for long runs with little noise; ``progress`` is told what is computed next.
-    ``format_plan`` makes a text of it. What cannot be computed is None and says why beside it. Of a plan that is not
-    `PrivacyPlan.proved` no epsilon is stated: it is None, and nothing that follows from it is there.
+    `lit_dpret.tasks.plan.format_plan` makes a text of it. What cannot be computed is None and says why beside it. Of a
+    plan that is not `PrivacyPlan.proved` no epsilon is stated: it is None, and nothing that follows from it is there.
     """
     facts: dict[str, Any] = {
         "plan": plan.to_dict(),
@@ -273,7 +274,15 @@ def describe_plan(plan: PrivacyPlan, progress: Callable[[str], None] = lambda wh
         "law": plan.law.describe(),
         "noise_std": plan.noise_std,
         "cautions": cautions(plan),
+        "clip_fraction": None,
     }
+    if share := plan.clip_fraction_budget:
+        facts["clip_fraction"] = {
+            "standard_deviation": clip_fraction.deviation(
+                plan.noise_multiplier, share=share, denominator=plan.denominator
+            ),
+            "more_noise": 1 / math.sqrt(1 - share) - 1,  # on the gradient
+        }
     noise = {
         "noise_multiplier": plan.noise_multiplier,
         "noise_to_batch": plan.noise_multiplier / plan.denominator,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -13,6 +14,7 @@ from typing import Any, Protocol
 from lit_dpret.cards.blocks import Block, Section, esc, md, to_html, to_markdown
 from lit_dpret.errors import DataError
 from lit_dpret.files import write_whole
+from lit_dpret.privacy.budget import show_delta
 from lit_dpret.privacy.ledger.chain import today
 
 
@@ -30,6 +32,7 @@ def _templates() -> Any:
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, autoescape=False,
     )  # fmt: skip  # Markdown for its reader: what may hold markup passes the filter md
     found.filters |= {"n": "{:,}".format, "md": md, "interval": "{0[value]:.3f} [{0[low]:.3f}, {0[high]:.3f}]".format}
+    found.filters |= {"delta": show_delta, "wrap": wrapped}
     found.globals["table"] = aligned
     return found
 
@@ -40,6 +43,14 @@ def aligned(head: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
     first, *others = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, ["-" * first, *("-" * (width - 1) + ":" for width in others)])
     return "\n".join(f"| {' | '.join([row[0].ljust(first), *map(str.rjust, row[1:], others)])} |" for row in lines)
+
+
+def wrapped(text: str, first: str = "") -> str:
+    """Return a text in lines of at most 80 columns, which begin under each other behind ``first``."""
+    return textwrap.fill(
+        text, 80, initial_indent=first, subsequent_indent=" " * len(first), break_long_words=False,
+        break_on_hyphens=False,
+    )  # fmt: skip
 
 
 def shortened(text: str, most: int) -> str:

@@ -7,7 +7,7 @@ import math
 import sys
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -17,8 +17,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lit_dpret.callbacks import PrivacyAccountant
 from lit_dpret.callbacks.own_code import refuse_false_bound
 from lit_dpret.callbacks.planning import begin_from, planned_steps
-from lit_dpret.cards.forecast import describe_plan
-from lit_dpret.cards.plan_text import format_plan
+from lit_dpret.cards.forecast import OTHER_BOUND, describe_plan
 from lit_dpret.costs.estimate import estimate, format_cost, from_slices, measure
 from lit_dpret.costs.slices import check_devices, predict
 from lit_dpret.datamodules.identity import data_facts
@@ -27,6 +26,7 @@ from lit_dpret.privacy.modes import GaussianMode
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.sampling import steps_per_epoch
 from lit_dpret.report.figures import can_draw, draw_plan, require_matplotlib
+from lit_dpret.report.page import render
 from lit_dpret.settings import require_whole
 from lit_dpret.tasks.check_data import cut_texts, rulers_by_words
 from lit_dpret.tasks.parts import Parts, check_run_dir, say
@@ -145,6 +145,17 @@ class Plan:
                 module.to(torch.bfloat16)
             costs["measurement"] = measure(module, plan, device, autocast=precision == "bf16-mixed")
         return costs
+
+
+def format_plan(facts: Mapping[str, Any]) -> str:
+    """Return the facts of `describe_plan` as tables for a terminal: the claim first, then what it hides.
+
+    Guarantees:
+        - The first line holds epsilon with its delta, unit and relation.
+        - A number that is not proved is not printed; the combination is named instead. Where no epsilon may be
+          stated at all, the text ends with what would be done.
+    """
+    return render("plan.md", {**facts, "other_bound": OTHER_BOUND}).rstrip()
 
 
 def _trainer(parts: Parts) -> Any:

@@ -20,7 +20,6 @@ from lit_dpret.callbacks.progress import Throughput
 from lit_dpret.cards.check import verify_card
 from lit_dpret.cards.file import read_card
 from lit_dpret.cards.forecast import describe_plan
-from lit_dpret.cards.plan_text import format_plan
 from lit_dpret.errors import ConfigurationError, PrivacyViolation
 from lit_dpret.privacy import clip_fraction
 from lit_dpret.privacy.batches import Draw
@@ -29,6 +28,7 @@ from lit_dpret.privacy.collation import UnitCollator
 from lit_dpret.privacy.modes import DPSGD, PublicPassages, StepCounts, Update
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PlainSamplingRequest, PrivacyPlan
+from lit_dpret.tasks.plan import format_plan
 
 SHARE = 0.1
 

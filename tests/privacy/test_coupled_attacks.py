@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from lit_dpret.cards.card import build_card, subject_of
 from lit_dpret.cards.forecast import Planned, describe_plan, epsilon_matrix
-from lit_dpret.cards.plan_text import format_plan
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.losses import DeclaredPairLoss, SoftmaxPairLoss
 from lit_dpret.privacy.accounting.composition import epsilon
@@ -26,6 +25,7 @@ from lit_dpret.privacy.accounting.releases import GaussianRelease, Poisson
 from lit_dpret.privacy.clipping.pairs import clipped_pair_factors, make_pair_norms, weighted_backward
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
 from lit_dpret.privacy.noise import KeyedStream
+from lit_dpret.tasks.plan import format_plan
 
 
 def summed(module: Any, *batches: Any) -> Tensor:

@@ -10,7 +10,6 @@ import pytest
 
 from lit_dpret.cards import forecast
 from lit_dpret.cards.forecast import cautions, describe_plan
-from lit_dpret.cards.plan_text import format_plan
 from lit_dpret.errors import ConfigurationError, UnsupportedAccountingError
 from lit_dpret.privacy.accounting.accountant import Accountant
 from lit_dpret.privacy.accounting.composition import epsilon
@@ -24,6 +23,7 @@ from lit_dpret.privacy.accounting.releases import (
 )
 from lit_dpret.privacy.budget import PrivacyBudget, SamplingName
 from lit_dpret.privacy.plan import PlainSamplingRequest, PrivacyPlan
+from lit_dpret.tasks.plan import format_plan
 
 N = 2000
 
