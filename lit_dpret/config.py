@@ -28,7 +28,7 @@ STUDIES = Path(__file__).resolve().parent.parent / "reproduction" / "configs"
 TASK_GROUPS = {
     "plan and check": ("plan", "doctor", "check_data"),
     "train": ("fit", "fit_scored", "pipeline", "own_log", "sweep"),
-    "synthetic queries": ("synthesize", "filter", "pseudo_labels", "histogram"),
+    "synthetic queries": ("synthesize", "evolve", "filter", "pseudo_labels", "histogram"),
     "retrieve and measure": ("evaluate", "compare", "encode", "index", "search", "export"),
     "compare texts": ("similarity", "pretraining_overlap"),
     "attack and verify": ("audit", "membership", "inversion", "verify"),

@@ -27,7 +27,7 @@ from lit_dpret.privacy.accounting.releases import release_from_dict
 from lit_dpret.privacy.budget import show_delta
 from lit_dpret.privacy.ledger.judgement import RANDOM_WEIGHTS, Assumption, Judged, plan_of
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, recorded_start
-from lit_dpret.privacy.plan import HISTOGRAM, PrivacyPlan
+from lit_dpret.privacy.plan import EVOLUTION, HISTOGRAM, PrivacyPlan
 from lit_dpret.texts import normalise
 
 if TYPE_CHECKING:
@@ -214,6 +214,8 @@ def start_assumptions(records: Sequence[Mapping[str, Any]], model: str | None = 
     """List what the claim takes on trust about the start; ``model`` names weights without a card."""
     start = recorded_start(records)
     if start is None:
+        if _is_of(records, EVOLUTION):
+            return [declared_start(model, "writing the candidates")]
         return [] if _is_histogram(records) else [declared_start(model)]
     what = "that this histogram is charged with" if _is_histogram(records) else "that training started from"
     if start["public"]:
@@ -267,6 +269,9 @@ def start_text(judged: Judged, accounted: Mapping[str, Any], model: str | None =
     if start is None:
         if _is_histogram(records):
             return {}
+        if _is_of(records, EVOLUTION):
+            text = f"The candidates were written by {_named(model)}: that no private data went into it is declared."
+            return {"start": text + _READ.get(str(model), "")}
         if model == RANDOM_WEIGHTS:
             return {"start": _RANDOM_START}
         text = (
@@ -294,4 +299,8 @@ def start_text(judged: Judged, accounted: Mapping[str, Any], model: str | None =
 
 def _is_histogram(records: Sequence[Mapping[str, Any]]) -> bool:
     """Whether the run counted, and trained nothing."""
-    return any(record.get("kind") == "plan" and record.get("mode") == HISTOGRAM for record in records)
+    return _is_of(records, HISTOGRAM)
+
+
+def _is_of(records: Sequence[Mapping[str, Any]], mode: str) -> bool:
+    return any(record.get("kind") == "plan" and record.get("mode") == mode for record in records)

@@ -261,6 +261,16 @@ def _mechanism_sentence(card: Card) -> str:
             f"bins, and Gaussian noise of standard deviation {_n(mechanism['noise_std'])}{_on_grid(mechanism)} was "
             "added to each bin once."
         )
+    if mechanism.get("mode") == "private_evolution":
+        facts = mechanism["mode_facts"]
+        return (
+            f"{facts['generator']}, a public model, wrote candidate queries, and {done} noised "
+            f"histogram{'' if done == 1 else 's'} of votes for them {'was' if done == 1 else 'were'} released{size}."
+            f"{_ended_early(mechanism)} In each, one {_unit(card['claim'])} gave {mechanism['rows_per_unit']}, to the "
+            f"candidates nearest to its queries under {facts['encoder']}, a public encoder, and Gaussian noise of "
+            f"standard deviation {_n(mechanism['noise_std'])} (noise multiplier {_n(mechanism['noise_multiplier'])})"
+            f"{_on_grid(mechanism)} was added to each count once. No model was trained."
+        )
     return (
         f"Training made {done} noisy step{'' if done == 1 else 's'}{size}.{_ended_early(mechanism)} Batches were drawn "
         f"so: {mechanism['law_text']}. {_bounded(card)}, and "

@@ -10,6 +10,12 @@ Let h be the vector of counts, and let one unit add at most m counts, wherever i
 Accountants here take the noise over C, and know that a replacement moves a sum by 2C; hence C = m, and m / √2
 under ``replace_one``, which is less than what a clipped gradient would have to be charged.
 
+Where one unit adds at most one count to each bin (``distinct``), it adds a vector of at most m ones, of length √m, and
+a replacement reaches √(2m), from m bins into m others: C = √m, and √(m / 2) under ``replace_one``.
+
+Several histograms may be released in turn, each over bins that were chosen by the earlier ones (`votes_plan`): that is
+adaptive composition, which the accountants charge as so many releases of all units.
+
 The bins must be public: boundaries, centroids or labels that were chosen by looking at private queries would let
 out more than is counted here. The noise is the library's keyed noise (`lit_dpret.privacy.noise`); counts are
 rounded to whole numbers afterwards, which is post-processing.
@@ -21,7 +27,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,26 +37,30 @@ import torch
 from lit_dpret.errors import BudgetExceededError, ConfigurationError, DataError
 from lit_dpret.files import read_json
 from lit_dpret.privacy.accounting.accountant import Accountant
-from lit_dpret.privacy.accounting.releases import FullBatch, GaussianRelease
+from lit_dpret.privacy.accounting.releases import FullBatch, GaussianRelease, merge
 from lit_dpret.privacy.budget import AccountantName, Neighbours, NoiseName, PrivacyBudget, with_rounding_paid
 from lit_dpret.privacy.ledger.private_run import PrivateRun, sum_tag
+from lit_dpret.privacy.ledger.run_ledger import charged_releases
 from lit_dpret.privacy.noise import noise_source
-from lit_dpret.privacy.plan import HISTOGRAM, PrivacyPlan
+from lit_dpret.privacy.plan import EVOLUTION, HISTOGRAM, PlainSamplingRequest, PrivacyPlan
 
 HISTOGRAM_NAME = "histogram.json"
 SCHEMA = "lit-dpret/private-histogram/1"
 
 
-def histogram_sensitivity(max_count: int, neighbours: Neighbours) -> float:
-    """The bound C of the module's text for units of at most ``max_count`` counts.
+def histogram_sensitivity(max_count: int, neighbours: Neighbours, *, distinct: bool = False) -> float:
+    """The bound C of the module's text for units of at most ``max_count`` counts, in different bins if ``distinct``.
 
     Example:
         >>> histogram_sensitivity(1, "zero_out"), round(2 * histogram_sensitivity(1, "replace_one"), 6)
         (1.0, 1.414214)
+        >>> histogram_sensitivity(4, "zero_out"), histogram_sensitivity(4, "zero_out", distinct=True)
+        (4.0, 2.0)
     """
     if isinstance(max_count, bool) or not isinstance(max_count, int) or max_count < 1:
         raise ConfigurationError(f"task.max_count={max_count} must be a whole number of at least 1.")
-    return max_count / math.sqrt(2) if neighbours == "replace_one" else float(max_count)
+    length = math.sqrt(max_count) if distinct else float(max_count)
+    return length / math.sqrt(2) if neighbours == "replace_one" else length
 
 
 def histogram_plan(
@@ -98,6 +108,49 @@ def histogram_plan(
     )  # fmt: skip
 
 
+def votes_plan(
+    budget: PrivacyBudget,
+    *,
+    releases: int,
+    max_votes: int = 1,
+    noise_multiplier: float | None = None,
+    accountant: AccountantName = "pld",
+    n_public: int | None = None,
+    max_units_per_user: int | None = None,
+    noise: NoiseName = "gaussian",
+) -> PrivacyPlan:
+    """The plan of ``releases`` histograms in turn, to each of which a unit adds at most ``max_votes`` distinct votes.
+
+    Args:
+        budget: What all of them together may cost, and for whom.
+        releases: How many.
+        max_votes: Votes of one unit in each of them, at most one for a bin.
+        noise_multiplier: Standard deviation of the noise on each bin over C; None to calibrate it to the budget.
+        accountant: As in `histogram_plan`.
+        n_public: The number of units where it is public.
+        max_units_per_user: As in `PrivacyPlan`.
+        noise: As in `PrivacyPlan`.
+
+    Raises:
+        ConfigurationError: A value is out of range, or the given noise costs more than the budget.
+    """
+    plan = PrivacyPlan.build(
+        budget,
+        # The batch size is what `build` would divide by, which a histogram does not.
+        PlainSamplingRequest(sampling="full_batch", expected_batch_size=1, physical_batch_size=1),
+        steps=releases,
+        max_grad_norm=histogram_sensitivity(max_votes, budget.neighbours, distinct=True),
+        n_public=n_public,
+        noise_multiplier=noise_multiplier,
+        accountant=accountant,
+        engine="counting",
+        mode=EVOLUTION,
+        max_units_per_user=max_units_per_user,
+        noise=noise,
+    )
+    return replace(plan, denominator=1.0)
+
+
 def release_histogram(
     run: PrivateRun,
     plan: PrivacyPlan,
@@ -106,15 +159,19 @@ def release_histogram(
     bins: int,
     max_count: int,
     spec: str,
+    step: int = 0,
+    distinct: bool = False,
     grant: Callable[[], None] = lambda: None,
 ) -> np.ndarray:
     """Count, announce in the ledger, add noise, and confirm.
 
     Guarantees:
-        - No unit adds more than ``max_count`` counts, whatever ``contributions`` holds.
+        - No unit adds more than ``max_count`` counts, and with ``distinct`` more than one to a bin, whatever
+          ``contributions`` holds.
         - The ledger on the disk announces the release before its noise is drawn.
         - Made again after an interruption, on the same counts, it gives the same numbers and is charged once; on
           other counts or bins it is a release of its own, with fresh noise, and charged as one.
+        - A release that the plan's budget does not cover beside those that the ledger holds is not announced.
 
     Args:
         run: The run, its ledger open.
@@ -123,32 +180,37 @@ def release_histogram(
         bins: How many bins there are.
         max_count: Counts of a unit that are taken; the rest is left out.
         spec: A fingerprint of the bins; another one never shares noise with this one.
+        step: Which release of the plan it is.
+        distinct: Count several of one unit in one bin once.
         grant: Called before a release is announced that the ledger does not hold yet; it may refuse.
 
     Returns:
         Noised counts, whole numbers, some of them below zero; shape ``(bins,)``.
+
+    Raises:
+        BudgetExceededError: It was not announced before, and the budget does not cover it.
+        ConfigurationError: The plan is of less sensitivity.
     """
-    if plan.sensitivity < with_rounding_paid(histogram_sensitivity(max_count, plan.budget.neighbours), plan.noise):
+    bound = histogram_sensitivity(max_count, plan.budget.neighbours, distinct=distinct)
+    if plan.sensitivity < with_rounding_paid(bound, plan.noise):
         raise ConfigurationError(
             f"max_count={max_count} is more than the plan's sensitivity {plan.sensitivity:g} covers."
         )
-    # Whole numbers up to 2^53 are exact in float64.
-    counts = torch.zeros(bins, dtype=torch.float64)
-    for unit in contributions:
-        # Cut here and not by the caller, for the sensitivity rests on it.
-        for place in list(unit)[:max_count]:
-            counts[place] += 1
+    # Cut here and not by the caller, for the sensitivity rests on it.
+    counts = exact_counts(contributions, bins=bins, max_count=max_count, distinct=distinct)
     # The bins are part of the tag: the same counts over other bins must not share noise.
     tag = sum_tag(run.stream, {f"{HISTOGRAM} {spec}": counts})
-    known = run.intents.get((run.attempt, 0))
+    known = run.intents.get((run.attempt, step))
     if known is not None and known.get("sum_tag") != tag:
         run.attempt += 1
         known = None
-    key = attempt, step = run.attempt, 0
+    attempt = run.attempt
+    key = (attempt, step)
     if known is None:
-        # Before the intent, so that a refusal by the data set's ledger leaves no charge.
+        release = GaussianRelease(noise_multiplier=plan.noise_multiplier, law=plan.law, label=plan.mode)
+        # Before the intent, so that a refusal leaves no charge.
+        _require_budget(run, plan, release)
         grant()
-        release = GaussianRelease(noise_multiplier=plan.noise_multiplier, law=plan.law, label=HISTOGRAM)
         run.intents[key] = run.ledger.announce(key, release, sum_tag=tag)
     else:
         run.ledger.append("replay", attempt=attempt, step=step)
@@ -167,6 +229,41 @@ def release_histogram(
             update_hash=hashlib.sha256(noised.tobytes()).hexdigest(),
         )
     return noised
+
+
+def exact_counts(
+    contributions: Iterable[Sequence[int]], *, bins: int, max_count: int, distinct: bool = False
+) -> torch.Tensor:
+    """Return the counts without noise, of which a unit adds at most ``max_count``; private, shape ``(bins,)``.
+
+    Guarantees:
+        - The counts of neighbours are no further apart than `histogram_sensitivity` says.
+
+    Example:
+        >>> exact_counts([[0, 0, 2], [2]], bins=3, max_count=2).tolist()
+        [2.0, 0.0, 1.0]
+        >>> exact_counts([[0, 0, 2], [2]], bins=3, max_count=2, distinct=True).tolist()
+        [1.0, 0.0, 2.0]
+    """
+    # Whole numbers up to 2^53 are exact in float64.
+    counts = torch.zeros(bins, dtype=torch.float64)
+    for unit in contributions:
+        for place in list(dict.fromkeys(unit) if distinct else unit)[:max_count]:
+            counts[place] += 1
+    return counts
+
+
+def _require_budget(run: PrivateRun, plan: PrivacyPlan, release: GaussianRelease) -> None:
+    """Refuse a release that would bring those of the run's own ledger past the plan's budget."""
+    budget = plan.budget
+    counter = Accountant(delta=budget.delta, neighbours=budget.neighbours, name=plan.accountant)
+    after = counter.epsilon(merge([*charged_releases(run.ledger.records), release]))
+    if after > budget.eps:
+        raise BudgetExceededError(
+            f"One more release would bring this run to epsilon {after:.4g}, over privacy.eps={budget.eps:g}: what it "
+            "had announced before cannot be repeated bit by bit (other data, candidates, secret or machine), so it "
+            "would be charged again. Go on where the run was begun, or begin another one in another hydra.run.dir."
+        )
 
 
 def shares(counts: np.ndarray) -> np.ndarray:
@@ -220,8 +317,10 @@ class ReleasedHistogram:
             "bins": dict(self.bins),
         }
         path = folder / HISTOGRAM_NAME
-        path.write_text(json.dumps(facts, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        return path
+        # Renamed when it is whole: a run that was killed here reads it, or does not find it.
+        beside = path.with_suffix(".tmp")
+        beside.write_text(json.dumps(facts, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        return beside.replace(path)
 
     @classmethod
     def read(cls, folder: Path) -> ReleasedHistogram:

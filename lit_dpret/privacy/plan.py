@@ -44,6 +44,9 @@ from lit_dpret.privacy.budget import (
 HISTOGRAM = "histogram"
 """The mode in the plan of a released histogram."""
 
+EVOLUTION = "private_evolution"
+"""The mode in the plan of the votes by which candidates are selected, generation after generation."""
+
 
 class SamplingRequest(Protocol):
     """How a DataModule asks for batches to be drawn; the plan turns it into a law."""

@@ -23,7 +23,7 @@ from lit_dpret.datamodules.rows import stable_hash
 from lit_dpret.errors import DataError
 from lit_dpret.files import SUMMARY_NAME, SYNTHETIC_SCHEMA
 from lit_dpret.privacy.budget import show_delta
-from lit_dpret.privacy.plan import HISTOGRAM
+from lit_dpret.privacy.plan import EVOLUTION, HISTOGRAM
 from lit_dpret.synthesis.shards import json_line, write_chunks
 
 DATA_FILES = ("queries.jsonl", "qrels/train.tsv", "qrels/train.jsonl", "pairs/train.jsonl", "corpus.jsonl")
@@ -359,9 +359,12 @@ def _privacy_lines(privacy: Mapping[str, Any]) -> list[str]:
 
 
 def _whose(privacy: Mapping[str, Any]) -> str:
-    parts = (privacy["accounting"] or {}).get("composition", [])
-    counted = any(part["release"].get("label") == HISTOGRAM for part in parts)
-    return "the generator and of a histogram of the private queries together" if counted else "the generator"
+    labels = {part["release"].get("label") for part in (privacy["accounting"] or {}).get("composition", [])}
+    if EVOLUTION in labels:
+        return "the noised votes of the private queries"
+    return (
+        "the generator and of a histogram of the private queries together" if HISTOGRAM in labels else "the generator"
+    )
 
 
 def _claim_table(privacy: Mapping[str, Any]) -> list[str]:

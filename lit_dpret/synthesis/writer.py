@@ -30,7 +30,7 @@ from lit_dpret.cards.provenance import environment_facts, version_of
 from lit_dpret.cards.start import model_folder
 from lit_dpret.distributed.job import Job
 from lit_dpret.errors import ConfigurationError, DataError, StorageError
-from lit_dpret.modules.generator_folder import load_generator, weights_hash
+from lit_dpret.modules.generator_folder import GeneratorModel, load_generator, weights_hash
 from lit_dpret.privacy.ledger.judgement import Assumption
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
 from lit_dpret.synthesis.dataset_folder import (
@@ -108,7 +108,7 @@ def synthesize(
         tags=["synthetic", "differential-privacy", "query-generation", "beir"], language=language, license=license,
     )  # fmt: skip
     how = Generation(**settings)
-    place = job.place(_device(how.device))
+    place = job.place(device_named(how.device))
     check_passages(passages)
     if not (source / CARD_NAME).is_file():
         raise DataError(
@@ -123,41 +123,65 @@ def synthesize(
     generator = load_generator(source)
     longest = generator.contract.max_query_length if how.max_new_tokens is None else how.max_new_tokens
     how = replace(how, max_new_tokens=longest, device=str(place))
-    decoding = how.decoding()
-    configuration = {
+    configuration = drawing_facts(source, texts, how)
+    groups = canonical_groups(generator.codec, texts, how.group_size)
+    fits = partial(check_disk, folder, texts, draws=how.queries_per_passage, max_new_tokens=longest)
+    with opened(folder, configuration, len(groups), job=job, check=fits) as store:
+        alone = None if how.workers else generator
+        del generator  # with workers, each has its own
+        draw_into(store, groups, texts, source, how, generator=alone, progress=progress, job=job)
+        if isinstance(store, ShardStore):
+            _assemble(folder, promise, store, texts, configuration, about)
+    return folder
+
+
+def drawing_facts(source: Path, texts: Mapping[str, str], how: Generation) -> dict[str, Any]:
+    """Return all that the drawn queries are a function of; lengths and device of ``how`` are known."""
+    return {
         "generator": weights_hash(source),
         "passages": passages_hash(texts),
         "queries_per_passage": how.queries_per_passage,
         "seed": how.seed,
-        **asdict(decoding),
+        **asdict(how.decoding()),
         "group_size": how.group_size,
-        "device": place.type,
+        "device": torch.device(how.device).type,
         "precision": how.precision,
         "threads": how.threads,
         **{package: version_of(package) for package in ("torch", "transformers")},
     }
-    groups = canonical_groups(generator.codec, texts, how.group_size)
-    fits = partial(check_disk, folder, texts, draws=how.queries_per_passage, max_new_tokens=longest)
-    with opened(folder, configuration, len(groups), job=job, check=fits) as store:
-        # The longest passages first: what does not fit into memory shows at once, not after hours.
-        mine = job.deal("groups", [*reversed(store.missing)])
-        drawing = draw_groups(
-            ((index, {name: texts[name] for name in groups[index]}) for index in mine),
-            source,
-            how,
-            workers=min(how.workers, len(store.missing)),
-            generator=None if how.workers else generator,
-        )
-        del generator  # with workers, each has its own
-        job.together(lambda: _keep(drawing, store, [len(group) for group in groups], progress, job))
-        made = job.gather(store.made if isinstance(store, RankShards) else {})
-        if isinstance(store, RankShards):
-            return folder
+
+
+def draw_into(
+    store: ShardStore | RankShards,
+    groups: Sequence[Sequence[str]],
+    texts: Mapping[str, str],
+    source: Path,
+    how: Generation,
+    *,
+    generator: GeneratorModel | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    job: Job | None = None,
+) -> None:
+    """Draw what is missing in the shards; afterwards the first rank's store holds all of it.
+
+    The arguments are those of `synthesize` and `draw_groups`; the others ranks return when nothing is left to do.
+    """
+    job = job or Job()
+    # The longest passages first: what does not fit into memory shows at once, not after hours.
+    mine = job.deal("groups", [*reversed(store.missing)])
+    drawing = draw_groups(
+        ((index, {name: texts[name] for name in groups[index]}) for index in mine),
+        source,
+        how,
+        workers=min(how.workers, len(store.missing)),
+        generator=generator,
+    )
+    job.together(lambda: _keep(drawing, store, [len(group) for group in groups], progress, job))
+    made = job.gather(store.made if isinstance(store, RankShards) else {})
+    if isinstance(store, ShardStore):
         for shards in made:
             store.adopt(shards)
         store.seal()
-        _assemble(folder, promise, store, texts, configuration, about)
-    return folder
 
 
 def _keep(
@@ -210,7 +234,7 @@ class _Promise:
                     "filters": [],
                     "seeds": [self.seed],
                 },
-                assumptions=[Assumption(_list_assumption(read_card(self.source)["claim"]["neighbours"]), "unverified")],
+                assumptions=[Assumption(list_assumption(read_card(self.source)["claim"]["neighbours"]), "unverified")],
             ),
             description="queries drawn from the generator for a public list of passages",
             parent_ledger=above if above.is_file() and not (self.source / LEDGER_NAME).exists() else None,
@@ -225,29 +249,70 @@ def _assemble(
     configuration: dict[str, Any],
     about: DataCard,
 ) -> None:
-    counts, hashes = write_dataset(folder, lambda: (SyntheticQuery(**record) for record in store.records()), texts)
+    decoding = {field.name: configuration[field.name] for field in fields(Decoding)}
+
+    def card_of(hashes: Mapping[str, str], environment: Mapping[str, Any]) -> dict[str, Any]:
+        return promise.card(hashes, decoding, environment)
+
+    def queries() -> Iterator[SyntheticQuery]:
+        return (SyntheticQuery(**record) for record in store.records())
+
+    amount = f"{promise.draws} per passage; seed {promise.seed}"
+    about = replace(about, origin=[
+        f"Generator: `{configuration['generator'][:16]}` (SHA-256 of its files), named in the privacy card.",
+        "Filters: none.",
+    ])  # fmt: skip
+    write_set(folder, queries, texts, configuration, about, card_of, amount=amount)
+
+
+def write_set(
+    folder: Path,
+    queries: Callable[[], Iterator[SyntheticQuery]],
+    texts: Mapping[str, str],
+    configuration: Mapping[str, Any],
+    about: DataCard,
+    card_of: Callable[[Mapping[str, str], Mapping[str, Any]], dict[str, Any]],
+    *,
+    amount: str,
+) -> None:
+    """Write data files, cards and ``generation.json`` of queries that a generator drew.
+
+    Args:
+        folder: Where they go.
+        queries: Gives the queries again at each call, those of one passage next to each other.
+        texts: The passages.
+        configuration: What the files depend on, with the fields of `Decoding`.
+        about: Its origin gets the passages and the decoding behind its first line.
+        card_of: Makes the privacy card, given the SHA-256 of the files and the environment.
+        amount: How much was drawn, in words.
+
+    Raises:
+        DataError: No query has any word.
+    """
+    counts, hashes = write_dataset(folder, queries, texts)
     if counts.queries == 0:
         raise DataError(
             f"All {counts.drawn} queries were empty: the generator has learnt to say nothing. Train it longer, "
             "with less noise, or raise min_new_tokens."
         )
-    decoding = {field.name: configuration[field.name] for field in fields(Decoding)}
     environment = environment_facts(device=configuration["device"], precision=configuration["precision"])
-    card = with_notes(promise.card(hashes, decoding, environment), folder)
+    card = with_notes(card_of(hashes, environment), folder)
     write_card(card, folder)
+    decoding = {field.name: configuration[field.name] for field in fields(Decoding)}
+    first, *rest = about.origin
     origin = [
-        f"Generator: `{configuration['generator'][:16]}` (SHA-256 of its files), named in the privacy card.",
-        f"Passages: a list declared public. {_list_assumption(card['claim']['neighbours'])}",
-        f"Decoding: {', '.join(f'{key} {value}' for key, value in decoding.items() if value is not None)}; "
-        f"{promise.draws} per passage; seed {promise.seed}; precision {configuration['precision']}, on "
-        f"{configuration['device']}, {configuration['group_size']} passages at a time.",
-        "Filters: none.",
+        first,
+        f"Passages: a list declared public. {list_assumption(card['claim']['neighbours'])}",
+        f"Decoding: {', '.join(f'{key} {value}' for key, value in decoding.items() if value is not None)}; {amount}; "
+        f"precision {configuration['precision']}, on {configuration['device']}, {configuration['group_size']} passages "
+        "at a time.",
+        *rest,
     ]
     write_summary(folder, configuration, counts, hashes, terms=about.terms)
     write_readme(folder, replace(about, origin=origin), counts, card)
 
 
-def _list_assumption(neighbours: str | None) -> str:
+def list_assumption(neighbours: str | None) -> str:
     """Return the assumption on the list of passages under which the generator's claim covers the set."""
     text = "The list of passages was fixed without looking at the private queries"
     if neighbours == "zero_out":
@@ -273,7 +338,8 @@ def _why_public(source: Path, declared: object) -> str:
     )
 
 
-def _device(name: str) -> torch.device:
+def device_named(name: str) -> torch.device:
+    """Return the device of a setting, where ``auto`` takes a GPU if there is one; `ConfigurationError` names it."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

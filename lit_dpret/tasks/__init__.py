@@ -19,6 +19,7 @@ _MODULES = {
     "Doctor": "doctor",
     "Encode": "encode",
     "Evaluate": "evaluate",
+    "Evolve": "evolve",
     "Export": "export",
     "Federated": "federated",
     "FederatedAttacks": "federated_attacks",

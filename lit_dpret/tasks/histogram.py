@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -14,14 +14,13 @@ from lit_dpret.callbacks.own_code import refuse_false_bound
 from lit_dpret.cards.card import CARD_NAME, RunFacts, build_card, read_card, subject_of, verify_card, write_card
 from lit_dpret.cards.provenance import environment_facts
 from lit_dpret.cards.start import Start, note_start, read_start
-from lit_dpret.errors import BudgetExceededError, ConfigurationError, ResumeError
-from lit_dpret.privacy.accounting.releases import Release
+from lit_dpret.errors import ConfigurationError, ResumeError
 from lit_dpret.privacy.budget import PrivacyBudget, show_delta
 from lit_dpret.privacy.histogram import HISTOGRAM_NAME, ReleasedHistogram, histogram_plan, release_histogram
-from lit_dpret.privacy.ledger.dataset_account import RunLock, note_not_counted, require_room
-from lit_dpret.privacy.ledger.dataset_file import TOTAL_EVENT, Charge, EarlierRun
+from lit_dpret.privacy.ledger.dataset_account import require_room, reserved
+from lit_dpret.privacy.ledger.dataset_file import EarlierRun
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
-from lit_dpret.privacy.ledger.judgement import leaks, owed_releases
+from lit_dpret.privacy.ledger.judgement import leaks
 from lit_dpret.privacy.ledger.private_run import Fingerprints, PrivateRun
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
 from lit_dpret.privacy.modes import GaussianMode
@@ -173,39 +172,11 @@ class Histogram:
         earlier: tuple[EarlierRun, ...],
     ) -> np.ndarray:  # fmt: skip
         contributions = contributed(units, self.bins)
-
-        def made(grant: Callable[[], None] = lambda: None) -> np.ndarray:
+        with reserved(run, dataset, plan.release(), steps=1, earlier=earlier) as reserve:
             return release_histogram(
                 run, plan, contributions, bins=len(self.bins.names), max_count=self.max_count,
-                spec=self.bins.fingerprint(), grant=grant,
+                spec=self.bins.fingerprint(), grant=lambda: reserve(0),
             )  # fmt: skip
-
-        if dataset is None:
-            return made()
-        lock = RunLock(dataset.path, run.run_id)
-        lock.take()
-        try:
-            name = str(run.ledger.path.parent)
-
-            def state() -> dict[str, Any]:
-                heads = [str(record["hash"]) for record in run.ledger.records]
-                return {"spent": Charge.of(owed_releases(run.ledger.records), earlier), "heads": heads, "name": name}
-
-            def reserve(due: list[Release]) -> None:
-                now = state()
-                try:
-                    dataset.reserve(run.run_id, planned=Charge.of([*now["spent"].own, *due], earlier), **now)
-                except BudgetExceededError:
-                    note_not_counted(run, dataset)
-                    raise
-
-            reserve([])  # what is only repeated is charged already
-            noised = made(lambda: reserve([plan.release()]))
-            total = dataset.settle(run.run_id, **state())
-            run.ledger.append("event", name=TOTAL_EVENT, **total.to_dict())
-        finally:
-            lock.release()
-        return noised
 
     def _tell(self, folder: Path) -> dict[str, float]:
         card, histogram = read_card(folder), ReleasedHistogram.read(folder)
@@ -234,19 +205,21 @@ def _tuning(generator: Mapping[str, Any]) -> dict[str, Any]:
 
 def contributed(units: Any, bins: Bins) -> list[list[int]]:
     """Return the bins of each unit's queries, each query once, in the order of a hash of its text; private."""
-    texts, sources, owners = list[str](), list[str](), list[int]()
+    rows = queries_of(units)
+    texts = [row.query for unit in rows for row in unit]
+    sources = [row.passage_id for unit in rows for row in unit]
+    placed = iter(bins.assign(texts, sources).tolist() if texts else [])
+    return [[next(placed) for _ in unit] for unit in rows]
+
+
+def queries_of(units: Any) -> list[list[Any]]:
+    """Return for each unit a row of each of its queries, in the order of a hash of their texts; private."""
+    found = []
     for unit in range(len(units)):
         first: dict[str, Any] = {}
         for row in units.rows(unit):
             first.setdefault(row.query_id, row)
-        for row in sorted(first.values(), key=lambda row: _order(row.query)):
-            texts.append(row.query)
-            sources.append(row.passage_id)
-            owners.append(unit)
-    found: list[list[int]] = [[] for _ in range(len(units))]
-    placed: Sequence[int] = bins.assign(texts, sources).tolist() if texts else []
-    for unit, place in zip(owners, placed, strict=True):
-        found[unit].append(place)
+        found.append(sorted(first.values(), key=lambda row: _order(row.query)))
     return found
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -209,6 +210,63 @@ class DatasetAccount:
 
     def _heads(self) -> list[str]:
         return [str(record["hash"]) for record in self._gate.run.ledger.records]
+
+
+@contextmanager
+def reserved(
+    run: PrivateRun,
+    dataset: DatasetLedger | None,
+    release: Release,
+    *,
+    steps: int,
+    earlier: Sequence[EarlierRun] = (),
+) -> Iterator[Callable[[int], None]]:
+    """Count the releases of a run that trains nothing in the ledger of its data set; settle them when the block ends.
+
+    Yields a function that reserves for the releases from one step on, and is called before such a step is announced.
+    Without ``dataset`` it does nothing.
+
+    Args:
+        run: The run, its ledger open.
+        dataset: The ledger of its data set.
+        release: One of its releases.
+        steps: How many are planned.
+        earlier: As in `DatasetAccount`.
+
+    Raises:
+        BudgetExceededError: The limit of the data set does not cover it; a new run is then not counted there.
+        LedgerError: The run is going on elsewhere.
+    """
+    if dataset is None:
+        yield lambda step: None
+        return
+    lock = RunLock(dataset.path, run.run_id)
+    lock.take()
+    try:
+        name = str(run.ledger.path.parent)
+
+        def state() -> dict[str, Any]:
+            heads = [str(record["hash"]) for record in run.ledger.records]
+            return {"spent": Charge.of(owed_releases(run.ledger.records), earlier), "heads": heads, "name": name}
+
+        def reserve(first: int) -> None:
+            now, records = state(), run.ledger.records
+            due = forthcoming_releases(records, release, first=first, until=steps, attempt=run.attempt)
+            refuted = [each for each in now["spent"].own if isinstance(each, NonPrivateRelease)]
+            # What is only repeated is charged already.
+            due = list(now["spent"].own) if first >= steps else [*due, *refuted]
+            try:
+                dataset.reserve(run.run_id, planned=Charge.of(due, earlier), **now)
+            except BudgetExceededError:
+                note_not_counted(run, dataset)
+                raise
+
+        reserve(steps)
+        yield reserve
+        total = dataset.settle(run.run_id, **state())
+        run.ledger.append("event", name=TOTAL_EVENT, **total.to_dict())
+    finally:
+        lock.release()
 
 
 def require_room(

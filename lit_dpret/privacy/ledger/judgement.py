@@ -43,7 +43,7 @@ from lit_dpret.privacy.ledger.run_ledger import (
     recorded_start,
     with_earlier_releases,
 )
-from lit_dpret.privacy.plan import HISTOGRAM, PrivacyPlan
+from lit_dpret.privacy.plan import EVOLUTION, HISTOGRAM, PrivacyPlan
 
 Record = Mapping[str, Any]
 Consequence = Literal["charged", "no_amplification", "no_guarantee"]
@@ -222,11 +222,16 @@ def _grid_assumption(plan: PrivacyPlan) -> Assumption:
 def _bound_assumption(plan: PrivacyPlan) -> Assumption:
     """How far one unit moves the sum, and who says so."""
     coupling = plan.coupling
-    if plan.mode == HISTOGRAM:
+    if plan.mode in (HISTOGRAM, EVOLUTION):
         moved = plan.sensitivity * (2 if plan.budget.neighbours == "replace_one" else 1)
-        return Assumption(
-            f"The bins are public, and neighbours differ by at most {moved:.6g} in the counts.", "unverified"
-        )
+        if plan.mode == HISTOGRAM:
+            text = f"The bins are public, and neighbours differ by at most {moved:.6g} in the counts."
+        else:
+            text = (
+                "Which candidates are voted on follows from public data and from earlier noised votes alone, and "
+                f"neighbours differ by at most {moved:.6g} in the votes of a generation."
+            )
+        return Assumption(text, "unverified")
     if coupling is None:
         bound = "the clipping bound"
         if plan.clip_fraction_budget:

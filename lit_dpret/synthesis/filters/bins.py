@@ -158,7 +158,7 @@ class TopicBins(Bins):
         for knob, value in (("topics", topics), ("max_passages", max_passages), ("rounds", rounds)):
             if value < 1:
                 raise ConfigurationError(f"task.bins.{knob}={value} must be at least 1.")
-        self.trusts = _require_public(encoder, encoder_is_public)
+        self.trusts = require_public_encoder(encoder, encoder_is_public, knob="task.bins.encoder")
         self.topics, self.encoder, self.max_passages, self.rounds = topics, str(encoder), max_passages, rounds
         self._centroids = None if centroids is None else np.asarray(centroids, dtype=np.float32)
 
@@ -205,20 +205,31 @@ class TopicBins(Bins):
         return self._centroids
 
 
-def _require_public(encoder: str, is_public: bool) -> tuple[Assumption, ...]:
+def require_public_encoder(encoder: str, is_public: bool, *, knob: str) -> tuple[Assumption, ...]:
+    """Return what a claim takes on trust where private queries are compared under this encoder.
+
+    Args:
+        encoder: ``minilm``, a folder or a hub name.
+        is_public: Declared, for another one than ``minilm``.
+        knob: The setting that names it; with ``_is_public`` behind it, the declaration.
+
+    Raises:
+        PrivateDataError: A run of this program trained it.
+        ConfigurationError: It is not declared public.
+    """
     folder = Path(str(encoder)).expanduser()
     if folder.is_dir() and (trace := next(traces_of_training(folder), None)) is not None:
         raise PrivateDataError(
-            f"task.bins.encoder={encoder} has a privacy card, or is a part of what one describes, or was trained by a "
-            f"run that left its name ({trace[0]}): private queries went into it, and bins that it makes would tell of "
-            "them. Take minilm or another public encoder."
+            f"{knob}={encoder} has a privacy card, or is a part of what one describes, or was trained by a run that "
+            f"left its name ({trace[0]}): private queries went into it, and bins that it makes would tell of them. "
+            "Take minilm or another public encoder."
         )
     if str(encoder) == "minilm" and not folder.is_dir():
         return ()
     if not is_public:
         raise ConfigurationError(
-            f"task.bins.encoder={encoder} has no privacy card, so it may have been trained on anything. Declare by "
-            "task.bins.encoder_is_public=true that no private data went into it."
+            f"{knob}={encoder} has no privacy card, so it may have been trained on anything. Declare by "
+            f"{knob}_is_public=true that no private data went into it."
         )
     return (declared(encoder),)
 

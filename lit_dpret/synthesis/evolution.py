@@ -1,0 +1,168 @@
+"""Private selection without training: candidate queries that private queries vote for.
+
+A public language model writes candidate queries for public passages. Every private unit votes for the candidates
+nearest to its own queries, and a histogram of the votes is released under noise. The candidates with most votes are
+kept, the others make room for variations of these, and it is voted again. This is Private Evolution (Lin et al.,
+"Differentially Private Synthetic Data via Foundation Model APIs 1: Images", ICLR 2024; for text Xie et al., "... 2:
+Text", ICML 2024).
+
+Private data enter here at one place, the votes. What follows, which candidates are kept and from which the next ones
+are made, is a function of noised votes, public data and a public seed. So the claim is that of the histograms.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lit_dpret.errors import DataError
+from lit_dpret.synthesis.dataset_folder import SyntheticQuery
+
+_MARK = "#"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A query that can be voted for.
+
+    Attributes:
+        passage_id: The passage that it was written for.
+        draw: Counts the candidates of that passage.
+        log_prob: As in `SyntheticQuery`.
+        finished: As in `SyntheticQuery`.
+    """
+
+    passage_id: str
+    draw: int
+    text: str
+    log_prob: float | None = None
+    finished: bool = True
+
+    @property
+    def name(self) -> str:
+        return name_of(self.passage_id, self.draw)
+
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any]) -> Candidate:
+        """Return the candidate that was drawn under its name, from a record of a shard."""
+        passage_id, _, draw = str(record["passage_id"]).rpartition(_MARK)
+        return cls(
+            passage_id=passage_id, draw=int(draw), text=str(record["text"]), log_prob=record["log_prob"],
+            finished=bool(record["finished"]),
+        )  # fmt: skip
+
+    def query(self) -> SyntheticQuery:
+        return SyntheticQuery(
+            passage_id=self.passage_id, draw=self.draw, text=self.text, log_prob=self.log_prob, finished=self.finished
+        )
+
+
+def name_of(passage_id: str, draw: int) -> str:
+    """Return the name of a candidate, under which its random numbers are drawn."""
+    return f"{passage_id}{_MARK}{draw}"
+
+
+def first_sources(passages: Sequence[str], size: int) -> list[str]:
+    """Return the passage of each of the first ``size`` candidates, shared out evenly over the passages.
+
+    Passages come in the order of a hash of their ids, which no query can influence.
+
+    Example:
+        >>> sorted(first_sources(["a", "b"], 5)) in (["a", "a", "a", "b", "b"], ["a", "a", "b", "b", "b"])
+        True
+    """
+    order = sorted(passages, key=lambda name: hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest())
+    return [order[place % len(order)] for place in range(size)]
+
+
+def numbered(sources: Iterable[str], drawn: Counter[str]) -> list[str]:
+    """Return the names of new candidates of these passages; ``drawn`` counts those of each, and goes on.
+
+    Example:
+        >>> numbered(["a", "b", "a"], Counter(a=3))
+        ['a#3', 'b#0', 'a#4']
+    """
+    names = []
+    for source in sources:
+        names.append(name_of(source, drawn[source]))
+        drawn[source] += 1
+    return names
+
+
+def distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return the candidates with words, each text once: of equal ones the first."""
+    found: dict[str, Candidate] = {}
+    for each in candidates:
+        if each.text.strip():
+            found.setdefault(each.text, each)
+    return list(found.values())
+
+
+def nearest(query: np.ndarray, candidates: np.ndarray, count: int) -> list[int]:
+    """Return the places of the ``count`` candidates nearest to one query, the nearest first; of equal ones the first.
+
+    One query at a time: a product with many would round each by how many there are, and at a tie a vote would then
+    depend on other units.
+
+    Args:
+        query: Shape ``(dim,)``.
+        candidates: Shape ``(candidates, dim)``.
+        count: How many.
+    """
+    scores = candidates @ query
+    if count == 1:
+        return [int(scores.argmax())]
+    return [int(place) for place in np.argsort(-scores, kind="stable")[:count]]
+
+
+def votes(
+    owned: Sequence[Sequence[int]], queries: np.ndarray, candidates: np.ndarray, count: int
+) -> Iterator[list[int]]:
+    """Yield the votes of each unit, its queries' first choices before their second ones; private.
+
+    Args:
+        owned: The rows of ``queries`` that are of each unit, in an order that depends on the unit alone.
+        queries: Embeddings of private queries, shape ``(queries, dim)``.
+        candidates: Embeddings of the candidates, shape ``(candidates, dim)``.
+        count: Candidates that each query votes for.
+    """
+    for rows in owned:
+        choices = [nearest(queries[row], candidates, count) for row in rows]
+        yield [choice[rank] for rank in range(min(count, len(candidates))) for choice in choices]
+
+
+def survivors(counts: np.ndarray, *, least: float, keep: int | None) -> list[int]:
+    """Return the places of the candidates with more than ``least`` noised votes, at most ``keep``, the best first.
+
+    Raises:
+        DataError: There is none.
+    """
+    order = [int(place) for place in np.argsort(-counts, kind="stable") if counts[place] > least][:keep]
+    if not order:
+        raise DataError(
+            f"No candidate has more than {least:.4g} noised votes (task.threshold): the noise hides them all. Take a "
+            "smaller task.population, fewer task.generations, or more budget."
+        )
+    return order
+
+
+def offspring(counts: np.ndarray, total: int, *, seed: int) -> list[int]:
+    """Share ``total`` new candidates out over survivors in proportion to their votes: systematic resampling.
+
+    Each gets its exact share rounded down or up, by one uniform number that ``seed`` keys (Kitagawa 1996).
+
+    Example:
+        >>> offspring(np.array([6.0, 3.0, 3.0]), 4, seed=0)
+        [2, 1, 1]
+    """
+    start = np.random.Generator(np.random.Philox(key=seed)).random()
+    ends = np.floor(np.cumsum(counts) / counts.sum() * total + start)
+    ends[-1] = total  # rounding may leave the last one short
+    ends = np.minimum(ends, total)
+    numbers: list[int] = np.diff(ends, prepend=0.0).astype(int).tolist()
+    return numbers

@@ -1,0 +1,466 @@
+"""`task=evolve`: synthetic queries by private selection, from a public language model that nobody trains."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, cast, get_args
+
+import numpy as np
+from torch import Tensor
+
+from lit_dpret.callbacks import ProgressLine
+from lit_dpret.callbacks.own_code import refuse_false_bound
+from lit_dpret.cards.card import (
+    CARD_NAME,
+    CardFacts,
+    RunFacts,
+    build_card,
+    inherit_card,
+    read_card,
+    subject_of,
+    verify_card,
+    write_card,
+)
+from lit_dpret.cards.provenance import environment_facts
+from lit_dpret.cards.start import traces_of_training
+from lit_dpret.cards.text import privacy_line
+from lit_dpret.cards.tuning import TuningData
+from lit_dpret.distributed.job import Job
+from lit_dpret.encoders import load_towers
+from lit_dpret.errors import ConfigurationError, DataError, ResumeError
+from lit_dpret.modules import QueryGenerator
+from lit_dpret.modules.generator_folder import GeneratorModel, load_generator
+from lit_dpret.privacy.budget import require_choice
+from lit_dpret.privacy.histogram import HISTOGRAM_NAME, ReleasedHistogram, release_histogram, votes_plan
+from lit_dpret.privacy.ledger.dataset_account import require_room, reserved
+from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
+from lit_dpret.privacy.ledger.judgement import Assumption, leaks
+from lit_dpret.privacy.ledger.private_run import Fingerprints, PrivateRun
+from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
+from lit_dpret.privacy.ledger.trained import runs_behind
+from lit_dpret.privacy.modes import GaussianMode
+from lit_dpret.privacy.noise import load_secret, published_secret
+from lit_dpret.privacy.plan import EVOLUTION, PrivacyPlan
+from lit_dpret.settings import picked, require_number, require_whole
+from lit_dpret.synthesis.dataset_folder import DataCard, check_passages
+from lit_dpret.synthesis.evolution import Candidate, distinct, first_sources, numbered, offspring, survivors, votes
+from lit_dpret.synthesis.filters.bins import require_public_encoder
+from lit_dpret.synthesis.filters.released import shown
+from lit_dpret.synthesis.groups import Generation, canonical_groups
+from lit_dpret.synthesis.shards import ShardStore
+from lit_dpret.synthesis.writer import (
+    check_disk,
+    device_named,
+    draw_into,
+    drawing_facts,
+    list_assumption,
+    opened,
+    write_set,
+)
+from lit_dpret.tasks.histogram import queries_of
+from lit_dpret.tasks.parts import Parts, check_run_dir, say
+from lit_dpret.tasks.synthesize import SYNTHETIC, public_sample
+
+GENERATOR, GENERATIONS = "generator", "generations"
+MOST_GENERATIONS = 50
+
+
+@dataclass(kw_only=True)
+class Evolve:
+    """Write synthetic queries that the votes of private queries have selected, with a privacy card of the votes."""
+
+    passages_are_public: bool = False
+    generations: int = 3
+    population: int = 2000
+    queries: int | None = None
+    threshold: float = 2.0
+    keep: int | None = None
+    nearest: int = 1
+    max_votes: int = 1
+    encoder: str = "minilm"
+    encoder_is_public: bool = False
+    max_passages: int | None = None
+    top_p: float = 0.8
+    temperature: float = 1.0
+    top_k: int | None = None
+    max_new_tokens: int | None = None
+    min_new_tokens: int = 1
+    group_size: int = 64
+    precision: str = "32-true"
+    device: str = "auto"
+    threads: int = 1
+    workers: int = 0
+    groups_in_flight: int = 2
+    language: str | None = None
+    license: str | None = None
+    tuning_data: str = "unknown"
+    tuning_note: str | None = None
+    min_free_mb: float = 200
+
+    def __post_init__(self) -> None:
+        require_whole("task", self, 1, "generations", "population", "nearest", "max_votes", "group_size", "threads")
+        require_whole("task", self, 1, "queries", "keep", "max_passages", null=True)
+        require_number("task", self, "threshold", zero=True)
+        require_choice("task.tuning_data", self.tuning_data, get_args(TuningData))
+        if self.generations > MOST_GENERATIONS:
+            raise ConfigurationError(
+                f"task.generations={self.generations}: each one is a release, and all share one budget. Give at most "
+                f"{MOST_GENERATIONS}; Lin et al. stop at 20, and queries are found in 2 to 5."
+            )
+        if self.nearest > self.max_votes:
+            raise ConfigurationError(
+                f"task.nearest={self.nearest} candidates get a vote of each query, and task.max_votes="
+                f"{self.max_votes} lets a unit give fewer. Raise max_votes, which costs noise, or lower nearest."
+            )
+        self._about = DataCard(
+            title="", tags=["synthetic", "differential-privacy", "query-generation", "beir"], language=self.language,
+            license=self.license,
+        )  # fmt: skip
+        self._trusts = require_public_encoder(self.encoder, self.encoder_is_public, knob="task.encoder")
+
+    def run(self, parts: Parts) -> dict[str, float]:
+        """Write ``run_dir/synthetic``, with ledger and card of the votes in the run folder; returns epsilon."""
+        folder = parts.run_dir
+        check_run_dir(folder, min_free_mb=self.min_free_mb)
+        if parts.resume and (folder / SYNTHETIC / CARD_NAME).is_file():
+            return self._tell(folder)
+        mode = self._mode(parts)
+        module = self._module(parts, mode)
+        data = parts.read_data()
+        data.use_unit(mode.unit, mode.neighbours)
+        refuse_false_bound(mode, data)
+        module.refuse_protected(data)
+        passages = self._passages(data)
+        units = data.train_units()
+        plan = self._plan(mode, data, len(units))
+        dataset = mode.ledger_of_dataset(plan.budget, run_dir=folder)
+        if dataset is not None:
+            require_room(dataset, folder / LEDGER_NAME, plan.release(), steps=plan.steps, earlier=())
+        writer = self._writer(parts, module)
+        run = self._open(parts, mode, data, plan, module, writer, passages, dataset)
+        with run.ledger:
+            with reserved(run, dataset, plan.release(), steps=plan.steps) as reserve:
+                voters = _Voters(units, self.encoder, self.nearest, shows_progress=plan.n_public is not None)
+                found = self._evolve(run, plan, writer, passages, voters, reserve)
+            run.ledger.append("end", reason="finished", steps=plan.steps)
+            records = run.ledger.records
+        write_card(
+            build_card(
+                records,
+                subject_of(
+                    "histogram", folder.resolve().name, sorted((folder / GENERATIONS).glob(f"*/{HISTOGRAM_NAME}")),
+                    root=folder,
+                ),
+                RunFacts(
+                    mechanism={"max_votes": self.max_votes},
+                    tuning=self._tuning(),
+                    environment=environment_facts(),
+                    output_released=("the noised votes of every generation", "the queries that they selected"),
+                    assumptions=[*leaks(records), *self._trusts],
+                    pretraining={"model": shown(module.pretrained)},
+                ),
+            ),
+            folder,
+        )  # fmt: skip
+        self._write(folder, found, passages, writer)
+        return self._tell(folder)
+
+    # -- what is refused before anything expensive ---------------------------------------------
+
+    def _mode(self, parts: Parts) -> GaussianMode:
+        if self.passages_are_public is not True:
+            raise ConfigurationError(
+                f"task.passages_are_public={self.passages_are_public}: candidates are written for the whole list of "
+                "passages, and the set names those that were selected. Give a list that was fixed without looking at "
+                "the private queries, or that the claim takes as known (privacy.neighbours=zero_out), and set "
+                "task.passages_are_public=true."
+            )
+        mode: GaussianMode = parts.make_privacy()
+        if mode.guarantee != "dp":
+            raise ConfigurationError(
+                f"task=evolve releases votes under noise; privacy={mode.name} adds none. Choose privacy=dp_sgd: its "
+                "budget, unit, neighbours and noise count, and its clipping does not."
+            )
+        if mode.unit != "user" and self.max_votes > self.nearest:
+            raise ConfigurationError(
+                f"task.max_votes={self.max_votes}, and a {mode.unit} has one query with task.nearest={self.nearest} "
+                "votes: the others would cost noise for nothing. Set both to the same number."
+            )
+        return mode
+
+    def _module(self, parts: Parts, mode: GaussianMode) -> QueryGenerator:
+        """Return the public model; one that a run has trained is refused."""
+        module = parts.make_module(privacy=mode)
+        if not isinstance(module, QueryGenerator):
+            raise ConfigurationError(
+                f"task=evolve asks a language model for queries, and {type(module).__name__} writes none. Choose "
+                "model=generator."
+            )
+        place = Path(module.pretrained).expanduser()
+        trace = next(traces_of_training(place), None) if place.is_dir() else None
+        behind = sorted(runs_behind(module))
+        if trace is not None or behind:
+            told, privacy = trace if trace is not None else (behind[0].folder or "this process", behind[0].privacy)
+            raise ConfigurationError(
+                f"model.pretrained={module.pretrained}: {told} tells that a run trained it (privacy={privacy}), and "
+                "the card of the votes would forget what that cost. Take a public model; a generator that was trained "
+                "under privacy writes its queries by task=synthesize.",
+                trap="T30",
+            )
+        return module
+
+    def _passages(self, data: Any) -> dict[str, str]:
+        chosen = public_sample(data.public_passages(), self.max_passages)
+        check_passages(chosen)
+        texts = {name: text for name, text in chosen.items() if text.strip()}
+        if not texts:
+            raise DataError(f"None of the {len(chosen)} passages has any text.")
+        return texts
+
+    def _plan(self, mode: GaussianMode, data: Any, units: int) -> PrivacyPlan:
+        if not units:
+            raise DataError("The train split has no unit: nobody would vote.")
+        public = mode.public_units(units)
+        plan = votes_plan(
+            replace(mode.budget(public), duplicates=getattr(data, "duplicates", "keep")),
+            releases=self.generations,
+            max_votes=self.max_votes,
+            noise_multiplier=mode.noise_multiplier,
+            accountant=mode.accountant,
+            n_public=public,
+            max_units_per_user=mode.max_units_per_user,
+            noise=mode.noise,
+        )
+        if public is not None and plan.noise_std * 20 > public * self.max_votes:
+            raise ConfigurationError(
+                f"task.generations={self.generations} within privacy.eps={mode.eps:g} need noise of standard deviation "
+                f"{plan.noise_std:.3g} on each count, and {public} units have {public * self.max_votes} votes: even a "
+                "candidate with a tenth of them would be hidden. Take fewer generations, more units, or more budget."
+            )
+        return plan
+
+    # -- the run -------------------------------------------------------------------------------
+
+    def _writer(self, parts: Parts, module: QueryGenerator) -> _Writer:
+        """Save the model where workers find it, and load it as they do."""
+        place = parts.run_dir / GENERATOR
+        module.save_model(place)
+        generator = load_generator(place)
+        longest = generator.contract.max_query_length if self.max_new_tokens is None else self.max_new_tokens
+        settings = picked(
+            self, "top_p", "temperature", "top_k", "min_new_tokens", "group_size", "precision", "threads", "workers",
+            "groups_in_flight",
+        )  # fmt: skip
+        how = Generation(
+            seed=parts.seed, max_new_tokens=longest, device=str(Job().place(device_named(self.device))), **settings
+        )
+        how.decoding()  # refused here, and not after the ledger was begun
+        return _Writer(place, generator, how)
+
+    def _open(
+        self, parts: Parts, mode: GaussianMode, data: Any, plan: PrivacyPlan, module: QueryGenerator, writer: _Writer,
+        passages: Mapping[str, str], dataset: DatasetLedger | None,
+    ) -> PrivateRun:  # fmt: skip
+        folder, seed = parts.run_dir, mode.noise_seed
+        facts = drawing_facts(writer.place, passages, writer.how)
+        return PrivateRun.open(
+            folder / LEDGER_NAME,
+            resume=parts.resume,
+            secret=load_secret(mode.secret_file, run_dir=folder) if seed is None else published_secret(seed),
+            described={
+                "mode": EVOLUTION,
+                "unit": mode.unit,
+                "neighbours": mode.neighbours,
+                "law": plan.law.to_dict(),
+                "planned_steps": plan.steps,
+                "plan": plan.to_dict(),
+                "plan_fingerprint": plan.fingerprint(),
+                "rows_per_unit": f"at most {self.max_votes} vote{'' if self.max_votes == 1 else 's'}",
+                # Compared on resume, one by one; all of it is public.
+                "mode_facts": {
+                    "generator": shown(module.pretrained),
+                    "encoder": shown(self.encoder),
+                    **picked(self, "population", "queries", "threshold", "keep", "nearest"),
+                    **{f"drawn_{name}": value for name, value in facts.items()},
+                },
+                "assumptions": module.assumptions(),
+                "secure_rng": mode.secure_rng,
+                "noise_seed": seed,
+                "dataset_ledger": None if dataset is None else dataset.begin(),
+            },
+            fingerprints=Fingerprints(data=data.data_fingerprint),
+            run_id=None if seed is None else "seeded",
+        )
+
+    def _evolve(
+        self, run: PrivateRun, plan: PrivacyPlan, writer: _Writer, passages: Mapping[str, str], voters: _Voters,
+        reserve: Any,
+    ) -> list[Candidate]:  # fmt: skip
+        """Return the last population, which nobody has voted on."""
+        place = run.ledger.path.parent / GENERATIONS
+        kept: list[Candidate] = []
+        sources, drawn = first_sources(list(passages), self.population), Counter[str]()
+        for step in range(plan.steps):
+            where = place / f"{step + 1:02d}"
+            label = f"the candidates of generation {step + 1} of {plan.steps}"
+            texts = {name: passages[source] for name, source in zip(numbered(sources, drawn), sources, strict=True)}
+            found = distinct([*kept, *writer.draw(where, texts, label)])
+            counts = self._voted(run, plan, step, where, found, voters, reserve)
+            size = self.population if step + 1 < plan.steps or self.queries is None else self.queries
+            best = survivors(counts, least=self.threshold * plan.noise_std, keep=self.keep)[:size]
+            kept = [found[index] for index in best]
+            numbers = offspring(counts[best], size - len(kept), seed=run_seed(writer.how.seed, step))
+            sources = [one.passage_id for one, number in zip(kept, numbers, strict=True) for _ in range(number)]
+        texts = {name: passages[source] for name, source in zip(numbered(sources, drawn), sources, strict=True)}
+        return distinct([*kept, *writer.draw(place / f"{plan.steps + 1:02d}", texts, "the rest of the set")])
+
+    def _voted(
+        self, run: PrivateRun, plan: PrivacyPlan, step: int, folder: Path, found: list[Candidate], voters: _Voters,
+        reserve: Any,
+    ) -> np.ndarray:  # fmt: skip
+        """Return the noised votes of one generation: those on the disk, where the ledger has released them."""
+        spec = sha256("\n".join(f"{each.name}\t{each.text}" for each in found).encode()).hexdigest()
+        bins = {"kind": "candidates", "sha256": spec, "encoder": shown(self.encoder)}
+        folder.mkdir(parents=True, exist_ok=True)
+        if (folder / HISTOGRAM_NAME).is_file():
+            known = ReleasedHistogram.read(folder)
+            counts = np.array(known.counts)
+            digest = sha256(counts.tobytes()).hexdigest()
+            released = [record for (_, each), record in run.releases.items() if each == step]
+            if dict(known.bins) == bins and any(record.get("update_hash") == digest for record in released):
+                return counts
+        noised = release_histogram(
+            run, plan, voters.votes([each.text for each in found]), bins=len(found), max_count=self.max_votes,
+            spec=spec, step=step, distinct=True, grant=lambda: reserve(step),
+        )  # fmt: skip
+        ReleasedHistogram(
+            names=tuple(each.name for each in found), counts=tuple(map(float, noised)), bins=bins,
+            noise_std=plan.noise_std, max_count=self.max_votes,
+        ).write(folder)  # fmt: skip
+        return noised
+
+    def _write(self, folder: Path, found: list[Candidate], passages: Mapping[str, str], writer: _Writer) -> None:
+        place, order = folder / SYNTHETIC, {name: number for number, name in enumerate(passages)}
+        queries = [each.query() for each in sorted(found, key=lambda each: (order[each.passage_id], each.draw))]
+        configuration = drawing_facts(writer.place, passages, writer.how) | {
+            "evolution": {
+                **picked(self, "generations", "population", "queries", "threshold", "keep", "nearest", "max_votes"),
+                "encoder": shown(self.encoder),
+            }
+        }
+
+        def card_of(hashes: Mapping[str, str], environment: Mapping[str, Any]) -> dict[str, Any]:
+            return inherit_card(
+                folder / CARD_NAME,
+                {"artifact_type": "dataset", "name": place.name, "sha256": dict(hashes)},
+                CardFacts(
+                    tuning=self._tuning(),
+                    environment=environment,
+                    generation={
+                        "doc_source": "declared_public",
+                        "per_doc": 0,
+                        "decoding": {key: configuration[key] for key in vars(writer.how.decoding())},
+                        "filters": [],
+                        "seeds": [writer.how.seed],
+                    },
+                    assumptions=[
+                        Assumption(list_assumption(read_card(folder)["claim"]["neighbours"]), "unverified"),
+                    ],
+                ),
+                description="candidates selected by the noised votes, and new ones drawn for the same passages",
+                parent_ledger=folder / LEDGER_NAME,
+            )
+
+        about = replace(self._about, title=f"Synthetic queries: {place.name}", origin=[
+            f"Generator: `{configuration['generator'][:16]}` (SHA-256 of its files), a public model, untrained; the "
+            f"votes of the private queries selected from what it wrote in {self.generations} generations of "
+            f"{self.population} candidates.",
+            "Filters: none.",
+        ])  # fmt: skip
+        write_set(
+            place, lambda: iter(queries), passages, configuration, about, card_of,
+            amount=f"{len(queries)} in the last generation; seed {writer.how.seed}",
+        )  # fmt: skip
+
+    def _tuning(self) -> dict[str, Any]:
+        return {"data": self.tuning_data, "note": self.tuning_note or ""}
+
+    def _tell(self, folder: Path) -> dict[str, float]:
+        card, place = read_card(folder), folder / SYNTHETIC
+        if problems := verify_card(card, folder / LEDGER_NAME, folder=folder):
+            raise ResumeError(f"{folder} holds a card that does not agree with what lies there: {problems[0]}")
+        last = ReleasedHistogram.read(sorted((folder / GENERATIONS).glob(f"*/{HISTOGRAM_NAME}"))[-1].parent)
+        selected = sum(count > self.threshold * last.noise_std for count in last.counts)
+        say(
+            f"last votes: {selected} of {len(last.counts)} candidates above {self.threshold:g} standard deviations of "
+            f"the noise ({last.noise_std:.4g})",
+            privacy_line(card),
+            f"synthetic queries: {place}\nprivacy card: {place / CARD_NAME}",
+        )
+        epsilon = card["claim"]["epsilon"]
+        return {"selected": float(selected)} | ({} if epsilon is None else {"epsilon": float(epsilon)})
+
+
+def run_seed(seed: int, step: int) -> int:
+    """Return a public key for the resampling after a generation."""
+    return int.from_bytes(sha256(f"lit-dpret/evolution\x1f{seed}\x1f{step}".encode()).digest()[:8], "big")
+
+
+class _Writer:
+    """The public model in its folder, and how it is drawn from."""
+
+    def __init__(self, place: Path, generator: GeneratorModel, how: Generation) -> None:
+        self.place, self.how, self._generator = place, how, generator
+
+    def draw(self, folder: Path, texts: Mapping[str, str], label: str) -> list[Candidate]:
+        """Return the candidates of these names, each drawn for its text; what lies in ``folder`` is kept."""
+        if not texts:
+            return []
+        groups = canonical_groups(self._generator.codec, texts, self.how.group_size)
+        configuration = drawing_facts(self.place, texts, self.how)
+
+        def fits() -> None:
+            check_disk(folder, texts, draws=1, max_new_tokens=self.how.max_new_tokens or 1)
+
+        with (
+            opened(folder, configuration, len(groups), job=Job(), check=fits) as store,
+            ProgressLine(f"writing {label}") as progress,
+        ):
+            draw_into(
+                store, groups, texts, self.place, self.how, progress=progress,
+                generator=None if self.how.workers else self._generator,
+            )  # fmt: skip
+            drawn = {str(record["passage_id"]): record for record in cast(ShardStore, store).records()}
+        return [Candidate.of_record(drawn[name]) for name in texts]
+
+
+class _Voters:
+    """The private queries, embedded once and only if votes are asked for."""
+
+    def __init__(self, units: Any, encoder: str, nearest: int, *, shows_progress: bool) -> None:
+        self._units, self._encoder, self._nearest, self._shows = units, encoder, nearest, shows_progress
+        self._known: tuple[Any, list[list[int]], np.ndarray] | None = None
+
+    def votes(self, candidates: list[str]) -> Any:
+        tower, owned, queries = self._queries()
+        found: Tensor = tower.encode(candidates, "query")
+        return votes(owned, queries, found.float().numpy(), self._nearest)
+
+    def _queries(self) -> tuple[Any, list[list[int]], np.ndarray]:
+        if self._known is None:
+            texts: list[str] = []
+            owned: list[list[int]] = []
+            for rows in queries_of(self._units):
+                worded = [row.query for row in rows if row.query.strip()]  # a blanked unit votes for nobody
+                owned.append(list(range(len(texts), len(texts) + len(worded))))
+                texts += worded
+            tower = load_towers(self._encoder).query_encoder
+            with ProgressLine("embedding the private queries") as progress:
+                # Apart, so that no query decides how another one's embedding is rounded, and with it a vote.
+                found = tower.encode(texts, "query", apart=True, progress=progress if self._shows else None)
+            self._known = tower, owned, found.float().numpy()
+        return self._known

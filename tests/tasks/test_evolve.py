@@ -1,0 +1,339 @@
+"""`task=evolve`: from votes to a data set, with one claim; killed anywhere, it goes on and spends nothing twice."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy.optimize import brentq
+from scipy.stats import norm
+from tiny_generator import lively_generator, write_parent_card
+from tiny_models import tiny_bert, tiny_tokenizer
+from tiny_tasks import parts, retriever, write_log
+
+from lit_dpret.cards.card import card_sha256, read_card, verify_card
+from lit_dpret.cards.verification import verify_chain
+from lit_dpret.datamodules import PairsDataModule, SyntheticDataModule
+from lit_dpret.encoders import Contract, TextEncoder
+from lit_dpret.encoders.st_folder import save_sentence_transformer
+from lit_dpret.errors import BudgetExceededError, ConfigurationError, DataError, LitDpretError, ResumeError
+from lit_dpret.privacy.histogram import ReleasedHistogram, exact_counts
+from lit_dpret.privacy.ledger.judgement import claimed_releases
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases
+from lit_dpret.privacy.modes import DPSGD, NoPrivacy
+from lit_dpret.synthesis.filters import load_released
+from lit_dpret.synthesis.shards import ShardStore
+from lit_dpret.tasks import Evolve
+from lit_dpret.tasks.evolve import _Voters
+
+T = 2
+DATA_FILES = ("queries.jsonl", "corpus.jsonl", "qrels/train.tsv", "qrels/train.jsonl", "pairs/train.jsonl")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A private log and a public encoder."""
+    root = tmp_path_factory.mktemp("world")
+    write_log(root / "log")
+    tower = TextEncoder(tiny_bert(), tiny_tokenizer(), Contract(query_max_length=12, passage_max_length=12))
+    save_sentence_transformer(root / "encoder", tower)
+    return root
+
+
+def evolve(world: Path, folder: Path, task: dict[str, Any] | None = None, **changes: Any) -> dict[str, float]:
+    mode = partial(DPSGD, **{"eps": 30.0, "secret_file": world / "secret"} | changes.pop("mode", {}))
+    data = {"folder": world / "log", "sampling": "poisson"} | changes.pop("data", {})
+    settings: dict[str, Any] = {
+        "passages_are_public": True, "generations": T, "population": 12, "threshold": 0.0, "max_new_tokens": 5,
+        "encoder": str(world / "encoder"), "encoder_is_public": True, "group_size": 5, **(task or {}),
+    }  # fmt: skip
+    given = {
+        "run_dir": folder, "make_datamodule": partial(PairsDataModule, **data),
+        "make_module": lambda privacy: lively_generator(), **changes,
+    }  # fmt: skip
+    return Evolve(**settings).run(parts(folder.parent, given.pop("make_privacy", mode), **given))
+
+
+@pytest.fixture(scope="module")
+def evolved(world: Path) -> Path:
+    evolve(world, world / "evolved")
+    return world / "evolved"
+
+
+def records_of(folder: Path) -> list[dict[str, Any]]:
+    return list(PrivacyLedger.read(folder / "privacy_ledger.jsonl").records)
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    """All that a set and the votes behind it consist of, without cards and ledger, which tell of interruptions."""
+    files = [folder / "synthetic" / name for name in (*DATA_FILES, "generation.json")]
+    files += sorted(folder.glob("generations/*/*.json*")) + sorted(folder.glob("generations/*/shards/*"))
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+# -- the claim ---------------------------------------------------------------------------------
+
+
+def test_epsilon_of_all_generations_is_that_of_one_gaussian_of_their_root(world: Path, evolved: Path) -> None:
+    """T Gaussians of multiplier s are one of s / sqrt(T), whose epsilon has a formula (Balle and Wang 2018)."""
+    card, (noise,) = read_card(evolved), claimed_releases(records_of(evolved))
+    mu, delta = np.sqrt(T) / noise.noise_multiplier, card["claim"]["delta"]
+
+    def beyond(eps: float) -> float:
+        return float(norm.cdf(mu / 2 - eps / mu) - np.exp(eps) * norm.cdf(-mu / 2 - eps / mu) - delta)
+
+    exact = brentq(beyond, 0.0, 100.0)
+    assert noise.count == T and delta == pytest.approx(1 / (2 * 56))
+    assert exact <= card["claim"]["epsilon"] <= 30.0
+    assert card["claim"]["epsilon"] == pytest.approx(exact, rel=2e-3)
+
+
+def test_the_card_follows_from_the_ledger_and_the_set_inherits_it(evolved: Path) -> None:
+    card, made = read_card(evolved), read_card(evolved / "synthetic")
+    assert verify_card(card, evolved / "privacy_ledger.jsonl", folder=evolved) == []
+    assert made["claim"]["epsilon"] == card["claim"]["epsilon"]
+    assert made["parents"][0]["sha256"] == card_sha256(evolved)
+    found = verify_chain(evolved / "synthetic")
+    assert not found.failed, found.failed
+    assert f"{T} noised histograms of votes" in card["claim"]["statement"]
+    assert card["mechanism"]["rows_per_unit"] == "at most 1 vote"
+    said = [one["text"] for one in card["assumptions"]]
+    assert any("encoder" in text and "as declared" in text for text in said)
+    assert "noised votes of the private queries" in (evolved / "synthetic" / "README.md").read_text()
+
+
+def test_the_queries_are_paired_with_public_passages_and_train_a_retriever(evolved: Path, world: Path) -> None:
+    log = PairsDataModule(folder=world / "log")
+    log.setup("fit")
+    released = load_released(evolved / "synthetic")
+    assert 6 <= len(released) <= 12
+    assert {query.passage_id for query in released} <= set(log.public_passages())
+    data = SyntheticDataModule(folder=evolved / "synthetic", evaluation=log, physical_batch_size=4)
+    data.setup("fit")
+    assert len(data.pair_rows("train")) == len(released)
+
+
+def test_the_votes_are_those_of_the_queries(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With next to no noise every query's vote is found again in the file of its generation."""
+    evolve(world, tmp_path / "run", mode={"eps": 2000.0})
+    counts = [ReleasedHistogram.read(place) for place in sorted((tmp_path / "run" / "generations").glob("0[12]"))]
+    assert [sum(one.counts) for one in counts] == pytest.approx([56, 56], abs=12 * counts[0].noise_std)
+
+
+def with_users(log: Path, per_user: int) -> None:
+    rows = [json.loads(line) for line in (log / "queries.jsonl").read_text().splitlines()]
+    named = [json.dumps({**row, "user_id": f"u{number // per_user}"}) for number, row in enumerate(rows)]
+    (log / "queries.jsonl").write_text("\n".join(named) + "\n")
+
+
+@pytest.mark.parametrize(("per_user", "most"), [(4, 1), (4, 3)])
+def test_a_user_who_is_left_out_takes_no_more_votes_away_than_the_cap(
+    world: Path, tmp_path: Path, per_user: int, most: int
+) -> None:
+    """On the real path, from the log to the counts: users with copies of one query, one after another without rows."""
+    log = tmp_path / "log"
+    shutil.copytree(world / "log", log)
+    with_users(log, per_user)
+    rows = [json.loads(line) for line in (log / "queries.jsonl").read_text().splitlines()]
+    for row in rows[:3]:
+        row["text"] = rows[0]["text"]
+    texts = ["bana elo", "delo fibi", "gomu kuri", "mana nato", "rana seku", "tomu bibi"]
+
+    judged = (log / "qrels" / "train.tsv").read_text().splitlines()
+
+    def counted(left_out: str | None) -> np.ndarray:
+        theirs = {row["_id"] for row in rows if row["user_id"] == left_out}
+        left = [json.dumps(row) + "\n" for row in rows if row["_id"] not in theirs]
+        (log / "queries.jsonl").write_text("".join(left))
+        kept = [line for line in judged if line.split("\t")[0] not in theirs]
+        (log / "qrels" / "train.tsv").write_text("\n".join(kept) + "\n")
+        data = PairsDataModule(folder=log)
+        data.setup("fit")
+        data.use_unit("user")
+        voters = _Voters(data.train_units(), str(world / "encoder"), 1, shows_progress=False)
+        return exact_counts(voters.votes(texts), bins=len(texts), max_count=most, distinct=True).numpy()
+
+    whole, moved = counted(None), []
+    for user in sorted({row["user_id"] for row in rows[:-8]})[:6]:
+        change = whole - counted(user)
+        assert set(np.unique(change)) <= {0.0, 1.0}
+        moved.append(float(np.linalg.norm(change)))
+    assert 0 < max(moved) <= np.sqrt(most) + 1e-12
+
+
+# -- interruptions -----------------------------------------------------------------------------
+
+
+def _interrupted(*_: Any, **__: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+def _at_call(number: int, real: Callable[..., Any]) -> Callable[..., Any]:
+    """Do what ``real`` does until its call of that number, which is interrupted before it does anything."""
+    calls = iter(range(1, 1000))
+    return lambda *args, **settings: (_interrupted if next(calls) == number else real)(*args, **settings)
+
+
+POINTS: dict[str, tuple[Any, str, int]] = {
+    "while the first candidates are drawn": (ShardStore, "add", 2),
+    "after an intent": (PrivacyLedger, "confirm", 1),
+    "before the votes are on the disk": (ReleasedHistogram, "write", 1),
+    "while the second candidates are drawn": (ShardStore, "add", 4),
+    "after the second intent": (PrivacyLedger, "confirm", 2),
+    "before the second votes are on the disk": (ReleasedHistogram, "write", 2),
+    "while the set is drawn": (ShardStore, "seal", 3),
+}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(world: Path) -> dict[str, bytes]:
+    evolve(world, world / "seeded", mode={"noise_seed": 5, "secret_file": None})
+    return bytes_of(world / "seeded")
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_run_that_was_killed_goes_on_to_the_same_bytes_and_spends_nothing_twice(
+    point: str, world: Path, tmp_path: Path, uninterrupted: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, name, number = POINTS[point]
+    seeded: dict[str, Any] = {"mode": {"noise_seed": 5, "secret_file": None}}
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, _at_call(number, getattr(owner, name)))
+        with pytest.raises(KeyboardInterrupt):
+            evolve(world, tmp_path / "run", **seeded)
+    with pytest.raises(ResumeError, match="already holds a ledger"):
+        evolve(world, tmp_path / "run", **seeded)
+    evolve(world, tmp_path / "run", **seeded, resume=True)
+    assert bytes_of(tmp_path / "run") == uninterrupted
+    assert sum(release.count for release in charged_releases(records_of(tmp_path / "run"))) == T
+
+
+def test_votes_that_were_released_are_read_and_not_asked_for_again(
+    world: Path, evolved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(evolved, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "synthetic")
+    monkeypatch.setattr(_Voters, "votes", _interrupted)
+    before = bytes_of(evolved)
+    evolve(world, tmp_path / "run", resume=True)
+    assert bytes_of(tmp_path / "run") == before
+
+
+def test_votes_that_were_edited_are_not_believed_and_the_released_ones_come_back(
+    world: Path, evolved: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(evolved, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "synthetic")
+    file = tmp_path / "run" / "generations" / "01" / "histogram.json"
+    facts = json.loads(file.read_text())
+    facts["counts"][0] += 50
+    file.write_text(json.dumps(facts))
+    evolve(world, tmp_path / "run", resume=True)
+    assert bytes_of(tmp_path / "run") == bytes_of(evolved)
+
+
+def test_a_finished_run_that_is_resumed_changes_nothing(world: Path, evolved: Path) -> None:
+    before = (evolved / "privacy_ledger.jsonl").read_bytes()
+    assert evolve(world, evolved, resume=True)["epsilon"] == read_card(evolved)["claim"]["epsilon"]
+    assert (evolved / "privacy_ledger.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("change", [{"population": 11}, {"threshold": 1.0}, {"top_p": 0.5}, {"keep": 3}])
+def test_a_run_is_not_resumed_with_other_settings(
+    change: dict[str, Any], world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(PrivacyLedger, "confirm", _interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            evolve(world, tmp_path / "run")
+    with pytest.raises(ResumeError, match=next(iter(change))):
+        evolve(world, tmp_path / "run", change, resume=True)
+
+
+def test_a_generation_that_cannot_be_repeated_is_not_paid_for_out_of_nothing(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed after its first intent; with another secret its noise cannot be drawn again, and all is spent."""
+    with monkeypatch.context() as patch:
+        patch.setattr(PrivacyLedger, "confirm", _interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            evolve(world, tmp_path / "run")
+    with pytest.raises(BudgetExceededError, match=r"privacy\.eps=30"):
+        evolve(world, tmp_path / "run", mode={"secret_file": tmp_path / "other"}, resume=True)
+    assert claimed_releases(records_of(tmp_path / "run"))[0].count <= T
+
+
+def test_all_generations_are_counted_in_the_ledger_of_the_data_set(world: Path, tmp_path: Path) -> None:
+    ledger: dict[str, Any] = {"dataset_ledger": tmp_path / "data.jsonl", "total_eps": 40.0}
+    evolve(world, tmp_path / "run", mode=ledger)
+    card = read_card(tmp_path / "run")
+    assert card["accounting"]["dataset_total"]["epsilon"] == pytest.approx(card["claim"]["epsilon"], rel=1e-6)
+    with pytest.raises(BudgetExceededError, match=r"privacy\.total_eps"):
+        evolve(world, tmp_path / "second", mode=ledger)
+    assert not (tmp_path / "second" / "privacy_ledger.jsonl").exists()
+
+
+# -- what is refused ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"task": {"passages_are_public": False}}, ConfigurationError, r"task\.passages_are_public"),
+        ({"task": {"generations": 51}}, ConfigurationError, r"task\.generations=51"),
+        ({"task": {"generations": 0}}, ConfigurationError, r"task\.generations"),
+        ({"task": {"nearest": 2}}, ConfigurationError, r"task\.nearest=2"),
+        ({"task": {"max_votes": 2}}, ConfigurationError, r"task\.max_votes=2"),
+        ({"task": {"encoder_is_public": False}}, ConfigurationError, r"task\.encoder_is_public"),
+        ({"task": {"top_p": 0.0}}, ConfigurationError, "top_p"),
+        ({"mode": {"eps": 0.5}}, ConfigurationError, r"task\.generations=2 within privacy\.eps=0\.5"),
+        ({"mode": {"noise_multiplier": 0.01}}, ConfigurationError, r"privacy\.noise_multiplier=0\.01"),
+        ({"make_privacy": NoPrivacy}, ConfigurationError, "privacy=none"),
+        ({"make_module": lambda privacy: retriever(privacy=privacy)}, ConfigurationError, "model=generator"),
+    ],
+)
+def test_what_cannot_be_claimed_or_makes_no_sense_is_refused_before_anything_is_drawn(
+    world: Path, tmp_path: Path, changes: dict[str, Any], error: type[LitDpretError], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        evolve(world, tmp_path / "run", **changes)
+    assert not (tmp_path / "run" / "privacy_ledger.jsonl").exists()
+    assert not (tmp_path / "run" / "generations").exists()
+
+
+def test_a_generator_or_an_encoder_that_a_run_trained_is_refused(world: Path, tmp_path: Path) -> None:
+    place = lively_generator().save_model(tmp_path / "trained")
+    write_parent_card(place)
+
+    def trained(privacy: Any) -> Any:
+        module = lively_generator()
+        module.pretrained = str(place)
+        return module
+
+    with pytest.raises(ConfigurationError, match=r"model\.pretrained="):
+        evolve(world, tmp_path / "run", make_module=trained)
+    shutil.copytree(world / "encoder", tmp_path / "encoder")
+    write_parent_card(tmp_path / "encoder")
+    with pytest.raises(LitDpretError, match=r"task\.encoder="):
+        evolve(world, tmp_path / "run", {"encoder": str(tmp_path / "encoder")})
+    assert not (tmp_path / "run" / "privacy_ledger.jsonl").exists()
+
+
+def test_weights_that_were_trained_in_this_process_are_refused(world: Path, tmp_path: Path) -> None:
+    from lit_dpret.privacy.ledger.trained import TrainedIn, mark_trained
+
+    module = lively_generator()
+    mark_trained(module, [TrainedIn("r", "dp_sgd")])
+    with pytest.raises(ConfigurationError, match=r"privacy=dp_sgd"):
+        evolve(world, tmp_path / "run", make_module=lambda privacy: module)
+
+
+def test_votes_that_all_drown_in_noise_end_the_run_by_the_name_of_the_threshold(world: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"task\.threshold"):
+        evolve(world, tmp_path / "run", {"threshold": 1000.0})
