@@ -78,6 +78,7 @@ T5_SHAPES = {
     "t5-small": dict(d_model=512, d_kv=64, d_ff=2048, num_layers=6, num_heads=8, vocab_size=32128),
     "t5-base": dict(d_model=768, d_kv=64, d_ff=3072, num_layers=12, num_heads=12, vocab_size=32128),
     "t5-large": dict(d_model=1024, d_kv=64, d_ff=4096, num_layers=24, num_heads=16, vocab_size=32128),
+    "t5-3b": dict(d_model=1024, d_kv=128, d_ff=16384, num_layers=24, num_heads=32, vocab_size=32128),
 }
 BERT_SHAPES = {
     "bert-toy": dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=256),
@@ -115,6 +116,7 @@ ROWS = {
         Row("t5-base", 16, 384, 128),
         Row("t5-large", 4, 384, 128),
         Row("t5-large", 16, 384, 128),
+        Row("t5-3b", 4, 384, 128),
         Row("minilm", 128, 128, 0),
         Row("smollm2", 32, 96, 32),
         Row("smollm2+lora", 32, 96, 32),
@@ -289,9 +291,12 @@ def count_flops(step: Callable[[], None]) -> int:
 
 def measure_time(row: Row, rounds: int, device: str) -> dict[str, Any]:
     """Seconds and ratios of every variant over the plain step, interleaved."""
+    import torch
+
     model = build_model(row.model, device)
     steps: dict[str, Callable[[], None]] = {v: build_step(v, model, row, device) for v in ("plain", "ghost")}
     refused: dict[str, str] = {}
+    too_large: dict[str, str] = {}
 
     def step(variant: str) -> None:
         steps[variant]()
@@ -311,12 +316,22 @@ def measure_time(row: Row, rounds: int, device: str) -> dict[str, Any]:
         except NotImplementedError as error:
             steps.pop(variant, None)
             refused[variant] = str(error)
+        except torch.OutOfMemoryError:
+            steps.pop(variant, None)
+            too_large[variant] = f"{row.label} does not fit beside the models of the other variants"
+            torch.cuda.empty_cache()
     names = [v for v in VARIANTS if v in steps]
     wait(device)
     done = in_turns({variant: partial(step, variant) for variant in names}, rounds)
     flops = count_flops(steps["plain"])
     rate = matmul_rate(device)
-    result: dict[str, Any] = {"refused": refused, "matmul_flops": rate, "variants": {}, "ghost_over": {}}
+    result: dict[str, Any] = {
+        "refused": refused,
+        "too_large": too_large,
+        "matmul_flops": rate,
+        "variants": {},
+        "ghost_over": {},
+    }
     for variant in names:
         wall = statistics.median(r[variant]["seconds"] for r in done)
         result["variants"][variant] = {
@@ -405,8 +420,9 @@ def report_row(row: Row, arguments: argparse.Namespace) -> dict[str, Any]:
     for variant, ratio in spent["ghost_over"].items():
         bound = "too few rounds" if ratio["upper_95"] is None else f"{ratio['upper_95']:.2f}"
         print(f"ghost over {LABELS[variant]}: {ratio['median']:.2f} (upper 95 percent bound: {bound})")
-    for variant, reason in spent["refused"].items():
-        print(f"{LABELS[variant]}: refused: {reason}")
+    for word in ("refused", "too_large"):
+        for variant, reason in spent[word].items():
+            print(f"{LABELS[variant]}: {word.replace('_', ' ')}: {reason}")
     say("")
     return {"memory": memory, "time": spent}
 

@@ -27,6 +27,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=32, help="32 is SentenceTransformer's default")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     from sentence_transformers import SentenceTransformer
@@ -35,13 +36,13 @@ def main() -> None:
     data.setup("test")
     texts = list(data.public_passages().values())[: arguments.texts]
     ours = TextEncoder.from_pretrained("minilm")
-    theirs = SentenceTransformer(str(resolve_folder("minilm")), device="cpu")
+    theirs = SentenceTransformer(str(resolve_folder("minilm")), device=arguments.device)
     tokens = sum(len(row) for row in ours.one_side("passage").token_ids(texts))
     batch = arguments.batch_size
 
     def run(name: str) -> torch.Tensor:
         if name == "lit-dpret":
-            return ours.encode(texts, "passage", batch_size=batch)
+            return ours.encode(texts, "passage", batch_size=batch, device=arguments.device)
         return theirs.encode(texts, batch_size=batch, convert_to_tensor=True, show_progress_bar=False)
 
     names = ("lit-dpret", "SentenceTransformer.encode")
@@ -65,6 +66,7 @@ def main() -> None:
         "model": "all-MiniLM-L6-v2, float32",
         "batch_size": batch,
         "threads": arguments.threads,
+        "device": arguments.device,
         "rounds": rounds,
         "median_throughput_over_theirs": statistics.median(facts["throughput_over_theirs"] for facts in rounds),
         "median_of_processor": statistics.median(facts["of_processor"] for facts in rounds),

@@ -37,7 +37,10 @@ Found = Callable[[], list[list[int]]]
 
 
 def systems(queries: Tensor, passages: Tensor, k: int) -> dict[str, Found]:
-    """Name to a search that returns, for every query, indices best first; those not installed are left out."""
+    """Name to a search that returns, for every query, indices best first; those not installed are left out.
+
+    Each computes where the tensors are; BEIR's wants them on a CPU.
+    """
     found: dict[str, Found] = {"lit-dpret": lambda: search(queries, passages, k).indices.tolist()}
     with contextlib.suppress(ImportError):
         from sentence_transformers.util import dot_score, semantic_search
@@ -68,10 +71,12 @@ def systems(queries: Tensor, passages: Tensor, k: int) -> dict[str, Found]:
             hits = DenseRetrievalExactSearch(Vectors()).search(corpus, asked, k, "dot")
             return [[int(name) for name, _ in sorted(hits[q].items(), key=lambda h: -h[1])[:k]] for q in asked]
 
-        found["beir DenseRetrievalExactSearch"] = beirs
+        if queries.device.type == "cpu":
+            found["beir DenseRetrievalExactSearch"] = beirs
     with contextlib.suppress(Exception):
-        flat = make_search("faiss:Flat")
-        found["lit-dpret search=faiss:Flat"] = lambda: flat(queries, passages, k).indices.tolist()
+        flat = make_search("faiss:Flat", device=queries.device.type)
+        here = queries.cpu(), passages.cpu()
+        found["lit-dpret search=faiss:Flat"] = lambda: flat(*here, k).indices.tolist()
     return found
 
 
@@ -87,7 +92,7 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
     draw = torch.nn.functional.normalize(
         torch.randn(arguments.passages + arguments.queries, arguments.dim, generator=generator), dim=1
     )
-    passages, queries = draw[: arguments.passages], draw[arguments.passages :]
+    passages, queries = draw.to(arguments.device).split([arguments.passages, arguments.queries])
     runs: dict[str, list[dict[str, Any]]] = {}
     reference: list[set[int]] = []
     for _ in range(arguments.rounds):
@@ -166,6 +171,7 @@ def main() -> None:
     parser.add_argument("--k", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="without --grid and --memory")
     parser.add_argument("--memory", type=int, nargs="*", help="corpus sizes; without any 50000 200000 800000")
     parser.add_argument("--grid", action="store_true", help="many sizes, --rounds times each")
     parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
@@ -181,7 +187,7 @@ def main() -> None:
         del facts["queries"], facts["passages"]
         report["grid"] = facts | {"dim": 384, "k": 100, "sizes": grid(arguments.rounds)}
     elif arguments.memory is None:
-        report["speed"] = facts | compare(arguments)
+        report["speed"] = facts | {"device": arguments.device} | compare(arguments)
     else:
         sizes = arguments.memory or [50_000, 200_000, 800_000]
         del facts["passages"]

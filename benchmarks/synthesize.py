@@ -12,7 +12,7 @@ Two regimes, told apart in the results: ``equal tokens`` forbids the end mark, s
 tokens; ``natural ends`` lets queries end, and then the two have drawn other queries, of about the same length.
 Random weights (``t5-small-shape``) never learnt to end, and their flat distribution is the worst case for drawing.
 The machine may be shared, so what is compared is processor time; it is the whole time of an idle machine at one
-thread.
+thread. On a GPU (``--device cuda``) it is the clock's, on an idle machine.
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ def plain(generator: GeneratorModel, texts: Mapping[str, str], decoding: Decodin
     tokenizer, drawn, rows = generator.tokenizer, list[str](), generator.codec.passages(list(texts.values()))
     for start in range(0, len(rows), batch):
         padded = tokenizer.pad({"input_ids": rows[start : start + batch]}, return_tensors="pt")
+        padded = padded.to(generator.model.device)
         found = generator.model.generate(
             input_ids=padded["input_ids"], attention_mask=padded["attention_mask"], do_sample=True,
             top_p=decoding.top_p, top_k=0, temperature=decoding.temperature,
@@ -94,6 +95,7 @@ def plain(generator: GeneratorModel, texts: Mapping[str, str], decoding: Decodin
 def side_by_side(generator: GeneratorModel, texts: Mapping[str, str], decoding: Decoding, chosen: Any) -> Any:
     """Run both in turns, the other one first in every second round."""
     ways: dict[str, Callable[..., list[str]]] = {OURS: ours, PLAIN: plain}
+    unit = "processor_seconds" if chosen.device == "cpu" else "seconds"
     few = dict(list(texts.items())[: chosen.batch_size])
     for way in ways.values():
         way(generator, few, Decoding(max_new_tokens=2), chosen.batch_size, 0)  # the first time is slower for both
@@ -105,14 +107,14 @@ def side_by_side(generator: GeneratorModel, texts: Mapping[str, str], decoding: 
             drawn, spent = timed(
                 lambda way=way, turn=turn: way(generator, texts, decoding, chosen.batch_size, turn)  # type: ignore[misc]
             )
-            used = spent["processor_seconds"]
+            used = spent[unit]
             facts[name] = {
                 **spent,
-                "queries_per_processor_second": len(drawn) / used,
+                f"queries_per_{unit.removesuffix('s')}": len(drawn) / used,
                 "mean_words": sum(len(text.split()) for text in drawn) / len(drawn),
             }
-            say(f"  {name:15s} {used:7.2f} s of processor, {len(drawn) / used:7.1f} queries/s")
-        facts["throughput_over_plain"] = facts[PLAIN]["processor_seconds"] / facts[OURS]["processor_seconds"]
+            say(f"  {name:15s} {used:7.2f} {unit}, {len(drawn) / used:7.1f} queries/s")
+        facts["throughput_over_plain"] = facts[PLAIN][unit] / facts[OURS][unit]
         rounds.append(facts)
     ratios = [facts["throughput_over_plain"] for facts in rounds]
     return {"rounds": rounds, "throughput_over_plain": summary(ratios)}
@@ -131,11 +133,13 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     chosen = parser.parse_args()
     lengths = {"equal tokens": chosen.max_new_tokens, "natural ends": 1}
     rows: dict[str, Any] = {}
     with fixed_arithmetic(chosen.threads):
         for (name, generator), count in zip(models(chosen.models), chosen.passages, strict=True):
+            generator.model.to(chosen.device)
             for corpus in ("insuranceqa", "mixed lengths"):
                 texts = passages(count, mixed=corpus == "mixed lengths")
                 tokens = [len(row) for row in generator.codec.passages(list(texts.values()))]
@@ -158,6 +162,7 @@ def main() -> None:
         "batch_size": chosen.batch_size,
         "dtype": "float32",
         "threads": chosen.threads,
+        "device": chosen.device,
         **machine("torch", "transformers"),
     }
     write(report, chosen.out)

@@ -127,3 +127,29 @@ def test_memory_in_shards_is_measured_beside_ddp(tmp_path: Path) -> None:
     rows = results("fsdp_memory", "--shape", "t5-toy", "--steps", 1, out=tmp_path / "memory.json")["rows"]
     assert [row["counted_to_ddp"] for row in rows.values()] == [1.0, 0.5, 0.5, 0.5]
     assert all(row["peak"] > 0 for row in rows.values())
+
+
+def test_the_gpu_day_reports_each_part_and_why_one_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu_day = load("gpu_day", monkeypatch)
+    parts = {
+        "noise": {"seconds": 60.0, "rows": {"a way": {"rate": 12.5, "ratio": None}, "another": {"ratio": 2}}},
+        "run zero2": {"seconds": 1.0, "failed": "deepspeed is not installed"},
+    }
+    page = gpu_day.page({"device": "a CPU", "tiny": True, "parts": parts})
+    assert "| a way | 12.5 |  |" in page and "| another |  | 2 |" in page, "a cell that was not measured stays empty"
+    assert "deepspeed is not installed" in page and "rehearsal" in page
+
+
+def test_the_gpu_day_does_not_mix_the_reports_of_two_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu_day = load("gpu_day", monkeypatch)
+    report = {"device": "NVIDIA H200", "tiny": False, "parts": {}}
+    (tmp_path / "gpu_day.json").write_text(json.dumps(report), encoding="utf-8")
+    with pytest.raises(SystemExit, match="--out"):
+        gpu_day.begun(tmp_path / "gpu_day.json", gpu_day.Day(tmp_path, "cpu", True))
+
+
+@pytest.mark.slow
+def test_the_gpu_day_kills_a_run_and_resumes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    day = load("gpu_day", monkeypatch)
+    facts = day.resume(day.Day(tmp_path, "cpu", tiny=True))["killed and resumed"]
+    assert facts["largest difference of a weight"] == 0 and facts["epsilon"] == facts["epsilon of the killed run"]
