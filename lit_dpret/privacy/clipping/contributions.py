@@ -24,6 +24,7 @@ between the norms only; keeping the gradient saves the second multiplication as 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -212,21 +213,24 @@ def rounding_of(uses: Sequence[Contribution], coefficients: Tensor, shape: torch
     return found
 
 
-def squared_norms(
-    parameters: Sequence[Sequence[Contribution]], shape: torch.Size, batch: UnitRows, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Squared norm of each unit's gradient, in float64, ``(units,)``.
+def add_squared_norms(
+    parameters: Sequence[Sequence[Contribution]],
+    shape: torch.Size,
+    batch: UnitRows,
+    dtype: torch.dtype,
+    squares: Tensor,
+    energy: Tensor,
+) -> None:
+    """Add the squared norm of each unit's gradient to ``squares``, ``(units,)`` in float64.
 
     Takes the uses of one parameter, or those of several linear weights that saw the same inputs
     (queries, keys and values), whose squared norms are added up: ``by_input`` finds them.
 
-    The second result is the *energy* of the norms that were computed as a sum of products of
+    ``energy``, the same shape, grows by the *energy* of the norms that were computed as a sum of products of
     either sign: the squared norm that the same terms would have were they orthogonal. The rounding
-    error of the first result is about the unit roundoff of ``dtype`` times the energy, so it
+    error of the squared norm is about the unit roundoff of ``dtype`` times the energy, so it
     matters only for a unit whose terms cancel, one with a norm far below its energy.
     """
-    squares = torch.zeros(batch.units, dtype=torch.float64, device=batch.real.device)
-    energy = torch.zeros_like(squares)
     outers = [[use for use in uses if isinstance(use, Product)] for uses in parameters]
     lookups = [use for use in parameters[0] if isinstance(use, Lookup)]
     dense = [use for use in parameters[0] if isinstance(use, Dense)]
@@ -236,25 +240,26 @@ def squared_norms(
         size = 1 if outers[0] or lookups else batch.units
     for whole in batch.groups:
         for group in whole.split(size):
+            n = len(group.units)
             if written_out:
                 total = unit_gradients(parameters[0], shape, group, dtype)
-                squares[group.units] = total.double().reshape(len(total), -1).square().sum(1)
+                group.add_to(squares, total.double().reshape(n, -1).square().sum(1))
                 continue
             inputs = [use.inputs(group, dtype) for use in outers[0]]
             outputs = [[use.outputs(group, dtype) for use in uses] for uses in outers]
-            looked_up = _joined_lookups(lookups, group, dtype)
+            found: list[Tensor] = []
             if inputs:
                 square, spread = _outer_squares(inputs, outputs, _matrix(shape, outers[0][0].groups))
-                squares[group.units] = square.view(len(group.units), -1).sum(1)
-                energy[group.units] = spread.view(len(group.units), -1).sum(1)
-            if looked_up:
+                found.append(square.view(n, -1).sum(1) if len(square) > n else square)
+                group.add_to(energy, spread.view(n, -1).sum(1) if len(spread) > n else spread)
+            if (looked_up := _joined_lookups(lookups, group, dtype)) is not None:
                 ids, g = looked_up
-                squares[group.units] += _paired_squares(ids, g) if batch.fixed else _lookup_squares(ids, g, shape[0])
-                energy[group.units] += g.double().square().sum((1, 2))
+                found.append(_paired_squares(ids, g) if batch.fixed else _lookup_squares(ids, g, shape[0]))
+                group.add_to(energy, g.double().square().sum((1, 2)))
                 if inputs:
                     # (A + B)^2 = A^2 + B^2 + 2 AB: one tied weight has both gradients.
-                    squares[group.units] += cross_terms(inputs, outputs[0], ids, g)
-    return squares, energy
+                    found.append(cross_terms(inputs, outputs[0], ids, g))
+            group.add_to(squares, functools.reduce(torch.add, found))
 
 
 def by_input(contributions: Mapping[str, Sequence[Contribution]]) -> list[list[str]]:
@@ -315,14 +320,16 @@ def add_weighted(
             for start in range(0, len(total), 8192):  # in parts: a cast copy of all logit gradients is large
                 total[start : start + 8192].addmm_(g[:, start : start + 8192].to(dtype).T, a)
             continue
+        if isinstance(use, Dense):
+            found = torch.tensordot(weights, _kept(use.value, rows).to(dtype), dims=1)
+            total = found if total is None else total.add_(found)
+            continue
         total = torch.zeros(shape, dtype=dtype, device=coefficients.device) if total is None else total
         if isinstance(use, Convolution):
             use.add_to(total, coefficients, rows)
-        elif isinstance(use, Lookup):
+        else:
             g = _kept(use.g, rows).to(dtype) * weights[:, None, None]
             total.index_add_(0, _kept(use.ids, rows).flatten(), g.flatten(0, 1))
-        else:
-            total += torch.tensordot(weights, _kept(use.value, rows).to(dtype), dims=1)
     return torch.zeros(shape, dtype=dtype, device=coefficients.device) if total is None else total
 
 
@@ -331,6 +338,8 @@ def unit_gradients(uses: Sequence[Contribution], shape: torch.Size, group: RowGr
     n = len(group.units)
     if isinstance(uses[0], Outer):
         total, uses = uses[0].outputs(group, dtype).mT @ uses[0].inputs(group, dtype), uses[1:]
+    elif isinstance(uses[0], Dense):
+        total, uses = group.join(uses[0].value[:, None]).to(dtype).sum(1), uses[1:]
     else:
         total = torch.zeros(n, *shape, dtype=dtype, device=group.units.device)
     for use in uses:
@@ -394,23 +403,21 @@ def _outer_squares(inputs: list[Tensor], outputs: list[list[Tensor]], shape: tup
     positions = sum(a.shape[1] for a in inputs)
     if _prefers_gram(positions, shape[0] * len(outputs), shape[1]):
         return _gram(_cat(inputs), [_cat(g) for g in outputs])
-    squares = torch.zeros(len(inputs[0]), dtype=torch.float64, device=inputs[0].device)
-    energy = torch.zeros_like(squares)
+    squares, energy = list[Tensor](), list[Tensor]()
+    lengths = [a.square().sum(2) for a in inputs]
     for gs in outputs:
         total = gs[0].mT @ inputs[0]
         for a, g in zip(inputs[1:], gs[1:], strict=True):
             total.baddbmm_(g.mT, a)
         # short sums, put together in float64: one long sum of squares drifts in fp32
-        squares += torch.linalg.vector_norm(total, dim=2).double().square().sum(1)
-        for a, g in zip(inputs, gs, strict=True):
-            energy += (a.square().sum(2) * g.square().sum(2)).double().sum(1)
-    return squares, energy
+        squares.append(torch.linalg.vector_norm(total, dim=2).double().square().sum(1))
+        energy += [(a * g.square().sum(2)).sum(1, dtype=torch.float64) for a, g in zip(lengths, gs, strict=True)]
+    return functools.reduce(torch.add, squares), functools.reduce(torch.add, energy)
 
 
 def _gram(a: Tensor, gs: list[Tensor]) -> tuple[Tensor, Tensor]:
     """The sum over t and s of (a_t . a_s)(g_t . g_s), and of its diagonal."""
-    squares = torch.zeros(len(a), dtype=torch.float64, device=a.device)
-    energy = torch.zeros_like(squares)
+    squares, energy = list[Tensor](), list[Tensor]()
     step = _block(a.shape[1])
     for start in range(0, a.shape[1], step):
         rows = slice(start, start + step)
@@ -420,9 +427,10 @@ def _gram(a: Tensor, gs: list[Tensor]) -> tuple[Tensor, Tensor]:
         products.mul_(a[:, rows] @ a[:, start:].mT)
         square = products[:, :, : products.shape[1]]
         # Off the diagonal block each pair stands for two.
-        squares += 2 * products.sum((1, 2), dtype=torch.float64) - square.sum((1, 2), dtype=torch.float64)
-        energy += square.diagonal(dim1=1, dim2=2).sum(1, dtype=torch.float64)
-    return squares, energy
+        twice = products.sum((1, 2), dtype=torch.float64).mul_(2)
+        squares.append(twice.sub_(square.sum((1, 2), dtype=torch.float64)))
+        energy.append(square.diagonal(dim1=1, dim2=2).sum(1, dtype=torch.float64))
+    return functools.reduce(torch.add, squares), functools.reduce(torch.add, energy)
 
 
 def _cat(tensors: list[Tensor]) -> Tensor:
@@ -472,9 +480,9 @@ _CACHED = 1 << 18
 
 @dataclass(frozen=True)
 class Written:
-    """``value`` is (n, *shape of the parameter): the gradients of ``units``, (n,), in a batch of fixed shape or not."""
+    """``value`` is (n, *shape of the parameter): the gradients of a group's units, in a batch of fixed shape or not."""
 
-    units: Tensor
+    group: RowGroup
     value: Tensor
     fixed: bool = False
 
@@ -482,13 +490,13 @@ class Written:
         """Add the squared norms, computed in ``dtype``, to those of all units, ``(units,)`` in float64."""
         flat = self.value.flatten(1)
         if self.fixed:
-            squares[self.units] += flat.to(dtype).square().sum(1, dtype=torch.float64)
+            self.group.add_to(squares, flat.to(dtype).square().sum(1, dtype=torch.float64))
             return
         step = max(1, _CACHED // max(1, len(flat)))
         products = flat.new_empty(len(flat), min(step, flat.shape[1]), dtype=dtype)
         for part in torch.split(flat, step, dim=1):  # in a buffer that stays in the cache; torch sums pairwise
             part = part.to(dtype)
-            squares[self.units] += torch.mul(part, part, out=products[:, : part.shape[1]]).sum(1).double()
+            self.group.add_to(squares, torch.mul(part, part, out=products[:, : part.shape[1]]).sum(1))
 
     def add_to(self, total: Tensor | None, factors: Tensor, *, all_count: bool) -> Tensor:
         """``total`` plus the gradients, each times its unit's factor; one with factor zero is left out.
@@ -496,7 +504,7 @@ class Written:
         ``all_count`` says that none is zero, which to ask here would be to wait for the device. Where shapes are
         fixed, one with factor zero is set to zero in place of being left out.
         """
-        weights = factors[self.units].to(self.value.dtype)
+        weights = self.group.of(factors).to(self.value.dtype)
         value = self.value
         if self.fixed:
             kept = (weights != 0).view(-1, *[1] * (value.dim() - 1))
@@ -533,7 +541,7 @@ def write_out(uses: Sequence[Contribution], shape: torch.Size, batch: UnitRows, 
         each = group.rows.shape[1] * sum(patches)
         size = max(1, chunk_of(batch.real.device) // each) if patches else len(group.units)
         for part in group.split(size):
-            found.append(Written(part.units, unit_gradients(uses, shape, part, dtype), batch.fixed))
+            found.append(Written(part, unit_gradients(uses, shape, part, dtype), batch.fixed))
     return found
 
 

@@ -31,11 +31,11 @@ from lit_dpret.privacy.clipping.contributions import (
     Contribution,
     Dense,
     Written,
+    add_squared_norms,
     add_weighted,
     are_small,
     by_input,
     not_zero,
-    squared_norms,
     unit_gradients,
     write_out,
 )
@@ -202,17 +202,21 @@ class GhostClipping(ClippedSum):
             of_all = (factors[:, present] != 0).all(1)
             some, all_count = torch.stack([(exactly > 0).any(1), of_all]).tolist()
             alone = [batch.only(each > 0) if any_of else None for each, any_of in zip(exactly, some, strict=True)]
+        # Cast once, not once for each parameter: accumulators have one dtype or two.
+        cast = {dtype: coefficients.to(dtype) for dtype in set(map(accumulator_dtype, self.parameters.values()))}
+        weights = {dtype: factors.to(dtype) for dtype in cast}
         # Popped one by one, so that memory falls while the sum grows.
         for name in list(written):
             group = self.group_of[name]
             for part in written.pop(name):
-                self._sums[name] = part.add_to(self._sums.get(name), factors[group], all_count=all_count[group])
+                factors_of = weights[part.value.dtype][group]
+                self._sums[name] = part.add_to(self._sums.get(name), factors_of, all_count=all_count[group])
         for name in list(contributions):
             parameter, group = self.parameters[name], self.group_of[name]
             uses, dtype = contributions.pop(name), accumulator_dtype(parameter)
             total = self._sums.get(name)
             total = add_weighted(
-                uses, coefficients[group], total, parameter.shape, dtype, rows=rows[group], fixed=batch.fixed
+                uses, cast[dtype][group], total, parameter.shape, dtype, rows=rows[group], fixed=batch.fixed
             )
             if (singled := alone[group]) is not None:
                 for one in (one for each in singled.groups for one in each.split(1)):
@@ -335,9 +339,8 @@ class GhostClipping(ClippedSum):
             for names in by_input(part):
                 dtype = accumulator_dtype(self.parameters[names[0]])
                 uses = [part[name] for name in names]
-                square, spread = squared_norms(uses, self.parameters[names[0]].shape, batch, dtype)
-                squares[group] += square
-                (energy if dtype == torch.float32 else wide)[group] += spread
+                spread = (energy if dtype == torch.float32 else wide)[group]
+                add_squared_norms(uses, self.parameters[names[0]].shape, batch, dtype, squares[group], spread)
         longest = torch.tensor([max(map(_positions, part.values()), default=0) for part in parts])
         most = (longest * batch.rows_of_a_unit * torch.finfo(torch.float64).eps * SLACK).to(squares)[:, None] * wide
         # Upwards, for a norm that is too small would let a unit pass the bound.
@@ -358,7 +361,8 @@ class GhostClipping(ClippedSum):
             for gradients in (each for name in self.groups[group] for each in written.get(name, ())):
                 gradients.add_squares(exact, torch.float64)
             for name, each in parts[group].items():
-                exact += squared_norms([each], self.parameters[name].shape, again, torch.float64)[0]
+                shape = self.parameters[name].shape
+                add_squared_norms([each], shape, again, torch.float64, exact, torch.zeros_like(exact))
             squares[group] = torch.where(doubtful[group], exact, squares[group])
         return torch.where(broken_units(losses, batch), torch.nan, squares.clamp(min=0).sqrt()), doubtful
 

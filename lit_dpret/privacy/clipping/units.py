@@ -24,25 +24,32 @@ class RowGroup:
         units: Their slots, ``(n,)``.
         rows: Their rows, ``(n, rows of each)``.
         start: The first row where ``rows`` counts up without a gap, so that a slice will do.
+        first: The first slot where ``units`` does.
     """
 
     units: Tensor
     rows: Tensor
     start: int | None
+    first: int | None
 
     @classmethod
     def build(cls, units: list[int], rows: list[list[int]], device: torch.device) -> RowGroup:
         flat = [row for each in rows for row in each]
         # A slice is a view, and indexing would copy the rows.
-        start = flat[0] if flat == list(range(flat[0], flat[0] + len(flat))) else None
-        return cls(torch.tensor(units, device=device), torch.tensor(rows, device=device), start)
+        start, first = _without_gap(flat), _without_gap(units)
+        return cls(torch.tensor(units, device=device), torch.tensor(rows, device=device), start, first)
 
     def split(self, size: int) -> Iterator[RowGroup]:
         """The group in parts of at most ``size`` units."""
+        if size >= len(self.units):
+            yield self
+            return
         each = self.rows.shape[1]
-        for first in range(0, len(self.units), size):
-            start = None if self.start is None else self.start + first * each
-            yield RowGroup(self.units[first : first + size], self.rows[first : first + size], start)
+        for skipped in range(0, len(self.units), size):
+            part = slice(skipped, skipped + size)
+            start = None if self.start is None else self.start + skipped * each
+            first = None if self.first is None else self.first + skipped
+            yield RowGroup(self.units[part], self.rows[part], start, first)
 
     def join(self, tensor: Tensor) -> Tensor:
         """(rows, positions, ...) of the whole batch as (n, positions of all rows of a unit, ...)."""
@@ -52,6 +59,17 @@ class RowGroup:
         else:
             part = tensor.index_select(0, self.rows.flatten())
         return part.reshape(n, each * tensor.shape[1], *tensor.shape[2:])
+
+    def of(self, slots: Tensor) -> Tensor:
+        """Return the values of the group's units, ``(n,)``, of one for every slot; a view where it can be one."""
+        return slots[self.units] if self.first is None else slots[self.first : self.first + len(self.units)]
+
+    def add_to(self, slots: Tensor, values: Tensor) -> None:
+        """Add ``values``, ``(n,)``, to those of the group's units in ``slots``, in place."""
+        if self.first is None:
+            slots.index_add_(0, self.units, values.to(slots.dtype))
+        else:
+            self.of(slots).add_(values)
 
 
 @dataclass(frozen=True)
@@ -138,6 +156,11 @@ class UnitRows:
     def only(self, units: Tensor) -> UnitRows:
         """The same rows with every slot masked but ``units``, ``(units,)`` booleans."""
         return UnitRows.build(self.unit_of_row, self.real & units)
+
+
+def _without_gap(numbers: list[int]) -> int | None:
+    """Return the first of numbers that count up one by one, None where they do not."""
+    return numbers[0] if numbers == list(range(numbers[0], numbers[0] + len(numbers))) else None
 
 
 def _every_slot(slots: list[int], units: int, device: torch.device) -> RowGroup:

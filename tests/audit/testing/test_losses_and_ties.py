@@ -16,7 +16,7 @@ from lit_dpret.privacy.clipping import contributions, ghost
 from lit_dpret.privacy.modes import DPSGD
 
 Patch = pytest.MonkeyPatch
-squared_norms = contributions.squared_norms
+add_squared_norms = contributions.add_squared_norms
 
 
 class Tied(Words):
@@ -37,7 +37,7 @@ def no_cross_term(patch: Patch) -> None:
 
 
 def last_use_only(patch: Patch) -> None:
-    patch.setattr(ghost, "squared_norms", lambda uses, *rest: squared_norms([u[-1:] for u in uses], *rest))
+    patch.setattr(ghost, "add_squared_norms", lambda uses, *rest: add_squared_norms([u[-1:] for u in uses], *rest))
 
 
 @pytest.mark.parametrize("mutate", [no_cross_term, last_use_only])
