@@ -99,6 +99,12 @@ def run(command: list[str], log: Path, limit: float | None = None) -> str:
     return written
 
 
+def epsilon_of(folder: Path) -> float:
+    """Return what a run's card claims, or what it spent where nothing is claimed."""
+    card: dict[str, Any] = json.loads((folder / "privacy_card.json").read_text(encoding="utf-8"))
+    return float(card["claim"]["epsilon"])
+
+
 def clipping(day: Day) -> dict[str, Any]:
     """Return the ratios of each model's private step to the plain one, in time and in memory."""
     full = f"--device {day.device} --rounds 7 --limit-gb 0"
@@ -168,10 +174,9 @@ def trained(name: str) -> Callable[[Day], dict[str, Any]]:
         folder = day.out / "runs" / f"{name.replace(' ', '_')}_{time.time_ns()}"
         written = run(day.train(TRAINERS[name], folder, 3 if day.tiny else 12), log)
         seconds = [float(each) for each in re.findall(r"speed: ([0-9.e+-]+) s a step", written)]
-        card = json.loads((folder / "privacy_card.json").read_text(encoding="utf-8"))
         # The line is the mean since the start: what the later steps took alone leaves the warm-up out.
         later = (seconds[-1] * len(seconds) - seconds[0]) / (len(seconds) - 1)
-        return {name: {"seconds of a step": later, "first step": seconds[0], "epsilon": card["epsilon"]}}
+        return {name: {"seconds of a step": later, "first step": seconds[0], "epsilon": epsilon_of(folder)}}
 
     return part
 
@@ -205,10 +210,8 @@ def resume(day: Day) -> dict[str, Any]:
     run([*command(whole), "resume=true"], log)
     one, other = (load_file(folder / "model" / "model.safetensors") for folder in (whole, killed))
     apart = max(float((one[name].float() - other[name].float()).abs().max()) for name in one)
-    epsilons = [
-        json.loads((each / "privacy_card.json").read_text(encoding="utf-8"))["epsilon"] for each in (whole, killed)
-    ]
-    facts = {"largest difference of a weight": apart, "epsilon": epsilons[0], "epsilon of the killed run": epsilons[1]}
+    facts = {"largest difference of a weight": apart, "epsilon": epsilon_of(whole)}
+    facts["epsilon of the killed run"] = epsilon_of(killed)
     return {"killed and resumed": facts}
 
 

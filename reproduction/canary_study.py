@@ -69,6 +69,10 @@ class CanaryStudy(Study):
         for eps in self.eps:
             self._privacy(eps)  # refused before anything is trained
         self.begin(parts, seed=parts.seed)
+        data = parts.make_datamodule(expected_batch_size=None, sample_rate=None)
+        data.setup("fit")
+        read = data.collection
+        self._stages.on_data(read.queries, read.passages, read.qrels, read.users).begin()
         todo = [(eps, number) for number in range(self.trainings) for eps in self.eps]
         self.in_turn(todo, lambda one: _stage(*one), self._train, label="trainings")
         return self._tell()

@@ -156,6 +156,8 @@ class RetrievalStudy(Study, ABC):
         self._searched = self.make_data()
         self._searched.prepare_data()
         self._searched.setup("fit")
+        read = self._searched.collection
+        self._stages.on_data(read.queries, read.passages, read.qrels, read.users).begin()
         self._searched.use_unit("query")
         self._queries, self._qrels = self._searched.evaluation_set(self.split)
         rows = [

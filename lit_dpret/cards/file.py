@@ -174,11 +174,14 @@ def check_dataset_card(path: Path | None) -> None:
             )
 
 
-def card_of_data(data: Any) -> Path | None:
-    """The privacy card that a DataModule's queries carry: its own, or one beside the files that they are read from.
+def card_of_data(data: Any, split: str = "train") -> Path | None:
+    """The privacy card that the queries of a split carry: the DataModule's own, or one beside the files it reads.
 
-    A card beside a corpus that was given on its own is not theirs.
+    A card beside a corpus that was given on its own is not theirs, nor is that of a synthetic set the card of the real
+    queries that its ``evaluation`` brings.
     """
+    if split != "train" and (other := getattr(data, "evaluation", None)) is not None:
+        return card_of_data(other, split)
     if (own := getattr(data, "privacy_card_path", None)) is not None:
         return Path(own)
     qrels = getattr(data, "qrels", None)

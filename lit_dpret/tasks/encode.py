@@ -45,7 +45,7 @@ class Encode(Encoding):
             made = encode_folder(
                 self.encoder, texts, parts.run_dir / EMBEDDINGS, self,
                 progress=progress if job.is_first else None, job=job,
-                claim=card_of_data(data) if self.side == "query" and self.queries == "public" else None,
+                claim=card_of_data(data, self.split) if self.side == "query" and self.queries == "public" else None,
                 about=data_facts(data, texts),
             )  # fmt: skip
         if job.is_first:

@@ -79,6 +79,7 @@ class Federated:
         check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
         stages = Stages(parts.run_dir, resume=parts.resume, fingerprint=self._fingerprint(plan)).begin()
         silos = plan.folders(parts.run_dir / "silos")
+        stages.on_data({name: read_manifest(folder)["sha256"] for name, folder in silos.items()}).begin()
         plan.check_state(silos)
         runner = SystemRunner(plan, silos, parts.run_dir / PRIVATE, split=self.split)
         todo = [

@@ -186,8 +186,9 @@ class Membership(MembershipSettings):
             check_artefact(target, read_card(self.run_folder))
         others: Others = self.others or ("dev" if coins is None else "coins")
         shadows = Shadows(parts, count=self.shadows, minutes=self.minutes) if self.shadows else None
-        stages = Stages(parts.run_dir, resume=parts.resume, fingerprint=self._fingerprint(parts, target)).begin()
+        stages = Stages(parts.run_dir, resume=parts.resume, fingerprint=self._fingerprint(parts, target))
         data = parts.read_data()
+        stages.on_data(data.collection.queries, data.collection.passages, data.collection.qrels).begin()
         suspects = choose_suspects(
             data, others, coins, count=self.queries, rows=self.rows_per_query, seed=parts.seed
         )  # fmt: skip

@@ -142,11 +142,14 @@ class Pipeline:
         load_secret(privacy.secret_file, run_dir=parts.run_dir)  # refused here: the stages only know their own folders
         if privacy.guarantee == "dp" and "synthetic" in self.only:
             _refuse_trained(self.generator, "pretrained", f"task.generator.pretrained under privacy={privacy.name}")
-        self._require_room(privacy)
-        L.seed_everything(parts.seed, verbose=False)
         log = self._log = self._whole_log()
         log.prepare_data()
         log.setup("fit")
+        self._stages.on_data(
+            log.collection.queries, log.collection.passages, log.collection.qrels, log.collection.users
+        )
+        self._require_room(privacy)
+        L.seed_everything(parts.seed, verbose=False)
         self._searched = self._data(max_passages=self.max_passages)
         self._searched.setup("fit")
         systems: dict[System, Callable[[], RowResult]] = {

@@ -6,11 +6,12 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lit_dpret.cards.file import CARD_NAME, read_card
+from lit_dpret.datamodules.identity import content_sha256
 from lit_dpret.errors import ResumeError
 from lit_dpret.files import json_sha256, write_whole
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
@@ -44,6 +45,7 @@ class Stages:
         - A stage is recorded as finished only after all of it was written, for its owner alone: results are often
           measures of single private queries.
         - What a finished stage leaves with a card that claims nothing lies in a folder for its owner alone.
+        - A run that is bound to its data (`on_data`) does not go on with others.
         - A run whose first stage was refused before it wrote anything was never begun: the corrected command may
           take its folder.
 
@@ -58,17 +60,33 @@ class Stages:
         self.run_dir, self.resume = run_dir, resume
         self._fingerprint, self._scratch = fingerprint, tuple(scratch)
         self.seconds: dict[str, float] = {}
-        mark = run_dir / MARK
+        mark, self._data = run_dir / MARK, ""
         if mark.exists() and not resume:
             raise ResumeError(
                 f"{run_dir} holds an earlier run of this task. Say resume=true to go on with it, or choose another "
                 "hydra.run.dir."
             )
-        if mark.exists() and mark.read_text(encoding="utf-8") != fingerprint:
+        begun = mark.read_text(encoding="utf-8").split("\n") if mark.exists() else [fingerprint]
+        if begun[0] != fingerprint:
             raise ResumeError(
                 f"resume=true, but the run in {run_dir} was started with other settings. Restore them, or choose "
                 "another hydra.run.dir."
             )
+        self._begun_on = begun[1] if len(begun) > 1 else ""
+
+    def on_data(self, *measured: Mapping[str, Any]) -> Stages:
+        """Bind the run to the content of what it reads, by id; returns self.
+
+        Raises:
+            ResumeError: The run was begun on other data: what it has done and what it would do belong apart.
+        """
+        self._data = content_sha256(*measured)
+        if self._begun_on not in ("", self._data):
+            raise ResumeError(
+                f"resume=true, but the data are others than those that the run in {self.run_dir} was started with: its "
+                "results would mix both. Restore the data, or choose another hydra.run.dir."
+            )
+        return self
 
     def begin(self) -> Stages:
         """Mark the folder as that of this run, which ``resume=true`` with the same settings goes on with; returns self.
@@ -76,7 +94,8 @@ class Stages:
         The first stage does it; a task that writes before its first stage calls it itself.
         """
         # For the owner alone: where a task reads private texts, the hash is one of them, and they can be guessed.
-        write_whole(self.run_dir / MARK, self._fingerprint, owner_only=True)
+        mark = f"{self._fingerprint}\n{data}" if (data := self._data or self._begun_on) else self._fingerprint
+        write_whole(self.run_dir / MARK, mark, owner_only=True)
         return self
 
     def is_done(self, name: str) -> bool:

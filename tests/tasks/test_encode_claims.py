@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from card_chain import Chain, make_chain, run
-from tiny_tasks import retriever
+from tiny_tasks import retriever, write_beir
 
 from lit_dpret.cards.card import card_sha256, read_card
 from lit_dpret.cards.file import card_of_data
@@ -26,9 +26,9 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Chain:
     return make_chain(tmp_path_factory.mktemp("chain"))
 
 
-def encode(chain: Chain, encoder: Path, out: Path, data: Any = None) -> Path:
+def encode(chain: Chain, encoder: Path, out: Path, data: Any = None, split: str = "train") -> Path:
     data = data or SyntheticDataModule(folder=chain.synthetic, expected_batch_size=8)
-    task = Encode(side="query", queries="public", split="train", encoder=str(encoder))
+    task = Encode(side="query", queries="public", split=split, encoder=str(encoder))
     task.run(SimpleNamespace(run_dir=out, make_datamodule=lambda: data))  # type: ignore[arg-type]
     return out / "embeddings"
 
@@ -54,6 +54,17 @@ def test_a_public_encoder_hands_on_the_claim_of_the_queries(chain: Chain, tmp_pa
     assert read_card(made)["parents"][0]["sha256"] == card_sha256(chain.synthetic)
     assert json.loads((made / "index.json").read_text())["card"] == card_sha256(made)
     assert claim(index_folder(made, tmp_path / "index").folder) == claim(chain.synthetic)
+
+
+def test_real_queries_of_an_evaluation_do_not_get_the_card_of_the_synthetic_set(chain: Chain, tmp_path: Path) -> None:
+    queries, passages = {f"q{i}": f"a real question {i}" for i in range(3)}, {f"r{i}": f"answer {i}" for i in range(3)}
+    judged = {split: [(f"q{i}", f"r{i}")] for i, split in enumerate(("train", "dev", "test"))}
+    write_beir(tmp_path / "real", passages, queries, judged)
+    real = PairsDataModule(folder=tmp_path / "real")
+    data = SyntheticDataModule(folder=chain.synthetic, expected_batch_size=8, evaluation=real)
+    made = encode(chain, without_card(chain, tmp_path), tmp_path / "run", data, split="test")
+    assert "a real question 2" in (made / "texts.jsonl").read_text(encoding="utf-8"), "they are what was encoded"
+    assert not (made / "privacy_card.json").exists()
 
 
 def test_an_encoder_trained_on_the_queries_has_their_claim_already(chain: Chain, tmp_path: Path) -> None:

@@ -171,3 +171,14 @@ def test_a_pipeline_that_is_refused_in_its_first_training_leaves_the_folder_to_t
     pipeline().run(parts(tmp_path))
     with pytest.raises(ResumeError):
         pipeline().run(parts(tmp_path))
+
+
+def test_a_pipeline_does_not_go_on_with_other_data_of_the_same_size(tmp_path: Path) -> None:
+    pipeline().run(parts(tmp_path))
+    log = tmp_path / "log" / "queries.jsonl"
+    before = log.read_text(encoding="utf-8")
+    log.write_text(before.replace('"text": "', '"text": "another ', 1), encoding="utf-8")
+    with pytest.raises(ResumeError, match="data"):
+        pipeline().run(parts(tmp_path, resume=True))
+    log.write_text(before, encoding="utf-8")
+    pipeline().run(parts(tmp_path, resume=True))
