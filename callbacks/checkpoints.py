@@ -268,7 +268,13 @@ def _fingerprint(value: Any) -> str:
         return repr(value)
 
 
-def newest_checkpoint(folder: Path, *, run_id: str | None = None) -> Path | None:
+def remove_drafts(folder: Path) -> None:
+    """Remove what a kill left of checkpoints that were being written into ``folder``."""
+    for draft in folder.glob(DRAFT.format("*.ckpt")):
+        draft.unlink(missing_ok=True)
+
+
+def newest_checkpoint(folder: Path, *, run_id: str | None = None, quiet: bool = False) -> Path | None:
     """Return the readable checkpoint in ``folder`` with the most steps behind it; None where there is none.
 
     What Lightning writes where SLURM requeues a job lies beside the folder, and is one of them.
@@ -278,25 +284,25 @@ def newest_checkpoint(folder: Path, *, run_id: str | None = None) -> Path | None
           that names it, and the one before it is chosen.
         - So is one of another run than ``run_id``, where that is given.
         - Attempt and step stand inside the file; its name and its time play no part.
-        - Drafts that a kill left behind are removed.
+        - Nothing is said of a file, and none is an error, where ``quiet``: the folder may be anybody's.
 
     Raises:
         ResumeError: A newer version of lit-dpret wrote one of them.
     """
-    for draft in folder.glob(DRAFT.format("*.ckpt")):
-        draft.unlink(missing_ok=True)
+    pass_over = (lambda path, why: None) if quiet else _pass_over
     ranked: list[tuple[tuple[int, int, bool], Path]] = []
     for path in sorted([*folder.glob("*.ckpt"), *folder.parent.glob("hpc_ckpt_*.ckpt")]):
         try:
             found = _position(path)
             if run_id is not None and found.run_id != run_id:
-                _pass_over(path, f"of {found.run_id or 'a run without a ledger'}, and the ledger is of {run_id}")
+                pass_over(path, f"of {found.run_id or 'a run without a ledger'}, and the ledger is of {run_id}")
                 continue
             ranked.append(((found.attempt, found.steps_done, path.name == "last.ckpt"), path))
         except ResumeError:  # whole, and of a newer version
-            raise
+            if not quiet:
+                raise
         except (OSError, RuntimeError, EOFError, KeyError, TypeError, ValueError, pickle.UnpicklingError) as error:
-            _pass_over(path, error)
+            pass_over(path, error)
     for _, path in sorted(ranked, reverse=True):
         try:
             with zipfile.ZipFile(path) as archive:
@@ -305,7 +311,7 @@ def newest_checkpoint(folder: Path, *, run_id: str | None = None) -> Path | None
             damaged = str(error)
         if damaged is None:
             return path
-        _pass_over(path, damaged)
+        pass_over(path, damaged)
     return None
 
 

@@ -481,10 +481,11 @@ class PrivacyAccountant(Callback):
             )
 
     def _own_checkpoint(self, trainer: Any) -> str | None:
-        """Return a checkpoint of this run that lies where its callbacks put them, or in its folder."""
+        """Return a checkpoint of this run that lies where its callbacks, or Lightning, put them."""
         kept = {Path(callback.dirpath) for callback in trainer.checkpoint_callbacks if callback.dirpath}
-        for folder in sorted(kept | {path.parent for path in Path(self.run_dir or ".").rglob("*.ckpt")}):
-            if (found := newest_checkpoint(folder, run_id=self._run.run_id)) is not None:
+        root = Path(self.run_dir or ".")  # no deeper: it may be a project, with other runs below it
+        for folder in sorted(kept | {root, root / "checkpoints", *root.glob("lightning_logs/*/checkpoints")}):
+            if (found := newest_checkpoint(folder, run_id=self._run.run_id, quiet=True)) is not None:
                 return str(found)
         return None
 

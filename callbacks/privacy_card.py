@@ -21,7 +21,7 @@ from lit_dpret.callbacks.averages import averaged, describe
 from lit_dpret.callbacks.planning import accountant_of, ledger_of
 from lit_dpret.callbacks.retrieval_evaluation import SHARED_BY_CHANCE
 from lit_dpret.cards.amendments import with_notes
-from lit_dpret.cards.card import CardFacts, RunFacts, build_card, inherit_card, subject_of, write_card
+from lit_dpret.cards.card import CARD_NAME, CardFacts, RunFacts, build_card, inherit_card, subject_of, write_card
 from lit_dpret.cards.provenance import (
     declared_start,
     environment_facts,
@@ -104,6 +104,7 @@ class PrivacyCard(Callback):
             return
         self._written = False
         self._check_order(trainer)
+        self._refuse_other_files(trainer, pl_module)
         if (sweep := getattr(accountant_of(trainer), "sweep", None)) is not None:
             refuse_other_tuning(self.tuning, sweep.facts["metric_data"])
         if getattr(pl_module.privacy, "dataset_ledger", None):
@@ -138,6 +139,18 @@ class PrivacyCard(Callback):
             raise ConfigurationError(
                 "callbacks: PrivacyCard stands before PrivacyAccountant, whose last record would come after the card. "
                 "Put PrivacyAccountant first."
+            )
+
+    def _refuse_other_files(self, trainer: L.Trainer, module: Any) -> None:
+        """Refuse to put the weights among files that are not theirs, all of which the card would call the weights."""
+        folder = self.run_dir or Path(trainer.default_root_dir)
+        model, resumed = folder / MODEL_FOLDER, getattr(accountant_of(trainer), "resume", False)
+        if resumed or not hasattr(module, "save_model") or (model / CARD_NAME).is_file() or not model.is_dir():
+            return
+        if (other := next((path for path in sorted(model.rglob("*")) if path.is_file()), None)) is not None:
+            raise ConfigurationError(
+                f"{model}, where the weights and their card go, holds files of something else ({other.name}). Give "
+                "callbacks.card.run_dir, or the Trainer's default_root_dir, a folder of the run's own."
             )
 
     def _register(self, trainer: L.Trainer, module: Any) -> None:

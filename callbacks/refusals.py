@@ -41,7 +41,15 @@ from lit_dpret.callbacks.strategies import (
     refuse_zero_settings,
     strategy_name,
 )
-from lit_dpret.cards.file import card_beside, card_names, card_of_data, check_dataset_card, names_behind, read_card
+from lit_dpret.cards.file import (
+    card_beside,
+    card_names,
+    card_of_data,
+    check_dataset_card,
+    names_behind,
+    read_card,
+    refuse_another_claim,
+)
 from lit_dpret.cards.start import Start
 from lit_dpret.errors import ConfigurationError, LitDpretError
 from lit_dpret.privacy.ledger.gate import no_accountant, refuse_other_sums
@@ -191,17 +199,6 @@ def _carries_a_card(run: Candidate) -> None:
             trap="T27",
         )
     check_dataset_card(run.data.privacy_card_path)
-
-
-def _forgets_no_claim(run: Candidate) -> None:
-    """Refuse to train under a new epsilon on data whose own epsilon the card would not name."""
-    if (path := card_of_data(run.data)) is not None:
-        raise ConfigurationError(
-            f"These data carry a privacy card ({path}): they were made from private ones under an epsilon of their "
-            "own, and a card of this run would state another one alone. Use privacy=synthetic with "
-            f"datamodule=synthetic datamodule.folder={path.parent}, which inherits their claim at no further cost.",
-            trap="T27",
-        )
 
 
 def _reads_what_its_claim_covers(run: Candidate) -> None:
@@ -452,7 +449,7 @@ _ANY_CLAIM: tuple[Check, ...] = (
 )
 _INHERITED: tuple[Check, ...] = (_carries_a_card, _chooses_by_public_metrics, _validates_nothing)
 _DP: tuple[Check, ...] = (
-    _forgets_no_claim,
+    lambda run: refuse_another_claim(run.data),
     _shows_nothing_beside_a_total, _chooses_by_public_metrics, _tunes_nothing, _validates_nothing, _tells_no_times,
     _ends_for_no_private_row, _keeps_its_parameters, _whole_batches, _known_precision, _no_accumulation,
     lambda run: refuse_changing_rows(run.trainer, run.module),

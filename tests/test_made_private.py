@@ -267,6 +267,27 @@ def test_a_resume_without_its_checkpoint_is_refused_before_a_step_is_charged_aga
     fit(tmp_path, made(), max_steps=1, callbacks=[PrivacyAccountant(resume=True)])
 
 
+def test_a_resume_in_a_folder_of_other_runs_leaves_their_checkpoints_alone(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    fit(tmp_path, made(), max_steps=1)
+    other = tmp_path / "other" / "checkpoints"
+    other.mkdir(parents=True)
+    for name in (".last.ckpt.tmp", "theirs.ckpt"):
+        (other / name).write_bytes(b"another process writes this")
+    with pytest.raises(ResumeError, match="ckpt_path"):
+        fit(tmp_path, made(), max_steps=1, callbacks=[PrivacyAccountant(resume=True)])
+    assert len(list(other.iterdir())) == 2 and not [one for one in recwarn if "theirs" in str(one.message)]
+
+
+def test_weights_are_not_written_among_files_of_something_else(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "net.py").write_text("code = 1\n", encoding="utf-8")
+    with pytest.raises(ConfigurationError, match="run_dir"):
+        fit(tmp_path, made(), max_steps=1)
+    assert '"intent"' not in (tmp_path / "privacy_ledger.jsonl").read_text(encoding="utf-8")
+
+
 class Validation(L.Callback):
     """A validation loss of public rows, every two steps."""
 

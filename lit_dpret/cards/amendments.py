@@ -164,15 +164,16 @@ def note_not_covered(folder: str | Path, what: str, *, computed: str) -> Path | 
 
 
 def _tell_readers(folder: Path, before: str, after: str, caution: str) -> None:
-    """Write a caution into the ``README.md`` beside the card, which is what a hub shows, and name the card as it is."""
+    """Write a caution into the ``README.md`` of the card, which is what a hub shows, and name the card as it is now.
+
+    A page that names another card, or none, is somebody else's: a run folder may be the folder of a project.
+    """
     page = folder / README
-    if not page.is_file():
+    if not page.is_file() or before not in (text := page.read_text(encoding="utf-8")):
         return
-    text = page.read_text(encoding="utf-8")
     head, heading, rest = text.replace(before, after).partition(_PRIVACY_HEADING)
-    if before in text or heading:
-        told = "" if caution in rest else f"\n**{caution}**\n"
-        write_whole(page, head + (heading or _PRIVACY_HEADING) + told + rest)
+    told = "" if caution in rest else f"\n**{caution}**\n"
+    write_whole(page, head + (heading or _PRIVACY_HEADING) + told + rest)
 
 
 def with_notes(card: Mapping[str, Any], folder: str | Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from lit_dpret.cards.text import card_html, card_markdown
-from lit_dpret.errors import DataError, LedgerError, schema_problem
+from lit_dpret.errors import ConfigurationError, DataError, LedgerError, schema_problem
 from lit_dpret.files import CARD_NAME as CARD_NAME
 from lit_dpret.files import file_sha256, meant, write_whole
 from lit_dpret.privacy.budget import Neighbours, Unit, require_choice
@@ -193,6 +193,22 @@ def card_of_data(data: Any, split: str = "train") -> Path | None:
         if (card := card_beside(given)) is not None:
             return card
     return None
+
+
+def refuse_another_claim(data: Any) -> None:
+    """Refuse data whose queries carry a privacy card, for a claim that is new.
+
+    Raises:
+        ConfigurationError: They were made from private ones under an epsilon that the new card would not name.
+    """
+    if (path := card_of_data(data)) is not None:
+        raise ConfigurationError(
+            f"These data carry a privacy card ({path}): they were made from private ones under an epsilon of their "
+            "own, and a card of this run would state another one alone. Give the private queries themselves; for "
+            f"training, privacy=synthetic with datamodule=synthetic datamodule.folder={path.parent} inherits their "
+            "claim at no further cost.",
+            trap="T27",
+        )
 
 
 def card_beside(given: str | Path) -> Path | None:

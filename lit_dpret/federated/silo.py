@@ -172,9 +172,8 @@ class SiloClient:
         Raises:
             DataError: The round was served with other weights, or is over (`Served`).
         """
-        done = self.state / f"stage1-{number:03}.safetensors"
-        Served(self.state).round(number, dict(weights), done)
-        return done
+        Served(self.state).round(number, dict(weights))
+        return self.state / f"stage1-{number:03}.safetensors"
 
     def train_shared(self, weights: Mapping[str, Tensor], number: int) -> Weights:
         """Train one local epoch of stage 1 from the global weights; return the same weights whenever it is asked.

@@ -120,18 +120,19 @@ class Served:
 
     Without it a server could ask for rounds 0, 1, 0 with other weights each time, and get an update of the same queries
     for each. A turn is recorded with the hash of the question before anything is computed. Asked the same again, the
-    silo repeats its answer, or computes it where it was ended before it had one; asked anything else, it refuses. The
-    record is in the state folder, where a new server, or a new run of Flower's, finds it.
+    silo repeats its answer, or computes it where it was ended before it had one; asked anything else, it refuses, and
+    so it does once a later round was asked for, whatever became of that. The record is in the state folder, where a
+    new server, or a new run of Flower's, finds it.
     """
 
     def __init__(self, state: Path) -> None:
         self._folder = state / "served"
 
-    def round(self, number: int, weights: dict[str, Tensor], answer: Path) -> None:
-        """Begin a round of stage 1 from these weights, or repeat it; ``answer`` is where its answer is kept."""
+    def round(self, number: int, weights: dict[str, Tensor]) -> None:
+        """Begin a round of stage 1 from these weights, or repeat the last one."""
         self._once(f"round-{number:03}", fingerprint(weights), f"round {number} with other weights")
-        later = any(int(path.name.partition("-")[2]) > number for path in self._folder.glob("round-*"))
-        if later and not answer.is_file():
+        # Whatever lies there: a failed round left no answer, and a refusal by that would tell that it failed.
+        if any(int(path.name.partition("-")[2]) > number for path in self._folder.glob("round-*")):
             raise _served(f"a later round than {number}")
 
     def stage2(self, digest: str) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from lit_dpret.cards.file import refuse_another_claim
 from lit_dpret.datamodules import InsuranceQADataModule, PairsDataModule
 from lit_dpret.datamodules.layouts import find_part, folder_parts
 from lit_dpret.datamodules.readers import RecordFile
@@ -86,7 +87,9 @@ class BuildSilos:
         return silos_by_domain(data.collection, **self.sizes, **self.sample), {}
 
     def _pairs(self) -> PairsDataModule:
-        return PairsDataModule(folder=str(self.folder), in_memory=True)
+        data = PairsDataModule(folder=str(self.folder), in_memory=True)
+        refuse_another_claim(data)  # a silo promises an epsilon to whoever asked the queries themselves
+        return data
 
 
 def _read_squad(path: Path) -> tuple[dict[str, tuple[str, str]], list[Question]]:

@@ -19,7 +19,7 @@ from lit_dpret.audit.attacks.coins import COINS_NAME, Coins
 from lit_dpret.audit.canaries import CanarySuite
 from lit_dpret.audit.canaries.suite import EVALUATION_SPLITS, plant_blanks, plant_in_run
 from lit_dpret.callbacks import MetricsFile, PrivacyAccountant
-from lit_dpret.callbacks.checkpoints import newest_checkpoint
+from lit_dpret.callbacks.checkpoints import newest_checkpoint, remove_drafts
 from lit_dpret.callbacks.planning import plan_run
 from lit_dpret.callbacks.refusals import refuse_broken_claims
 from lit_dpret.cards.card import CARD_NAME, read_card
@@ -323,6 +323,7 @@ def train(
         ranks.in_turn(lambda: module.prepare(datamodule))
     if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
         trainer.strategy.checkpoint_io = WholeCheckpoints()
+    remove_drafts(run_dir / CHECKPOINTS)
     checkpoint = newest_checkpoint(run_dir / CHECKPOINTS, run_id=_run_id(run_dir)) if resume else None
     trainer.fit(
         module, datamodule=datamodule, ckpt_path=None if checkpoint is None else str(checkpoint), weights_only=True

@@ -12,6 +12,7 @@ import numpy as np
 
 from lit_dpret.callbacks.own_code import refuse_false_bound
 from lit_dpret.cards.card import CARD_NAME, RunFacts, build_card, read_card, subject_of, verify_card, write_card
+from lit_dpret.cards.file import refuse_another_claim
 from lit_dpret.cards.provenance import environment_facts
 from lit_dpret.cards.start import Start, note_start, read_start
 from lit_dpret.errors import ConfigurationError, ResumeError
@@ -27,6 +28,7 @@ from lit_dpret.privacy.modes import GaussianMode
 from lit_dpret.privacy.noise import load_secret, published_secret
 from lit_dpret.privacy.plan import HISTOGRAM, PrivacyPlan
 from lit_dpret.synthesis.filters.bins import Bins
+from lit_dpret.synthesis.filters.released import foreign_code
 from lit_dpret.tasks.parts import Parts, check_run_dir, say
 
 
@@ -66,6 +68,7 @@ class Histogram:
             )
         start = self._start(mode)
         data = parts.read_data()
+        refuse_another_claim(data)
         data.use_unit(mode.unit, mode.neighbours)
         refuse_false_bound(mode, data)
         units = data.train_units()
@@ -109,7 +112,7 @@ class Histogram:
                 tuning=_tuning(read_card(self.generator)),
                 environment=environment_facts(),
                 output_released=("the noised histogram", "the generator that it was charged together with"),
-                assumptions=[*leaks(records), *self.bins.trusts],
+                assumptions=[*leaks(records), *self.bins.trusts, *foreign_code(self.bins)],
             ),
         )
         write_card(card, folder)

@@ -189,3 +189,11 @@ def test_the_data_card_beside_it_tells_its_readers_of_an_amendment(amend: Amend,
     amend(folder)
     told = readme.read_text(encoding="utf-8")
     assert card_sha256(folder) in told and told.count("**") == 2 and told.endswith("A claim.\n")
+
+
+@both
+def test_a_readme_that_does_not_name_the_card_is_somebody_elses(amend: Amend, folder: Path) -> None:
+    readme = folder / "README.md"
+    readme.write_text("# A project\n\n## Privacy\nWe keep no cookies.\n", encoding="utf-8")
+    amend(folder)
+    assert readme.read_text(encoding="utf-8") == "# A project\n\n## Privacy\nWe keep no cookies.\n"

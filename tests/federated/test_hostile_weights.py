@@ -216,6 +216,17 @@ def test_the_setup_of_a_secure_sum_tells_of_no_summand_with_a_budget_and_without
         both.ask_both("train.secagg_setup", weights, round=0, attempt="a", clients=[1, 2, 3], number=1)
 
 
+def test_a_round_that_failed_cannot_be_told_by_asking_for_it_again_after_a_later_one(tmp_path: Path) -> None:
+    stage1 = replace(SMALL.stage1, warmup_rounds=0, rounds=3, in_batch=False, weighting="uniform")
+    both = Neighbours(tmp_path, replace(SMALL, secure_sum=True, stage1=stage1))
+    for number, weights in enumerate((both.spoilt(of_word(1e25)), both.start, both.spoilt(of_word(1e25)))):
+        for run in both.runs:
+            run.server.start = weights
+        turn = {"round": (0, 2, 0)[number], "attempt": "abc"[number], "clients": [1, 2, 3], "number": 1}
+        heard = both.ask_both("train.secagg_setup", weights, **turn)
+        assert ("error" in heard) == (number == 2)
+
+
 @every_hostile
 def test_a_request_and_an_epoch_of_stage_2_tell_nothing(
     spoil: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -167,9 +167,9 @@ def test_under_a_budget_centroids_are_released_once_whatever_weights_a_server_na
 
 def test_of_several_processes_at_once_one_keeps_its_own_and_all_get_the_same(tmp_path: Path) -> None:
     weights = {"w": torch.ones(2)}
-    Served(tmp_path).round(0, weights, tmp_path / "answer")
-    Served(tmp_path).round(0, weights, tmp_path / "answer")
+    Served(tmp_path).round(0, weights)
+    Served(tmp_path).round(0, weights)
     with pytest.raises(DataError):
-        Served(tmp_path).round(0, {"w": torch.zeros(2)}, tmp_path / "answer")
+        Served(tmp_path).round(0, {"w": torch.zeros(2)})
     assert [path.name for path in (tmp_path / "served").iterdir()] == ["round-000"]
     assert (tmp_path / "served" / "round-000").stat().st_mode & 0o077 == 0

@@ -103,6 +103,20 @@ def test_it_counts_every_train_query_once_in_the_bin_of_its_passage(chain: Path)
     assert contributed(units, bins) == expected
 
 
+def test_queries_with_a_claim_of_their_own_are_not_counted_under_another(chain: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="privacy card"):
+        counted(chain, tmp_path / "run", data={"folder": chain / "made" / "synthetic"})
+    assert not (tmp_path / "run" / "privacy_ledger.jsonl").exists()
+
+
+def test_bins_of_ones_own_are_named_on_the_card(chain: Path, tmp_path: Path) -> None:
+    class Mine(LabelBins):
+        pass
+
+    counted(chain, tmp_path / "run", {"bins": Mine(mapping=LABELS)})
+    assert any("Mine" in one["text"] for one in read_card(tmp_path / "run")["assumptions"])
+
+
 def test_with_little_noise_it_is_the_histogram_of_the_queries(chain: Path, tmp_path: Path) -> None:
     counted(chain, tmp_path / "run", {"noise_multiplier": 1.0})
     counts = np.array(ReleasedHistogram.read(tmp_path / "run").counts)

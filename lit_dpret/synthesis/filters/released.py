@@ -264,6 +264,15 @@ def require_covered(
     return [declared(model)]
 
 
+def foreign_code(part: object) -> list[Assumption]:
+    """Name, for the card, the class of a part of a selection that is from outside this package."""
+    kind = type(part)
+    if kind.__module__.split(".")[0] == "lit_dpret":
+        return []
+    text = f"{kind.__qualname__} is from outside lit-dpret: that it looks at nothing private rests on its code."
+    return [Assumption(text, "unverified")]
+
+
 def declared(model: str | Path) -> Assumption:
     """Return the step of an argument that a model without a privacy card is taken for public."""
     return Assumption(

@@ -19,7 +19,7 @@ from lit_dpret.synthesis.dataset_folder import (
     write_summary,
 )
 from lit_dpret.synthesis.filters.by_score import Progress, QueryFilter
-from lit_dpret.synthesis.filters.released import ReleasedQueries, require_of_its_folder
+from lit_dpret.synthesis.filters.released import ReleasedQueries, foreign_code, require_of_its_folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ def apply_filters(
     """
     under, trusts = released, list[tuple[Assumption, ...]]()
     for one in filters:  # each is asked of the queries under the claim that those before it leave them with
-        trusts.append(tuple(one.check(under)))
+        trusts.append((*one.check(under), *foreign_code(one)))
         under = under.under(one.claim(under))
     done: list[Applied] = []
     left = released
