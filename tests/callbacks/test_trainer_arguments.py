@@ -38,7 +38,7 @@ VERDICTS: dict[str, list[tuple[Any, str]]] = {
     ],
     "logger": [(False, WORKS)],
     "callbacks": [
-        ([LearningRateMonitor], WORKS), ([Timer], r"trainer\.max_time"),
+        ([], WORKS), ([LearningRateMonitor], WORKS), ([Timer], r"trainer\.max_time"),
         ([DeviceStatsMonitor], "DeviceStatsMonitor"), ([lambda: ThroughputMonitor(len)], "ThroughputMonitor"),
         ([SpikeDetection], "SpikeDetection"),
     ],
@@ -63,7 +63,7 @@ VERDICTS: dict[str, list[tuple[Any, str]]] = {
         (0.0, WORKS), (1, r"trainer\.overfit_batches"), (1.0, r"trainer\.overfit_batches"),
         (0.5, r"trainer\.overfit_batches"),
     ],
-    "val_check_interval": [(None, WORKS), (1, WORKS), (1.0, WORKS), (timedelta(seconds=1), WORKS),
+    "val_check_interval": [(1.0, WORKS), (None, WORKS), (1, WORKS), (timedelta(seconds=1), WORKS),
                            (0.5, "val_check_interval")],
     "check_val_every_n_epoch": [(1, WORKS), (3, WORKS), (None, WORKS)],
     "num_sanity_val_steps": [(0, WORKS), (2, WORKS), (-1, WORKS)],
@@ -91,46 +91,50 @@ VERDICTS: dict[str, list[tuple[Any, str]]] = {
     "model_registry": [(None, WORKS)],  # where checkpoints are uploaded to: they hold what the claim covers
 }  # fmt: skip
 
-TRIED = [(name, value, verdict) for name, tried in VERDICTS.items() for value, verdict in tried]
+REFUSED = [(name, value, verdict) for name, tried in VERDICTS.items() for value, verdict in tried if verdict != WORKS]
+WORKING = {name: [value for value, verdict in tried if verdict == WORKS] for name, tried in VERDICTS.items()}
 
 
-def case_with(folder: Path, argument: str, value: Any, **more: Any) -> Case:
-    settings: dict[str, Any] = {argument: value}
-    if argument == "callbacks":
-        return Case(folder, callbacks=[make() for make in value], **more)
-    if argument == "plugins":
-        settings["plugins"] = value()
-    if argument == "default_root_dir":
-        settings[argument] = str(folder / value)
-    return Case(folder, trainer=settings, **more)
+def case_with(folder: Path, settings: dict[str, Any], **more: Any) -> Case:
+    callbacks = [make() for make in settings.pop("callbacks", [])]
+    if "plugins" in settings:
+        settings["plugins"] = settings["plugins"]()
+    if "default_root_dir" in settings:
+        settings["default_root_dir"] = str(folder / settings["default_root_dir"])
+    return Case(folder, callbacks=callbacks, trainer=settings, **more)
 
 
 def test_every_argument_of_the_trainer_has_a_verdict() -> None:
     assert set(inspect.signature(L.Trainer).parameters) == set(VERDICTS), "try the new argument, and write it down"
 
 
+@pytest.mark.parametrize("number", range(max(map(len, WORKING.values()))))
+def test_what_works_makes_all_steps_of_the_plan(number: int, tmp_path: Path) -> None:
+    """The first values of all arguments together, then the second ones, and so on."""
+    settings = {name: values[number] for name, values in WORKING.items() if number < len(values)}
+    case_with(tmp_path, settings).fitted()
+    records = PrivacyLedger.read(tmp_path / "run" / "privacy_ledger.jsonl").records
+    assert sum(record["kind"] == "release" for record in records) == 2
+
+
 @pytest.mark.parametrize(
-    ("argument", "value", "verdict"), TRIED, ids=[f"{name}-{number}" for number, (name, _, _) in enumerate(TRIED)]
+    ("argument", "value", "verdict"), REFUSED, ids=[f"{name}-{number}" for number, (name, _, _) in enumerate(REFUSED)]
 )
-def test_an_argument_works_or_is_refused_by_its_name(argument: str, value: Any, verdict: str, tmp_path: Path) -> None:
-    ledger = tmp_path / "run" / "privacy_ledger.jsonl"
-    if verdict == WORKS:
-        case_with(tmp_path, argument, value).fitted()
-        assert sum(record["kind"] == "release" for record in PrivacyLedger.read(ledger).records) == 2
-        return
+def test_what_does_not_is_refused_by_its_name(argument: str, value: Any, verdict: str, tmp_path: Path) -> None:
     with pytest.raises(Exception, match=verdict):  # Lightning refuses some of them itself
-        case_with(tmp_path, argument, value).fitted()
+        case_with(tmp_path, {argument: value}).fitted()
+    ledger = tmp_path / "run" / "privacy_ledger.jsonl"
     assert not ledger.exists() or not any(r["kind"] == "intent" for r in PrivacyLedger.read(ledger).records)
 
 
 def test_what_can_never_finish_a_step_is_refused_without_a_claim_too(tmp_path: Path) -> None:
     for argument, value in (("fast_dev_run", True), ("reload_dataloaders_every_n_epochs", 1), ("max_epochs", 0)):
         with pytest.raises(ConfigurationError, match=rf"trainer\.{argument}"):
-            case_with(tmp_path, argument, value, make_mode=NoPrivacy).fitted()
+            case_with(tmp_path, {argument: value}, make_mode=NoPrivacy).fitted()
 
 
 def test_times_may_be_told_where_nothing_is_promised(tmp_path: Path) -> None:
-    case_with(tmp_path, "profiler", "simple", make_mode=NoPrivacy).fitted()
+    case_with(tmp_path, {"profiler": "simple"}, make_mode=NoPrivacy).fitted()
 
 
 class Undeclared(DPSGD):
