@@ -44,7 +44,7 @@ class Item:
     parts: tuple[str, ...] = ()  # that can make it; the first that has results does
     show: Show | None = None  # makes the blocks; None for what no part makes
     differs: str = ""  # how ours is another thing than the paper's, beside the sizes of the part
-    why_not: str = ""  # for what no part makes: why
+    why_not: str = ""  # why no part makes it, or none of this suite's
     quotes: bool = False  # its tables hold texts of the data, which may not be anybody's to pass on
 
 
@@ -149,7 +149,7 @@ def _tell(item: Item, parts: Mapping[str, PartTold], folder: Path, *, quote: boo
     for name in item.parts:
         part = parts.get(name)
         if part is None or part.results is None:
-            reasons.append(f"{name}: {part.absent if part else 'there is no such part'}")
+            reasons.append(f"{name}: {part.absent}" if part else item.why_not or f"{name}: there is no such part")
             continue
         try:
             blocks = item.show(part.results, folder / f"{_slug(item.number)}.png")

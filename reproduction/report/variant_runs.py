@@ -36,6 +36,9 @@ class VariantRun:
     held_out: Sequence[float] = ()  # the loss of images that were not trained on; empty where it was not measured
     examples: Sequence[int] = ()  # examples seen at each observation; empty where it was not counted
     seconds: Sequence[float] = ()  # wall time since the first step began, increasing; empty where not measured
+    # Root mean square change of the weights by the step before each observation, over the learning rate: near 1 for
+    # the first step of an Adam whose eps does not matter. Empty where it was not measured.
+    moved: Sequence[float] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)  # test metrics at the last evaluation, by name
     # Counts at the last evaluation; row: true, column: predicted. None where not measured.
     confusion: Sequence[Sequence[float]] | None = None
@@ -46,11 +49,11 @@ class VariantRun:
         for of, values in (("losses", self.losses), ("held_out", self.held_out), ("metrics", self.metrics.values())):
             if not all(map(math.isfinite, values)):
                 raise DataError(f"{name} has {of} that are not finite: it diverged.")
-        for of in ("steps", "examples", "seconds"):  # of a file that somebody merged or cut
+        for of in ("steps", "examples", "seconds", "moved"):  # of a file that somebody merged or cut
             values = getattr(self, of)
             if (values or of == "steps") and len(values) != len(self.losses):
                 raise DataError(f"{name} has {len(self.losses)} losses and {len(values)} {of}.")
-            if any(later <= earlier for earlier, later in itertools.pairwise(values)):
+            if of != "moved" and any(later <= earlier for earlier, later in itertools.pairwise(values)):
                 raise DataError(f"{name} has {of} that do not increase.")
 
 

@@ -241,7 +241,10 @@ def made_by(command: str, *notes: str) -> list[Block]:
 
 # -- what task=variants adds -------------------------------------------------------------------------
 
-_METRICS = {**PAPER_METRICS, "held_out_loss": "Held-out loss"}
+_METRICS = {
+    **PAPER_METRICS, "held_out_loss": "Held-out loss", "lowest_accuracy": "Accuracy, ties to the lowest label",
+    "tied_votes": "Tied votes",
+}  # fmt: skip
 _SIDE_PARTS: Mapping[str, str] = {
     "equal_negatives": "The same with as many negatives for every variant",
     "losses": "Other losses over pairs",
@@ -249,7 +252,8 @@ _SIDE_PARTS: Mapping[str, str] = {
 _COLUMNS = {
     "eps_of_the_updates": "eps of the updates", "delta": "delta", "noise_multiplier": "sigma",
     "l2_sensitivity": "L2 sensitivity", "bound": "bound", "n_max": "n_max", "norms": "norms",
-    "sub_batches": "sub-batches", "lr": "lr", "steps": "steps", "seconds_per_step": "s / step",
+    "sub_batches": "sub-batches", "lr": "lr", "adam_eps": "Adam's eps", "first_step": "first step / lr",
+    "mean_step": "mean step / lr", "steps": "steps", "seconds_per_step": "s / step",
 }  # fmt: skip
 _WHAT_IS_CLAIMED = (
     "No epsilon is claimed for these models: the curves above are computed from the images that were trained on, so "

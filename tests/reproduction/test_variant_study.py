@@ -29,7 +29,8 @@ from reproduction.variant_study import HeldOutLoss, read_curve
 STEPS = 3
 # Noise is declared, not calibrated: that takes longer than the runs themselves.
 NAIVE = partial(BatchClip, l2_sensitivity=1e-2, noise_multiplier=2.0)
-LOGIT = partial(LogitDP, l2_sensitivity=1e-2, sub_batches=2, norms="jacobian", noise_multiplier=2.0)
+# So small that the coordinates of a noised mean, some 5e-9, are below the eps that Adam has by itself.
+LOGIT = partial(LogitDP, l2_sensitivity=1e-8, sub_batches=2, norms="jacobian", noise_multiplier=2.0)
 VARIANTS = {
     "logit_dp": Variant(label="Logit-DP", privacy=LOGIT, lr=0.01),
     "non_private": Variant(label="Non-private", privacy=NoPrivacy, lr=0.001),
@@ -110,8 +111,38 @@ def test_a_study_ends_with_the_papers_figures_tables_and_what_was_promised(finis
     assert "/ 0.819" in page and "/ 0.212" in page  # the paper's, beside ours
     settings = {run["name"]: run for run in json.loads((report / "settings.json").read_text(encoding="utf-8"))}
     facts = settings["logit_dp"]
-    assert facts["eps_of_the_updates"] > 0 and facts["l2_sensitivity"] == 1e-2 and facts["norms"] == "jacobian"
+    assert facts["eps_of_the_updates"] > 0 and facts["l2_sensitivity"] == 1e-8 and facts["norms"] == "jacobian"
+    assert facts["exact_norms"] is True and settings["non_private"].get("exact_norms") is None
+    metrics = runs[0].metrics
+    assert 0 <= metrics["tied_votes"] <= 1 and set(metrics) > {"lowest_accuracy", "lowest_best_recall"}
+    assert "Accuracy, ties to the lowest label" in page
     assert settings["sigmoid"]["loss"].startswith("SigmoidPairLoss")
+
+
+@pytest.mark.slow
+def test_every_variant_takes_the_step_that_its_learning_rate_says(finished: Path, tmp_path: Path) -> None:
+    runs = read_runs(finished / "run" / "report" / "runs.jsonl")
+    first = {(run.variant, run.seed): run.moved[0] for run in runs}
+    assert all(0.99 < first["Logit-DP", seed] <= 1.001 for seed in (0, 1))
+    assert all(0.5 < first["Non-private", seed] <= 1.001 for seed in (0, 1)), "weights behind a dead unit stay"
+    study(only=["logit_dp"], seeds=[0], adam_eps=1e-8).run(parts(tmp_path))
+    (shrunk,) = read_runs(tmp_path / "run" / "report" / "runs.jsonl")
+    assert shrunk.moved[0] < 0.5
+    settings = json.loads((finished / "run" / "report" / "settings.json").read_text(encoding="utf-8"))
+    assert {run["adam_eps"] for run in settings} == {1e-15}
+    assert all(run["first_step"] > 0.5 and run["mean_step"] > 0 for run in settings)
+
+
+def test_a_floor_of_adam_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"task\.adam_eps"):
+        study(adam_eps=0.0)
+
+
+@pytest.mark.slow
+def test_a_study_grows_by_seeds(tmp_path: Path) -> None:
+    study(only=["non_private"], seeds=[0]).run(parts(tmp_path))
+    study(only=["non_private"], seeds=[0, 1]).run(parts(tmp_path, resume=True))
+    assert [run.seed for run in read_runs(tmp_path / "run" / "report" / "runs.jsonl")] == [0, 1]
 
 
 def test_no_card_of_a_study_states_an_epsilon_since_its_losses_are_shown(finished: Path) -> None:

@@ -13,7 +13,11 @@ loss with a fixed normaliser.
 
 What differs from the paper: the sensitivity (its Lemma 4.5 is too small; ``sensitivity=paper`` takes it
 for comparison, and then no epsilon is claimed), the factor 1 / temperature, independent noise in every
-parameter, noise once per step, and norms that are found without holding n squared gradients.
+parameter, noise once per step, and norms that are found without holding n squared gradients. Two formulas
+of the paper are used nowhere here: line 2 of its Algorithm 1 has n L where its Theorem 4.2 proves (n - 1) L
+(more noise than is needed, where G1, G2 and L are bounded one by one), and epsilon = sqrt(log(1.25 / delta))
+/ sigma of its Corollary 4.4 lacks a factor sqrt(2), so that it claims more than is true; noise is calibrated
+by the accountant.
 """
 
 from __future__ import annotations
@@ -137,6 +141,11 @@ class LogitDP(CoupledMode):
         return found
 
     # -- the step ----------------------------------------------------------------------------
+
+    @property
+    def has_exact_norms(self) -> bool:
+        """Whether pairs are clipped by their norms, and not by an upper bound of them; known once attached."""
+        return self._norms.exact
 
     def attach(self, module: nn.Module, plan: PrivacyPlan | None, stream: KeyedStream) -> None:
         super().attach(module, plan, stream)

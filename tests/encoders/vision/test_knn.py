@@ -24,7 +24,7 @@ def test_predictions_are_those_of_scikit_learn(k: int) -> None:
     train, known, queries = embeddings(200), labels(200), embeddings(80, seed=1)
     reference = neighbors.KNeighborsClassifier(n_neighbors=k, metric="cosine", algorithm="brute")
     reference.fit(train.double().numpy(), known.numpy())
-    predicted = knn_predict(train, known, queries, classes=4, k=k, chunk_size=17)
+    predicted = knn_predict(train, known, queries, classes=4, k=k, chunk_size=17, ties="lowest")
     assert predicted.tolist() == reference.predict(queries.double().numpy()).tolist()
 
 
@@ -34,6 +34,36 @@ def test_equal_neighbours_are_taken_in_order_whatever_the_chunks() -> None:
     whole = nearest(train, queries, k=3)
     assert torch.equal(whole, nearest(train, queries, k=3, chunk_size=1))
     assert whole[:, 0].max() < 5 and torch.equal(whole, whole[:, :1] + torch.tensor([0, 5, 10]))
+
+
+@pytest.mark.parametrize(
+    ("known", "nearest_wins", "lowest"),
+    [([2, 1, 3], 2, 1), ([3, 1, 1], 1, 1), ([3, 2, 1, 2, 1], 2, 1), ([3, 2, 1, 1, 2], 2, 1), ([0, 2, 1], 0, 0)],
+)
+def test_an_even_vote_goes_to_the_nearest_of_the_tied_or_to_the_lowest_label(
+    known: list[int], nearest_wins: int, lowest: int
+) -> None:
+    train = torch.tensor([[1.0, 0.1 * i] for i in range(len(known))])
+    for settings, label in (({}, nearest_wins), ({"ties": "nearest"}, nearest_wins), ({"ties": "lowest"}, lowest)):
+        predicted = knn_predict(
+            train, torch.tensor(known), torch.tensor([[1.0, 0.0]]), classes=4, k=len(known), **settings
+        )
+        assert predicted.tolist() == [label], settings
+    with pytest.raises(ConfigurationError, match="ties"):
+        knn_predict(train, torch.tensor(known), train, classes=4, ties="first")  # type: ignore[arg-type]
+
+
+def test_both_rules_are_scored_and_ties_are_counted() -> None:
+    class Same(nn.Module):
+        def forward(self, batch: Tensor) -> Tensor:
+            return batch.flatten(1)[:, :2].float()
+
+    points = torch.tensor([[100, 0], [100, 10], [100, 20], [0, 100], [1, 100], [2, 100]], dtype=torch.uint8)
+    train = (points.view(6, 1, 1, 2), torch.tensor([2, 1, 3, 0, 0, 1]))
+    test = (points[[0, 3]].view(2, 1, 1, 2), torch.tensor([2, 0]))
+    found = evaluate_knn(Same(), train=train, test=test, classes=4)
+    assert (found.scores.accuracy, found.lowest.accuracy, found.tied) == (1.0, 0.5, 0.5)
+    assert found.confusion[2].tolist() == [0, 0, 1, 0]
 
 
 def test_broken_embeddings_and_impossible_k_are_refused() -> None:
