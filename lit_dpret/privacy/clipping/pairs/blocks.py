@@ -45,7 +45,7 @@ from lit_dpret.privacy.clipping.pairs.factors import (
 from lit_dpret.privacy.clipping.pairs.norms import ROWS_AT_ONCE, PairNorms
 
 #: Elements of Jacobian factors to hold for one side: where all records of both are needed together, and where a few do.
-HELD, HELD_FOR_BLOCKS = 1 << 24, 1 << 22
+HELD, HELD_FOR_BLOCKS = 1 << 25, 1 << 22
 #: Rounding errors, in units of the type's roundoff times a row's squared terms, that are added to squared norms.
 SLACK = 8
 
