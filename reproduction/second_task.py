@@ -8,6 +8,7 @@ the paper's appendix B.2 names a sensitivity and an epsilon for this task, which
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -56,6 +57,7 @@ class SecondTaskResult:
 
     losses: list[float]  # cross entropy of each step's batch, in order
     examples: list[int]  # images seen up to and with each step
+    seconds: list[float]  # since the first step began, of each step
     scores: ClassificationScores  # on the test images, after the last step
     confusion: Tensor  # counts, shape (classes, classes); row: true, column: predicted
 
@@ -90,6 +92,8 @@ def train_second_task(
     )  # fmt: skip
     losses: list[float] = []
     examples: list[int] = []
+    seconds: list[float] = []
+    start = time.perf_counter()
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         layers: list[nn.Module] = []
@@ -105,11 +109,13 @@ def train_second_task(
                 optimizer.step()
                 losses.append(float(loss.detach()))
                 examples.append((examples[-1] if examples else 0) + len(labels))
+                seconds.append(time.perf_counter() - start)
     with torch.no_grad():
         confusion = confusion_matrix(test[1], classifier(unseen).argmax(dim=1), classes=classes)
     return SecondTaskResult(
-        losses=losses, examples=examples, scores=ClassificationScores.of(confusion), confusion=confusion
-    )
+        losses=losses, examples=examples, seconds=seconds, scores=ClassificationScores.of(confusion),
+        confusion=confusion,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -208,6 +214,7 @@ class SecondTask(Study):
             steps=list(range(1, len(found.losses) + 1)),
             losses=found.losses,
             examples=found.examples,
+            seconds=found.seconds,
             metrics=found.scores.to_dict(),
             confusion=found.confusion.tolist(),
             batch_size=self.batch_size,

@@ -134,7 +134,8 @@ class Suite(Study):
 
     def _settings(self, name: str) -> list[str]:
         part = self.parts[name]
-        return [*part.settings, *part.more]
+        again = {_key(word) for word in part.more}
+        return [*(word for word in part.settings if _key(word) not in again), *part.more]
 
     def _folder(self, name: str) -> Path:
         return self._run_dir / (self.parts[name].run_in or name)
@@ -169,7 +170,7 @@ class Suite(Study):
         part = self.parts[name]
         told = PartTold(
             name=name,
-            sizes=" ".join([part.sizes, *([f"With {', '.join(part.more)}."] if part.more else [])]),
+            sizes=part.sizes,
             command=_from_here(["python train.py", *self._settings(name), f"hydra.run.dir={self._folder(name)}"]),
         )
         if name in self.taken:
@@ -195,6 +196,10 @@ class Suite(Study):
 def _from_here(words: Sequence[str]) -> str:
     """Return a command with paths as somebody types them who stands where this run was started."""
     return " ".join(words).replace(f"{Path.cwd()}{os.sep}", "")
+
+
+def _key(word: str) -> str:
+    return word.partition("=")[0].lstrip("+~")
 
 
 def _never(_: Path, __: bool) -> dict[str, Any]:

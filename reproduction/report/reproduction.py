@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -26,8 +25,16 @@ from lit_dpret.tasks.hard_negatives import case_grid
 from reproduction.federated.study_page import gain_grid, read_study, study_grid
 from reproduction.published import PAPER_002 as PUBLISHED
 from reproduction.report import variant_figures as figures
-from reproduction.report.variant_runs import UNTRAINED, VariantRun, read_runs
-from reproduction.report.variants import RUNS, UNTRAINED_RUNS, MetricsTable, equal_negatives
+from reproduction.report.variant_runs import UNTRAINED, VariantRun, by_variant, read_runs, sizes_of, ties_of
+from reproduction.report.variants import (
+    BATCH_RUNS,
+    RUNS,
+    UNTRAINED_RUNS,
+    MetricsTable,
+    bounded_norms,
+    equal_negatives,
+    settings_shown,
+)
 
 SCHEMA = "lit-dpret/reproduction/1"
 # Blocks from the folder of a part's results; a picture is drawn to the second path. `DataError` where they lack it.
@@ -78,7 +85,8 @@ class PartTold:
     command: str  # what runs it alone
     results: Path | None = None  # the folder of its results; None where there are none
     absent: str = ""  # then why
-    seconds: float | None = None  # it took, the last attempt or all stored runs; None where nobody measured
+    ran: str = ""  # what the stored runs say of their number, steps and batches
+    seconds: float | None = None  # of the stored runs, or of the last attempt; None where nobody measured
     taken: bool = False  # its results are those of an earlier run
 
 
@@ -132,14 +140,15 @@ def _as_run(part: PartTold) -> PartTold:
     """Add what the stored runs of a part say of their number, steps and time; other parts are told as they are."""
     if part.results is None or not (part.results / RUNS).is_file():
         return part
-    runs = read_runs(part.results / RUNS)
-    many = Counter(run.variant for run in runs).values()
-    counted = " to ".join(f"{count}" for count in sorted({min(many), max(many)}))
-    steps = " to ".join(f"{count:,}" for count in sorted({ends(run.steps[-1] for run in runs) for ends in (min, max)}))
-    plural = "" if counted == "1" else "s"
-    told = f"Run here: {counted} run{plural} of each variant, {steps} steps each. {part.sizes}"
-    seconds = sum(run.seconds[-1] for run in runs if run.seconds)
-    return replace(part, sizes=told.rstrip(), seconds=max(seconds, part.seconds or 0.0) or None)
+    found = {
+        (run.variant, run.seed, run.batch_size): run
+        for name in (RUNS, BATCH_RUNS, "equal_negatives.jsonl", "losses.jsonl")
+        if (part.results / name).is_file()
+        for run in read_runs(part.results / name)
+    }
+    seconds = sum(run.seconds[-1] for run in found.values() if run.seconds)
+    # An attempt that went on from an earlier one took less time than its runs did.
+    return replace(part, ran=f"{sizes_of(found.values())}.", seconds=seconds or part.seconds)
 
 
 def _tell(item: Item, parts: Mapping[str, PartTold], folder: Path, *, quote: bool) -> _Told:
@@ -197,10 +206,11 @@ def _made_by(parts: Sequence[PartTold], command: str) -> list[Block]:
     for part in parts:
         state = part.absent or ("taken from an earlier run" if part.taken else "run")
         minutes = "–" if part.seconds is None else f"{part.seconds / 60:.1f}"
-        rows.append((part.name, state, minutes, part.sizes))
-    grid = Grid(("part", "state", "minutes, of all runs where they were measured", "sizes"), rows, frozenset({2}))
+        rows.append((part.name, state, minutes, part.ran, part.sizes))
+    grid = Grid(("part", "state", "minutes", "run here", "sizes"), rows, frozenset({2}))
+    said = "Minutes are the training times of all runs that are shown where those tell them, else of the last attempt."
     commands = "\n".join(part.command for part in parts if part.results is not None)
-    blocks: list[Block] = [Paragraph("All of it:"), Code(command), grid]
+    blocks: list[Block] = [Paragraph("All of it:"), Code(command), grid, Paragraph(said, small=True)]
     return [*blocks, Paragraph("Each part alone:"), Code(commands)] if commands else blocks
 
 
@@ -225,11 +235,14 @@ def _plain(block: Block) -> dict[str, Any]:
 BASELINE = "Non-private"
 
 
-def _figure(draw: Callable[[Sequence[VariantRun], Path], str]) -> Show:
-    """Return a figure of the runs that a report was made from, and its caption."""
+def _figure(draw: Callable[[Sequence[VariantRun], Path], str], *, single: bool = False) -> Show:
+    """Return a figure of the runs that a report was made from, and its caption; ``single``: of one of each variant."""
 
     def show(results: Path, picture: Path) -> list[Block]:
-        said = draw(read_runs(results / "runs.jsonl"), picture)
+        runs = read_runs(results / RUNS)
+        if single:
+            runs = [min(group, key=lambda run: run.seed) for group in by_variant(runs).values()]
+        said = f"{draw(runs, picture)} {sizes_of(runs)}."
         return [Picture(picture, said), Paragraph(said, small=True)]
 
     return show
@@ -237,25 +250,28 @@ def _figure(draw: Callable[[Sequence[VariantRun], Path], str]) -> Show:
 
 def _batch_sizes(results: Path, picture: Path) -> list[Block]:
     """Single runs of Naive-DP, and the other variants' as a measure of what is low."""
-    single = read_runs(results / "batch_runs.jsonl")
-    variant = single[0].variant
-    others = [run for run in read_runs(results / "runs.jsonl") if run.variant != variant]
-    said = figures.draw_batch_sizes([*single, *others], picture, variant=variant)
+    stored = read_runs(results / BATCH_RUNS)
+    variant = stored[0].variant
+    single = {run.batch_size: run for run in sorted(stored, key=lambda run: -run.seed) if run.variant == variant}
+    others = [run for run in read_runs(results / RUNS) if run.variant != variant]
+    said = figures.draw_batch_sizes([*single.values(), *others], picture, variant=variant)
+    said = f"{said} {sizes_of(single.values())}."
     return [Picture(picture, said), Paragraph(said, small=True)]
 
 
 def _table(paper: Mapping[str, Sequence[float]], *, relative: bool) -> Show:
     def show(results: Path, _: Path) -> list[Block]:
-        runs = read_runs(results / "runs.jsonl")
+        runs = read_runs(results / RUNS)
         base = BASELINE if any(run.variant == BASELINE for run in runs) else None
         untrained = results / UNTRAINED_RUNS
-        table = MetricsTable.of([*runs, *(read_runs(untrained) if untrained.is_file() else [])], baseline=base)
+        judged = [*runs, *(read_runs(untrained) if untrained.is_file() else [])]
+        table = MetricsTable.of(judged, baseline=base)
         said = table.caption(relative=relative and base is not None).replace(": mean / standard deviation", "")
-        longest = max(runs, key=lambda run: run.steps[-1])
-        took = f"{longest.steps[-1]:,} steps of batches of {longest.batch_size or 0:,}"
-        classes = len(longest.confusion or [])
-        said = " ".join([f"{said} {took}; {classes} classes.", table.shares_of_the_gain(start=UNTRAINED)]).rstrip()
-        return [table.beside_the_paper(paper, relative=relative), Paragraph(said, small=True)]
+        classes = len(runs[0].confusion or [])
+        more = (f"{sizes_of(runs)}; {classes} classes.", table.shares_of_the_gain(start=UNTRAINED), ties_of(judged))
+        said = " ".join(filter(None, (said, *more)))
+        grid = table.beside_the_paper(paper, relative=relative, marks=bounded_norms(results))
+        return [grid, Paragraph(said, small=True)]
 
     return show
 
@@ -268,7 +284,7 @@ def _shows() -> dict[str, Show]:
         "Figure 1, right": _batch_sizes,
         "Table 1, embedding net": _table(relative["EmbeddingNet"], relative=True),
         "Table 1, ResNet18": _table(relative["ResNet18"], relative=True),
-        "Figure 2": _figure(figures.draw_smoothed_loss),
+        "Figure 2": _figure(figures.draw_smoothed_loss, single=True),
         "Table 2": _table(PUBLISHED["table_2"], relative=True),
         "Figure 3": confusions,
         "Figure 4": confusions,
@@ -277,6 +293,7 @@ def _shows() -> dict[str, Show]:
         "Figure 5": _figure(figures.draw_runtime),
         "Table 4": _table(PUBLISHED["table_4"], relative=False),
         "Beyond the paper, equal negatives": equal_negatives,
+        "Beyond the paper, settings": settings_shown,
     }
 
 

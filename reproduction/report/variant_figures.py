@@ -21,7 +21,7 @@ from scipy import signal, stats
 
 from lit_dpret.errors import DataError
 from lit_dpret.report.figures import STYLES, new_figure, save_png, tidy
-from reproduction.report.variant_runs import VariantRun, by_variant
+from reproduction.report.variant_runs import VariantRun, by_variant, ties_of
 
 Band = Literal["interval", "range"]
 Axis = Literal["steps", "examples", "seconds"]
@@ -233,10 +233,11 @@ def draw_confusions(runs: Sequence[VariantRun], path: Path, *, names: Sequence[s
         for variant, group in by_variant(runs).items()
         if variant in means
     ]
-    return (
+    said = (
         f"Confusion matrices at the last evaluation, averaged over {', '.join(counted)} runs and rounded down. All "
         "panels share one scale."
     )
+    return f"{said} {ties_of(runs)}".rstrip()
 
 
 def draw_runtime(runs: Sequence[VariantRun], path: Path, *, title: str = "") -> str:

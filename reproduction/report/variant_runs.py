@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -68,6 +69,38 @@ def by_variant(runs: Iterable[VariantRun]) -> dict[str, list[VariantRun]]:
     if not groups:
         raise DataError("There are no runs to compare.")
     return groups
+
+
+def sizes_of(runs: Iterable[VariantRun]) -> str:
+    """Say how many runs there are of each variant, their steps and batches; encoders before any step are left out."""
+    alike: dict[tuple[str, int | None], list[int]] = {}
+    for run in runs:
+        if run.steps[-1] > 0:
+            alike.setdefault((run.variant, run.batch_size), []).append(run.steps[-1])
+    names: dict[str, list[str]] = {}
+    for (variant, batch), steps in alike.items():
+        ends = " to ".join(f"{count:,}" for count in sorted({min(steps), max(steps)}))
+        of = "" if batch is None else f" of {batch:,} examples"
+        size = f"{len(steps)} run{'s' * (len(steps) > 1)} of {ends} step{'s' * (max(steps) > 1)}{of}"
+        names.setdefault(size, []).append(variant)
+    return "; ".join(f"{', '.join(variants)}: {size}" for size, variants in names.items())
+
+
+def ties_of(runs: Sequence[VariantRun]) -> str:
+    """Say how tied votes of a k-NN were broken, and what breaking them otherwise gives; empty where nobody voted."""
+    if not all("tied_votes" in run.metrics for run in runs):
+        return ""
+    groups = by_variant(runs)
+
+    def means(metric: str, form: str) -> str:
+        found = {v: statistics.fmean(run.metrics[metric] for run in group) for v, group in groups.items()}
+        return ", ".join(f"{variant} {value:{form}}" for variant, value in found.items())
+
+    return (
+        "k-NN: a tied vote goes to the nearest of the tied neighbours. "
+        f"Share of votes that were tied: {means('tied_votes', '.0%')}. "
+        f"Accuracy with ties to the lowest label instead: {means('lowest_accuracy', '.3f')}."
+    )
 
 
 def write_runs(runs: Iterable[VariantRun], path: Path) -> None:

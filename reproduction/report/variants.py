@@ -19,7 +19,7 @@ from lit_dpret.files import write_whole
 from lit_dpret.report.page import Page, Picture, Sheet
 from reproduction.published import PAPER_002
 from reproduction.report import variant_figures as figures
-from reproduction.report.variant_runs import UNTRAINED, VariantRun, by_variant, read_runs, write_runs
+from reproduction.report.variant_runs import UNTRAINED, VariantRun, by_variant, read_runs, sizes_of, ties_of, write_runs
 
 PAGE, SETTINGS = "README", "settings.json"
 RUNS, BATCH_RUNS, UNTRAINED_RUNS = "runs.jsonl", "batch_runs.jsonl", "untrained.jsonl"
@@ -136,15 +136,21 @@ class MetricsTable:
             f"({low:.3f} to {base:.3f}): {', '.join(shares)}."
         )
 
-    def beside_the_paper(self, paper: Mapping[str, Sequence[float]], *, relative: bool) -> Grid:
-        """Return each cell ours / the paper's; a dash where one of them has no such variant."""
+    def beside_the_paper(
+        self, paper: Mapping[str, Sequence[float]], *, relative: bool, marks: Mapping[str, str] | None = None
+    ) -> Grid:
+        """Return each cell ours / the paper's; a dash where one of them has no such variant.
+
+        ``marks`` has what is said beside the name of a variant.
+        """
         rows: list[list[str]] = []
         for variant in dict.fromkeys([*self.rows, *paper]):
             cells: list[Any] = [self.rows.get(variant, {}).get(name) for name in PAPER_METRICS]
             ours = [cell and (cell.relative if relative else cell.mean) for cell in cells]
             theirs = paper.get(variant, [None] * len(PAPER_METRICS))
             pairs = zip(ours, theirs, strict=True)
-            rows.append([variant, *(f"{_number(mine)} / {_number(theirs)}" for mine, theirs in pairs)])
+            label = f"{variant}{(marks or {}).get(variant, '')}"
+            rows.append([label, *(f"{_number(mine)} / {_number(theirs)}" for mine, theirs in pairs)])
         header = ("ours / paper", *PAPER_METRICS.values())
         return Grid(header, rows, frozenset(range(1, len(header))))
 
@@ -196,12 +202,12 @@ class VariantReport:
         drawn = [block for name, said in shown.items() for block in _shown(folder / name, said)]
         sections = [Section("Figures", drawn)]
         judged, tables = [*self.runs, *self.untrained], dict(self.tables)
-        known = {name: words for name, words in self.metrics.items() if all(name in run.metrics for run in judged)}
-        if known:
+        if known := _known(self.metrics, judged):
             table = MetricsTable.of(judged, baseline=self.baseline, metrics=known)
             tables["metrics.csv"] = table.sheet()
             shares = table.shares_of_the_gain(start=UNTRAINED)
-            sections.append(Section("Metrics", [*table.blocks(), *([Paragraph(shares)] if shares else [])]))
+            said = [Paragraph(words) for words in (shares, ties_of(judged)) if words]
+            sections.append(Section("Metrics", [*table.blocks(), *said]))
         page = Page(
             name=PAGE, title=self.title, subtitle="", lead=self.lead, sections=[*sections, *self.more],
             facts={"title": self.title, "baseline": self.baseline, "figures": shown}, tables=tables, owner_only=False,
@@ -230,6 +236,11 @@ class VariantReport:
         return shown
 
 
+def _known(metrics: Mapping[str, str], runs: Sequence[VariantRun]) -> dict[str, str]:
+    """Return the metrics that all runs tell."""
+    return {name: words for name, words in metrics.items() if all(name in run.metrics for run in runs)}
+
+
 def _shown(path: Path, said: str) -> list[Block]:
     return [Picture(path, path.name), Paragraph(said)]
 
@@ -255,8 +266,17 @@ _COLUMNS = {
     "sub_batches": "sub-batches", "lr": "lr", "adam_eps": "Adam's eps", "first_step": "first step / lr",
     "mean_step": "mean step / lr", "steps": "steps", "seconds_per_step": "s / step",
 }  # fmt: skip
+# Of a variant's runs, whose mean is told.
+_MEASURED = ("seconds_per_step", "first_step", "mean_step")
+STEP_MEANS = (
+    "A step is the root mean square change of the weights. Adam's first one is the learning rate for every weight that "
+    "has a gradient, whatever the gradient's length, as long as its eps is far below; so the first step over the "
+    "learning rate is near 1 where the eps takes nothing. The noised sum is divided by the batch size, which Algorithm "
+    "1 of the paper does not do: with such an eps that changes nothing. Norms: what the gradients of pairs are clipped "
+    "by; a bound clips harder than it need."
+)
 _WHAT_IS_CLAIMED = (
-    "No epsilon is claimed for these models: the curves above are computed from the images that were trained on, so "
+    "No epsilon is claimed for these models: the curves are computed from the images that were trained on, so "
     "the card of every private run says not_proved. The column eps of the updates is what its ledger charged for the "
     "noised updates alone, at the delta beside it; it would be the claim had nothing else been shown. The choice of "
     "the settings is not in it either."
@@ -304,14 +324,18 @@ def write_study(
             beside = [each.run for each in main if each.run.seed in seeds and each.part != part] + own
             judged = beside + [run for run in untrained if run.seed in seeds]
             write_runs(judged, folder / f"{part}.jsonl")
-            table = MetricsTable.of(judged, baseline=base, metrics=_METRICS)
+            table = MetricsTable.of(judged, baseline=base, metrics=_known(_METRICS, judged))
             tables[f"{part}.csv"] = table.sheet()
             more.append(Section(title, [*_held_out(beside, folder / f"{part}.png"), *table.blocks()]))
-    more.append(Section("Settings and privacy", [Paragraph(_WHAT_IS_CLAIMED), _settings(finished)]))
     settings = [
-        {"variant": one.run.variant, "name": one.name, "seed": one.run.seed, "part": one.part, **one.facts}
+        {
+            "variant": one.run.variant, "name": one.name, "seed": one.run.seed, "part": one.part,
+            "batch_size": one.run.batch_size, **one.facts,
+        }
         for one in finished
-    ]
+    ]  # fmt: skip
+    told: list[Block] = [Paragraph(_WHAT_IS_CLAIMED), settings_grid(settings), Paragraph(STEP_MEANS)]
+    more.append(Section("Settings and privacy", told))
     write_whole(folder / SETTINGS, json.dumps(settings, indent=1) + "\n")
     return VariantReport(
         runs=runs, baseline=base, batch_runs=_batch_runs(finished, runs), class_names=class_names, metrics=_METRICS,
@@ -322,10 +346,12 @@ def write_study(
 
 def equal_negatives(results: Path, picture: Path) -> list[Block]:
     """Return the side part of a report with as many negatives for all, made again from its runs."""
-    judged = read_runs(results / "equal_negatives.jsonl")
+    if not (path := results / "equal_negatives.jsonl").is_file():
+        raise DataError(f"{path.name} is not there.")
+    judged = read_runs(path)
     said = figures.draw_held_out([run for run in judged if run.variant != UNTRAINED], picture)
-    table = MetricsTable.of(judged, baseline=None, metrics=_METRICS)
-    caption = Paragraph(table.caption(relative=False), small=True)
+    table = MetricsTable.of(judged, baseline=None, metrics=_known(_METRICS, judged))
+    caption = Paragraph(f"{table.caption(relative=False)} {sizes_of(judged)}.", small=True)
     return [Picture(picture, said), table.grid(relative=False), caption]
 
 
@@ -341,16 +367,37 @@ def _held_out(runs: Sequence[VariantRun], path: Path) -> list[Block]:
     return _shown(path, figures.draw_held_out(runs, path))
 
 
-def _settings(finished: Sequence[Finished]) -> Grid:
-    """Return a line for each variant: the facts of its first run, its mean time of a step."""
+def settings_grid(settings: Sequence[Mapping[str, Any]]) -> Grid:
+    """Return a line for each variant of `SETTINGS`: what its first run was, and means over its runs of what varies."""
     rows = []
-    for name in dict.fromkeys(each.name for each in finished):
-        same = [each for each in finished if each.name == name]
-        took = [each.facts["seconds_per_step"] for each in same]
-        facts = {**same[0].facts, "seconds_per_step": sum(took) / len(took)}
-        rows.append([same[0].run.variant, same[0].run.batch_size, *(_cell(facts.get(column)) for column in _COLUMNS)])
+    for name in dict.fromkeys(one["name"] for one in settings):
+        same = [one for one in settings if one["name"] == name]
+        facts = {**same[0], **{key: statistics.fmean(one[key] for one in same) for key in _MEASURED}}
+        if facts.get("exact_norms") is not None:
+            facts["norms"] = f"{facts['norms']} ({'exact' if facts['exact_norms'] else 'bound'})"
+        rows.append([facts["variant"], facts["batch_size"], *(_cell(facts.get(column)) for column in _COLUMNS)])
     header = ("variant", "batch", *_COLUMNS.values())
     return Grid(header, rows, frozenset(range(1, len(header))))
+
+
+def bounded_norms(results: Path) -> dict[str, str]:
+    """Return, by variant, what is said beside the name of one that clipped by a bound of the norms."""
+    found = {one["variant"] for one in read_settings(results) if one.get("exact_norms") is False}
+    return {variant: ", by a bound of its norms" for variant in sorted(found)}
+
+
+def read_settings(results: Path) -> list[dict[str, Any]]:
+    """Return what was done in each run of a report; nothing where it was not kept."""
+    path = results / SETTINGS
+    found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+    return found
+
+
+def settings_shown(results: Path, _: Path) -> list[Block]:
+    """Return the settings of every variant of a report, and the steps that they took."""
+    if not (settings := read_settings(results)):
+        raise DataError(f"{SETTINGS} is not there.")
+    return [settings_grid(settings), Paragraph(STEP_MEANS, small=True), Paragraph(_WHAT_IS_CLAIMED, small=True)]
 
 
 def _cell(value: object) -> str:

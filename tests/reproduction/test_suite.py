@@ -13,6 +13,7 @@ import pytest
 import tiny_images
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
+from variant_runs import run as variant_run
 
 from lit_dpret import cli
 from lit_dpret.cards.blocks import Block, Grid, Paragraph
@@ -20,7 +21,9 @@ from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.tasks.parts import ComposedRun, Parts, as_typed
 from reproduction import SecondTask, Suite, SuitePart
 from reproduction import suite as papers
-from reproduction.report.reproduction import Item, Paper
+from reproduction.report.reproduction import Item, Paper, PartTold, _as_run
+from reproduction.report.variant_runs import write_runs
+from reproduction.report.variants import PAPER_METRICS
 
 
 def shown(results: Path, _: Path) -> Sequence[Block]:
@@ -150,6 +153,14 @@ def test_a_finished_part_with_other_settings_is_refused(tmp_path: Path, ran: lis
         suite(parts=changed("first", more=["seed=9"])).run(parts(tmp_path, ran, resume=True))
 
 
+def test_a_further_setting_stands_in_the_place_of_the_parts_own(tmp_path: Path, ran: list[str]) -> None:
+    twice = changed("first", settings=["a=1", "b=2", "+c=3"], more=["b=4", "c=5"])
+    suite(parts=twice, only=["first"]).run(parts(tmp_path, ran))
+    assert ran == ["seed=3 a=1 b=4 c=5"]
+    told = (tmp_path / "report" / "paper_x.md").read_text(encoding="utf-8")
+    assert "python train.py a=1 b=4 c=5 hydra.run.dir=" in told
+
+
 def test_settings_are_refused_before_the_first_part_begins(tmp_path: Path, ran: list[str]) -> None:
     with pytest.raises(ConfigurationError, match=r"task.parts.second: task.seeds=\[\]"):
         suite(parts=changed("second", more=["refuse"])).run(parts(tmp_path, ran))
@@ -244,6 +255,45 @@ def test_every_item_of_a_paper_has_its_part_and_every_part_composes(experiment: 
         assert part["sizes"], "a page says how ours differs in size"
 
 
+def test_a_table_says_where_pairs_were_clipped_by_a_bound(tmp_path: Path) -> None:
+    write_runs([variant_run("Logit-DP", metrics=dict.fromkeys(PAPER_METRICS, 0.25))], tmp_path / "runs.jsonl")
+    table = next(item for item in papers.PAPERS["paper_002"].items if item.number == "Table 3, embedding net")
+    assert table.show is not None
+    settings = next(item for item in papers.PAPERS["paper_002"].items if item.number.endswith("settings"))
+    assert settings.show is not None
+    measured = {"name": "logit_dp", "batch_size": 100, "seconds_per_step": 1.0, "first_step": 0.999, "mean_step": 0.5}
+    for exact, label, norms in (
+        (True, "| Logit-DP |", "jacobian (exact)"),
+        (False, "| Logit-DP, by a bound of its norms |", "k_blocks (bound)"),
+    ):
+        run = {"variant": "Logit-DP", "exact_norms": exact, "norms": norms.split()[0], **measured}
+        (tmp_path / "settings.json").write_text(json.dumps([run]))
+        assert label in table.show(tmp_path, tmp_path / "x.png")[0].markdown()
+        told = settings.show(tmp_path, tmp_path / "x.png")[0].markdown()
+        assert norms in told and "0.999" in told
+
+
+def test_a_caption_tells_the_runs_that_its_figure_shows_and_no_others(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    two = [variant_run(name, seed) for name in ("Naive-DP", "Non-private") for seed in (0, 1)]
+    write_runs(two, tmp_path / "runs.jsonl")
+    small = variant_run("Naive-DP", batch_size=10, losses=[3.0] * 30)
+    write_runs([small, two[0]], tmp_path / "batch_runs.jsonl")
+    says = {
+        item.number: item.show(tmp_path, tmp_path / "x.png")[-1].markdown()
+        for item in papers.PAPERS["paper_002"].items
+        if item.show is not None and item.number in ("Figure 1, left", "Figure 1, right", "Figure 2")
+    }
+    assert "Naive-DP, Non-private: 2 runs of 3 steps of 100 examples." in says["Figure 1, left"]
+    assert "Naive-DP: 1 run of 30 steps of 10 examples" in says["Figure 1, right"]
+    assert "Naive-DP: 1 run of 3 steps of 100 examples" in says["Figure 1, right"]
+    assert "Naive-DP, Non-private: 1 run of 3 steps of 100 examples." in says["Figure 2"]
+    last_attempt = PartTold(name="x", sizes="", command="", results=tmp_path, seconds=0.4)
+    told = _as_run(last_attempt)
+    assert told.seconds == 4 * 3 + 30, "of all runs, each once, and not of the attempt that went on from them"
+    assert told.ran.startswith("Naive-DP, Non-private: 2 runs of 3 steps") and "30 steps of 10 examples." in told.ran
+
+
 def more(part: str, *settings: str) -> str:
     return f"task.parts.{part}.more={json.dumps(list(settings))}"
 
@@ -257,7 +307,8 @@ def test_paper_002_on_a_dozen_images_is_interrupted_and_goes_on(
              "task.only=[non_private]"]  # fmt: skip
     words = ["experiment=paper_002", f"run_dir={tmp_path / 'run'}", f"task.data.cifar10={images}",
              "task.only=[embedding_net,fine_tune_cifar100,fine_tune]", more("embedding_net", *small),
-             more("fine_tune", "task.seeds=[0]", "task.epochs=1")]  # fmt: skip
+             more("fine_tune", "task.seeds=[0]", "task.epochs=1",
+                  f"task.data.folder={tmp_path / 'nowhere'}")]  # fmt: skip
     real = SecondTask.run
 
     def interrupted(*_: Any) -> None:

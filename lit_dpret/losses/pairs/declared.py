@@ -29,7 +29,8 @@ class DeclaredPairLoss(PairwiseLoss):
     **Each must hold on its own.** They may be attained at different tables, and are in softmax; the
     paper's Lemma 4.5 takes one share for all three and comes out too small.
 
-    **Add or remove**: g1 + g2 + (n - 1) l, Theorem 4.2. *Proof.* They bound the three parts of the sum at
+    **Add or remove**: g1 + g2 + (n - 1) l, Theorem 4.2 (line 2 of the paper's Algorithm 1 prints n l, one l
+    too many). *Proof.* They bound the three parts of the sum at
     the head of `lit_dpret.losses.pairs.base`. **Replace one**: twice that, a bound. *Proof.* Remove one
     record, then add the other: both batches neighbour the one of n - 1 records. It may be far from the
     supremum.

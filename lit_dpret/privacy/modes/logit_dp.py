@@ -16,8 +16,8 @@ for comparison, and then no epsilon is claimed), the factor 1 / temperature, ind
 parameter, noise once per step, and norms that are found without holding n squared gradients. Two formulas
 of the paper are used nowhere here: line 2 of its Algorithm 1 has n L where its Theorem 4.2 proves (n - 1) L
 (more noise than is needed, where G1, G2 and L are bounded one by one), and epsilon = sqrt(log(1.25 / delta))
-/ sigma of its Corollary 4.4 lacks a factor sqrt(2), so that it claims more than is true; noise is calibrated
-by the accountant.
+/ sigma of its Corollary 4.4 lacks a factor sqrt(2), and is below the exact epsilon where sigma is small; noise
+is calibrated by the accountant.
 """
 
 from __future__ import annotations

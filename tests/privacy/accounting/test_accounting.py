@@ -499,3 +499,13 @@ def test_the_papers_run_costs_what_was_recorded(
     calibrated = calibrate_noise(eps=budget, delta=PAPER_DELTA, neighbours="zero_out", law=PAPER_LAW, steps=PAPER_STEPS)
     # The recorded noise was searched to 1e-3 and rounded up; ours is the least four-digit decimal.
     assert noise - 1.1e-3 <= calibrated <= noise
+
+
+@pytest.mark.parametrize("noise", [5.0, 6.0])
+def test_corollary_4_4_of_paper_002_claims_less_than_one_step_spends_and_with_its_lost_factor_more(
+    noise: float,
+) -> None:
+    printed = math.sqrt(math.log(1.25 / DELTA)) / noise
+    step = GaussianRelease(noise_multiplier=noise, law=FullBatch())
+    exact = epsilon([step], delta=DELTA, neighbours="add_or_remove")
+    assert printed < exact < math.sqrt(2) * printed < 1

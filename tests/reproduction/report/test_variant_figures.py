@@ -107,6 +107,10 @@ def test_confusion_matrices_are_averaged_over_runs_rounded_down_and_numbered_whe
     assert {v: mean.tolist() for v, mean in figures.mean_confusions(found).items()} == {"a": [[1, 2], [3, 4]]}
     words = figures.draw_confusions(found, tmp_path / "a.png", names=["cat", "dog"])
     assert "averaged over 2 of a runs and rounded down" in words and is_picture(tmp_path / "a.png")
+    assert "tied" not in words
+    voted = [run("a", metrics={"accuracy": 0.5, "tied_votes": 0.66, "lowest_accuracy": 0.4})]
+    assert "nearest of the tied neighbours" in figures.draw_confusions(voted, tmp_path / "a.png")
+    del drawn[2:]
     figures.draw_confusions([run(confusion=np.eye(20).tolist())], tmp_path / "b.png")
     assert len(drawn[0].texts) == 4 and not drawn[2].texts
     with pytest.raises(DataError, match=r"of \[2, 3\] classes"):

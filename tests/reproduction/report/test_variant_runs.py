@@ -9,7 +9,7 @@ import pytest
 from variant_runs import run
 
 from lit_dpret.errors import DataError
-from reproduction.report.variant_runs import by_variant, read_runs, write_runs
+from reproduction.report.variant_runs import by_variant, read_runs, sizes_of, ties_of, write_runs
 
 
 def test_what_was_written_is_read_again(tmp_path: Path) -> None:
@@ -27,6 +27,7 @@ def test_what_was_written_is_read_again(tmp_path: Path) -> None:
         ({"steps": [1, 2]}, "3 losses and 2 steps"),
         ({"steps": [1, 3, 3]}, "steps that do not increase"),
         ({"seconds": [1.0]}, "3 losses and 1 seconds"),
+        ({"moved": [1.0]}, "3 losses and 1 moved"),
         ({"losses": [1.0, float("nan"), 2.0]}, "losses that are not finite"),
         ({"metrics": {"accuracy": float("inf")}}, "metrics that are not finite"),
     ],
@@ -34,6 +35,21 @@ def test_what_was_written_is_read_again(tmp_path: Path) -> None:
 def test_a_run_that_makes_no_sense_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=rf"'Logit-DP' of seed 7.*{message}"):
         run(seed=7, **fields)
+
+
+def test_sizes_are_those_of_the_runs_that_are_shown() -> None:
+    some = [run("a", 0), run("a", 1), run("b", 0), run("b", 1), run("a", 0, batch_size=10, losses=[1.0]),
+            run("start", steps=[0], losses=[1.0], examples=(), seconds=())]  # fmt: skip
+    assert sizes_of(some) == "a, b: 2 runs of 3 steps of 100 examples; a: 1 run of 1 step of 10 examples"
+    assert sizes_of([run("a", 0), run("a", 1, losses=[2.0] * 1200, batch_size=100)]).startswith(
+        "a: 2 runs of 3 to 1,200"
+    )
+
+
+def test_what_became_of_tied_votes_is_told_of_k_nn_and_of_nothing_else() -> None:
+    knn = [run("a", seed, metrics={"tied_votes": 0.5 + 0.2 * seed, "lowest_accuracy": 0.25}) for seed in (0, 1)]
+    assert "tied: a 60%." in ties_of(knn) and ties_of(knn).endswith("a 0.250.")
+    assert ties_of([*knn, run("classifier")]) == ""
 
 
 @pytest.mark.parametrize(
