@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from lit_dpret.encoders.vision.nets import embed
 from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.privacy.budget import require_choice
 
 _DECIMALS = 12
 Ties = Literal["nearest", "lowest"]
@@ -99,7 +98,8 @@ def knn_predict(
         ConfigurationError: ``k`` is not between 1 and n, or ``ties`` is no rule.
         DataError: Shapes differ, or a value is not finite.
     """
-    require_choice("ties", ties, get_args(Ties))
+    if ties not in get_args(Ties):
+        raise ConfigurationError(f"ties={ties!r} is not one of {', '.join(get_args(Ties))}.")
     predicted, _ = _by_rule(_neighbour_labels(train, labels, queries, k=k, chunk_size=chunk_size), classes)
     return predicted[ties]
 
