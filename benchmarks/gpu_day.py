@@ -197,7 +197,7 @@ def resume(day: Day) -> dict[str, Any]:
     with log.open("w", encoding="utf-8") as file:
         process = subprocess.Popen(command(killed), stdout=file, stderr=subprocess.STDOUT)
         while process.poll() is None:
-            if ledger.exists() and ledger.read_text(encoding="utf-8").count('"kind": "release"') > steps // 2:
+            if ledger.exists() and ledger.read_text(encoding="utf-8").count('"intent"') > steps // 2:
                 process.send_signal(signal.SIGKILL)
             time.sleep(0.02)
     if process.returncode != -signal.SIGKILL:

@@ -66,7 +66,7 @@ def public_sentences(folder: Path) -> dict[str, str]:
     """Return the sentences, by id, that the silo declares public: one id in each line of ``public_sids.txt``.
 
     Raises:
-        DataError: There is no such file, or it names no sentence of the collection.
+        DataError: There is no such file, or a line of it names no sentence of the collection.
     """
     path = folder / PUBLIC
     if not path.is_file():
@@ -74,11 +74,12 @@ def public_sentences(folder: Path) -> dict[str, str]:
             f"{path} is missing: it lists the ids of the silo's public sentences, one in a line, and no "
             "other sentence may be shown. Write it, or choose another federated.stage2.response."
         )
-    ids = set(path.read_text(encoding="utf-8").split())
-    found = {sid: text for sid, text in SiloDataModule(folder=folder).silo.sentences.items() if sid in ids}
-    if not found:
-        raise DataError(f"{path} names no sentence of this collection.")
-    return found
+    ids = {line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()}
+    sentences = SiloDataModule(folder=folder).silo.sentences
+    if not ids or not ids <= sentences.keys():
+        what = f"{min(ids - sentences.keys())!r}, which is no sentence of this collection" if ids else "no sentence"
+        raise DataError(f"{path} names {what}. Write ids of sentences of the silo, one in a line.")
+    return {sid: text for sid, text in sentences.items() if sid in ids}
 
 
 @dataclass(frozen=True, kw_only=True)

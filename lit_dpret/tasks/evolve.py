@@ -13,7 +13,6 @@ import numpy as np
 from torch import Tensor
 
 from lit_dpret.callbacks import ProgressLine
-from lit_dpret.callbacks.own_code import refuse_false_bound
 from lit_dpret.cards.card import (
     CARD_NAME,
     CardFacts,
@@ -61,7 +60,7 @@ from lit_dpret.synthesis.writer import (
     opened,
     write_set,
 )
-from lit_dpret.tasks.histogram import queries_of
+from lit_dpret.tasks.histogram import queries_of, read_units
 from lit_dpret.tasks.parts import Parts, check_run_dir, say
 from lit_dpret.tasks.synthesize import SYNTHETIC, public_sample
 
@@ -130,12 +129,9 @@ class Evolve:
             return self._tell(folder)
         mode = self._mode(parts)
         module = self._module(parts, mode)
-        data = parts.read_data()
-        data.use_unit(mode.unit, mode.neighbours)
-        refuse_false_bound(mode, data)
+        data, units = read_units(parts, mode)
         module.refuse_protected(data)
         passages = self._passages(data)
-        units = data.train_units()
         plan = self._plan(mode, data, len(units))
         dataset = mode.ledger_of_dataset(plan.budget, run_dir=folder)
         if dataset is not None:

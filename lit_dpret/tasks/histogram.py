@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -15,8 +14,10 @@ from lit_dpret.cards.card import CARD_NAME, RunFacts, build_card, read_card, sub
 from lit_dpret.cards.file import refuse_another_claim
 from lit_dpret.cards.provenance import environment_facts
 from lit_dpret.cards.start import Start, note_start, read_start
+from lit_dpret.cards.tuning import TuningData
 from lit_dpret.errors import ConfigurationError, ResumeError
-from lit_dpret.privacy.budget import PrivacyBudget, show_delta
+from lit_dpret.privacy.batches import UnitOwners, row_keys
+from lit_dpret.privacy.budget import PrivacyBudget, require_choice, show_delta
 from lit_dpret.privacy.histogram import HISTOGRAM_NAME, ReleasedHistogram, histogram_plan, release_histogram
 from lit_dpret.privacy.ledger.dataset_account import require_room, reserved
 from lit_dpret.privacy.ledger.dataset_file import EarlierRun
@@ -44,10 +45,13 @@ class Histogram:
     bins: Bins
     noise_multiplier: float = 10.0
     max_count: int = 1
+    tuning_data: str = "unknown"
+    tuning_note: str | None = None
     min_free_mb: float = 50
 
     def __post_init__(self) -> None:
         self.generator = Path(self.generator).expanduser()
+        require_choice("task.tuning_data", self.tuning_data, get_args(TuningData))
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Write ``histogram.json``, its ledger and its card to the run folder; returns the epsilons."""
@@ -67,11 +71,7 @@ class Histogram:
                 "task.noise_multiplier for the histogram."
             )
         start = self._start(mode)
-        data = parts.read_data()
-        refuse_another_claim(data)
-        data.use_unit(mode.unit, mode.neighbours)
-        refuse_false_bound(mode, data)
-        units = data.train_units()
+        data, units = read_units(parts, mode)
         self.bins.fit(data.public_passages())
         public, delta = mode.public_units(len(units)), start.facts["delta"]
         if mode.delta is None and public is not None:
@@ -109,10 +109,15 @@ class Histogram:
             subject_of("histogram", folder.resolve().name, [file], root=folder),
             RunFacts(
                 mechanism={"bins": len(noised), "max_count": self.max_count},
-                tuning=_tuning(read_card(self.generator)),
+                tuning={"data": self.tuning_data, "note": self.tuning_note or ""},
                 environment=environment_facts(),
                 output_released=("the noised histogram", "the generator that it was charged together with"),
-                assumptions=[*leaks(records), *self.bins.trusts, *foreign_code(self.bins)],
+                assumptions=[
+                    *leaks(records),
+                    *self.bins.trusts,
+                    *foreign_code(self.bins),
+                    *foreign_code(data, "that a unit has all rows of one person or query, and no other's,"),
+                ],
             ),
         )
         write_card(card, folder)
@@ -200,10 +205,24 @@ class Histogram:
         return told
 
 
-def _tuning(generator: Mapping[str, Any]) -> dict[str, Any]:
-    """On what the generator's settings were chosen; a search that its card priced is not priced for both together."""
-    told = generator["tuning"]
-    return {"data": told["data"], "n_trials": told.get("n_trials"), "note": "Of the generator, as its card says."}
+def read_units(parts: Parts, mode: Any) -> tuple[Any, Any]:
+    """Read the data and group them for a release of counts over their units; return data module and units.
+
+    Raises:
+        ConfigurationError: Their queries carry a claim of their own, which a new card would not name, or
+            ``privacy.max_units_per_user`` is not true of them.
+        DataError: A data set from outside this package gave rows of one unit for two (`UnitOwners`).
+    """
+    data = parts.read_data()
+    refuse_another_claim(data)
+    data.use_unit(mode.unit, mode.neighbours)
+    refuse_false_bound(mode, data)
+    units = data.train_units()
+    if foreign_code(units) or foreign_code(data):
+        owners = UnitOwners(mode.unit)
+        for unit in range(len(units)):
+            owners.note(unit, row_keys(units.rows(unit), mode.unit, or_row=True))
+    return data, units
 
 
 def contributed(units: Any, bins: Bins) -> list[list[int]]:

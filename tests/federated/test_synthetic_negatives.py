@@ -21,7 +21,7 @@ from lit_dpret.cards.amendments import AttackResult, add_evidence
 from lit_dpret.cards.file import read_card
 from lit_dpret.cards.text import ALARM, BOUND
 from lit_dpret.datamodules import SiloDataModule
-from lit_dpret.datamodules.silo_folder import silo_folders, write_silos
+from lit_dpret.datamodules.silo_folder import Silo, SiloQuery, silo_folders, write_silos
 from lit_dpret.errors import BudgetExceededError, ConfigurationError, DataError, PrivateDataError, ResumeError
 from lit_dpret.federated.data import planted_silos, planted_words
 from lit_dpret.federated.fitting import RoundAccountant, fit_epochs
@@ -29,7 +29,13 @@ from lit_dpret.federated.negatives import FedPool
 from lit_dpret.federated.settings import PddAs2, Stage1, Stage2
 from lit_dpret.federated.silo import SiloClient
 from lit_dpret.federated.silo_ledger import SiloLedger, silo_budget
-from lit_dpret.federated.synthetic import GeneratorTerms, read_synthetic, train_generator, write_synthetic
+from lit_dpret.federated.synthetic import (
+    GeneratorTerms,
+    public_sentences,
+    read_synthetic,
+    train_generator,
+    write_synthetic,
+)
 from lit_dpret.federated.transport import InProcessFederation
 from lit_dpret.federated.trust import trust_table
 from lit_dpret.privacy.ledger.dataset_file import DatasetFile
@@ -261,6 +267,19 @@ def generator_thrown_away(root: Path) -> None:
 def sentences_private_again(root: Path) -> None:
     path = silo(root) / "public_sids.txt"
     path.write_text("\n".join(path.read_text().split()[:3]))
+
+
+def test_an_id_with_a_blank_declares_itself_public_and_no_other(tmp_path: Path) -> None:
+    texts = {"web 12-s0": "said to be public", "12-s0": "a private note"}
+    of = {"web 12-s0": "web 12", "12-s0": "12"}
+    asked = [SiloQuery(f"q{split}", "a question", ("12-s0",), split) for split in ("train", "dev", "test")]
+    one = Silo(name="one", passages={"web 12": "", "12": ""}, sentences=texts, passage_of=of, queries=asked)
+    folder = silo_folders(write_silos(tmp_path / "silos", [one], facts={}))["one"]
+    (folder / "public_sids.txt").write_text("web 12-s0\n", encoding="utf-8")
+    assert public_sentences(folder) == {"web 12-s0": "said to be public"}
+    (folder / "public_sids.txt").write_text("web 12-s0\nweb\n", encoding="utf-8")
+    with pytest.raises(DataError, match="'web'"):
+        public_sentences(folder)
 
 
 def no_set(root: Path) -> None:

@@ -22,7 +22,7 @@ from lit_dpret.cards.file import checksum, write_card
 from lit_dpret.cards.text import BOUND
 from lit_dpret.cards.verification import verify_chain
 from lit_dpret.datamodules import PairsDataModule
-from lit_dpret.errors import BudgetExceededError, ConfigurationError, PrivateDataError, ResumeError
+from lit_dpret.errors import BudgetExceededError, ConfigurationError, DataError, PrivateDataError, ResumeError
 from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.histogram import ReleasedHistogram
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
@@ -107,6 +107,45 @@ def test_queries_with_a_claim_of_their_own_are_not_counted_under_another(chain: 
     with pytest.raises(ConfigurationError, match="privacy card"):
         counted(chain, tmp_path / "run", data={"folder": chain / "made" / "synthetic"})
     assert not (tmp_path / "run" / "privacy_ledger.jsonl").exists()
+
+
+class Oversampled(PairsDataModule):
+    """The mistake of a data set that counts each query twice."""
+
+    def train_units(self) -> Any:
+        units = super().train_units()
+
+        class Twice:
+            duplicates = units.duplicates
+            most_units_of_a_user = units.most_units_of_a_user
+
+            def __len__(self) -> int:
+                return 2 * len(units)
+
+            def rows(self, unit: int) -> Any:
+                return units.rows(unit % len(units))
+
+        return Twice()
+
+
+def test_units_of_a_data_set_of_ones_own_that_share_rows_are_not_counted(
+    chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "PairsDataModule", Oversampled)
+    with pytest.raises(DataError) as refused:
+        counted(chain, tmp_path / "run")
+    assert refused.value.trap == "T38" and not (tmp_path / "run" / "privacy_ledger.jsonl").exists()
+
+
+@pytest.mark.parametrize("declared", ["unknown", "none", "private"])
+def test_how_its_settings_were_chosen_is_declared_of_the_histogram_itself(
+    chain: Path, declared: str, tmp_path: Path
+) -> None:
+    counted(chain, tmp_path / "run", {"tuning_data": declared})
+    told = read_card(tmp_path / "run")["tuning"]
+    assert not told["accounted"] and told["data"] == ("private" if declared == "private" else "unknown"), (
+        "the generator's own are not stated"
+    )
 
 
 def test_bins_of_ones_own_are_named_on_the_card(chain: Path, tmp_path: Path) -> None:

@@ -204,7 +204,8 @@ def require_covered(
     """Refuse a model that would bring private data into the selection of released queries.
 
     Returns:
-        What the claim of what is selected takes on trust then: that a model without a card was declared public.
+        What the claim of what is selected takes on trust then: that a model without a card was declared public, or
+        that no choice on private data is behind one whose card does not say on what its settings were chosen.
 
     Guarantees, after it returns, that one of these holds:
         - The model is ``bm25`` or ``minilm``, or was declared public and no card, note or ledger in or around its
@@ -245,7 +246,7 @@ def require_covered(
                     "more than their card says. Train one without, or take a public model."
                 )
         check_artefact(folder, card)
-        return []
+        return _open_choice(card, model)
     if folder.is_dir() and (above := card_above(folder)) is not None:
         raise PrivateDataError(
             f"{knob}={model} is a part of what {above} describes, without its card. Name the whole folder that the "
@@ -264,12 +265,12 @@ def require_covered(
     return [declared(model)]
 
 
-def foreign_code(part: object) -> list[Assumption]:
-    """Name, for the card, the class of a part of a selection that is from outside this package."""
+def foreign_code(part: object, what: str = "that it looks at nothing private") -> list[Assumption]:
+    """Name, for the card, the class of a part that is from outside this package, and what rests on it."""
     kind = type(part)
     if kind.__module__.split(".")[0] == "lit_dpret":
         return []
-    text = f"{kind.__qualname__} is from outside lit-dpret: that it looks at nothing private rests on its code."
+    text = f"{kind.__qualname__} is from outside lit-dpret: {what} rests on its code."
     return [Assumption(text, "unverified")]
 
 
@@ -280,6 +281,17 @@ def declared(model: str | Path) -> Assumption:
         "declared: numbers do not tell where they come from.",
         standing="unverified",
     )
+
+
+def _open_choice(card: Mapping[str, Any], model: str | Path) -> list[Assumption]:
+    """Return the gap that a model leaves whose settings were chosen on unstated data, or on synthetic ones."""
+    if card["tuning"]["data"] not in ("unknown", "synthetic"):
+        return []
+    text = (
+        f"No choice on private data is behind the settings of {shown(model)}, which took part in the selection: its "
+        "card leaves them open (NOT ACCOUNTED), and so does this claim."
+    )
+    return [Assumption(text, "unverified")]
 
 
 def _looked_at_private_data(card: Mapping[str, Any]) -> str | None:

@@ -265,6 +265,18 @@ def test_a_retriever_of_these_queries_that_was_chosen_by_private_ones_is_refused
         require_covered(artefact(tmp_path / "r", data, **facts), released, declared_public=True, knob="encoder")
 
 
+def test_a_retriever_whose_choice_of_settings_is_not_stated_leaves_that_to_trust(
+    released: ReleasedQueries, data: Path, tmp_path: Path
+) -> None:
+    folder = artefact(tmp_path / "retriever", data)
+    (trust,) = require_covered(folder, released, declared_public=True, knob="encoder")
+    assert "NOT ACCOUNTED" in trust.text and trust.standing == "unverified"
+    card = read_card(folder)
+    card["tuning"] |= {"data": "none", "accounted": True}
+    (folder / "privacy_card.json").write_text(json.dumps(card | {"checksum": checksum(card)}))
+    assert require_covered(folder, released, declared_public=True, knob="encoder") == []
+
+
 @pytest.mark.parametrize("change", ["other weights", "another file", "a missing file"])
 def test_a_covered_models_card_beside_other_weights_is_refused(
     change: str, released: ReleasedQueries, generator_folder: Path, tmp_path: Path
