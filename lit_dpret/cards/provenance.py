@@ -215,7 +215,8 @@ def start_assumptions(records: Sequence[Mapping[str, Any]], model: str | None = 
     start = recorded_start(records)
     if start is None:
         if _is_of(records, EVOLUTION):
-            return [declared_start(model, "writing the candidates")]
+            text = f"No private data went into {_named(model)}, which wrote the candidates, as declared."
+            return [Assumption(text, "unverified")]
         return [] if _is_histogram(records) else [declared_start(model)]
     what = "that this histogram is charged with" if _is_histogram(records) else "that training started from"
     if start["public"]:

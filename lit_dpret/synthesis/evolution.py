@@ -16,6 +16,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -67,17 +68,15 @@ def name_of(passage_id: str, draw: int) -> str:
     return f"{passage_id}{_MARK}{draw}"
 
 
-def first_sources(passages: Sequence[str], size: int) -> list[str]:
-    """Return the passage of each of the first ``size`` candidates, shared out evenly over the passages.
-
-    Passages come in the order of a hash of their ids, which no query can influence.
+def in_turn(passages: Iterable[str]) -> Iterator[str]:
+    """Yield passages for new candidates without end, in the order of a hash of their ids, which no query influences.
 
     Example:
-        >>> sorted(first_sources(["a", "b"], 5)) in (["a", "a", "a", "b", "b"], ["a", "a", "b", "b", "b"])
-        True
+        >>> from itertools import islice
+        >>> sorted(islice(in_turn(["a", "b"]), 4))
+        ['a', 'a', 'b', 'b']
     """
-    order = sorted(passages, key=lambda name: hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest())
-    return [order[place % len(order)] for place in range(size)]
+    return cycle(sorted(passages, key=lambda name: hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()))
 
 
 def numbered(sources: Iterable[str], drawn: Counter[str]) -> list[str]:

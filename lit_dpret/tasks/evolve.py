@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from hashlib import sha256
+from itertools import islice
 from pathlib import Path
+from string import Formatter
 from typing import Any, cast, get_args
 
 import numpy as np
@@ -46,7 +48,7 @@ from lit_dpret.privacy.noise import load_secret, published_secret
 from lit_dpret.privacy.plan import EVOLUTION, PrivacyPlan
 from lit_dpret.settings import picked, require_number, require_whole
 from lit_dpret.synthesis.dataset_folder import DataCard, check_passages
-from lit_dpret.synthesis.evolution import Candidate, distinct, first_sources, numbered, offspring, survivors, votes
+from lit_dpret.synthesis.evolution import Candidate, distinct, in_turn, numbered, offspring, survivors, votes
 from lit_dpret.synthesis.filters.bins import require_public_encoder
 from lit_dpret.synthesis.filters.released import shown
 from lit_dpret.synthesis.groups import Generation, canonical_groups
@@ -78,10 +80,13 @@ class Evolve:
     queries: int | None = None
     threshold: float = 2.0
     keep: int | None = None
+    fresh: float = 0.0
+    variation: str = "{passage}"
     nearest: int = 1
     max_votes: int = 1
     encoder: str = "minilm"
     encoder_is_public: bool = False
+    cache_dir: Path | None = None
     max_passages: int | None = None
     top_p: float = 0.8
     temperature: float = 1.0
@@ -103,7 +108,11 @@ class Evolve:
     def __post_init__(self) -> None:
         require_whole("task", self, 1, "generations", "population", "nearest", "max_votes", "group_size", "threads")
         require_whole("task", self, 1, "queries", "keep", "max_passages", null=True)
-        require_number("task", self, "threshold", zero=True)
+        require_number("task", self, "threshold", "fresh", zero=True)
+        if self.fresh > 1:
+            raise ConfigurationError(f"task.fresh={self.fresh} is a share of the new candidates, from 0 to 1.")
+        _check_variation(self.variation)
+        self.cache_dir = None if self.cache_dir is None else Path(self.cache_dir).expanduser()
         require_choice("task.tuning_data", self.tuning_data, get_args(TuningData))
         if self.generations > MOST_GENERATIONS:
             raise ConfigurationError(
@@ -140,7 +149,13 @@ class Evolve:
         run = self._open(parts, mode, data, plan, module, writer, passages, dataset)
         with run.ledger:
             with reserved(run, dataset, plan.release(), steps=plan.steps) as reserve:
-                voters = _Voters(units, self.encoder, self.nearest, shows_progress=plan.n_public is not None)
+                voters = _Voters(
+                    units,
+                    self.encoder,
+                    self.nearest,
+                    cache_dir=self.cache_dir,
+                    shows_progress=plan.n_public is not None,
+                )
                 found = self._evolve(run, plan, writer, passages, voters, reserve)
             run.ledger.append("end", reason="finished", steps=plan.steps)
             records = run.ledger.records
@@ -280,7 +295,7 @@ class Evolve:
                 "mode_facts": {
                     "generator": shown(module.pretrained),
                     "encoder": shown(self.encoder),
-                    **picked(self, "population", "queries", "threshold", "keep", "nearest"),
+                    **picked(self, "population", "queries", "threshold", "keep", "fresh", "variation", "nearest"),
                     **{f"drawn_{name}": value for name, value in facts.items()},
                 },
                 "assumptions": module.assumptions(),
@@ -298,20 +313,26 @@ class Evolve:
     ) -> list[Candidate]:  # fmt: skip
         """Return the last population, which nobody has voted on."""
         place = run.ledger.path.parent / GENERATIONS
+        untried, drawn = in_turn(passages), Counter[str]()
         kept: list[Candidate] = []
-        sources, drawn = first_sources(list(passages), self.population), Counter[str]()
+        texts = {name: passages[source] for name, source in _named(islice(untried, self.population), drawn)}
         for step in range(plan.steps):
-            where = place / f"{step + 1:02d}"
+            where, last = place / f"{step + 1:02d}", step + 1 == plan.steps
             label = f"the candidates of generation {step + 1} of {plan.steps}"
-            texts = {name: passages[source] for name, source in zip(numbered(sources, drawn), sources, strict=True)}
             found = distinct([*kept, *writer.draw(where, texts, label)])
             counts = self._voted(run, plan, step, where, found, voters, reserve)
-            size = self.population if step + 1 < plan.steps or self.queries is None else self.queries
+            size = self.population if not last or self.queries is None else self.queries
             best = survivors(counts, least=self.threshold * plan.noise_std, keep=self.keep)[:size]
             kept = [found[index] for index in best]
-            numbers = offspring(counts[best], size - len(kept), seed=run_seed(writer.how.seed, step))
-            sources = [one.passage_id for one, number in zip(kept, numbers, strict=True) for _ in range(number)]
-        texts = {name: passages[source] for name, source in zip(numbered(sources, drawn), sources, strict=True)}
+            # Nobody votes on the set, so that only what was selected has a say in it.
+            fresh = 0 if last else round(self.fresh * (size - len(kept)))
+            texts = {name: passages[source] for name, source in _named(islice(untried, fresh), drawn)}
+            numbers = offspring(counts[best], size - len(kept) - fresh, seed=run_seed(writer.how.seed, step))
+            parents = [parent for parent, number in zip(kept, numbers, strict=True) for _ in range(number)]
+            for (name, source), parent in zip(
+                _named([parent.passage_id for parent in parents], drawn), parents, strict=True
+            ):
+                texts[name] = self.variation.format(passage=passages[source], query=parent.text)
         return distinct([*kept, *writer.draw(place / f"{plan.steps + 1:02d}", texts, "the rest of the set")])
 
     def _voted(
@@ -344,7 +365,18 @@ class Evolve:
         queries = [each.query() for each in sorted(found, key=lambda each: (order[each.passage_id], each.draw))]
         configuration = drawing_facts(writer.place, passages, writer.how) | {
             "evolution": {
-                **picked(self, "generations", "population", "queries", "threshold", "keep", "nearest", "max_votes"),
+                **picked(
+                    self,
+                    "generations",
+                    "population",
+                    "queries",
+                    "threshold",
+                    "keep",
+                    "fresh",
+                    "variation",
+                    "nearest",
+                    "max_votes",
+                ),
                 "encoder": shown(self.encoder),
             }
         }
@@ -401,6 +433,25 @@ class Evolve:
         return {"selected": float(selected)} | ({} if epsilon is None else {"epsilon": float(epsilon)})
 
 
+def _check_variation(text: str) -> None:
+    try:
+        found = {field for _, field, spec, how in Formatter().parse(text) if field is not None and not (spec or how)}
+        text.format(passage="", query="")
+    except (ValueError, KeyError, IndexError, AttributeError):
+        found = set()
+    if "passage" not in found or found - {"passage", "query"}:
+        raise ConfigurationError(
+            f"task.variation={text!r} must hold {{passage}}, and may hold {{query}}: it is what the model reads in the "
+            "place of a passage when it varies a query. Other braces are doubled."
+        )
+
+
+def _named(sources: Iterable[str], drawn: Counter[str]) -> list[tuple[str, str]]:
+    """Return new candidates of these passages by name and passage."""
+    sources = list(sources)
+    return list(zip(numbered(sources, drawn), sources, strict=True))
+
+
 def run_seed(seed: int, step: int) -> int:
     """Return a public key for the resampling after a generation."""
     return int.from_bytes(sha256(f"lit-dpret/evolution\x1f{seed}\x1f{step}".encode()).digest()[:8], "big")
@@ -437,8 +488,11 @@ class _Writer:
 class _Voters:
     """The private queries, embedded once and only if votes are asked for."""
 
-    def __init__(self, units: Any, encoder: str, nearest: int, *, shows_progress: bool) -> None:
-        self._units, self._encoder, self._nearest, self._shows = units, encoder, nearest, shows_progress
+    def __init__(
+        self, units: Any, encoder: str, nearest: int, *, cache_dir: Path | None = None, shows_progress: bool = False
+    ) -> None:
+        self._units, self._encoder, self._nearest = units, encoder, nearest
+        self._cache, self._shows = cache_dir, shows_progress
         self._known: tuple[Any, list[list[int]], np.ndarray] | None = None
 
     def votes(self, candidates: list[str]) -> Any:
@@ -457,6 +511,8 @@ class _Voters:
             tower = load_towers(self._encoder).query_encoder
             with ProgressLine("embedding the private queries") as progress:
                 # Apart, so that no query decides how another one's embedding is rounded, and with it a vote.
-                found = tower.encode(texts, "query", apart=True, progress=progress if self._shows else None)
+                found = tower.encode(
+                    texts, "query", apart=True, cache_dir=self._cache, progress=progress if self._shows else None
+                )
             self._known = tower, owned, found.float().numpy()
         return self._known

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cards import rewrite_chain
+from scipy.stats import norm
 
 from lit_dpret.errors import BudgetExceededError, ConfigurationError, DataError
 from lit_dpret.privacy.accounting.composition import epsilon
@@ -18,10 +19,12 @@ from lit_dpret.privacy.accounting.releases import FullBatch, GaussianRelease
 from lit_dpret.privacy.budget import Neighbours, PrivacyBudget
 from lit_dpret.privacy.histogram import (
     ReleasedHistogram,
+    exact_counts,
     histogram_plan,
     histogram_sensitivity,
     release_histogram,
     shares,
+    votes_plan,
 )
 from lit_dpret.privacy.ledger.judgement import plan_of
 from lit_dpret.privacy.ledger.private_run import Fingerprints, PrivateRun
@@ -50,6 +53,42 @@ def test_the_sensitivity_is_the_largest_distance_of_all_neighbours(most: int, re
     )
     moves = 2 if relation == "replace_one" else 1  # as the accountants here have it
     assert moves * histogram_sensitivity(most, relation) == pytest.approx(largest, rel=1e-12)
+
+
+@pytest.mark.parametrize("most", [1, 2, 3])
+@pytest.mark.parametrize("relation", ["zero_out", "add_or_remove", "replace_one"])
+def test_of_distinct_counts_the_sensitivity_is_the_largest_distance_of_all_neighbours(
+    most: int, relation: Neighbours
+) -> None:
+    """Every unit that names up to ``most`` + 1 of six bins, repetitions included, as it is really counted."""
+    units = [unit for size in range(most + 2) for unit in itertools.product(range(6), repeat=size)]
+    if most == 3:
+        units = units[::7]
+    rest = [(0,), (1, 2)]
+
+    def counted(unit: tuple[int, ...]) -> np.ndarray:
+        return exact_counts([*rest, unit], bins=6, max_count=most, distinct=True).numpy()
+
+    found = np.unique([counted(unit) for unit in units], axis=0)
+    others = found if relation == "replace_one" else [counted(())]
+    largest = max(float(np.linalg.norm(one - other)) for one in found for other in others)
+    moves = 2 if relation == "replace_one" else 1  # as the accountants here have it
+    assert moves * histogram_sensitivity(most, relation, distinct=True) == pytest.approx(largest, rel=1e-12)
+
+
+@pytest.mark.parametrize("relation", ["zero_out", "add_or_remove", "replace_one"])
+@pytest.mark.parametrize(("releases", "most"), [(1, 1), (4, 1), (3, 5)])
+def test_the_noise_of_several_votes_is_that_of_the_gaussian_mechanism_by_its_formula(
+    relation: Neighbours, releases: int, most: int
+) -> None:
+    """T Gaussians of deviation s on votes that move by D are one with mu = D sqrt(T) / s (Balle and Wang 2018)."""
+    budget = PrivacyBudget(eps=3.0, delta=1e-5, neighbours=relation)
+    plan = votes_plan(budget, releases=releases, max_votes=most, n_public=None)
+    distance = math.sqrt(2 * most if relation == "replace_one" else most)
+    mu = distance * math.sqrt(releases) / plan.noise_std
+    delta = norm.cdf(mu / 2 - 3.0 / mu) - math.exp(3.0) * norm.cdf(-mu / 2 - 3.0 / mu)
+    assert 0.99e-5 < delta <= 1e-5, "enough, and hardly more"
+    assert plan.steps == releases and plan.denominator == 1.0
 
 
 @pytest.mark.parametrize("relation", ["zero_out", "add_or_remove", "replace_one"])
@@ -161,6 +200,23 @@ def test_the_release_is_announced_charged_once_and_the_same_when_it_is_made_agai
         GaussianRelease(noise_multiplier=plan.noise_multiplier, law=FullBatch(), label="histogram")
     ]
     assert plan_of(again.ledger.records)[0] == plan
+
+
+def test_releases_of_one_plan_have_noise_of_their_own_and_none_beyond_them_is_announced(tmp_path: Path) -> None:
+    plan = votes_plan(PrivacyBudget(eps=3.0, delta=1e-5), releases=2)
+    run = opened(tmp_path, plan)
+
+    def voted(step: int, units: list[list[int]]) -> np.ndarray:
+        return release_histogram(run, plan, units, bins=400, max_count=1, spec="b", step=step, distinct=True)
+
+    first, second = voted(0, [[0], [1]]), voted(1, [[0], [1]])
+    assert not np.array_equal(first, second)
+    assert np.array_equal(voted(0, [[0], [1]]), first), "made again it is the same"
+    for step, units in ((1, [[0], [2]]), (2, [[0], [1]])):
+        with pytest.raises(BudgetExceededError, match=r"privacy\.eps=3"):
+            voted(step, units)
+    run.ledger.close()
+    assert sum(release.count for release in charged_releases(run.ledger.records)) == 2
 
 
 @pytest.mark.parametrize("change", ["counts", "bins"])

@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 from scipy.optimize import brentq
 from scipy.stats import norm
-from tiny_generator import lively_generator, write_parent_card
+from tiny_generator import generator, lively_generator, write_parent_card
 from tiny_models import tiny_bert, tiny_tokenizer
 from tiny_tasks import parts, retriever, write_log
 
 from lit_dpret.cards.card import card_sha256, read_card, verify_card
 from lit_dpret.cards.verification import verify_chain
 from lit_dpret.datamodules import PairsDataModule, SyntheticDataModule
+from lit_dpret.datamodules.rows import Row
 from lit_dpret.encoders import Contract, TextEncoder
 from lit_dpret.encoders.st_folder import save_sentence_transformer
 from lit_dpret.errors import BudgetExceededError, ConfigurationError, DataError, LitDpretError, ResumeError
@@ -30,6 +31,7 @@ from lit_dpret.privacy.modes import DPSGD, NoPrivacy
 from lit_dpret.synthesis.filters import load_released
 from lit_dpret.synthesis.shards import ShardStore
 from lit_dpret.tasks import Evolve
+from lit_dpret.tasks import evolve as evolve_task
 from lit_dpret.tasks.evolve import _Voters
 
 T = 2
@@ -156,7 +158,7 @@ def test_a_user_who_is_left_out_takes_no_more_votes_away_than_the_cap(
         data = PairsDataModule(folder=log)
         data.setup("fit")
         data.use_unit("user")
-        voters = _Voters(data.train_units(), str(world / "encoder"), 1, shows_progress=False)
+        voters = _Voters(data.train_units(), str(world / "encoder"), 1)
         return exact_counts(voters.votes(texts), bins=len(texts), max_count=most, distinct=True).numpy()
 
     whole, moved = counted(None), []
@@ -165,6 +167,38 @@ def test_a_user_who_is_left_out_takes_no_more_votes_away_than_the_cap(
         assert set(np.unique(change)) <= {0.0, 1.0}
         moved.append(float(np.linalg.norm(change)))
     assert 0 < max(moved) <= np.sqrt(most) + 1e-12
+
+
+class _Units:
+    """Units of given texts."""
+
+    def __init__(self, texts: list[list[str]]) -> None:
+        self._rows = [
+            [Row(f"q{u}.{i}", text, "p", "", frozenset()) for i, text in enumerate(unit)]
+            for u, unit in enumerate(texts)
+        ]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def rows(self, unit: int) -> list[Row]:
+        return self._rows[unit]
+
+
+def test_a_blanked_unit_votes_for_nobody_and_no_query_is_embedded_beside_another(
+    world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, real = [], TextEncoder.encode
+
+    def encode(self: TextEncoder, texts: Any, side: Any, **settings: Any) -> Any:
+        asked.append((list(texts), settings.get("apart", False)))
+        return real(self, texts, side, **settings)
+
+    monkeypatch.setattr(TextEncoder, "encode", encode)
+    voters = _Voters(_Units([["bana"], [""], [" ", "elo bana"]]), str(world / "encoder"), 1)
+    found = list(voters.votes(["bana", "elo"]))
+    assert [len(unit) for unit in found] == [1, 0, 1]
+    assert asked == [(["bana", "elo bana"], True), (["bana", "elo"], False)]
 
 
 # -- interruptions -----------------------------------------------------------------------------
@@ -279,6 +313,104 @@ def test_all_generations_are_counted_in_the_ledger_of_the_data_set(world: Path, 
     assert not (tmp_path / "second" / "privacy_ledger.jsonl").exists()
 
 
+def test_they_are_reserved_there_before_the_first_votes_are_announced(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger: dict[str, Any] = {"dataset_ledger": tmp_path / "data.jsonl", "total_eps": 40.0}
+    with monkeypatch.context() as patch:
+        patch.setattr(PrivacyLedger, "announce", _interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            evolve(world, tmp_path / "run", mode=ledger)
+    with pytest.raises(BudgetExceededError, match=r"privacy\.total_eps"):
+        evolve(world, tmp_path / "second", mode=ledger)
+    evolve(world, tmp_path / "run", mode=ledger, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("mode", "task"),
+    [
+        ({"neighbours": "add_or_remove", "delta": 1e-3}, {}),
+        ({"neighbours": "replace_one", "noise": "discrete"}, {}),
+        ({"unit": "user"}, {"max_votes": 3, "nearest": 2}),
+        ({"unit": "pair"}, {"max_votes": 2, "nearest": 2}),
+    ],
+)
+def test_every_unit_and_relation_has_a_card_that_is_verified(
+    world: Path, tmp_path: Path, mode: dict[str, Any], task: dict[str, Any]
+) -> None:
+    shutil.copytree(world / "log", tmp_path / "log")
+    with_users(tmp_path / "log", 2)
+    evolve(world, tmp_path / "run", task, mode={"eps": 60.0, **mode}, data={"folder": tmp_path / "log"})
+    card, most = read_card(tmp_path / "run"), task.get("max_votes", 1)
+    bound = np.sqrt(most / 2) if mode.get("neighbours") == "replace_one" else np.sqrt(most)
+    assert card["mechanism"]["sensitivity"] == pytest.approx(bound, rel=1e-3)
+    assert {key: card["claim"][key] for key in mode if key in card["claim"]} == {
+        key: value for key, value in mode.items() if key in card["claim"]
+    }
+    assert 0 < card["claim"]["epsilon"] <= 60.0
+    assert not verify_chain(tmp_path / "run" / "synthetic").failed
+
+
+# -- how the next candidates are made ----------------------------------------------------------
+
+
+def drawn_in(folder: Path, generation: int) -> list[str]:
+    """The passages of the candidates that were drawn for a generation, in the order of the names."""
+    shards = sorted((folder / "generations" / f"{generation:02d}" / "shards").glob("*"))
+    records = [json.loads(line) for shard in shards for line in shard.read_text().splitlines()]
+    return sorted(record["passage_id"].rpartition("#")[0] for record in records)
+
+
+def test_new_candidates_are_of_selected_passages_unless_fresh_ones_are_asked_for(world: Path, tmp_path: Path) -> None:
+    evolve(world, tmp_path / "some", {"fresh": 0.5, "keep": 2, "queries": 9})
+    first, second, last = (drawn_in(tmp_path / "some", generation) for generation in (1, 2, 3))
+    assert len(first) == 12 and len(second) in (10, 11) and len(last) in (7, 8)
+    assert len(set(second) - set(first)) == round(len(second) / 2), "the next ones of the public order"
+    assert len(set(last)) <= 2
+    evolve(world, tmp_path / "none", {"keep": 2})
+    assert len(set(drawn_in(tmp_path / "none", 2))) <= 2
+
+
+def test_a_variation_shows_the_model_the_query_that_it_varies(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, real = [], evolve_task.draw_into
+
+    def draw_into(store: Any, groups: Any, texts: dict[str, str], *rest: Any, **settings: Any) -> None:
+        seen.append(texts)
+        real(store, groups, texts, *rest, **settings)
+
+    monkeypatch.setattr(evolve_task, "draw_into", draw_into)
+    evolve(world, tmp_path / "run", {"variation": "{query} or {passage}", "keep": 1})
+    parents = ReleasedHistogram.read(tmp_path / "run" / "generations" / "01")
+    best = parents.names[int(np.argmax(parents.counts))]
+    assert " or " not in seen[0][best]
+    varied = set(seen[1].values())
+    assert len(varied) == 1 and varied.pop().endswith(f" or {seen[0][best]}")
+
+
+@pytest.mark.parametrize(("bound", "duplicates", "taken"), [(1, "keep", False), (4, "keep", True), (4, "merge", False)])
+def test_a_declared_bound_on_the_units_of_a_user_is_held_against_the_log(
+    world: Path, tmp_path: Path, bound: int, duplicates: str, taken: bool
+) -> None:
+    shutil.copytree(world / "log", tmp_path / "log")
+    with_users(tmp_path / "log", 4)
+    changes: dict[str, Any] = {
+        "mode": {"max_units_per_user": bound}, "data": {"folder": tmp_path / "log", "duplicates": duplicates},
+    }  # fmt: skip
+    if taken:
+        evolve(world, tmp_path / "run", **changes)
+        assert read_card(tmp_path / "run")["claim"]["user_level_epsilon"] > 30.0
+        return
+    with pytest.raises(ConfigurationError, match="max_units_per_user"):
+        evolve(world, tmp_path / "run", **changes)
+
+
+def test_merged_texts_are_told_on_the_card(world: Path, tmp_path: Path) -> None:
+    evolve(world, tmp_path / "run", data={"duplicates": "merge"})
+    assert read_card(tmp_path / "run")["claim"]["duplicates"] == "merge"
+
+
 # -- what is refused ---------------------------------------------------------------------------
 
 
@@ -292,6 +424,10 @@ def test_all_generations_are_counted_in_the_ledger_of_the_data_set(world: Path, 
         ({"task": {"max_votes": 2}}, ConfigurationError, r"task\.max_votes=2"),
         ({"task": {"encoder_is_public": False}}, ConfigurationError, r"task\.encoder_is_public"),
         ({"task": {"top_p": 0.0}}, ConfigurationError, "top_p"),
+        ({"task": {"fresh": 1.5}}, ConfigurationError, r"task\.fresh=1\.5"),
+        ({"task": {"variation": "{query}"}}, ConfigurationError, r"task\.variation"),
+        ({"task": {"variation": "{passage} {0}"}}, ConfigurationError, r"task\.variation"),
+        ({"task": {"variation": "{passage.__class__}"}}, ConfigurationError, r"task\.variation"),
         ({"mode": {"eps": 0.5}}, ConfigurationError, r"task\.generations=2 within privacy\.eps=0\.5"),
         ({"mode": {"noise_multiplier": 0.01}}, ConfigurationError, r"privacy\.noise_multiplier=0\.01"),
         ({"make_privacy": NoPrivacy}, ConfigurationError, "privacy=none"),
@@ -332,6 +468,20 @@ def test_weights_that_were_trained_in_this_process_are_refused(world: Path, tmp_
     mark_trained(module, [TrainedIn("r", "dp_sgd")])
     with pytest.raises(ConfigurationError, match=r"privacy=dp_sgd"):
         evolve(world, tmp_path / "run", make_module=lambda privacy: module)
+
+
+def test_a_prompt_with_a_private_query_is_refused(world: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    shutil.copytree(world / "log", log)
+    rows = [json.loads(line) for line in (log / "queries.jsonl").read_text().splitlines()]
+    rows[0]["text"] = "bana elo ibi omu uri"
+    (log / "queries.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def prompted(privacy: Any) -> Any:
+        return generator(privacy=privacy, prompt="such as: Bana elo, ibi omu uri! ", max_passage_length=40)
+
+    with pytest.raises(ConfigurationError, match=r"model\.prompt"):
+        evolve(world, tmp_path / "run", make_module=prompted, data={"folder": log})
 
 
 def test_votes_that_all_drown_in_noise_end_the_run_by_the_name_of_the_threshold(world: Path, tmp_path: Path) -> None:
