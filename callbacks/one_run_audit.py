@@ -65,7 +65,8 @@ class Best:
     def describe(self, canaries: int) -> str:
         """Say how much an audit of ``canaries`` canaries could show at all."""
         told = f"{canaries} canaries show {self.eps_lower:.3g} at most"
-        return f"{told}, and no guesses of theirs contradict this claim" if self.alarms is False else told
+        silent = f", and no guesses of theirs contradict this claim with confidence {ALARM:g}"
+        return told + silent if self.alarms is False else told
 
 
 def audit_results(

@@ -329,6 +329,11 @@ def refuse_false_bound(mode: Any, data: Any) -> None:
     bound = getattr(mode, "max_units_per_user", None)
     if bound is None or not hasattr(data, "train_units"):
         return
+    if getattr(data, "unit_name", None) == "user":
+        raise ConfigurationError(
+            f"privacy.max_units_per_user={bound} counts the units of a user, and datamodule.unit_name=user says that a "
+            "unit is one. Leave the bound null."
+        )
     units = data.train_units()
     if units.duplicates == "merge":
         raise ConfigurationError(

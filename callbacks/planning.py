@@ -70,7 +70,7 @@ class PlannedRun:
         return {
             "mode": mode.name,
             "unit": mode.unit,
-            **({"unit_name": name} if (name := getattr(data, "unit_name", None)) else {}),
+            **({"unit_name": name} if getattr(data, "unit_of", None) and (name := data.unit_name) else {}),
             "neighbours": mode.neighbours,
             "law": self.law.to_dict(),
             "planned_steps": self.steps,

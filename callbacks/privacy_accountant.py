@@ -618,6 +618,7 @@ class PrivacyAccountant(Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._ended = True
+        self._allow_calls()  # what is called now teaches nothing: a model of last month may be compared with this one
         self._remember(pl_module)
         self._ranks.share(lambda: self._finish("finished"))
         if self._ranks.world_size > 1:

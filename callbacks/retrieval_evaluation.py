@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import Callback
 from lit_dpret.callbacks.averages import averaged
 from lit_dpret.callbacks.log_gate import tell
 from lit_dpret.callbacks.planning import accountant_of, ledger_of
-from lit_dpret.cards.file import check_dataset_card
+from lit_dpret.cards.file import card_of_data, check_dataset_card
 from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.privacy.accounting.releases import NonPrivateRelease
@@ -141,8 +141,15 @@ class RetrievalEvaluation(Callback):
                 "holds the queries that the run protects. Choose another split or callbacks.evaluation.datamodule.",
                 trap="T25",
             )
+        source = self.datamodule if self.datamodule is not None else data
+        if self.data == "public" and (card := card_of_data(source, self.split)) is not None:
+            raise ConfigurationError(
+                f"callbacks.evaluation.data=public, but a privacy card lies with the {self.split} queries ({card}): "
+                "they were made from private ones. Set callbacks.evaluation.data=synthetic, or evaluate on others.",
+                trap="T25",
+            )
         if self.data == "synthetic":
-            self._check_synthetic(self.datamodule if self.datamodule is not None else data)
+            self._check_synthetic(source)
 
     def refuse_protected(self, module: Any, data: Any) -> None:
         """Refuse queries declared public that are train queries of ``data``, which is set up.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Unpack
+from typing import Any, Unpack, get_args
 
 import numpy as np
 import torch
@@ -15,8 +15,11 @@ from lit_dpret.datamodules.readers import as_id
 from lit_dpret.datamodules.sampled import SampledDataModule, SamplingSettings
 from lit_dpret.datamodules.unit_dataset import Planted
 from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.privacy.budget import Unit
 from lit_dpret.privacy.content import content_of
 from lit_dpret.privacy.user_generators import kept_generators, seed_everywhere
+
+_OTHER_UNITS = tuple(unit for unit in get_args(Unit) if unit != "user")
 
 
 class OwnUnits:
@@ -90,10 +93,12 @@ class UnitDataModule(SampledDataModule):
                 "rows. unit_of gets the number of a row of this data set: of a Subset, "
                 "lambda row: users[subset.indices[row]]."
             )
-        if unit_name is not None and (unit_of is None or not re.fullmatch(r"[a-z]{1,30}", str(unit_name))):
+        a_word = re.fullmatch(r"[a-z]{1,30}", str(unit_name)) and unit_name not in _OTHER_UNITS
+        if unit_name is not None and (unit_of is None or not a_word):
             raise ConfigurationError(
                 f"datamodule.unit_name={unit_name!r} is what the card calls all rows that unit_of gives one name: a "
-                "word in small letters, such as user, beside a unit_of. Without unit_of every row is a unit of its own."
+                f"word in small letters, such as user, beside a unit_of, and none of {', '.join(_OTHER_UNITS)}, which "
+                "mean other units on every card. Without unit_of every row is a unit of its own."
             )
         self.dataset, self.unit_of, self.unit_name = dataset, unit_of, unit_name
         self._units: OwnUnits | None = None

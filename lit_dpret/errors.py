@@ -45,7 +45,11 @@ _VALUES = {"true": "True", "false": "False", "null": "None"}
 _WORDS: tuple[tuple[str, Callable[[re.Match[str]], str]], ...] = (
     (r"(?<![\w.])resume=true\b", lambda found: "PrivacyAccountant(resume=True)"),
     (r"\bhydra\.run\.dir\b", lambda found: "default_root_dir of the Trainer"),
-    (r"(?<![\w./])(?:privacy|model)\.(?=[a-z])", lambda found: ""),  # arguments of what is in the user's hand
+    # Arguments of what is in the user's hand, and no names of files.
+    (
+        r"(?<![\w./])(?:privacy|model)\.(?=[a-z])(?!(?:safetensors|json|jsonl|md|html|pt|ckpt|yaml|gguf)\b)",
+        lambda found: "",
+    ),
     (
         r"(?<![\w.])(" + "|".join(f"{group}=(?:{'|'.join(names)})" for group, names in _CHOICES.items()) + r")\b",
         lambda found: _choice(*found[1].split("=")),

@@ -59,3 +59,9 @@ def test_an_error_speaks_the_language_in_which_the_setting_was_made(monkeypatch:
     assert str(error).startswith("privacy.eps=3")
     monkeypatch.setattr(errors, "on_command_line", False)
     assert str(error) == "eps=3 and PrivacyAccountant(resume_reserve=2), or privacy=NoPrivacy"
+
+
+def test_names_of_files_keep_their_stems() -> None:
+    for name in ("model.safetensors", "privacy.md", "model.pt"):
+        assert in_python(f"{name} cannot be read") == f"{name} cannot be read"
+    assert in_python("model.few_shot and privacy.eps=3") == "few_shot and eps=3"

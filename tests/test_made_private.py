@@ -25,6 +25,7 @@ from lit_dpret import (
     OptimizerSpec,
     PrivacyAccountant,
     PrivacyCard,
+    PrivateModule,
     UnitDataModule,
     assert_private,
     cards,
@@ -36,6 +37,7 @@ from lit_dpret.cards.verification import verify_chain
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError, UnsupportedModelError
 from lit_dpret.privacy.content import content_of
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
+from lit_dpret.privacy.modes import DPSGD
 
 
 class Classifier(L.LightningModule):
@@ -187,10 +189,64 @@ def test_the_card_calls_a_unit_what_its_owner_calls_it_and_a_resume_cannot_chang
         fit(tmp_path, made(), other, max_steps=1, callbacks=[PrivacyAccountant(resume=True)])
 
 
-@pytest.mark.parametrize("settings", [{"unit_name": "user"}, {"unit_of": str, "unit_name": "A user (public)"}])
+@pytest.mark.parametrize(
+    "settings",
+    [{"unit_name": "user"}, *({"unit_of": str, "unit_name": name} for name in ("A user (public)", "query", "pair"))],
+)
 def test_a_name_of_units_that_are_rows_or_that_is_no_word_is_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match="unit_name"):
         data(**settings)
+
+
+def test_a_bound_on_the_units_of_a_user_contradicts_units_that_are_users(tmp_path: Path) -> None:
+    users = data(unit_of=lambda row: row // 2, unit_name="user", expected_batch_size=10)
+    with pytest.raises(ConfigurationError, match="max_units_per_user"):
+        fit(tmp_path, made(max_units_per_user=3), users, max_steps=1)
+
+
+def test_a_name_that_was_set_past_the_constructor_makes_no_claim_about_it(tmp_path: Path) -> None:
+    rows_alone = data()
+    rows_alone.unit_name = "user"
+    fit(tmp_path, made(), rows_alone, max_steps=1)
+    claim = card_in(tmp_path)["claim"]
+    assert "unit_name" not in claim and claim["user_level_epsilon"] is None
+
+
+def test_a_vowel_is_named_with_its_article(tmp_path: Path) -> None:
+    fit(tmp_path, made(), data(unit_of=lambda row: row // 2, unit_name="account", expected_batch_size=10), max_steps=1)
+    assert not re.search(r"\ba account\b", json.dumps(card_in(tmp_path)))
+
+
+class Compares(L.Callback):
+    """Scores the model of an earlier run on public rows when training has ended."""
+
+    def __init__(self, earlier: Any) -> None:
+        self.earlier = earlier
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.earlier(torch.zeros(2, 4))
+
+
+def test_a_model_of_an_earlier_run_may_be_compared_with_when_training_has_ended(tmp_path: Path) -> None:
+    earlier = Classifier()
+    fit(tmp_path / "first", made(earlier), max_steps=1)
+    fit(tmp_path / "second", made(), max_steps=1, callbacks=[PrivacyAccountant(), PrivacyCard(), Compares(earlier.net)])
+    assert (tmp_path / "second" / "privacy_card.json").exists()
+
+
+class Predicts(PrivateModule):
+    """A private module that is only asked."""
+
+    def predict_step(self, batch: Any) -> Tensor:
+        found: Tensor = batch[0].sum(1)
+        return found
+
+
+@pytest.mark.parametrize("setting", ["gradient_clip_val", "accumulate_grad_batches"])
+def test_what_only_training_cannot_have_is_no_matter_for_prediction(setting: str, tmp_path: Path) -> None:
+    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
+    runner = L.Trainer(accelerator="cpu", enable_progress_bar=False, **quiet, **{setting: 2})
+    runner.predict(Predicts(privacy=DPSGD(eps=3)), DataLoader(rows(8), 8))
 
 
 def test_the_trained_weights_lie_beside_the_card_and_in_the_module_itself(tmp_path: Path) -> None:

@@ -114,7 +114,8 @@ def _named(text: Any, name: str) -> Any:
     """Say in the place of "record" what its owner calls the unit that every record is."""
     if isinstance(text, list):
         return [_named(each, name) for each in text]
-    return re.sub(r"\brecord(s?)\b", rf"{name}\1", text)
+    article = "an" if name[0] in "aeiou" else "a"
+    return re.sub(r"\brecord(s?)\b", rf"{name}\1", re.sub(r"\b([Aa])n? record\b", rf"\1{article[1:]} record", text))
 
 
 def _is_user(name: str | None, plan: PrivacyPlan) -> bool:

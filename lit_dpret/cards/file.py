@@ -195,8 +195,8 @@ def card_of_data(data: Any, split: str = "train") -> Path | None:
     return None
 
 
-def refuse_another_claim(data: Any) -> None:
-    """Refuse data whose queries carry a privacy card, for a claim that is new.
+def refuse_another_claim(data: Any, what: str = "a card of this run would state another one alone") -> None:
+    """Refuse data whose queries carry a privacy card, for a claim that is new; ``what`` would come of it.
 
     Raises:
         ConfigurationError: They were made from private ones under an epsilon that the new card would not name.
@@ -204,9 +204,8 @@ def refuse_another_claim(data: Any) -> None:
     if (path := card_of_data(data)) is not None:
         raise ConfigurationError(
             f"These data carry a privacy card ({path}): they were made from private ones under an epsilon of their "
-            "own, and a card of this run would state another one alone. Give the private queries themselves; for "
-            f"training, privacy=synthetic with datamodule=synthetic datamodule.folder={path.parent} inherits their "
-            "claim at no further cost.",
+            f"own, and {what}. Give the private queries themselves; for training, privacy=synthetic with "
+            f"datamodule=synthetic datamodule.folder={path.parent} inherits their claim at no further cost.",
             trap="T27",
         )
 

@@ -97,17 +97,22 @@ class Verification:
     def format(self) -> str:
         """One line for each finding, between the claim, where nothing failed, and the verdict."""
         words = {"ok": "ok", "failed": "FAILED", "not_checked": "not checked"}
-        held = {f.artefact: f.text.removeprefix(_UNDECIDED).split(", ") for f in self.findings if f.check == "entries"}
-        every = [place for place in next(iter(held.values()), []) if all(place in places for places in held.values())]
+        # A list: a run and the run that it started from may bear one name.
+        held = [
+            (f.artefact, f.text.removeprefix(_UNDECIDED).split(", ")) for f in self.findings if f.check == "entries"
+        ]
+        every = [place for place in (held[0][1] if held else []) if all(place in places for _, places in held)]
         others: dict[str, list[str]] = {}
-        for name, places in held.items():
+        for name, places in held:
             others.setdefault(", ".join(place for place in places if place not in every), []).append(name)
         lines = [
             f"{words[f.outcome]:<12} {f.artefact}, {f.check}: {f.text}" for f in self.findings if f.check != "entries"
         ]
         if held:  # said once for all cards: most of the entries are the same
-            told = "".join(f"; of {', '.join(names)} also {own}" for own, names in others.items() if own)
-            lines.append(f"{words['not_checked']:<12} {', '.join(held)}, entries: {_UNDECIDED}{', '.join(every)}{told}")
+            told = [f"of {', '.join(names)} {'also ' if every else ''}{own}" for own, names in others.items() if own]
+            text = "; ".join([", ".join(every), *told] if every else told)
+            names = ", ".join(dict.fromkeys(name for name, _ in held))
+            lines.append(f"{words['not_checked']:<12} {names}, entries: {_UNDECIDED}{text}")
         counts = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in self.to_dict()["counts"].items())
         return "\n".join([*([self.claim] if self.claim and not self.failed else []), *lines, f"checks: {counts}"])
 

@@ -318,7 +318,8 @@ class PrivateModule(Checkpointed):
 
     def configure_callbacks(self) -> Sequence[Callback] | Callback:
         """Return none; before Lightning refuses what its own optimization alone can do, say what does it here."""
-        if self._trainer is not None and self.privacy.guarantee == "dp":
+        training = self._trainer is not None and self._trainer.state.fn == "fit"
+        if training and self.privacy.guarantee == "dp":
             refuse_other_sums(self._trainer)
         return []
 

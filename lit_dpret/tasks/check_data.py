@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from lit_dpret.cards.file import refuse_another_claim
 from lit_dpret.cards.forecast import LARGE_DELTA, large_delta
 from lit_dpret.datamodules.collection import Collection, TextData
 from lit_dpret.datamodules.pairs import PairsDataModule, PairSettings
@@ -172,6 +173,8 @@ class CheckData:
                 f"task=check_data examines queries and passages, and {type(data).__name__} has no read_collection that "
                 "gives them (lit_dpret.datamodules.collection.TextData)."
             )
+        if self.write_split is not None:
+            refuse_another_claim(data, "a split that is written anew would leave the card behind")
         problems = Problems(examples=sys.maxsize)
         facts: dict[str, Any] = {"schema": SCHEMA, "private": _PRIVATE, "source": _source(data)}
         collection = self._read(data, problems, facts)

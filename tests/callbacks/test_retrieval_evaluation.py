@@ -315,6 +315,14 @@ def test_real_queries_behind_synthetic_data_are_not_taken_for_synthetic(tmp_path
         callback.refuse_undeclared(retriever(tmp_path), None)
 
 
+def test_queries_with_a_privacy_card_are_not_taken_for_public(tmp_path: Path, made: Path) -> None:
+    callback = RetrievalEvaluation(data="public", split="train", datamodule=Made(made))
+    with pytest.raises(ConfigurationError, match="data=public"):
+        callback.refuse_undeclared(retriever(tmp_path), None)
+    real = RetrievalEvaluation(data="public", datamodule=Made(made, evaluation=Judged()))
+    real.refuse_undeclared(retriever(tmp_path), None)
+
+
 def test_training_on_synthetic_queries_inherits_nothing_once_private_metrics_were_let_out(
     tmp_path: Path, made: Path
 ) -> None:

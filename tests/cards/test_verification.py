@@ -541,3 +541,14 @@ def test_a_page_beside_the_card_is_read_where_the_files_lie_in_the_model_folder_
     failed = {one.check for one in verify_chain(chain.synthetic).failed}
     # The pages of a card that this very version made say other words than the edited one.
     assert failed - {"words"} == {"README.md", "files"}, "its header names another card, and its digest is another"
+
+
+def test_cards_of_one_name_are_all_told_what_a_signature_alone_holds(tmp_path: Path) -> None:
+    undecided = "nothing here decides these, so a signature alone holds them: "
+    found = Verification(path=tmp_path)
+    for places in ("a, b", "c, d"):
+        found.pass_over("DualEncoder", "entries", undecided + places)
+    (line,) = (line for line in found.format().splitlines() if "entries" in line)
+    assert "a, b" in line and "c, d" in line and ": ;" not in line
+    found.pass_over("Other", "entries", undecided + "a, e")
+    assert all(place in found.format() for place in ("a, b", "c, d", "a, e"))

@@ -22,6 +22,7 @@ from lit_dpret.privacy.accounting.releases import (
     TruncatedPoisson,
 )
 from lit_dpret.privacy.budget import PrivacyBudget, SamplingName
+from lit_dpret.privacy.modes import DPSGD
 from lit_dpret.privacy.plan import PlainSamplingRequest, PrivacyPlan
 from lit_dpret.tasks.plan import format_plan
 
@@ -348,3 +349,24 @@ def test_what_cannot_be_computed_is_empty_and_says_why(monkeypatch: pytest.Monke
     answer = describe_plan(private)["epsilon_if_shuffled"]
     assert answer["epsilon"] is None
     assert "add_or_remove" in answer["why"]
+
+
+@pytest.mark.parametrize(
+    ("accountant", "asked", "passes"),
+    [
+        ("prv", {"sampling": "truncated_poisson"}, False),
+        ("prv", {"sampling": "truncated_poisson", "cap": 200}, True),  # of 200 units it is Poisson sampling
+        ("pld", {"sampling": "poisson", "sample_rate": 1.0}, True),
+        ("rdp", {"sampling": "shuffle"}, True),
+    ],
+)
+def test_what_a_plan_might_accept_is_not_refused_before_the_data_are_read(
+    accountant: Any, asked: dict[str, Any], passes: bool
+) -> None:
+    mode = DPSGD(eps=3.0, accountant=accountant)
+    request = PlainSamplingRequest(**{"expected_batch_size": 8} | asked)
+    if passes:
+        mode.check_request(request)
+    else:
+        with pytest.raises(UnsupportedAccountingError):
+            mode.check_request(request)

@@ -15,7 +15,7 @@ import pytest
 from hydra import compose, initialize_config_module
 from hydra.utils import instantiate
 from tiny_generator import generator
-from tiny_tasks import parts, retriever
+from tiny_tasks import parts, retriever, write_synthetic
 
 from lit_dpret.datamodules import HuggingFaceDataModule, ImagesDataModule, MSMarcoDataModule, PairsDataModule
 from lit_dpret.datamodules.collection import Collection
@@ -318,6 +318,15 @@ def test_a_written_split_is_trained_on_by_the_command_that_is_shown(tmp_path: Pa
     assert data.lower_case_queries and data.max_rows_per_unit == 5 and data.n_units > 0
     assert {split: len(qrels) for split, qrels in data.collection.qrels.items()} == report(tmp_path)["split"]["queries"]
     assert data.has_public_passages is declared
+
+
+def test_a_split_that_would_part_released_queries_from_their_card_is_not_written(tmp_path: Path) -> None:
+    released = write_synthetic(
+        tmp_path / "released", PairsDataModule(pairs=write_log(tmp_path), passages_are_public=True)
+    )
+    with pytest.raises(ConfigurationError) as refused:
+        CheckData(write_split=tmp_path / "split").run(job(tmp_path, folder=released))
+    assert refused.value.trap == "T27" and not (tmp_path / "split").exists()
 
 
 def test_a_split_that_would_leave_a_side_empty_is_told_and_refused_where_asked_for(tmp_path: Path) -> None:

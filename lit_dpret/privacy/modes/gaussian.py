@@ -197,7 +197,12 @@ class GaussianMode(PrivacyMode):
             UnsupportedAccountingError: No library judges this sampling by this accountant.
         """
         self._refuse_missing(request)
-        check_supported(_DRAWN_SO[request.sampling], self.accountant, self.neighbours)
+        law = _DRAWN_SO[request.sampling]
+        if request.sampling == "truncated_poisson" and request.cap is not None:
+            law = _DRAWN_SO["poisson"]  # which it is where the cap turns out to be all units; else the plan refuses
+        if request.sampling == "poisson" and request.sample_rate == 1:
+            law = _DRAWN_SO["full_batch"]
+        check_supported(law, self.accountant, self.neighbours)
 
     def _refuse_missing(self, request: SamplingRequest) -> None:
         require_choice("datamodule.sampling", request.sampling, get_args(SamplingName))
