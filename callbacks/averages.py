@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lit_dpret.callbacks.strategies import strategy_name
 from lit_dpret.errors import ConfigurationError
+from lit_dpret.settings import require_whole
 
 _WHOLE = ("one_device", "ddp")
 _ADVICE = "callbacks=with_averaging (Lightning's EMAWeightAveraging)"
@@ -140,14 +141,8 @@ def go_on_averaging(trainer: L.Trainer, module: Any) -> None:
 
 def _refuse_steps(where: str, *, every: object, first: object, epoch: object = None) -> None:
     """Refuse numbers of steps and epochs that are none; there is no null for ``every``."""
-    for knob, value, least in (
-        ("every_n_steps", every, 1),
-        ("starting_at_step", first, 0),
-        ("starting_at_epoch", epoch, 0),
-    ):
-        wrong = isinstance(value, bool) or not isinstance(value, int) or value < least
-        if wrong and (value is not None or least):
-            raise ConfigurationError(f"{where}.update_{knob}={value!r} must be a whole number of at least {least}.")
+    require_whole(where, {"update_every_n_steps": every}, 1)
+    require_whole(where, {"update_starting_at_step": first, "update_starting_at_epoch": epoch}, 0, null=True)
 
 
 def _refuse_decay(knob: str, decay: Any) -> None:

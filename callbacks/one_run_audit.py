@@ -42,6 +42,7 @@ from lit_dpret.errors import ConfigurationError, PrivacyViolation, ResumeError
 from lit_dpret.privacy.budget import show_delta
 from lit_dpret.privacy.ledger.judgement import plan_of
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
+from lit_dpret.settings import require_choice, require_whole
 
 
 @dataclass(frozen=True)
@@ -180,18 +181,13 @@ class OneRunAudit(Callback):
         confidence: float = 0.95,
         seed: int | None = None,
     ) -> None:
-        if canaries is not None and (isinstance(canaries, bool) or not isinstance(canaries, int) or canaries < LEAST):
-            raise ConfigurationError(
-                f"callbacks.audit.canaries={canaries} must be a whole number from {LEAST}, or null."
-            )
-        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or seed < 0):
-            raise ConfigurationError(f"callbacks.audit.seed={seed!r} must be a whole number from 0, or null.")
+        require_whole("callbacks.audit", {"canaries": canaries}, LEAST, null=True)
+        require_whole("callbacks.audit", {"seed": seed}, 0, null=True)
         if not 0 < max_share <= 1:
             raise ConfigurationError(f"callbacks.audit.max_share={max_share} must be above 0 and at most 1.")
         if not 0 < confidence < 1:
             raise ConfigurationError(f"callbacks.audit.confidence={confidence} must lie between 0 and 1.")
-        if kind not in ("random_passage", "own_passage", "echo"):
-            raise ConfigurationError(f"callbacks.audit.kind={kind!r} is not one of random_passage, own_passage, echo.")
+        require_choice("callbacks.audit.kind", kind, ("random_passage", "own_passage", "echo"))
         if queries in EVALUATION_SPLITS:
             raise ConfigurationError(
                 f"callbacks.audit.queries={queries}: the released model would be trained on people's queries of that "

@@ -62,6 +62,7 @@ from lit_dpret.privacy.ledger.trained import TrainedIn, mark_trained, values_of
 from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.noise import KeyedStream, load_secret, published_secret
 from lit_dpret.privacy.plan import PrivacyPlan
+from lit_dpret.settings import require_choice
 from lit_dpret.sweeps.folder import SweepFolder, trial_ledger
 
 #: Advice of Lightning's that does not hold here: the sampler resumes by the step number, and the checkpoint holds the
@@ -121,8 +122,7 @@ class PrivacyAccountant(Callback):
         init_from_is_public: bool = False,
         trial_of: str | Path | None = None,
     ) -> None:
-        if replay not in ("auto", "never"):
-            raise ConfigurationError(f"callbacks.accountant.replay={replay!r} is not one of auto, never.")
+        require_choice("callbacks.accountant.replay", replay, ("auto", "never"))
         self.run_dir = None if run_dir is None else Path(run_dir)
         self.resume, self.resume_reserve = resume, resume_reserve
         self.replay = replay

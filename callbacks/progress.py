@@ -17,8 +17,8 @@ from lightning.pytorch.callbacks import Callback
 
 from lit_dpret.callbacks.planning import accountant_of
 from lit_dpret.costs.work import ACCELERATORS, accelerator, work_of
-from lit_dpret.errors import ConfigurationError
 from lit_dpret.progress import Progress, ProgressLine
+from lit_dpret.settings import require_choice, require_whole
 
 __all__ = ["Progress", "ProgressLine", "StepProgress"]
 
@@ -72,13 +72,9 @@ class Throughput(Callback):
         device: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ConfigurationError(f"callbacks.throughput.every={every} is not a whole number of at least 1.")
-        if device is not None and device not in ACCELERATORS:
-            raise ConfigurationError(
-                f"callbacks.throughput.device={device!r} is not one of {', '.join(ACCELERATORS)}; null states no "
-                "utilisation."
-            )
+        require_whole("callbacks.throughput", {"every": every}, 1)
+        if device is not None:
+            require_choice("callbacks.throughput.device", device, ACCELERATORS)
         self.every = every
         self._peak = None if device is None else accelerator(device)
         self._clock = clock

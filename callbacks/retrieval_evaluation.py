@@ -27,6 +27,7 @@ from lit_dpret.privacy.ledger.judgement import DECLARED_EVENT, PRIVATE_EVENT
 from lit_dpret.retrieval.metrics import Metric
 from lit_dpret.retrieval.search import lexicographic_rank, search
 from lit_dpret.retrieval.trec_runs import DEFAULT_METRICS, EvaluationResult, Ranking, check_qrels, evaluate
+from lit_dpret.settings import require_choice, require_whole
 from lit_dpret.texts import normalise
 
 DevData = Literal["public", "synthetic", "private"]
@@ -79,14 +80,12 @@ class RetrievalEvaluation(Callback):
         prefix: str = "val",
     ) -> None:
         knob = "callbacks.evaluation"
-        if data not in (None, *get_args(DevData)):
-            raise ConfigurationError(f"{knob}.data={data!r} is not one of {', '.join(get_args(DevData))}.")
+        if data is not None:
+            require_choice(f"{knob}.data", data, get_args(DevData))
         if card_entry and data != "private":
             raise ConfigurationError(f"{knob}.card_entry=true is for data=private; with data={data} nothing leaks.")
-        if every_n_steps < 1 or (max_queries is not None and max_queries < 1):
-            raise ConfigurationError(
-                f"{knob}.every_n_steps={every_n_steps} and max_queries={max_queries} must be at least 1."
-            )
+        require_whole(knob, {"every_n_steps": every_n_steps}, 1)
+        require_whole(knob, {"max_queries": max_queries}, 1, null=True)
         parsed = [Metric.parse(name) for name in metrics]
         if not parsed or top_k < max(metric.cutoff for metric in parsed):
             raise ConfigurationError(

@@ -6,7 +6,6 @@ clip it, skip it or build another optimizer. The keys that are let through are l
 
 from __future__ import annotations
 
-import math
 import signal
 import threading
 from collections.abc import Mapping
@@ -21,6 +20,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lit_dpret.distributed.strategies import STRATEGIES, strategy
 from lit_dpret.errors import ConfigurationError
+from lit_dpret.settings import require_number
 
 # Exact classes, by name, so that none of them is loaded: a subclass may reduce, noise or wrap in a way of its own.
 _OURS = {
@@ -47,8 +47,7 @@ def ddp_strategy(
         process_group_backend: ``gloo`` or ``nccl``; null for the device's own.
         settings: Of ``DistributedDataParallel``.
     """
-    if not (math.isfinite(timeout_minutes) and timeout_minutes > 0):
-        raise ConfigurationError(f"trainer.strategy.timeout_minutes={timeout_minutes} is not a positive number.")
+    require_number("trainer.strategy", {"timeout_minutes": timeout_minutes})
     timeout = timedelta(minutes=timeout_minutes)
     return DDPStrategy(timeout=timeout, process_group_backend=process_group_backend, **settings)
 

@@ -23,6 +23,7 @@ from lit_dpret.datamodules.pairs import PairsDataModule, PairSettings
 from lit_dpret.datamodules.readers import FORMATS, Complain, RecordFile, Records, one_line, refuse
 from lit_dpret.datamodules.rows import SPLIT_NAMES, SPLITS, TextUnit
 from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.settings import require_whole
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -118,7 +119,7 @@ class HuggingFaceDataModule(PairsDataModule):
                 column for column in (query_id_column, passage_id_column, user_column, split_column) if column
             ),
         )
-        self._check_whole_numbers(max_rows=1, optional=True)
+        require_whole("datamodule", self, 1, "max_rows", null=True)
         if streaming and max_rows is None:
             raise ConfigurationError(
                 "datamodule.streaming=true fetches rows as they are read, and training reads all it is given: say how "

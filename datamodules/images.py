@@ -25,6 +25,7 @@ from lit_dpret.datamodules.rows import stable_hash
 from lit_dpret.datamodules.sampled import SampledDataModule, SamplingSettings, UnitItems
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.privacy.batches import Draw
+from lit_dpret.settings import require_whole
 
 Labels = Literal["fine", "coarse"]
 
@@ -138,7 +139,7 @@ class ImagesDataModule(SampledDataModule):
         self.max_images = max_images
         self.max_test_images = max_test_images
         self._check_choices(source=SourceName, labels=Labels)
-        self._check_whole_numbers(image_size=1, max_images=1, max_test_images=1, optional=True)
+        require_whole("datamodule", self, 1, "image_size", "max_images", "max_test_images", null=True)
         self.folder = self._folder(folder)
         self._splits: dict[ImageSplit, _Split] = {}
         self._unit: str | None = None

@@ -32,6 +32,7 @@ from lit_dpret.datamodules.sampled import SampledDataModule, SamplingSettings
 from lit_dpret.datamodules.unit_dataset import GroupedUnitDataset, Planted
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.privacy.budget import Duplicates
+from lit_dpret.settings import require_whole
 
 
 class PairSettings(SamplingSettings, total=False):
@@ -142,9 +143,8 @@ class PairsDataModule(SampledDataModule):
         self._check_choices(duplicates=Duplicates, repeated_judgements=Repeated)
         if not isinstance(in_memory, bool) and in_memory != "auto":
             raise ConfigurationError(f"datamodule.in_memory={in_memory!r} is not one of true, false, auto.")
-        self._check_whole_numbers(
-            max_rows_per_unit=1, max_passages=1, max_train_queries=1, max_eval_queries=1, optional=True
-        )
+        limits = ("max_rows_per_unit", "max_passages", "max_train_queries", "max_eval_queries")
+        require_whole("datamodule", self, 1, *limits, null=True)
         self._check_one_source()
 
     def _check_one_source(self) -> None:

@@ -19,6 +19,7 @@ from lit_dpret.datamodules.unit_dataset import Planted
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.batches import PADDING, Draw
 from lit_dpret.privacy.budget import RowsPerUnit, SamplingName
+from lit_dpret.settings import require_choice, require_whole
 
 PhysicalBatchSize = int | Literal["auto"]
 
@@ -126,23 +127,14 @@ class SampledDataModule(LightningDataModule):
             raise ConfigurationError(
                 f"datamodule.cap={self.cap} has no meaning under datamodule.sampling={self.sampling}; set it to null."
             )
-        self._check_whole_numbers(physical_batch_size=1, num_workers=0)
-        self._check_whole_numbers(expected_batch_size=1, cap=1, optional=True)
+        require_whole("datamodule", self, 1, "physical_batch_size")
+        require_whole("datamodule", self, 0, "num_workers")
+        require_whole("datamodule", self, 1, "expected_batch_size", "cap", null=True)
 
     def _check_choices(self, **choices: Any) -> None:
         """Refuse settings, by name, that are none of their ``Literal``."""
         for knob, literal in choices.items():
-            if (value := getattr(self, knob)) not in get_args(literal):
-                raise ConfigurationError(f"datamodule.{knob}={value!r} is not one of {', '.join(get_args(literal))}.")
-
-    def _check_whole_numbers(self, *, optional: bool = False, **least: int) -> None:
-        """Refuse settings, by name, that are no whole number of at least so much; None passes where ``optional``."""
-        for knob, lowest in least.items():
-            number = getattr(self, knob)
-            if number is None and optional:
-                continue
-            if not isinstance(number, int) or isinstance(number, bool) or number < lowest:
-                raise ConfigurationError(f"datamodule.{knob}={number} is not a whole number of at least {lowest}.")
+            require_choice(f"datamodule.{knob}", getattr(self, knob), get_args(literal))
 
     def _refuse_sample(self, neighbours: str | None, knob: str, *, several: str | None) -> None:
         """Refuse a setting that keeps a fixed number of records, unless one unit moves no other one into or out of it.

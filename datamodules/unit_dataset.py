@@ -30,6 +30,7 @@ from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.rows import Row, TextUnit, stable_hash
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.privacy.budget import Duplicates
+from lit_dpret.settings import require_choice
 from lit_dpret.texts import normalise
 
 
@@ -66,12 +67,8 @@ class GroupedUnitDataset:
         split: str = "train",
         planted: Sequence[Sequence[Row]] = (),
     ) -> None:
-        for knob, value, choices in (
-            ("privacy.unit", unit, get_args(TextUnit)),
-            ("datamodule.duplicates", duplicates, get_args(Duplicates)),
-        ):
-            if value not in choices:
-                raise ConfigurationError(f"{knob}={value!r} is not one of {', '.join(choices)}.")
+        require_choice("privacy.unit", unit, get_args(TextUnit))
+        require_choice("datamodule.duplicates", duplicates, get_args(Duplicates))
         if unit == "user" and duplicates == "merge":
             raise ConfigurationError(
                 "datamodule.duplicates=merge cannot go with privacy.unit=user: it would put rows of different "

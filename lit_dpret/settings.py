@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from lit_dpret.errors import ConfigurationError
+
+
+def require_choice(knob: str, value: object, choices: Collection[str]) -> None:
+    """Refuse ``value`` unless it is one of ``choices``; ``knob`` is its name on the command line."""
+    if value not in choices:
+        raise ConfigurationError(f"{knob}={value!r} is not one of {', '.join(choices)}.")
 
 
 def require_switch(where: str, settings: object, *names: str) -> None:
@@ -20,9 +26,16 @@ def require_switch(where: str, settings: object, *names: str) -> None:
 
 
 def require_whole(where: str, settings: object, least: int, *names: str, null: bool = False) -> None:
-    """Refuse settings that are not whole numbers of at least ``least``, nor null where ``null`` allows it."""
-    for name in names:
-        value = getattr(settings, name)
+    """Refuse settings that are not whole numbers of at least ``least``, nor null where ``null`` allows it.
+
+    Args:
+        where: Comes before each name in the message.
+        settings: An object with attributes of these names; or values by name, of which all are looked at.
+        least: The least that is allowed.
+        names: Of the settings.
+        null: Whether None passes.
+    """
+    for name, value in _named(settings, names):
         wrong = isinstance(value, bool) or not isinstance(value, int) or value < least
         if wrong and not (null and value is None):
             raise ConfigurationError(
@@ -31,15 +44,18 @@ def require_whole(where: str, settings: object, least: int, *names: str, null: b
 
 
 def require_number(where: str, settings: object, *names: str, zero: bool = False, null: bool = False) -> None:
-    """Refuse settings that are not positive and finite, nor 0 or null where ``zero`` and ``null`` allow it."""
-    for name in names:
-        value = getattr(settings, name)
+    """Refuse settings, given as to `require_whole`, that are not positive and finite, nor 0 or null where allowed."""
+    for name, value in _named(settings, names):
         wrong = isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf")
         if (wrong or (value == 0 and not zero)) and not (null and value is None):
             raise ConfigurationError(
                 f"{where}.{name}={value!r} must be a positive, finite number{', or 0' if zero else ''}"
                 f"{', or null' if null else ''}."
             )
+
+
+def _named(settings: object, names: Sequence[str]) -> Iterable[tuple[str, Any]]:
+    return settings.items() if isinstance(settings, Mapping) else [(name, getattr(settings, name)) for name in names]
 
 
 def picked(settings: object, *names: str) -> dict[str, Any]:

@@ -22,11 +22,10 @@ from lit_dpret.losses import PairwiseLoss
 from lit_dpret.modules import FrozenDualEncoder, OptimizerSpec
 from lit_dpret.modules.frozen_dual_encoder import Head, Negatives
 from lit_dpret.modules.generator_folder import is_generator, weights_hash
-from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.modes.base import Guarantee
 from lit_dpret.retrieval.trec_runs import Ranking
-from lit_dpret.settings import picked
+from lit_dpret.settings import picked, require_choice
 from lit_dpret.synthesis.filters import ReleasedQueries
 from lit_dpret.synthesis.filters.cross_encoder import CrossEncoder
 from lit_dpret.synthesis.filters.pseudo_labels import Labelling, label

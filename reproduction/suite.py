@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from lit_dpret.errors import ConfigurationError, LitDpretError
-from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
+from lit_dpret.settings import require_choice
 from lit_dpret.tasks.parts import Parts, say, some_of
 from reproduction.report.reproduction import PAPER_002, PAPER_004, PartTold, write_reproduction
 from reproduction.study import Study

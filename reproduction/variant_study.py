@@ -32,9 +32,8 @@ from lit_dpret.errors import ConfigurationError, DataError, StorageError
 from lit_dpret.evaluation_mode import evaluation_mode
 from lit_dpret.losses import PairwiseLoss, SoftmaxPairLoss
 from lit_dpret.modules import EmbeddingTrainer, OptimizerSpec
-from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
-from lit_dpret.settings import require_number, require_whole
+from lit_dpret.settings import require_choice, require_number, require_whole
 from lit_dpret.tasks.fit import Training, train
 from lit_dpret.tasks.parts import Parts, say, some_of
 from lit_dpret.tasks.pipeline_stages import is_begun

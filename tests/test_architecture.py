@@ -17,7 +17,7 @@ from lit_dpret.privacy import modes
 
 ROOT = Path(__file__).resolve().parent.parent
 # They import nothing of ours, so every layer may use them.
-EVERYWHERE = {"errors", "lazy", "texts"}
+EVERYWHERE = {"errors", "lazy", "settings", "texts"}
 ALLOWED: dict[str, set[str]] = {
     # The ground floor: what is used everywhere above it.
     "matmul_precision": set(),
@@ -25,7 +25,6 @@ ALLOWED: dict[str, set[str]] = {
     "memory": set(),
     "progress": set(),
     "files": set(),
-    "settings": set(),
     "assets": set(),
     "distributed": set(),
     "privacy": {"files", "distributed", "evaluation_mode", "matmul_precision"},
@@ -66,11 +65,11 @@ ALLOWED: dict[str, set[str]] = {
     },
     "federated": {
         "files", "privacy", "cards", "retrieval", "encoders", "losses", "negatives", "modules", "datamodules",
-        "callbacks", "progress", "report", "synthesis", "settings",
+        "callbacks", "progress", "report", "synthesis",
     },
     # The roof.
     "tasks": {
-        "files", "settings", "distributed", "privacy", "cards", "retrieval", "report", "callbacks", "datamodules",
+        "files", "distributed", "privacy", "cards", "retrieval", "report", "callbacks", "datamodules",
         "synthesis",
         "modules", "encoders", "assets", "losses", "evaluation_mode", "negatives", "audit", "federated",
         "progress", "costs", "sweeps",
@@ -82,7 +81,7 @@ ALLOWED: dict[str, set[str]] = {
     "__init__": {"audit.testing", "callbacks", "datamodules", "made_private", "modules", "privacy"},  # by their names
     # It stands beside the product and is no part of the wheel. Nobody may import it.
     "reproduction": {
-        "files", "settings", "progress", "privacy", "cards", "retrieval", "losses", "audit", "encoders", "negatives",
+        "files", "progress", "privacy", "cards", "retrieval", "losses", "audit", "encoders", "negatives",
         "datamodules",
         "modules", "synthesis", "callbacks", "federated", "report", "tasks", "evaluation_mode", "assets", "costs",
     },

@@ -18,9 +18,10 @@ from lit_dpret.cards.text import card_html, card_markdown
 from lit_dpret.errors import ConfigurationError, DataError, LedgerError, schema_problem
 from lit_dpret.files import CARD_NAME as CARD_NAME
 from lit_dpret.files import file_sha256, meant, write_whole
-from lit_dpret.privacy.budget import Neighbours, Unit, require_choice
+from lit_dpret.privacy.budget import Neighbours, Unit
 from lit_dpret.privacy.ledger.chain import canonical_json
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
+from lit_dpret.settings import require_choice
 
 SCHEMA = "lit-dpret/privacy-card/1"
 SIGNATURE_NAME = "privacy_card.sig"

@@ -11,10 +11,11 @@ from typing import Any, Literal, TypeAlias, get_args
 from lit_dpret.cards.text import show_epsilon
 from lit_dpret.errors import ConfigurationError, UnsupportedAccountingError
 from lit_dpret.privacy.accounting.selection import RandomStopping, selection_epsilon
-from lit_dpret.privacy.budget import require_choice, show_delta
+from lit_dpret.privacy.budget import show_delta
 from lit_dpret.privacy.ledger.dataset_ledger import one_release, sweep_limit, sweep_of
 from lit_dpret.privacy.ledger.judgement import Judged
 from lit_dpret.privacy.ledger.run_ledger import recorded_start
+from lit_dpret.settings import require_choice
 
 TuningData = Literal["none", "public", "synthetic", "private", "unknown"]
 SearchCost: TypeAlias = Callable[[RandomStopping], tuple[float | None, str | None]]

@@ -13,7 +13,6 @@ given up again after the last one; nothing that FSDP does by itself in a backwar
 from __future__ import annotations
 
 import hashlib
-import math
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -33,6 +32,7 @@ from lit_dpret.distributed.handover import GradHandover, Handover, refuse_zero_s
 from lit_dpret.distributed.ranks import Ranks, noticing_death
 from lit_dpret.distributed.shards import like
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+from lit_dpret.settings import require_number
 
 #: Elements that one reduction hands in: 100 MB in float32.
 BUCKET = 25_000_000
@@ -295,8 +295,7 @@ class ShardingStrategy(ModelParallelStrategy):
     """
 
     def __init__(self, *, timeout_minutes: float = 5.0, process_group_backend: str | None = None) -> None:
-        if not (math.isfinite(timeout_minutes) and timeout_minutes > 0):
-            raise ConfigurationError(f"trainer.strategy.timeout_minutes={timeout_minutes} is not a positive number.")
+        require_number("trainer.strategy", {"timeout_minutes": timeout_minutes})
         super().__init__(
             tensor_parallel_size=1,
             save_distributed_checkpoint=False,

@@ -8,7 +8,6 @@ is reduced by anybody else. That a sum goes over the host costs a transfer of th
 
 from __future__ import annotations
 
-import math
 import os
 from datetime import timedelta
 from typing import Any
@@ -21,6 +20,7 @@ from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
 from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError
+from lit_dpret.settings import require_number
 
 #: One chip for each process, which then knows of no other.
 _ALONE = {"TPU_PROCESS_BOUNDS": "1,1,1", "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1"}
@@ -42,8 +42,7 @@ class XLAProcesses(SingleDeviceXLAStrategy):
     """
 
     def __init__(self, *, timeout_minutes: float = 5.0, **settings: Any) -> None:
-        if not (math.isfinite(timeout_minutes) and timeout_minutes > 0):
-            raise ConfigurationError(f"trainer.strategy.timeout_minutes={timeout_minutes} is not a positive number.")
+        require_number("trainer.strategy", {"timeout_minutes": timeout_minutes})
         missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing:
             raise ConfigurationError(

@@ -17,7 +17,6 @@ rounded apart is no post-processing of the noised sum.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -35,6 +34,7 @@ from lit_dpret.distributed.handover import is_zero_state
 from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.distributed.shards import Shard, ShardLayout
 from lit_dpret.errors import ConfigurationError, ResumeError, UnsupportedModelError
+from lit_dpret.settings import require_number
 
 
 def zero_handover(engine: Any, module: nn.Module, ranks: Ranks) -> ZeroHandover:
@@ -389,8 +389,7 @@ class ZeroStrategy(DeepSpeedStrategy):
             raise ConfigurationError(
                 f"trainer.strategy.offload_parameters=true needs stage 3: under stage {stage} each rank has them whole."
             )
-        if not (math.isfinite(timeout_minutes) and timeout_minutes > 0):
-            raise ConfigurationError(f"trainer.strategy.timeout_minutes={timeout_minutes} is not a positive number.")
+        require_number("trainer.strategy", {"timeout_minutes": timeout_minutes})
         super().__init__(
             stage=stage,
             offload_optimizer=offload_optimizer,

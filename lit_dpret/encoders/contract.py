@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lit_dpret.errors import ConfigurationError
+from lit_dpret.settings import require_choice
 
 Side = Literal["query", "passage"]
 
@@ -96,6 +96,5 @@ def get_pooling(name: str) -> Pooling:
     Raises:
         ConfigurationError: There is none; the message lists those there are.
     """
-    if name not in POOLINGS:
-        raise ConfigurationError(f"pooling={name!r} is not one of {', '.join(POOLINGS)}.")
+    require_choice("pooling", name, POOLINGS)
     return POOLINGS[name]

@@ -20,7 +20,7 @@ from lit_dpret.errors import ConfigurationError, schema_problem
 from lit_dpret.federated.model import AS2Maker
 from lit_dpret.federated.settings import PHASES, PddAs2, Phase
 from lit_dpret.federated.silo import SiloClient, Told
-from lit_dpret.settings import built, plain, require_number, require_whole
+from lit_dpret.settings import built, plain, require_choice, require_number, require_whole
 
 SILO_SCHEMA = "lit-dpret/silo-settings/1"
 LEDGERS = "ledgers"
@@ -133,8 +133,7 @@ class RunRequest(Patience):
                 f"federated.name={self.name!r} must be up to 64 letters, digits, dots, dashes or underscores: the "
                 "server keeps the run under it."
             )
-        if self.split not in ("train", "dev", "test"):
-            raise ConfigurationError(f"split={self.split!r} is not one of train, dev, test.")
+        require_choice("split", self.split, ("train", "dev", "test"))
         self.check_patience()
         self.federated.check()
         return self

@@ -22,6 +22,7 @@ from lit_dpret.federated.data.planted import Planted, planted_words
 from lit_dpret.modules.as2 import AS2DualEncoder
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
+from lit_dpret.settings import require_whole
 
 PLANTED = "planted"
 
@@ -48,10 +49,8 @@ class AS2Maker:
 
     def check(self) -> AS2Maker:
         """Load the encoder, so that a missing one is refused before anything else; return the maker."""
-        for name in ("max_query_length", "max_sentence_length", *([] if self.layers is None else ["layers"])):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigurationError(f"federated.model.{name}={value} must be a whole number of at least 1.")
+        require_whole("federated.model", self, 1, "max_query_length", "max_sentence_length")
+        require_whole("federated.model", self, 1, "layers", null=True)
         _loaded(self)
         return self
 

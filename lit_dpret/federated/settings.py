@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args, get_origin, get_type_hints
 
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.privacy.budget import Neighbours, NoiseName, require_choice
-from lit_dpret.settings import require_number, require_switch, require_whole
+from lit_dpret.privacy.budget import Neighbours, NoiseName
+from lit_dpret.settings import require_choice, require_number, require_switch, require_whole
 
 Weighting = Literal["examples", "uniform", "capped"]
 Stage1Negatives = Literal["static", "bm25", "random"]

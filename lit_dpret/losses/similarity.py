@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError
+from lit_dpret.settings import require_choice
 
 
 def dot(query_embeddings: Tensor, passage_embeddings: Tensor) -> Tensor:
@@ -49,8 +50,7 @@ def get_similarity(name: str) -> Similarity:
     Raises:
         ConfigurationError: There is none; the message lists those there are.
     """
-    if name not in SIMILARITIES:
-        raise ConfigurationError(f"similarity={name!r} is not one of {', '.join(SIMILARITIES)}.")
+    require_choice("similarity", name, SIMILARITIES)
     return SIMILARITIES[name]
 
 

@@ -30,10 +30,10 @@ from lit_dpret.modules.step_negatives import Compared, StepNegatives
 from lit_dpret.negatives import RowNegatives, TrainTexts
 from lit_dpret.negatives.row_negatives import Sources
 from lit_dpret.privacy.batches import UnitBatch, copied_rows, map_rows, rows_in_turn, take_rows
-from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.ledger.trained import note_folder
 from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.sampling import Row
+from lit_dpret.settings import require_choice, require_whole
 
 TowerChoice = Literal["shared", "separate"]
 PassageTower = Literal["trained", "frozen"]
@@ -396,8 +396,7 @@ def _needs_labels(found: str) -> ConfigurationError:
 
 
 def _checked_grad_cache(rows: int | None, privacy: PrivacyMode) -> int | None:
-    if rows is not None and rows < 1:
-        raise ConfigurationError(f"model.grad_cache_rows={rows} must be at least 1, or null.")
+    require_whole("model", {"grad_cache_rows": rows}, 1, null=True)
     if rows is not None and privacy.guarantee == "dp" and not privacy.clips_whole_batch:
         raise ConfigurationError(
             f"model.grad_cache_rows={rows} cannot go with privacy={privacy.name}, whose clipping watches one pass over "

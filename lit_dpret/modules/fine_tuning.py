@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lit_dpret.encoders import TextEncoder
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError, first_line
 from lit_dpret.modules.language_models import shaped
-from lit_dpret.privacy.budget import require_choice
+from lit_dpret.settings import require_choice, require_whole
 
 
 def add_lora(encoder: TextEncoder, settings: Mapping[str, Any]) -> None:
@@ -213,9 +213,8 @@ class PromptTuning:
     prompt_tuning_init_text: str | None = None
 
     def __post_init__(self) -> None:
-        count, text = self.num_virtual_tokens, self.prompt_tuning_init_text
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ConfigurationError(f"model.prompt_tuning.num_virtual_tokens={count} must be at least 1.")
+        text = self.prompt_tuning_init_text
+        require_whole("model.prompt_tuning", self, 1, "num_virtual_tokens")
         require_choice("model.prompt_tuning.prompt_tuning_init", self.prompt_tuning_init, get_args(PromptInit))
         if (self.prompt_tuning_init == "TEXT") != bool(text):
             raise ConfigurationError(

@@ -28,10 +28,10 @@ from lit_dpret.modules.pair_module import PairModule, make_encoder
 from lit_dpret.modules.public_pool import PublicPool, marked, row_by_row
 from lit_dpret.negatives.row_negatives import RowNegatives, Sources
 from lit_dpret.privacy.batches import UnitBatch, copied_rows
-from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.ledger.trained import note_folder
 from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.sampling import Row
+from lit_dpret.settings import require_choice
 
 Head = Literal["query", "both", "shared"]
 Negatives = Literal["auto", "pool", "batch"]

@@ -24,7 +24,7 @@ from torch import nn
 
 from lit_dpret.distributed.handover import MasterWeights, needs_masters
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.privacy.budget import require_choice
+from lit_dpret.settings import require_choice, require_number
 
 
 class DPAdamBC(torch.optim.Optimizer):
@@ -80,10 +80,7 @@ class DPAdamBC(torch.optim.Optimizer):
             raise ConfigurationError(f"model.optimizer.betas={tuple(betas)} must lie in [0, 1).")
         if min_second_moment is None:
             min_second_moment = noise_std**2 * math.sqrt(2 * (1 - betas[1]) / (1 + betas[1]))
-        if not (math.isfinite(min_second_moment) and min_second_moment > 0):
-            raise ConfigurationError(
-                f"model.optimizer.min_second_moment={min_second_moment} is not a positive, finite number."
-            )
+        require_number("model.optimizer", {"min_second_moment": min_second_moment})
         defaults = {
             "lr": lr,
             "noise_std": float(noise_std),
@@ -203,10 +200,7 @@ class OptimizerSpec:
                     f"model.optimizer.{knob}={value} would be ignored: it belongs to {', '.join(owners)}, and "
                     f"model.optimizer.name={self.name}. Leave it out."
                 )
-        for knob in ("eps", "min_second_moment"):
-            value = getattr(self, knob)
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise ConfigurationError(f"model.optimizer.{knob}={value} is not a positive, finite number.")
+        require_number("model.optimizer", self, "eps", "min_second_moment", null=True)
         if self.clip_threshold is not None and not 1 <= self.clip_threshold < math.inf:
             raise ConfigurationError(f"model.optimizer.clip_threshold={self.clip_threshold} must be at least 1.")
         if not 0 <= self.momentum < 1:

@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.errors import DataError
 from lit_dpret.modules.step_negatives import Compared
 from lit_dpret.negatives.base import NOBODY, filled_up
 from lit_dpret.privacy.batches import map_rows
+from lit_dpret.settings import require_whole
 
 
 class PublicPool:
@@ -32,10 +33,8 @@ class PublicPool:
     """
 
     def __init__(self, size: int | None, seed: int) -> None:
-        if size is not None and size < 1:
-            raise ConfigurationError(f"model.pool_size={size} must be at least 1, or null for all public passages.")
-        if seed < 0:
-            raise ConfigurationError(f"model.pool_seed={seed} must not be negative.")
+        require_whole("model", {"pool_size": size}, 1, null=True)
+        require_whole("model", {"pool_seed": seed}, 0)
         self.size, self.seed = size, seed
         self.place: dict[str, int] = {}
         self._drawn: tuple[int, Tensor | None, Tensor | None] | None = None

@@ -53,11 +53,11 @@ from lit_dpret.modules.language_models import (
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.outline import GeneratorOutline
 from lit_dpret.modules.private_module import PrivateModule
-from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.ledger.judgement import RANDOM_WEIGHTS
 from lit_dpret.privacy.ledger.trained import note_folder
 from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.sampling import Row
+from lit_dpret.settings import require_choice
 
 LossNormalisation = Literal["mean", "sum"]
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.settings import require_whole
 from lit_dpret.texts import normalise
 
 
@@ -103,15 +104,8 @@ class PassageSource(NegativeSource):
     def __init__(self, *, per_query: int = 1, shared_in_batch: bool = False, seed: int = 0) -> None:
         self.per_query, self.shared_in_batch, self.seed = per_query, shared_in_batch, seed
         self.couples_rows = shared_in_batch
-        self.check_number("per_query", per_query, least=1)
-        self.check_number("seed", seed, least=0)
-
-    def check_number(self, knob: str, value: object, *, least: int) -> None:
-        """Refuse a setting that is not a whole number of at least ``least``."""
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ConfigurationError(
-                f"model.negatives.{self.name}.{knob}={value} is not a whole number of at least {least}."
-            )
+        require_whole(f"model.negatives.{self.name}", self, 1, "per_query")
+        require_whole(f"model.negatives.{self.name}", self, 0, "seed")
 
     def prepare(self, texts: TrainTexts, towers: Towers, *, private: bool) -> None:
         """Get ready for training: mine, or read what was mined.
@@ -329,10 +323,7 @@ class PreBatchNegatives(NegativeSource):
     keeps_private_state = True
 
     def __init__(self, *, batches: int = 2) -> None:
-        if isinstance(batches, bool) or not isinstance(batches, int) or batches < 1:
-            raise ConfigurationError(
-                f"model.negatives.pre_batch.batches={batches} is not a whole number of at least 1."
-            )
+        require_whole("model.negatives.pre_batch", {"batches": batches}, 1)
         self.batches = batches
         self._queue: deque[tuple[Tensor, Tensor]] = deque(maxlen=batches)
 

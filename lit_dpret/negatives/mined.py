@@ -30,9 +30,9 @@ from lit_dpret.negatives.mining import (
     dense_ranker,
     mine,
 )
-from lit_dpret.privacy.budget import require_choice
 from lit_dpret.retrieval.bm25 import BM25Settings
 from lit_dpret.retrieval.search import TopK, lexicographic_rank, search
+from lit_dpret.settings import require_choice, require_whole
 
 Refresh = Literal["never", "epoch"]
 
@@ -93,8 +93,7 @@ class MinedSource(PassageSource):
         **margins: Unpack[Margins],
     ) -> None:
         super().__init__(per_query=per_query, shared_in_batch=shared_in_batch, seed=seed)
-        self.check_number("depth", depth, least=1)
-        self.check_number("shard_size", shard_size, least=1)
+        require_whole(f"model.negatives.{self.name}", {"depth": depth, "shard_size": shard_size}, 1)
         self.depth, self.shard_size = depth, shard_size
         self.filter = MarginFilter(**margins)
         self.cache_dir = None if cache_dir is None else Path(cache_dir)

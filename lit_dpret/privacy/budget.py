@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 from lit_dpret.errors import ConfigurationError
+from lit_dpret.settings import require_choice
 
 Unit = Literal["query", "pair", "user", "image", "passage", "record"]
 Neighbours = Literal["zero_out", "add_or_remove", "replace_one"]
@@ -55,12 +56,6 @@ def require_delta(delta: float) -> None:
     """Refuse a delta outside (0, 1)."""
     if not (isinstance(delta, (int, float)) and 0 < delta < 1):
         raise ConfigurationError(f"privacy.delta={delta} must lie strictly between 0 and 1.")
-
-
-def require_choice(knob: str, value: object, choices: tuple[str, ...]) -> None:
-    """Refuse ``value`` unless it is one of ``choices``; ``knob`` is its name on the command line."""
-    if value not in choices:
-        raise ConfigurationError(f"{knob}={value!r} is not one of {', '.join(choices)}.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.privacy.batches import ALONE, PADDING, Draw, FixedShape, UnitBatch, answer_of, digests_of, row_keys
-from lit_dpret.privacy.budget import RowsPerUnit, require_choice
+from lit_dpret.privacy.budget import RowsPerUnit
 from lit_dpret.privacy.state_watch import same_values
 from lit_dpret.privacy.user_generators import generators_now, kept_generators, seed_generators
+from lit_dpret.settings import require_choice
 
 Collate = Callable[[list[Any]], Any]
 

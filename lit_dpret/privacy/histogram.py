@@ -43,6 +43,7 @@ from lit_dpret.privacy.ledger.private_run import PrivateRun, sum_tag
 from lit_dpret.privacy.ledger.run_ledger import charged_releases
 from lit_dpret.privacy.noise import noise_source
 from lit_dpret.privacy.plan import EVOLUTION, HISTOGRAM, PlainSamplingRequest, PrivacyPlan
+from lit_dpret.settings import require_number, require_whole
 
 HISTOGRAM_NAME = "histogram.json"
 SCHEMA = "lit-dpret/private-histogram/1"
@@ -57,8 +58,7 @@ def histogram_sensitivity(max_count: int, neighbours: Neighbours, *, distinct: b
         >>> histogram_sensitivity(4, "zero_out"), histogram_sensitivity(4, "zero_out", distinct=True)
         (4.0, 2.0)
     """
-    if isinstance(max_count, bool) or not isinstance(max_count, int) or max_count < 1:
-        raise ConfigurationError(f"task.max_count={max_count} must be a whole number of at least 1.")
+    require_whole("task", {"max_count": max_count}, 1)
     length = math.sqrt(max_count) if distinct else float(max_count)
     return length / math.sqrt(2) if neighbours == "replace_one" else length
 
@@ -88,9 +88,7 @@ def histogram_plan(
         BudgetExceededError: The histogram alone costs more than the budget.
         ConfigurationError: A value is out of range.
     """
-    number = isinstance(noise_multiplier, (int, float)) and not isinstance(noise_multiplier, bool)
-    if not (number and math.isfinite(noise_multiplier) and noise_multiplier > 0):
-        raise ConfigurationError(f"task.noise_multiplier={noise_multiplier} is not a positive, finite number.")
+    require_number("task", {"noise_multiplier": noise_multiplier})
     if n_public is not None:
         budget.refuse_large_delta(n_public)
     bound = histogram_sensitivity(max_count, budget.neighbours)

@@ -37,9 +37,9 @@ from lit_dpret.privacy.budget import (
     NoiseName,
     PrivacyBudget,
     SamplingName,
-    require_choice,
     with_rounding_paid,
 )
+from lit_dpret.settings import require_choice, require_whole
 
 HISTOGRAM = "histogram"
 """The mode in the plan of a released histogram."""
@@ -130,10 +130,8 @@ class PrivacyPlan:
                 raise ConfigurationError(f"A private run needs a positive, finite {name}, not {value!r}.")
             # As a float, so that 1 and 1.0 have one fingerprint; frozen fields are set past the class.
             object.__setattr__(self, name, float(value))
-        for name, knob in (("steps", "trainer.max_steps"), ("physical_batch_size", "datamodule.physical_batch_size")):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigurationError(f"{knob}: {name}={value!r} is not a whole number of at least 1.")
+        require_whole("trainer", {"max_steps": self.steps}, 1)
+        require_whole("datamodule", self, 1, "physical_batch_size")
         require_choice("privacy.accountant", self.accountant, get_args(AccountantName))
         require_choice("privacy.clip", self.clip, get_args(ClipName))
         require_choice("privacy.clip_groups", self.clip_groups, get_args(ClipGroups))
@@ -344,8 +342,7 @@ def _law(request: SamplingRequest, *, budget: PrivacyBudget, n: int | None) -> S
 
 def _rate(budget: PrivacyBudget, n: int | None, sample_rate: float | None, batch: int | None) -> float:
     """The sampling rate: as declared, or expected batch size over public number of units."""
-    if batch is not None and (isinstance(batch, bool) or batch < 1):
-        raise ConfigurationError(f"datamodule.expected_batch_size={batch} must be at least 1.")
+    require_whole("datamodule", {"expected_batch_size": batch}, 1, null=True)
     if sample_rate is not None:
         if not 0 < sample_rate <= 1:
             raise ConfigurationError(f"datamodule.sample_rate={sample_rate} must lie in (0, 1].")

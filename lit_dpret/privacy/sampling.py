@@ -22,6 +22,7 @@ from lit_dpret.privacy.accounting.releases import FixedSize, FullBatch, Poisson,
 from lit_dpret.privacy.batches import PADDING, Draw, SeededDraws, UnitBatch, UnitOwners
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import SamplingRequest
+from lit_dpret.settings import require_whole
 
 
 class Row(Protocol):
@@ -152,8 +153,7 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
         ranks: Ranks | None = None,
         unit: str = "query",
     ) -> None:
-        if physical_batch_size < 1:
-            raise ConfigurationError(f"datamodule.physical_batch_size={physical_batch_size} must be at least 1.")
+        require_whole("datamodule", {"physical_batch_size": physical_batch_size}, 1)
         self.law = law
         self.units = units
         self.steps_per_epoch = steps_per_epoch

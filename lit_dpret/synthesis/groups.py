@@ -32,6 +32,7 @@ from transformers.utils import logging as transformers_logging
 from lit_dpret.errors import ConfigurationError, LitDpretError, WorkerError
 from lit_dpret.matmul_precision import whole_products
 from lit_dpret.modules.generator_folder import GeneratorModel, TextCodec, load_generator
+from lit_dpret.settings import require_whole
 from lit_dpret.synthesis.dataset_folder import SyntheticQuery
 from lit_dpret.synthesis.prefill import prefill
 from lit_dpret.synthesis.sampler import Decoding, decode, uniforms
@@ -76,10 +77,8 @@ class Generation:
     groups_in_flight: int = 2
 
     def __post_init__(self) -> None:
-        for name in ("queries_per_passage", "group_size", "threads", "workers", "groups_in_flight"):
-            value, least = getattr(self, name), 0 if name == "workers" else 1
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigurationError(f"{name}={value} must be a whole number of at least {least}.")
+        require_whole("task", self, 1, "queries_per_passage", "group_size", "threads", "groups_in_flight")
+        require_whole("task", self, 0, "workers")
         if self.precision not in PRECISIONS:
             raise ConfigurationError(
                 f"precision={self.precision!r} is not one of {', '.join(PRECISIONS)}: T5 overflows in float16."

@@ -30,6 +30,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+from lit_dpret.settings import require_number, require_whole
 from lit_dpret.synthesis.prefill import Prefilled
 
 HEADS = (256, 2048)  # so many of the largest scores are looked at before the whole vocabulary is
@@ -56,12 +57,9 @@ class Decoding:
     def __post_init__(self) -> None:
         if not 0 < self.top_p <= 1:
             raise ConfigurationError(f"top_p={self.top_p} is not in (0, 1].")
-        if not (math.isfinite(self.temperature) and self.temperature > 0):
-            raise ConfigurationError(f"temperature={self.temperature} is not a positive, finite number.")
-        if self.top_k is not None and self.top_k < 1:
-            raise ConfigurationError(f"top_k={self.top_k} must be at least 1; leave it null to keep all tokens.")
-        if self.max_new_tokens < 1:
-            raise ConfigurationError(f"max_new_tokens={self.max_new_tokens} must be at least 1.")
+        require_number("task", self, "temperature")
+        require_whole("task", self, 1, "top_k", null=True)
+        require_whole("task", self, 1, "max_new_tokens")
         if not 0 <= self.min_new_tokens <= self.max_new_tokens:
             raise ConfigurationError(
                 f"min_new_tokens={self.min_new_tokens} is not between 0 and max_new_tokens={self.max_new_tokens}."

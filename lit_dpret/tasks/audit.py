@@ -41,10 +41,10 @@ from lit_dpret.errors import ConfigurationError, DataError, PrivacyViolation, Un
 from lit_dpret.modules.generator_folder import is_generator, load_generator
 from lit_dpret.privacy.accounting.ceilings import SecretCeiling
 from lit_dpret.privacy.accounting.groups import group_epsilon
-from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.ledger.judgement import claimed_releases
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
 from lit_dpret.report.canary_table import CanaryRow, write_canary_table
+from lit_dpret.settings import require_choice
 from lit_dpret.synthesis.sampler import Decoding
 from lit_dpret.tasks.parts import Parts, check_run_dir, say
 

@@ -18,8 +18,7 @@ from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.federated.data import planted_silos, silos_by_article, silos_by_domain
 from lit_dpret.federated.data.planted import Planted
 from lit_dpret.federated.data.questions import Question, read_genres, read_newsqa, squad_json
-from lit_dpret.privacy.budget import require_choice
-from lit_dpret.settings import built, picked
+from lit_dpret.settings import built, picked, require_choice
 from lit_dpret.tasks.parts import Parts, check_run_dir, say
 
 Source = Literal["insuranceqa", "medquad", "squad", "newsqa", "planted"]

@@ -29,10 +29,9 @@ from lit_dpret.datamodules.survey import (
 )
 from lit_dpret.errors import ConfigurationError, DataError, LitDpretError
 from lit_dpret.files import write_whole
-from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.report.page import render
-from lit_dpret.settings import require_whole
+from lit_dpret.settings import require_choice, require_whole
 from lit_dpret.tasks.parts import Parts, check_run_dir, say
 
 Side = Literal["query", "passage"]

@@ -9,7 +9,6 @@ from typing import Any, get_args
 from lit_dpret.datamodules.identity import data_facts
 from lit_dpret.datamodules.left_out import named
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.privacy.budget import require_choice
 from lit_dpret.retrieval.metrics import Metric
 from lit_dpret.retrieval.trec_runs import (
     DEFAULT_METRICS,
@@ -19,6 +18,7 @@ from lit_dpret.retrieval.trec_runs import (
     evaluate,
     write_evaluation,
 )
+from lit_dpret.settings import require_choice
 from lit_dpret.tasks.parts import Parts, check_run_dir, say
 from lit_dpret.tasks.ranking import Ranker
 from lit_dpret.tasks.uncovered import Owner

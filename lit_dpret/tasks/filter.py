@@ -13,8 +13,7 @@ from lit_dpret.cards.provenance import environment_facts
 from lit_dpret.cards.tuning import TuningData
 from lit_dpret.datamodules.identity import data_facts
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.privacy.budget import require_choice
-from lit_dpret.settings import require_whole
+from lit_dpret.settings import require_choice, require_whole
 from lit_dpret.synthesis.filters import QueryFilter, apply_filters, load_released, write_selection
 from lit_dpret.synthesis.filters.selection import Applied, check_is_new
 from lit_dpret.tasks.parts import Parts, check_run_dir, say

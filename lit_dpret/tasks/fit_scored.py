@@ -19,8 +19,7 @@ from lit_dpret.callbacks.retrieval_evaluation import trains_on
 from lit_dpret.cards.start import MODEL_FOLDER
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.modules.generator_folder import load_generator
-from lit_dpret.privacy.budget import require_choice
-from lit_dpret.settings import require_whole
+from lit_dpret.settings import require_choice, require_whole
 from lit_dpret.synthesis.groups import canonical_groups, draw_group, fixed_arithmetic
 from lit_dpret.synthesis.sampler import Decoding
 from lit_dpret.synthesis.textsim.bleu import corpus_bleu, references_by_passage

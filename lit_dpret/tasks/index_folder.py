@@ -31,13 +31,12 @@ from lit_dpret.encoders.bulk import in_order
 from lit_dpret.encoders.embedding_cache import content_hash, encode_to_file
 from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError, ResumeError, StorageError
 from lit_dpret.files import file_sha256, meant, read_json, settle_modes
-from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.ledger.judgement import Assumption
 from lit_dpret.retrieval.backends import Faiss, search_with
 from lit_dpret.retrieval.rows import STORAGES, FileRows, Storage
 from lit_dpret.retrieval.search import lexicographic_rank, search
 from lit_dpret.retrieval.topk import TopK
-from lit_dpret.settings import require_whole
+from lit_dpret.settings import require_choice, require_whole
 from lit_dpret.synthesis.filters.released import ReleasedQueries, require_covered, shown
 
 SCHEMA = "lit-dpret/index/1"

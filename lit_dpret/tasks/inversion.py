@@ -30,8 +30,7 @@ from lit_dpret.datamodules.readers import RecordFile
 from lit_dpret.encoders import Side, TextEncoder, load_towers
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.files import write_whole
-from lit_dpret.privacy.budget import require_choice
-from lit_dpret.settings import require_whole
+from lit_dpret.settings import require_choice, require_whole
 from lit_dpret.synthesis.textsim.words import need
 from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.ranking import embedded_texts

@@ -29,9 +29,8 @@ from lit_dpret.encoders import load_towers
 from lit_dpret.errors import ConfigurationError, DataError, PrivacyViolation
 from lit_dpret.files import file_sha256
 from lit_dpret.modules.generator_folder import is_generator
-from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
-from lit_dpret.settings import require_number, require_whole
+from lit_dpret.settings import require_choice, require_number, require_whole
 from lit_dpret.synthesis.filters.released import load_released
 from lit_dpret.tasks.membership_shadows import SHIFT, Attacker, Others, Shadows, Suspects, Trained, choose_suspects
 from lit_dpret.tasks.parts import Parts, check_run_dir

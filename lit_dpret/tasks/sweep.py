@@ -12,11 +12,12 @@ from typing import get_args
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.tuning import TuningData
 from lit_dpret.errors import ConfigurationError, LedgerError, LitDpretError, WorkerError
-from lit_dpret.privacy.budget import PrivacyBudget, require_choice, show_delta
+from lit_dpret.privacy.budget import PrivacyBudget, show_delta
 from lit_dpret.privacy.ledger.dataset_account import RunLock
 from lit_dpret.privacy.ledger.dataset_file import Charge, Total
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.plan import PrivacyPlan
+from lit_dpret.settings import require_choice
 from lit_dpret.sweeps import SweepFile, SweepFolder, Trial, run_trials
 from lit_dpret.sweeps.folder import SWEEP, SweepTerms
 from lit_dpret.sweeps.report import write_report

@@ -9,8 +9,7 @@ from typing import get_args
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.tuning import TuningData
 from lit_dpret.distributed.job import Job, job_here
-from lit_dpret.privacy.budget import require_choice
-from lit_dpret.settings import picked, require_whole
+from lit_dpret.settings import picked, require_choice, require_whole
 from lit_dpret.synthesis.writer import synthesize
 from lit_dpret.tasks.parts import Parts, by_hash, check_run_dir, say
 

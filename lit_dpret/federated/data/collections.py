@@ -15,8 +15,9 @@ from functools import partial
 
 from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.silo_folder import Silo, SiloQuery
-from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.errors import DataError
 from lit_dpret.federated.data.sentences import sentences_of
+from lit_dpret.settings import require_whole
 from lit_dpret.synthesis.pseudo_queries import pseudo_queries
 from lit_dpret.synthesis.textsim.words import words
 
@@ -35,10 +36,8 @@ def silos_by_domain(
     seed: int | None = None,
 ) -> list[Silo]:
     """Make one client for each domain of the queries, the largest first."""
-    for knob, value in (("clients", clients), ("max_train_queries", max_train_queries), ("max_passages", max_passages),
-                        ("max_test_queries", max_test_queries)):  # fmt: skip
-        if value is not None and value < 1:
-            raise ConfigurationError(f"task.{knob}={value} must be at least 1, or null.")
+    limits = {"max_train_queries": max_train_queries, "max_test_queries": max_test_queries}
+    require_whole("task", {"clients": clients, "max_passages": max_passages, **limits}, 1, null=True)
     if not collection.domains:
         raise DataError(f"{collection.source}: no query names a domain, so there is nothing to make clients of.")
     queries = _queries(collection)

@@ -35,6 +35,7 @@ from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.losses.similarity import checked_mask
+from lit_dpret.settings import require_choice, require_whole
 
 Relation = Literal["add_or_remove", "replace_one"]
 LossClaim = Literal["proved", "declared", "refuted"]
@@ -79,8 +80,7 @@ class PairwiseLoss(ABC):
     radius: float | None = None
 
     def __post_init__(self) -> None:
-        if self.similarity not in ("cosine", "dot"):
-            raise ConfigurationError(f"loss.similarity={self.similarity!r} is not one of cosine, dot.")
+        require_choice("loss.similarity", self.similarity, ("cosine", "dot"))
         if self.similarity == "cosine" and self.radius is not None:
             raise ConfigurationError(
                 f"loss.radius={self.radius} bounds embeddings of similarity=dot; a cosine has none. Leave it null."
@@ -179,7 +179,8 @@ class PairwiseLoss(ABC):
             ConfigurationError: ``n_max`` is no positive integer, or the relation unknown.
         """
         checked_relation(relation)
-        return self._supremum(checked_size(n_max), relation)
+        require_whole("privacy", {"n_max": n_max}, 1)
+        return self._supremum(n_max, relation)
 
     def _table(self, scores: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Scores within the range, with masked and broken pairs replaced; and which pairs those are."""
@@ -216,13 +217,6 @@ class PairwiseLoss(ABC):
 def eye_like(table: Tensor) -> Tensor:
     """Return the identity, of the table's last two axes, type and device."""
     return torch.eye(table.shape[-1], dtype=table.dtype, device=table.device)
-
-
-def checked_size(n: int) -> int:
-    """``n`` as a number of records."""
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise ConfigurationError(f"n_max={n!r} is not a positive number of records, the most a (sub-)batch may hold.")
-    return n
 
 
 def checked_relation(relation: Relation) -> None:

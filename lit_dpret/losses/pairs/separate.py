@@ -23,9 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lit_dpret.errors import ConfigurationError
 from lit_dpret.losses.pairs.base import PairwiseLoss, Relation, checked_normaliser, checked_positive, eye_like
 from lit_dpret.losses.similarity import checked_temperature
+from lit_dpret.settings import require_choice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,8 +175,7 @@ class SpreadoutPairLoss(_SeparateLoss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.normaliser not in ("fixed", "realised"):
-            raise ConfigurationError(f"loss.normaliser={self.normaliser!r} is not one of fixed, realised.")
+        require_choice("loss.normaliser", self.normaliser, ("fixed", "realised"))
         if self.n0 is not None:
             checked_positive("n0", self.n0, above=1.0)
 

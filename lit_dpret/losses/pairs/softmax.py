@@ -29,6 +29,7 @@ from lit_dpret.losses.pairs.base import (
     eye_like,
 )
 from lit_dpret.losses.similarity import checked_temperature
+from lit_dpret.settings import require_choice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +83,7 @@ class SoftmaxPairLoss(_TemperedLoss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.sensitivity_from not in ("proof", "paper"):
-            raise ConfigurationError(f"loss.sensitivity_from={self.sensitivity_from!r} is not one of proof, paper.")
+        require_choice("loss.sensitivity_from", self.sensitivity_from, ("proof", "paper"))
 
     @property
     def claim(self) -> LossClaim:

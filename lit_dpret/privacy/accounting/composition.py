@@ -45,7 +45,8 @@ from lit_dpret.privacy.accounting.releases import (
     Shuffle,
     TruncatedPoisson,
 )
-from lit_dpret.privacy.budget import AccountantName, Neighbours, require_choice, require_delta
+from lit_dpret.privacy.budget import AccountantName, Neighbours, require_delta
+from lit_dpret.settings import require_choice
 
 RELATIONS: dict[Neighbours, NeighboringRelation] = {
     "zero_out": NeighboringRelation.REPLACE_SPECIAL,

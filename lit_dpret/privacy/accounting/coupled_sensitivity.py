@@ -29,6 +29,7 @@ from scipy import stats
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.accounting.releases import FixedSize, FullBatch, Poisson, SamplingLaw, Shuffle, TruncatedPoisson
 from lit_dpret.privacy.budget import Neighbours
+from lit_dpret.settings import require_choice, require_whole
 
 Bounded = Literal["sub_batch", "row", "pair"]
 # As in `lit_dpret.losses.pairs.base`: neither room imports the other, and accounting loads no torch.
@@ -71,12 +72,8 @@ class Coupling:
     claim: LossClaim = "proved"
 
     def __post_init__(self) -> None:
-        if self.bounded not in get_args(Bounded):
-            raise ConfigurationError(f"A coupling of kind {self.bounded!r} is not one of {get_args(Bounded)}.")
-        for name in ("sub_batches", "n_max"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigurationError(f"privacy.{name}={value!r} is not a whole number of at least 1.")
+        require_choice("bounded", self.bounded, get_args(Bounded))
+        require_whole("privacy", self, 1, "sub_batches", "n_max")
 
     def describe(self, bound: float) -> str:
         """Return what is clipped, and among how many units, as a phrase."""

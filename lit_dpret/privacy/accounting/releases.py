@@ -18,13 +18,7 @@ from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any, ClassVar, TypeAlias
 
 from lit_dpret.errors import ConfigurationError
-
-
-def _whole(owner: object, name: str, least: int = 1) -> None:
-    """Refuse a field that is not an integer of at least ``least``."""
-    value = getattr(owner, name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigurationError(f"{type(owner).__name__}: {name}={value!r} is not a whole number of at least {least}.")
+from lit_dpret.settings import require_whole
 
 
 def _real(owner: object, name: str) -> float:
@@ -113,8 +107,7 @@ class TruncatedPoisson(SamplingLaw):
 
     def __post_init__(self) -> None:
         _rate(self)
-        _whole(self, "n")
-        _whole(self, "cap")
+        require_whole(type(self).__name__, self, 1, "n", "cap")
         if self.cap > self.n:
             raise ConfigurationError(f"TruncatedPoisson: cap={self.cap} is above n={self.n}; no batch is that large.")
 
@@ -136,8 +129,7 @@ class _OfOneSize(SamplingLaw):
     n: int
 
     def __post_init__(self) -> None:
-        _whole(self, "n")
-        _whole(self, "batch_size")
+        require_whole(type(self).__name__, self, 1, "n", "batch_size")
         if self.batch_size > self.n:
             raise ConfigurationError(f"{type(self).__name__}: batch_size={self.batch_size} is above n={self.n}.")
 
@@ -229,7 +221,7 @@ class GaussianRelease:
             raise ConfigurationError(f"GaussianRelease: noise_multiplier={value} must be finite and at least 0.")
         if not isinstance(self.law, SamplingLaw):
             raise ConfigurationError(f"GaussianRelease: law={self.law!r} is not a SamplingLaw.")
-        _whole(self, "count")
+        require_whole(type(self).__name__, self, 1, "count")
         _label(self)
 
     def to_dict(self) -> dict[str, Any]:
@@ -257,7 +249,7 @@ class NonPrivateRelease:
 
     def __post_init__(self) -> None:
         _label(self)
-        _whole(self, "count")
+        require_whole(type(self).__name__, self, 1, "count")
 
     def to_dict(self) -> dict[str, Any]:
         return {"kind": self.kind, "label": self.label, "count": self.count}

@@ -6,13 +6,13 @@ from typing import Any
 
 from torch import nn
 
-from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.budget import ClipGroups
 from lit_dpret.privacy.clipping.base import ClippedSum, ClipStats
 from lit_dpret.privacy.clipping.ghost import GhostClipping
 from lit_dpret.privacy.clipping.loop import LoopClipping
 from lit_dpret.privacy.clipping.opacus import OpacusClipping
 from lit_dpret.privacy.clipping.vmap import VmapClipping
+from lit_dpret.settings import require_choice
 
 __all__ = [
     "ClipGroups",
@@ -45,6 +45,5 @@ def make_engine(name: str, module: nn.Module, **settings: Any) -> ClippedSum:
         ConfigurationError: No engine has this name.
         UnsupportedModelError: The engine does not cover the module.
     """
-    if name not in ENGINES:
-        raise ConfigurationError(f"privacy.engine={name!r} is not one of {', '.join(ENGINES)}.")
+    require_choice("privacy.engine", name, ENGINES)
     return ENGINES[name](module, **settings)

@@ -21,10 +21,11 @@ from typing import Required, TypedDict, get_args
 import torch
 from torch import Tensor, nn
 
-from lit_dpret.errors import ConfigurationError, UnsupportedModelError
-from lit_dpret.privacy.budget import ClipGroups, ClipName, require_choice
+from lit_dpret.errors import UnsupportedModelError
+from lit_dpret.privacy.budget import ClipGroups, ClipName
 from lit_dpret.privacy.clipping.rules import refuse_renormalising
 from lit_dpret.privacy.clipping.units import UnitRows
+from lit_dpret.settings import require_choice, require_number
 
 
 def group_parameters(names: Iterable[str], clip_groups: ClipGroups) -> tuple[tuple[str, ...], ...]:
@@ -208,11 +209,8 @@ class ClippedSum(ABC):
         gamma: float = 0.01,
         clip_groups: ClipGroups = "flat",
     ) -> None:
-        if not (isinstance(max_grad_norm, (int, float)) and math.isfinite(max_grad_norm) and max_grad_norm > 0):
-            raise ConfigurationError(f"privacy.max_grad_norm={max_grad_norm} is not a positive, finite number.")
+        require_number("privacy", {"max_grad_norm": max_grad_norm, "gamma": gamma})
         require_choice("privacy.clip", clip, get_args(ClipName))
-        if clip == "automatic" and not (math.isfinite(gamma) and gamma > 0):
-            raise ConfigurationError(f"privacy.gamma={gamma} is not a positive, finite number.")
         require_choice("privacy.clip_groups", clip_groups, get_args(ClipGroups))
         self.module = module
         self.max_grad_norm = float(max_grad_norm)

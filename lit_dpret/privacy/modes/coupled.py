@@ -30,6 +30,7 @@ from lit_dpret.privacy.modes.base import Candidates
 from lit_dpret.privacy.modes.gaussian import GaussianMode, GaussianSettings
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan, SamplingRequest
+from lit_dpret.settings import require_number, require_whole
 
 
 class CoupledSettings(GaussianSettings, total=False):
@@ -78,17 +79,13 @@ class CoupledMode(GaussianMode):
         **common: Unpack[GaussianSettings],
     ) -> None:
         super().__init__(**common)
-        for name, value in (("sub_batches", sub_batches), ("n_max", n_max)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ConfigurationError(f"privacy.{name}={value} is not a whole number of at least 1.")
+        require_whole("privacy", {"sub_batches": sub_batches, "n_max": n_max}, 1, null=True)
         if (max_grad_norm is None) == (l2_sensitivity is None):
             raise ConfigurationError(
                 f"privacy.{self.bound_key}={max_grad_norm} and privacy.l2_sensitivity={l2_sensitivity}: give exactly "
                 "one of them; the other one follows from it."
             )
-        for name, bound in ((self.bound_key, max_grad_norm), ("l2_sensitivity", l2_sensitivity)):
-            if bound is not None and not (isinstance(bound, (int, float)) and 0 < bound < float("inf")):
-                raise ConfigurationError(f"privacy.{name}={bound} is not a positive, finite number.")
+        require_number("privacy", {self.bound_key: max_grad_norm, "l2_sensitivity": l2_sensitivity}, null=True)
         self.max_grad_norm = max_grad_norm
         self.l2_sensitivity = l2_sensitivity
         self.sub_batches = sub_batches

@@ -7,7 +7,6 @@ by a public constant instead of the realised batch size. One unit is one query w
 
 from __future__ import annotations
 
-import math
 from typing import Any, ClassVar, Literal, Unpack, get_args
 
 from torch import nn
@@ -15,11 +14,12 @@ from torch import nn
 from lit_dpret.distributed.strategies import Supported, with_xla
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.privacy import clip_fraction
-from lit_dpret.privacy.budget import ClipGroups, ClipName, require_choice
+from lit_dpret.privacy.budget import ClipGroups, ClipName
 from lit_dpret.privacy.clipping import make_engine
 from lit_dpret.privacy.modes.gaussian import GaussianMode, GaussianSettings
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan, SamplingRequest
+from lit_dpret.settings import require_choice, require_number
 
 Engine = Literal["ghost", "vmap", "opacus", "loop"]
 
@@ -68,8 +68,7 @@ class DPSGD(GaussianMode):
         require_choice("privacy.engine", engine, get_args(Engine))
         require_choice("privacy.clip", clip, get_args(ClipName))
         require_choice("privacy.clip_groups", clip_groups, get_args(ClipGroups))
-        if not (math.isfinite(max_grad_norm) and max_grad_norm > 0):
-            raise ConfigurationError(f"privacy.max_grad_norm={max_grad_norm} is not a positive, finite number.")
+        require_number("privacy", {"max_grad_norm": max_grad_norm})
         self.max_grad_norm = max_grad_norm
         self.engine = engine
         self.clip = clip

@@ -23,21 +23,14 @@ from lit_dpret.privacy import clip_fraction
 from lit_dpret.privacy.accounting.composition import check_supported
 from lit_dpret.privacy.accounting.groups import check_max_units
 from lit_dpret.privacy.accounting.releases import FixedSize, FullBatch, Poisson, SamplingLaw, Shuffle, TruncatedPoisson
-from lit_dpret.privacy.budget import (
-    AccountantName,
-    Neighbours,
-    NoiseName,
-    PrivacyBudget,
-    SamplingName,
-    Unit,
-    require_choice,
-)
+from lit_dpret.privacy.budget import AccountantName, Neighbours, NoiseName, PrivacyBudget, SamplingName, Unit
 from lit_dpret.privacy.clipping import ClipStats
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.modes.base import Guarantee, PrivacyMode, StepCounts, Update, trainable
 from lit_dpret.privacy.noise import KeyedStream, noise_source
 from lit_dpret.privacy.plan import PrivacyPlan, SamplingRequest
 from lit_dpret.privacy.state_watch import StateWatch
+from lit_dpret.settings import require_choice, require_number, require_whole
 
 #: A law of each kind, to ask of any data whether an accountant judges it.
 _DRAWN_SO: dict[str, SamplingLaw] = {
@@ -130,8 +123,7 @@ class GaussianMode(PrivacyMode):
                 f"privacy.noise_multiplier={noise_multiplier} is not a positive, finite number. "
                 "Leave it null to have it calibrated, or choose privacy=none."
             )
-        if total_eps is not None and not (math.isfinite(total_eps) and total_eps > 0):
-            raise ConfigurationError(f"privacy.total_eps={total_eps} is not a positive, finite number.")
+        require_number("privacy", {"total_eps": total_eps}, null=True)
         if total_eps is not None and dataset_ledger is None:
             raise ConfigurationError(
                 f"privacy.total_eps={total_eps:g} limits all runs on one data set together, and no file adds them up: "
@@ -144,8 +136,7 @@ class GaussianMode(PrivacyMode):
                     f"privacy.max_units_per_user={max_units_per_user} cannot go with privacy.unit=user: all that a "
                     "user contributed is one unit already. Set it to null."
                 )
-        if noise_seed is not None and noise_seed < 0:
-            raise ConfigurationError(f"privacy.noise_seed={noise_seed} must not be negative; null takes the secret.")
+        require_whole("privacy", {"noise_seed": noise_seed}, 0, null=True)
         if noise_seed is not None and dataset_ledger is not None:
             raise ConfigurationError(
                 f"privacy.noise_seed={noise_seed} makes noise that anybody can compute, and no "

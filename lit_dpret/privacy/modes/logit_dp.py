@@ -32,7 +32,6 @@ from lit_dpret.distributed.strategies import SUMS_ADD_UP, Supported
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.evaluation_mode import evaluation_mode
 from lit_dpret.privacy.accounting.coupled_sensitivity import Bounded, LossClaim, Relation
-from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.clipping.base import room_for_rounding
 from lit_dpret.privacy.clipping.pairs import (
     NormsName,
@@ -46,6 +45,7 @@ from lit_dpret.privacy.modes.base import GradientSums, trainable
 from lit_dpret.privacy.modes.coupled import CoupledMode, CoupledSettings, named
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
+from lit_dpret.settings import require_choice, require_whole
 
 SensitivityRule = Literal["proof", "paper"]
 
@@ -108,9 +108,8 @@ class LogitDP(CoupledMode):
         super().__init__(max_grad_norm=max_logit_grad_norm, **common)
         require_choice("privacy.norms", norms, get_args(NormsName))
         require_choice("privacy.sensitivity", sensitivity, get_args(SensitivityRule))
-        for name, value in (("rows_at_once", rows_at_once), ("pairs_at_once", pairs_at_once)):
-            if value is not None and value < 1:
-                raise ConfigurationError(f"privacy.{name}={value} must be at least 1.")
+        require_whole("privacy", {"rows_at_once": rows_at_once}, 1)
+        require_whole("privacy", {"pairs_at_once": pairs_at_once}, 1, null=True)
         self.max_logit_grad_norm = max_logit_grad_norm
         self.norms: NormsName = norms
         self.sensitivity: SensitivityRule = sensitivity

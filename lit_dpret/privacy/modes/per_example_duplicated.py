@@ -18,12 +18,12 @@ from torch import nn
 from lit_dpret.distributed.strategies import SUMS_ADD_UP, Supported
 from lit_dpret.privacy.accounting.coupled_sensitivity import Bounded, Relation
 from lit_dpret.privacy.batches import rows_in_turn
-from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.clipping import make_engine
 from lit_dpret.privacy.modes.base import Candidates
 from lit_dpret.privacy.modes.coupled import CoupledMode, CoupledSettings
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
+from lit_dpret.settings import require_choice
 
 
 def duplicated_sensitivity(n_max: int, change: Relation) -> float:

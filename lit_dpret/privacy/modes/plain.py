@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from lit_dpret.distributed.strategies import Supported, with_xla
-from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.modes.base import Candidates, GradientSums, Guarantee, PrivacyMode, StepCounts, Update, trainable
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
+from lit_dpret.settings import require_whole
 
 
 class PlainGradients(PrivacyMode):
@@ -28,8 +28,7 @@ class PlainGradients(PrivacyMode):
 
     def __init__(self, *, sub_batches: int | None = None) -> None:
         super().__init__()
-        if sub_batches is not None and sub_batches < 1:
-            raise ConfigurationError(f"privacy.sub_batches={sub_batches} must be at least 1.")
+        require_whole("privacy", {"sub_batches": sub_batches}, 1, null=True)
         self.sub_batches = sub_batches
 
     def attach(self, module: nn.Module, plan: PrivacyPlan | None, stream: KeyedStream) -> None:

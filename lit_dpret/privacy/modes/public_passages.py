@@ -17,13 +17,13 @@ from typing import Any, ClassVar, get_args
 from torch import nn
 
 from lit_dpret.distributed.strategies import SUMS_ADD_UP, Supported
-from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.privacy.batches import split_batch
-from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.modes.base import Candidates, PassageGradient
 from lit_dpret.privacy.modes.dp_sgd import DPSGD
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
+from lit_dpret.settings import require_choice, require_whole
 
 
 class PublicPassages(DPSGD):
@@ -64,12 +64,9 @@ class PublicPassages(DPSGD):
     ) -> None:
         super().__init__(**settings)
         require_choice("privacy.passage_gradient", passage_gradient, get_args(PassageGradient))
-        if pool_size is not None and pool_size < 1:
-            raise ConfigurationError(f"privacy.pool_size={pool_size} must be at least 1.")
-        if pool_seed < 0:
-            raise ConfigurationError(f"privacy.pool_seed={pool_seed} must not be negative.")
-        if units_at_once < 1:
-            raise ConfigurationError(f"privacy.units_at_once={units_at_once} must be at least 1.")
+        require_whole("privacy", {"pool_size": pool_size}, 1, null=True)
+        require_whole("privacy", {"pool_seed": pool_seed}, 0)
+        require_whole("privacy", {"units_at_once": units_at_once}, 1)
         self.passage_gradient: PassageGradient = passage_gradient
         self.pool_size = pool_size
         self.pool_seed = pool_seed

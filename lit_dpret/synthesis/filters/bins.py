@@ -20,6 +20,7 @@ from lit_dpret.encoders import load_towers
 from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError
 from lit_dpret.files import json_sha256
 from lit_dpret.privacy.ledger.judgement import Assumption
+from lit_dpret.settings import require_whole
 from lit_dpret.synthesis.filters.released import declared, shown
 
 
@@ -155,9 +156,7 @@ class TopicBins(Bins):
         rounds: int = 20,
         centroids: Sequence[Sequence[float]] | None = None,
     ) -> None:
-        for knob, value in (("topics", topics), ("max_passages", max_passages), ("rounds", rounds)):
-            if value < 1:
-                raise ConfigurationError(f"task.bins.{knob}={value} must be at least 1.")
+        require_whole("task.bins", {"topics": topics, "max_passages": max_passages, "rounds": rounds}, 1)
         self.trusts = require_public_encoder(encoder, encoder_is_public, knob="task.bins.encoder")
         self.topics, self.encoder, self.max_passages, self.rounds = topics, str(encoder), max_passages, rounds
         self._centroids = None if centroids is None else np.asarray(centroids, dtype=np.float32)

@@ -15,6 +15,7 @@ from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.clipping.pairs.batch import PairBatch, clipped_pair_factors, embed_all, weighted_backward
 from lit_dpret.privacy.clipping.pairs.blocks import JacobianNorms, KBlocks, LinearHead
 from lit_dpret.privacy.clipping.pairs.norms import PAIRS_AT_ONCE, BruteForce, PairGhost, PairNorms
+from lit_dpret.settings import require_choice
 
 __all__ = [
     "PAIRS_AT_ONCE",
@@ -126,8 +127,7 @@ def make_pair_norms(
         ConfigurationError: No strategy has this name, or ``auto`` lacks a number.
         UnsupportedModelError: The strategy does not cover the module.
     """
-    if norms not in get_args(NormsName):
-        raise ConfigurationError(f"privacy.norms={norms!r} is not one of {', '.join(get_args(NormsName))}.")
+    require_choice("privacy.norms", norms, get_args(NormsName))
     if norms == "auto":
         if n_max is None or dim is None:
             raise ConfigurationError(

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError
+from lit_dpret.errors import DataError, UnsupportedModelError
 from lit_dpret.matmul_precision import whole_products
 from lit_dpret.privacy.clipping.base import LEAST_FACTOR, accumulator_dtype
+from lit_dpret.settings import require_number
 
 Embed = Callable[[Any], Tensor]
 
@@ -215,8 +216,7 @@ def clipped_pair_factors(norms: Tensor, max_logit_grad_norm: float) -> tuple[Ten
     Raises:
         ConfigurationError: The bound is not a positive, finite number.
     """
-    if not 0 < max_logit_grad_norm < float("inf"):
-        raise ConfigurationError(f"privacy.max_logit_grad_norm={max_logit_grad_norm} is not a positive, finite number.")
+    require_number("privacy", {"max_logit_grad_norm": max_logit_grad_norm})
     # A number over a tensor may be rounded twice, and a norm that is the bound would then get a factor below 1.
     factors = torch.where(norms <= max_logit_grad_norm, 1.0, max_logit_grad_norm / norms)
     # A factor that float32 cannot hold would round to another one, and the bound would be gone.
