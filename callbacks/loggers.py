@@ -80,6 +80,8 @@ class _PublicLogger(Logger):
     """What the loggers of services have in common here; it stands before the class of Lightning.
 
     Guarantees:
+        - The service gets curves, numbers and the card, and nothing that was written by a person: no text, no path of
+          data, no command line, no code and no console output. The machine is not measured.
         - The service begins its run with the first number that it is told. Under a guarantee that is when training is
           over (`LogGate`), so that no time that it keeps depends on a private step.
         - What a module keeps of its arguments, and a graph of it, go nowhere: they may name paths, or hold rows.
@@ -87,9 +89,21 @@ class _PublicLogger(Logger):
           claim of the card.
     """
 
-    _run_dir: Path
-    _settings: Mapping[str, Any]
     _begun = _claimed = False
+
+    def _keep(self, package: str, save_dir: str | Path, settings: Mapping[str, Any] | None) -> Any:
+        """Keep where the card is looked for and what may be told of the settings; return the package of the service.
+
+        Raises:
+            ConfigurationError: It is not installed; it is an extra of the same name.
+        """
+        self._run_dir, self._settings = Path(save_dir), dict(public_settings(settings or {}))
+        try:
+            return importlib.import_module(package)
+        except ImportError as error:
+            raise ConfigurationError(
+                f'logger={package} needs {package}. Run: pip install "lit-dpret[{package}]".'
+            ) from error
 
     @property
     def experiment(self) -> Any:
@@ -126,13 +140,11 @@ class _PublicLogger(Logger):
 
 
 class PublicWandbLogger(_PublicLogger, WandbLogger):
-    """A Lightning logger that gives W&B curves, numbers and the card, and nothing that was written by a person.
+    """W&B as a Lightning logger, told what may be told (`_PublicLogger`).
 
     Guarantees:
-        - No text, no path, no command line, no code and no console output reaches W&B's files, offline or online;
-          W&B's own debug logs, which stay on this machine, are no part of that.
-        - W&B's run begins with the first number that it is told. Under a guarantee that is when training is over
-          (`LogGate`), so that no time in W&B's files depends on a private step, and the machine is not measured.
+        - That holds of W&B's files, offline or online; W&B's own debug logs, which stay on this machine, are no part
+          of them.
         - When the run ends, the claim of its card stands in the summary, and the card beside the curves.
 
     Args:
@@ -157,7 +169,7 @@ class PublicWandbLogger(_PublicLogger, WandbLogger):
         log_model: Any = False,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        wandb = _needed("wandb")
+        wandb = self._keep("wandb", save_dir, settings)
         told = wandb.Settings(
             console="off",
             disable_code=True,
@@ -171,9 +183,8 @@ class PublicWandbLogger(_PublicLogger, WandbLogger):
         )
         super().__init__(
             name=name, save_dir=save_dir, project=project, offline=offline, log_model=log_model, settings=told,
-            config=dict(public_settings(settings or {})),
+            config=self._settings,
         )  # fmt: skip
-        self._run_dir = Path(save_dir)
         if not offline and os.environ.get("WANDB_MODE", "online") == "online":
             self._log_in(wandb)
 
@@ -188,12 +199,13 @@ class PublicWandbLogger(_PublicLogger, WandbLogger):
             raise ConfigurationError("logger=wandb has no key. Run: wandb login. Or set logger.wandb.offline=true.")
 
     def log_text(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused."""
-        raise _refused("log_text")
+        """Refused, as ``log_table``: they send texts."""
+        raise ConfigurationError(
+            "logger=wandb: log_text() and log_table() would send texts, and nobody can tell by looking whether they "
+            "are private queries. Log numbers; the card is logged by itself."
+        )
 
-    def log_table(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused."""
-        raise _refused("log_table")
+    log_table = log_text
 
     def watch(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: its hooks see gradients before the noise."""
@@ -211,12 +223,11 @@ class PublicWandbLogger(_PublicLogger, WandbLogger):
 
 
 class PublicTensorBoardLogger(_PublicLogger, TensorBoardLogger):
-    """A Lightning logger that writes curves, numbers and the claim to ``tensorboard/`` in the run folder.
+    """TensorBoard as a Lightning logger, told what may be told (`_PublicLogger`); in ``tensorboard/`` of the run.
 
     Guarantees:
-        - No text but the claim's, no path and no name of the machine stands in the folder.
-        - What the curves are stamped with, and its file is named by, tells nothing of private steps: under a guarantee
-          all of it is written when training is over.
+        - No text but the claim's, and no name of the machine stands in the folder.
+        - What its file is named by tells nothing of private steps.
 
     Args:
         save_dir: The run folder, where the card is looked for.
@@ -227,9 +238,8 @@ class PublicTensorBoardLogger(_PublicLogger, TensorBoardLogger):
     """
 
     def __init__(self, *, save_dir: str | Path, settings: Mapping[str, Any] | None = None) -> None:
-        _needed("tensorboard")
+        self._keep("tensorboard", save_dir, settings)
         super().__init__(save_dir, name="tensorboard", version="", default_hp_metric=False)
-        self._run_dir, self._settings = Path(save_dir), dict(public_settings(settings or {}))
 
     def _log_claim(self, claim: Mapping[str, Any], page: Path | None) -> None:
         rows = [f"| {name} | {value} |" for name, value in claim.items()]
@@ -247,14 +257,11 @@ class PublicTensorBoardLogger(_PublicLogger, TensorBoardLogger):
 
 
 class PublicMlflowLogger(_PublicLogger, MLFlowLogger):
-    """A Lightning logger that gives MLflow curves, numbers and the card, and nothing that was written by a person.
+    """MLflow as a Lightning logger, told what may be told (`_PublicLogger`).
 
     Guarantees:
-        - No text, no path of data, no command line, no name of a user or of a script, no commit and no code is sent
-          or stored. A database on this machine has two paths of MLflow's own: where it keeps the card, and where it
-          was made.
-        - MLflow's run begins with the first number that it is told. Under a guarantee that is when training is over
-          (`LogGate`), so that no time in it depends on a private step, and the machine is not measured.
+        - No name of a user or of a script and no commit is sent or stored either. A database on this machine has two
+          paths of MLflow's own: where it keeps the card, and where it was made.
         - When the run ends, its tags have the claim of its card, and its artifacts the card.
 
     Args:
@@ -278,8 +285,7 @@ class PublicMlflowLogger(_PublicLogger, MLFlowLogger):
         settings: Mapping[str, Any] | None = None,
     ) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # it would tell mlflow.org when a run begins
-        _needed("mlflow")
-        self._run_dir, self._settings = Path(save_dir), dict(public_settings(settings or {}))
+        self._keep("mlflow", save_dir, settings)
         self._experiment_name, self._run_name, self._run_id = experiment_name, run_name, None
         self._prefix = ""  # read before the run begins
         given = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
@@ -381,20 +387,3 @@ def public_settings(groups: Mapping[str, Any], prefix: str = "") -> Iterator[tup
             continue
         elif isinstance(value, bool) or (isinstance(value, (int, float)) and math.isfinite(value)):
             yield name, value
-
-
-def _needed(package: str) -> Any:
-    """Import the package of a service, which is an extra of the same name."""
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        raise ConfigurationError(
-            f'logger={package} needs {package}. Run: pip install "lit-dpret[{package}]".'
-        ) from error
-
-
-def _refused(what: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"logger=wandb: {what}() would send texts, and nobody can tell by looking whether they are private queries. "
-        "Log numbers; the card is logged by itself."
-    )

@@ -82,7 +82,9 @@ def _find(trainer: L.Trainer, module: Any, data: Any, planned: PlannedRun) -> in
     else:
         module = trainer.precision_plugin.convert_module(module)
         module.to(device)
-    beside = sum(_STATES * 4 * _here(p) + _copy_of(p) for p in trainable(module).values())
+    weights = [parameter.detach() for parameter in trainable(module).values()]
+    beside = sum(_STATES * 4 * place_of(weight)[0].numel() for weight in weights)  # of what this process keeps
+    beside += sum(4 * weight.numel() for weight in weights if weight.element_size() < 4)  # the float32 copies
     with module.whole():
         most = _most(module, data, planned, device)
         return largest_that_fits(
@@ -159,16 +161,6 @@ def _fits(attempt: Callable[[int], None], size: int) -> bool:
 def _batch(rows: Any, size: int, device: torch.device) -> UnitBatch:
     ids = torch.arange(size)
     return UnitBatch(rows, ids, torch.ones(size, dtype=torch.bool), step=0, part=0, last=True).to(device)
-
-
-def _here(parameter: torch.Tensor) -> int:
-    """Return the number of its values that this process keeps."""
-    return place_of(parameter.detach())[0].numel()
-
-
-def _copy_of(parameter: torch.Tensor) -> int:
-    """Bytes of the float32 copy that an optimizer keeps of a weight in half precision."""
-    return 4 * parameter.numel() if parameter.element_size() < 4 else 0
 
 
 def _room() -> tuple[int, int] | None:

@@ -152,7 +152,7 @@ class ZeroHandover(ABC):
 
     def optimizer_state(self) -> dict[str, Any]:
         """The state of the wrapped optimizer, whole, by name, on rank 0; nothing on the others. Called by all ranks."""
-        states = [self._state_of(group) for group in self._groups]
+        states: list[dict[str, Any]] = [self._zero.optimizer.state.get(group.master, {}) for group in self._groups]
         keys = sorted(set().union(*self._ranks.gather({key for state in states for key in state})))
         found: dict[str, Any] = {"groups": self._settings(), "states": {}, "numbers": {}}
         for key in keys:
@@ -233,10 +233,6 @@ class ZeroHandover(ABC):
         for name, parameter in self._module.named_parameters():
             if name in whole:
                 parameter.data.copy_(whole[name])
-
-    def _state_of(self, group: _Group) -> dict[str, Any]:
-        found: dict[str, Any] = self._zero.optimizer.state.get(group.master, {})
-        return found
 
     def _settings(self) -> list[dict[str, Any]]:
         groups = self._zero.optimizer.param_groups

@@ -228,8 +228,9 @@ class Client:
         add_stream(total, self._seed)
         for peer in self._held:
             if peer != self.number:
+                pair = pair_key(self.session, self._mask, self._peers[peer].mask, self.number, peer)
                 # The smaller number adds, the larger subtracts: in the sum of both the mask cancels modulo 2^32.
-                add_stream(total, self._pairwise(peer), subtract=self.number > peer)
+                add_stream(total, pair, subtract=self.number > peer)
         return total
 
     def statement(self, active: Iterable[int], dead: Iterable[int]) -> bytes:
@@ -359,9 +360,6 @@ class Client:
         if found is None or len(found) != 2 * SHARE_BYTES:
             raise DataError(f"The shares of client {peer} were changed on the way.", kind="bad protocol")
         return found
-
-    def _pairwise(self, peer: int) -> bytes:
-        return pair_key(self.session, self._mask, self._peers[peer].mask, self.number, peer)
 
 
 class Server:

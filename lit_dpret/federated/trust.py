@@ -80,11 +80,8 @@ def sights(run: PddAs2) -> list[Sight]:
 def _against(run: PddAs2) -> str:
     if not run.roster:
         return "under an honest-but-curious server alone"
-    return f"against any server and fewer colluding silos than 2 t - n, of n on the roster, t={_threshold(run)}"
-
-
-def _threshold(run: PddAs2) -> str:
-    return "2n/3 + 1" if run.sum_threshold is None else f"{run.sum_threshold} (at least n/2 + 1)"
+    threshold = "2n/3 + 1" if run.sum_threshold is None else f"{run.sum_threshold} (at least n/2 + 1)"
+    return f"against any server and fewer colluding silos than 2 t - n, of n on the roster, t={threshold}"
 
 
 def _keys(run: PddAs2) -> str:

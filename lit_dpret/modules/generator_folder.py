@@ -119,7 +119,7 @@ class TextCodec:
         """Return token ids of texts of one side, cut at its maximal length unless ``whole``."""
         before, after = self.contract.around_passage
         lead = " " if self.continues and after.endswith(" ") else ""
-        cased = [self._cased(text) for text in texts]
+        cased = [text.lower() if self.contract.lower_case else text for text in texts]
         end = [self.tokenizer.eos_token_id]
         if side == "query":
             inside = [lead + text for text in cased] if self.continues else cased
@@ -151,9 +151,6 @@ class TextCodec:
         """Return the words of generated ids, without marks, with single spaces."""
         decoded = self.tokenizer.decode(list(ids), skip_special_tokens=True)
         return " ".join(str(decoded).split())
-
-    def _cased(self, text: str) -> str:
-        return text.lower() if self.contract.lower_case else text
 
     def _ids(self, texts: list[str], tail: list[int], limit: int | None, *, marks: bool = True) -> list[list[int]]:
         """Return the ids of texts, cut so that the ids of ``tail`` fit behind them; ``marks`` as the tokenizer sets."""

@@ -226,7 +226,7 @@ class PrivateModule(Checkpointed):
             )
         # The accountant attached the mode in its ``setup``, which Lightning runs before it asks for optimizers.
         noise_std = self.privacy.gradient_noise_std if spec.uses_noise_std else 0.0
-        return spec.build(self.parameters(), steps=self._planned_steps(), noise_std=noise_std)
+        return spec.build(self.parameters(), steps=max(0, self.trainer.max_steps), noise_std=noise_std)
 
     def configure_model(self) -> None:
         """Shard the parameters over the ranks, once, where the strategy does so (``trainer=fsdp``)."""
@@ -236,9 +236,6 @@ class PrivateModule(Checkpointed):
             compute = torch.bfloat16 if str(self.trainer.precision) == "bf16-mixed" else None
             self._shards = ShardedParameters(self, self.device_mesh["data_parallel"], compute_dtype=compute)
             self.receive_handover(self._shards.handover(Ranks.here()))
-
-    def _planned_steps(self) -> int:
-        return self.trainer.max_steps if self.trainer.max_steps > 0 else 0
 
     def receive_guard(self, guard: Guard) -> None:
         """Called by the accountant once plan, mode and ledger are ready; nothing of an earlier fit is left then."""

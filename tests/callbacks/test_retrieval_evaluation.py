@@ -208,8 +208,8 @@ def test_a_model_that_does_not_retrieve_is_refused(tmp_path: Path) -> None:
     [
         ({"data": "secret"}, "not one of public, synthetic, private"),
         ({"data": "public", "card_entry": True}, "card_entry=true is for data=private"),
-        ({"every_n_steps": 0}, "must be at least 1"),
-        ({"max_queries": 0}, "must be at least 1"),
+        ({"every_n_steps": 0}, "every_n_steps=0"),
+        ({"max_queries": 0}, "max_queries=0"),
         ({"metrics": ["ndcg@200"]}, "top_k=100 cannot answer"),
         ({"metrics": []}, "name at least one"),
     ],

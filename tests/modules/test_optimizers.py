@@ -236,7 +236,7 @@ def test_adam_bc_refuses_parameters_in_which_the_difference_is_rounding() -> Non
         ({"name": "sgd", "betas": (0.9, 0.99)}, "belongs to adam, adamw, adam_bc"),
         ({"name": "adam_bc", "eps": 1e-8}, r"eps=1e-08 would be ignored"),
         ({"name": "adam", "min_second_moment": 1e-8}, "belongs to adam_bc"),
-        ({"name": "adam_bc", "min_second_moment": 0.0}, "not a positive, finite number"),
+        ({"name": "adam_bc", "min_second_moment": 0.0}, "min_second_moment=0.0"),
         ({"name": "adafactor", "clip_threshold": 0.5}, "clip_threshold=0.5 must be at least 1"),
         ({"name": "adafactor", "beta2_decay": 0.8}, r"must lie in \[-1, 0\)"),
         ({"name": "sgd", "momentum": 1.0}, r"must lie in \[0, 1\)"),

@@ -61,14 +61,16 @@ class ConnectedSilos:
 
     # -- messages ------------------------------------------------------------------------------
 
-    def message(self, **facts: Any) -> RecordDict:
-        """Make a message of this run with facts in its head."""
-        return envelope(settings=digest_of(self.settings), **facts)
+    def message(self, records: Mapping[str, Any] = {}, **facts: Any) -> RecordDict:
+        """Make a message of this run with these records, and facts in its head."""
+        return RecordDict({**envelope(settings=digest_of(self.settings), **facts), **records})
 
-    def about(self, weights: Mapping[str, Tensor], name: str, **facts: Any) -> RecordDict:
+    def about(
+        self, weights: Mapping[str, Tensor], name: str, records: Mapping[str, Any] = {}, **facts: Any
+    ) -> RecordDict:
         """Make a message about the global weights, with them where the silo does not have them yet."""
         wanted = fingerprint(weights)
-        content = self.message(weights=wanted, **facts)
+        content = self.message(records, weights=wanted, **facts)
         if self.lacks(name, wanted):
             content["weights"] = weights_record(weights)
         return content

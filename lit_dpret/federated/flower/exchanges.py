@@ -81,26 +81,24 @@ class MaskedRound:
     def gather(self) -> None:
         """Acts 1 to 3: collect the masked vectors."""
         self._need(len(self.numbers), "are there", least=self.least)  # before one of them trains for nothing
-        sent, clients = payloads.weights_record(self.weights), list(self._plan.clients)
-        contents: dict[str, RecordDict] = {}
-        for name, number in self.numbers.items():
-            contents[name] = self._message(round=self.number, number=number, clients=clients)
-            contents[name]["weights"] = sent
+        sent, clients = {"weights": payloads.weights_record(self.weights)}, list(self._plan.clients)
+        contents = {
+            name: self._message(sent, round=self.number, number=number, clients=clients)
+            for name, number in self.numbers.items()
+        }
         keys = self._ask("train.secagg_setup", contents, self._own_keys)
         self._server.keys = {one.client: one for one in keys.values()}
         self._need(len(keys), "advertised keys")
 
-        advertised = payloads.keys_record(self._server.keys.values())
-        contents = {name: self._message() for name in keys}
-        for content in contents.values():
-            content["keys"] = advertised
+        advertised = {"keys": payloads.keys_record(self._server.keys.values())}
+        contents = {name: self._message(advertised) for name in keys}
         shares = self._ask("train.secagg_share", contents, self._all_shares)
         routed = self._server.route({self.numbers[name]: boxes for name, boxes in shares.items()})
         self._need(len(shares), "shared their secrets")
 
-        contents = {name: self._message() for name in shares}
-        for name, content in contents.items():
-            content["shares"] = payloads.bytes_record(routed[self.numbers[name]])
+        contents = {
+            name: self._message({"shares": payloads.bytes_record(routed[self.numbers[name]])}) for name in shares
+        }
         size = 1 + sum(value.numel() for value in self.weights.values())
         masked = self._ask(
             "train.secagg_masked",
@@ -131,8 +129,8 @@ class MaskedRound:
         limit, norm = self.settings.update_limit, self.settings.update_norm
         return mean_of(self.weights, total, fixed, clients=len(names), limit=limit, norm=norm), names
 
-    def _message(self, **facts: Any) -> RecordDict:
-        return self.silos.message(attempt=self._plan.attempt, **facts)
+    def _message(self, records: Mapping[str, Any] = {}, **facts: Any) -> RecordDict:
+        return self.silos.message(records, attempt=self._plan.attempt, **facts)
 
     def _ask(
         self, kind: str, contents: Mapping[str, RecordDict], read: Callable[[str, RecordDict], Any]
@@ -229,10 +227,8 @@ class Relay:
     def _asking(self, name: str, rows: list[Tensor]) -> RecordDict:
         if self.settings.stage2.request == "none":  # requests that say nothing are all the same one
             rows = [torch.empty(0, self.dim)]
-        content = self._message(name, askers=len(rows))
-        for place, one in enumerate(rows):
-            content[f"rows.{place}"] = payloads.rows_record(one)
-        return content
+        records = {f"rows.{place}": payloads.rows_record(one) for place, one in enumerate(rows)}
+        return self._message(name, records, askers=len(rows))
 
     # -- sealed --------------------------------------------------------------------------------
 
@@ -240,11 +236,10 @@ class Relay:
         numbers = self.numbers
         begun = {name: self._message(name, number=number) for name, number in numbers.items()}
         keys: dict[str, bytes] = self.silos.ask("query.seal_key", begun, self._own_key, self.where)
-        requests = {name: self._message(name) for name in keys}
-        for name, content in requests.items():
-            content["keys"] = payloads.bytes_record(
-                {numbers[one]: keys[one] for one in self._selected(name, list(keys))}
-            )
+        requests: dict[str, RecordDict] = {}
+        for name in keys:
+            asked = {numbers[one]: keys[one] for one in self._selected(name, list(keys))}
+            requests[name] = self._message(name, {"keys": payloads.bytes_record(asked)})
         letters = self._letters("query.fedneg_request", requests)
 
         serving: dict[str, RecordDict] = {}
@@ -307,8 +302,8 @@ class Relay:
                 askers[name].append(asker)
         return {name: listed for name, listed in askers.items() if listed}
 
-    def _message(self, name: str, **facts: Any) -> RecordDict:
-        return self.silos.about(self.weights, name, refresh=self.refresh, **facts)
+    def _message(self, name: str, records: Mapping[str, Any] = {}, **facts: Any) -> RecordDict:
+        return self.silos.about(self.weights, name, records, refresh=self.refresh, **facts)
 
     def _fault(self, what: str) -> None:
         self.silos.faults.append(f"{self.where}: {what}")

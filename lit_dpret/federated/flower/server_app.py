@@ -71,11 +71,8 @@ class FlowerFederation(Federation):
                 masked = MaskedRound(self.silos, names, weights, number, least=self.min_clients)
                 found, self.result.rounds[number] = masked.run(self.folder / f"unmasking-{number:03}.json")
             return found
-        sent = weights_record(weights)
-        contents: dict[str, RecordDict] = {}
-        for name in names:
-            contents[name] = self.silos.message(round=number)
-            contents[name]["weights"] = sent
+        sent = {"weights": weights_record(weights)}
+        contents = {name: self.silos.message(sent, round=number) for name in names}
         updates = self.silos.ask(
             "train.stage1",
             contents,
@@ -97,11 +94,7 @@ class FlowerFederation(Federation):
                 names = self.silos.present(where)
                 relay = Relay(self.silos, names, weights, number, dim=self.dim)
                 pools = relay.pools() if stage.asks(number) else {name: {} for name in names}
-                contents: dict[str, RecordDict] = {}
-                for name, records in pools.items():
-                    contents[name] = self.silos.about(weights, name, epoch=number)
-                    for kind, record in records.items():
-                        contents[name][kind] = record
+                contents = {name: self.silos.about(weights, name, pool, epoch=number) for name, pool in pools.items()}
                 finished = self.silos.exchange("train.personalise", contents, where)
                 for name, content in finished.items():
                     relay.report_refusals(name, content)

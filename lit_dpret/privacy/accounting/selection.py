@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from dp_accounting import dp_event
 from dp_accounting.rdp import RdpAccountant
@@ -121,15 +120,13 @@ def selection_epsilon(
     spare = delta - stopping.mean_runs * math.fsum(lost)
     if spare <= 0:
         return math.inf
-    run = dp_event.ComposedDpEvent([_self_composed(_uncut(part), neighbours) for part in parts])
+    run = dp_event.ComposedDpEvent(
+        [dp_event.SelfComposedDpEvent(rdp_event(_uncut(part), neighbours), part.count) for part in parts]
+    )
     accountant = RdpAccountant(neighboring_relation=RELATIONS[neighbours])
     accountant.compose(dp_event.RepeatAndSelectDpEvent(run, stopping.mean_runs, stopping.shape))
     value = float(accountant.get_epsilon(spare))
     return value if value <= LARGEST_EPSILON else math.inf
-
-
-def _self_composed(part: Part, neighbours: Neighbours) -> Any:
-    return dp_event.SelfComposedDpEvent(rdp_event(part, neighbours), part.count)
 
 
 def _uncut(part: Part) -> Part:

@@ -535,7 +535,11 @@ def are_small(uses: Sequence[Sequence[Contribution]], shapes: Sequence[torch.Siz
 
 def write_out(uses: Sequence[Contribution], shape: torch.Size, batch: UnitRows, dtype: torch.dtype) -> list[Written]:
     """Each unit's gradient of one parameter, in ``dtype``."""
-    patches = [_patches(use) for use in uses if isinstance(use, Convolution)]
+    patches = [
+        max(1, use.g.shape[1] * use.x.shape[2] * int(torch.Size(use.geometry.kernel).numel()))
+        for use in uses
+        if isinstance(use, Convolution)
+    ]
     found: list[Written] = []
     for group in batch.groups:
         each = group.rows.shape[1] * sum(patches)
@@ -543,10 +547,6 @@ def write_out(uses: Sequence[Contribution], shape: torch.Size, batch: UnitRows, 
         for part in group.split(size):
             found.append(Written(part, unit_gradients(uses, shape, part, dtype), batch.fixed))
     return found
-
-
-def _patches(use: Convolution) -> int:
-    return max(1, use.g.shape[1] * use.x.shape[2] * int(torch.Size(use.geometry.kernel).numel()))
 
 
 def _size(tensor: Tensor) -> int:

@@ -252,7 +252,7 @@ class GhostClipping(ClippedSum):
             )
         # A gradient that reaches a parameter itself, and not an alias, was seen by no rule.
         refuse_functional_use(list(self.parameters), found[len(uses) :])
-        grads = self._shaped(uses, found)
+        grads = [None if g is None else g.reshape(use.shape) for use, g in zip(uses, found, strict=False)]
         refuse_lost_gradients(uses, grads, losses)
         if due and self._recording_check.is_due(uses, grads, batch):
             return self._audited(uses, grads, real, batch, keep=keep)
@@ -302,9 +302,6 @@ class GhostClipping(ClippedSum):
             for local, contribution in found_here:
                 found.setdefault(use.site.parameters[local], []).append(contribution)
         return found
-
-    def _shaped(self, uses: list[Use], found: Sequence[Tensor | None]) -> list[Tensor | None]:
-        return [None if g is None else g.reshape(use.shape) for use, g in zip(uses, found, strict=False)]
 
     def _dtype(self, use: Use) -> torch.dtype:
         return accumulator_dtype(self.parameters[next(iter(use.site.parameters.values()))])
