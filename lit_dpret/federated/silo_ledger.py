@@ -36,7 +36,7 @@ from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.accounting.releases import FullBatch, GaussianRelease, Release, SamplingLaw, merge
 from lit_dpret.privacy.budget import AccountantName, Neighbours, NoiseName, PrivacyBudget, Unit, with_rounding_paid
 from lit_dpret.privacy.ledger.dataset_account import RunLock
-from lit_dpret.privacy.ledger.dataset_file import Charge, DatasetFile, Entry, Total, compose_across_runs, composed
+from lit_dpret.privacy.ledger.dataset_file import Charge, DatasetBook, DatasetFile, Total, compose_across_runs, composed
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.ledger.judgement import owed_releases
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, recorded_start
@@ -85,7 +85,7 @@ class SiloLedger:
         self._require_known(sorted((self.folder / _RELEASES).glob("*.jsonl")))
 
     def _require_same_limit(self) -> None:
-        terms = DatasetFile.read(self.path).book.terms if self.path.exists() else None
+        terms = self._book.terms
         if terms is not None and terms["total_eps"] != self.budget.eps:
             raise ConfigurationError(
                 f"federated.privacy.eps={self.budget.eps:g}, but {self.path} was begun with {terms['total_eps']:g}: a "
@@ -109,7 +109,7 @@ class SiloLedger:
             if theirs or not any(record.get("kind") == "intent" for record in records):
                 continue
             if known is None:  # read once, and only where a ledger released something
-                known = self._ledger.run_ids() if self.path.exists() else set()
+                known = set(self._book.entries)
             if plan.get("run_id") not in known:
                 raise LedgerError(
                     f"{self.path} does not know of {path}, which released something: it was lost, or is an older copy. "
@@ -209,7 +209,7 @@ class SiloLedger:
         # Whoever releases something holds the run's ledger open for writing: that it opens here says that nobody does.
         with PrivacyLedger.open(path) as own:
             run_id = next((str(record["run_id"]) for record in own.records if record["kind"] == "plan"), "")
-            entry = self._entries().get(run_id)
+            entry = self._book.entries.get(run_id)
             if entry is None or entry.settled:
                 return
             lock = RunLock(self.path, run_id)
@@ -223,14 +223,15 @@ class SiloLedger:
 
     def settle_broken_releases(self) -> None:
         """Settle the requests and answers that were broken off (`settle_broken`); those that go on stay as they are."""
-        held = {run_id for run_id, entry in self._entries().items() if not entry.settled}
+        held = {run_id for run_id, entry in self._book.entries.items() if not entry.settled}
         for path in sorted((self.folder / _RELEASES).glob("*.jsonl")):
             if path.stem.rpartition("-")[2] in held:
                 with suppress(LedgerError):  # it goes on elsewhere
                     self.settle_broken(path)
 
-    def _entries(self) -> dict[str, Entry]:
-        return DatasetFile.read(self.path).book.entries if self.path.exists() else {}
+    @property
+    def _book(self) -> DatasetBook:
+        return DatasetFile.read(self.path).book if self.path.exists() else DatasetBook()
 
     def total(self) -> Total | None:
         """Return what is spent and reserved now; None where nothing was ever charged."""
@@ -243,9 +244,7 @@ class SiloLedger:
 
     def charged(self) -> list[Release]:
         """Return everything that was charged, whichever run it was."""
-        if not self.path.exists():
-            return []
-        return self._ledger.charged()
+        return composed(entry.charge for entry in self._book.entries.values())
 
     def require_charged(self, records: Sequence[Mapping[str, Any]], what: str) -> list[Release]:
         """Return what a private run was charged with here, given the records of its own ledger.
@@ -260,8 +259,8 @@ class SiloLedger:
         if self.path.exists():
             self._ledger.require([])
         plan = next((record for record in records if record.get("kind") == "plan"), {})
-        charge = self._ledger.charge_of(str(plan.get("run_id"))) if self.path.exists() else None
-        if charge is None:
+        entry = self._book.entries.get(str(plan.get("run_id")))
+        if entry is None:
             raise PrivateDataError(
                 f"{what} was not charged to {self.path.name}, so no budget covers it together with the rounds: its "
                 "epsilon would come on top. Name the state folder whose ledger it is in (federated.state, or --state "
@@ -272,11 +271,9 @@ class SiloLedger:
                 f"{what} started from another private run, and {self.path.name} cannot tell whose data that one saw. "
                 "Train it from a public model."
             )
-        releases, head = charge
-        own = sorted(str(one.to_dict()) for one in merge(owed_releases(records)))
-        if head not in {record.get("hash") for record in records} or own != sorted(
-            str(one.to_dict()) for one in releases
-        ):
+        releases = entry.charge.releases
+        own, charged = (sorted(str(one.to_dict()) for one in of) for of in (merge(owed_releases(records)), releases))
+        if entry.head not in {record.get("hash") for record in records} or own != charged:
             raise PrivateDataError(
                 f"{what} is charged in {self.path.name} with something else than its own ledger says: one of the two "
                 "was put back or cut. Restore both."

@@ -308,7 +308,7 @@ def note_not_counted(run: PrivateRun, ledger: DatasetLedger) -> None:
     An older copy of that ledger does not know of a run that it has counted; the run's own ledger does.
     """
     identity = ledger.begin()
-    if ledger.charge_of(run.run_id) is None and not was_reserved(run.ledger.records, identity):
+    if run.run_id not in ledger.run_ids() and not was_reserved(run.ledger.records, identity):
         text = "privacy.dataset_ledger refused this run and counts nothing of it"
         run.ledger.append("event", name=NOT_COUNTED_EVENT, dataset_ledger=identity, text=text)
 

@@ -242,8 +242,7 @@ class DatasetLedger:
             ConfigurationError: The file was begun for another unit, relation or limit.
             LedgerError: The file is damaged, or of an unknown schema.
         """
-        empty = not self.path.exists()
-        book = DatasetBook() if empty else DatasetFile.read(self.path).book
+        book = DatasetFile.read(self.path).book if self.path.exists() else DatasetBook()
         terms = self._agreed(book)
         taken = self._place(book, "", Charge.of(planned))
         return self._checked({**_without(book.entries, taken), "": _planned(planned)}, book, terms, "")
@@ -264,16 +263,12 @@ class DatasetLedger:
     def releases(self) -> dict[str, list[Release]]:
         """Return what each run is charged with, by its name; runs of one name together.
 
-        What several of them begin with is in each: `charged` has all of them together.
+        What several of them begin with is in each: `total` counts it once.
         """
         found: dict[str, list[Charge]] = {}
         for entry in DatasetFile.read(self.path).book.entries.values():
             found.setdefault(entry.name, []).append(entry.charge)
         return {name: composed(charges) for name, charges in found.items()}
-
-    def charged(self) -> list[Release]:
-        """Return what all runs are charged with together."""
-        return composed(entry.charge for entry in DatasetFile.read(self.path).book.entries.values())
 
     def charges_of(self, sweep: str) -> dict[str, Charge]:
         """Return what each trial of a sweep that has begun is charged with, by the identity of its run."""
@@ -283,11 +278,6 @@ class DatasetLedger:
     def run_ids(self) -> set[str]:
         """The lasting identities of all runs that ever reserved something."""
         return set(DatasetFile.read(self.path).book.entries)
-
-    def charge_of(self, run_id: str) -> tuple[list[Release], str] | None:
-        """Return a run's charge and the last known record of its own ledger; None for an unknown run."""
-        entry = DatasetFile.read(self.path).book.entries.get(run_id)
-        return None if entry is None else (entry.charge.releases, entry.head)
 
     def reserve(
         self,
