@@ -8,7 +8,6 @@ tell a private query from a public one by looking at it.
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import os
@@ -24,6 +23,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from lit_dpret.cards.card import CARD_NAME, read_card
 from lit_dpret.errors import ConfigurationError, StorageError, first_line
+from lit_dpret.lazy import optional
 
 
 class MetricsFile(Logger):
@@ -98,12 +98,7 @@ class _PublicLogger(Logger):
             ConfigurationError: It is not installed; it is an extra of the same name.
         """
         self._run_dir, self._settings = Path(save_dir), dict(public_settings(settings or {}))
-        try:
-            return importlib.import_module(package)
-        except ImportError as error:
-            raise ConfigurationError(
-                f'logger={package} needs {package}. Run: pip install "lit-dpret[{package}]".'
-            ) from error
+        return optional(package, f"logger={package}", f"lit-dpret[{package}]")
 
     @property
     def experiment(self) -> Any:

@@ -8,7 +8,6 @@ Where no name says a split, or a column does, all are for training.
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -23,6 +22,7 @@ from lit_dpret.datamodules.pairs import PairsDataModule, PairSettings
 from lit_dpret.datamodules.readers import FORMATS, Complain, RecordFile, Records, one_line, refuse
 from lit_dpret.datamodules.rows import SPLIT_NAMES, SPLITS, TextUnit
 from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.lazy import optional
 from lit_dpret.settings import require_whole
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -178,13 +178,8 @@ class HuggingFaceDataModule(PairsDataModule):
     def _hub_rows(self, complain: Complain) -> dict[str, list[Records]]:
         if not _HUB_NAME.fullmatch(self.path):
             raise DataError(f"{self.path} does not exist; check datamodule.path.", kind="missing file")
-        try:
-            library = importlib.import_module("datasets")
-        except ImportError as error:
-            raise ConfigurationError(
-                f"datamodule.path={self.path} is no file or folder here, and the hub is read through datasets: pip "
-                'install "lit-dpret[hf]".'
-            ) from error
+        user = f"datamodule.path={self.path} is no file or folder here, and reading it from the hub"
+        library = optional("datasets", user, "lit-dpret[hf]")
         how = {"revision": self.revision, "streaming": self.streaming}
         others: list[str] = []
         try:

@@ -34,7 +34,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.errors import DataError
+from lit_dpret.lazy import optional
 
 SourceName = Literal["cifar10", "cifar100", "fashion_mnist", "vision_folder"]
 ImageSplit = Literal["train", "test"]
@@ -120,7 +121,7 @@ def read_hub(name: SourceName, hub: str, split: ImageSplit) -> RawSplit:
         ConfigurationError: ``datasets`` is not installed.
         DataError: The data set cannot be loaded, or lacks a column.
     """
-    datasets = _optional("datasets", "datasets", f"datamodule.hub={hub}")
+    datasets = optional("datasets", f"datamodule.hub={hub}", "lit-dpret[vision]")
     try:
         table: Any = datasets.load_dataset(hub, split=split)
     except Exception as error:  # the hub raises many kinds of error
@@ -272,7 +273,7 @@ def _encoded(
     images: Callable[[int], bytes], *, source: str, size: int | None = None
 ) -> Callable[[Sequence[int]], Tensor]:
     """Return the ``decode`` of JPEG, PNG and other files of one size; with ``size`` each is resized to that square."""
-    pillow = _optional("PIL.Image", "Pillow", source)
+    pillow = optional("PIL.Image", f"Reading {source}", "lit-dpret[vision]", package="Pillow")
 
     def one(position: int) -> np.ndarray:
         try:
@@ -291,15 +292,6 @@ def _encoded(
         return torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2).contiguous()
 
     return decode
-
-
-def _optional(module: str, package: str, source: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ConfigurationError(
-            f'Reading {source} needs {package}, which is not installed. Run: pip install "lit-dpret[vision]"'
-        ) from error
 
 
 def _read_idx(path: Path) -> np.ndarray:
@@ -349,8 +341,8 @@ def _text(value: Any) -> str:
 def _read_parquet(paths: Sequence[Path], *, labels: str, coarse: str | None = None) -> RawSplit:
     """Read a table in parts, with labels and encoded images in ``image`` or ``img`` (bytes, or the hub's struct)."""
     source = str(paths[0]) if len(paths) == 1 else str(paths[0].parent)
-    parquet = _optional("pyarrow.parquet", "pyarrow", source)
-    arrow = _optional("pyarrow", "pyarrow", source)
+    arrow = optional("pyarrow", f"Reading {source}", "lit-dpret[vision]")
+    parquet = importlib.import_module("pyarrow.parquet")
     try:
         table = arrow.concat_tables([parquet.read_table(path) for path in paths])
     except (OSError, arrow.ArrowException) as error:

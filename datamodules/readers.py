@@ -34,7 +34,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.errors import DataError
+from lit_dpret.lazy import optional
 
 FORMATS = (".jsonl", ".tsv", ".csv", ".parquet")
 NOT_UNICODE = "holds half of a surrogate pair (\\ud800 to \\udfff alone), which is no character; mend the text"
@@ -263,7 +264,7 @@ class RecordFile(Records):
                 with gzip.open(self.path, "rb") as unzipped:
                     yield unzipped  # type: ignore[misc]  # GzipFile reads bytes as IO[bytes] does
             elif self._compression == ".zst":
-                zstandard = _optional("zstandard", self.path)
+                zstandard = optional("zstandard", f"Reading {self.path}", "zstandard")
                 try:
                     with self.path.open("rb") as packed:
                         yield io.BufferedReader(_ZstdStream(packed, zstandard))
@@ -370,7 +371,7 @@ class RecordFile(Records):
                 )
 
     def _parquet(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        pyarrow = _optional("pyarrow", self.path)
+        pyarrow = optional("pyarrow", f"Reading {self.path}", "pyarrow")
         parquet = importlib.import_module("pyarrow.parquet")
         number = 0
         try:
@@ -442,13 +443,10 @@ def ir_records(source: str, records: str) -> Iterator[Any]:
         ConfigurationError: ir-datasets is not installed.
         DataError: It cannot give them.
     """
-    try:
-        library = importlib.import_module("ir_datasets")
-    except ImportError as error:
-        raise ConfigurationError(
-            'datamodule.download=true needs ir-datasets: pip install "lit-dpret[beir]". Or name the folder of the data '
-            "that you have."
-        ) from error
+    instead = "Or name the folder of the data that you have."
+    library = optional(
+        "ir_datasets", "datamodule.download=true", "lit-dpret[beir]", package="ir-datasets", instead=instead
+    )
     try:
         yield from getattr(library.load(source), f"{records}_iter")()
     except Exception as error:  # of whichever kind: a network, a disk, a hash that differs
@@ -536,10 +534,3 @@ def _ignore(problem: DataError) -> None:
 
 def _unreadable(message: str) -> DataError:
     return DataError(message, kind="unreadable file")
-
-
-def _optional(package: str, path: Path) -> Any:
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        raise ConfigurationError(f"Reading {path} needs {package}: pip install {package}.") from error

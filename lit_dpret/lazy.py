@@ -1,10 +1,12 @@
-"""Package names that are imported when they are first asked for (PEP 562)."""
+"""What is imported when it is first asked for: names of a package (PEP 562), and packages that not everybody has."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
+
+from lit_dpret.errors import ConfigurationError
 
 
 def lazy_names(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
@@ -21,3 +23,25 @@ def lazy_names(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]
         return getattr(import_module(f"{package}.{modules[name]}"), name)
 
     return get
+
+
+def optional(module: str, user: str, install: str, *, package: str = "", instead: str = "") -> Any:
+    """Import a module of a package that not everybody has.
+
+    Args:
+        module: Its name.
+        user: What needs it, as the setting that asks for it.
+        install: What pip is given.
+        package: The name of the package, where the module has another one.
+        instead: A sentence that says how to do without.
+
+    Raises:
+        ConfigurationError: It is not installed.
+    """
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ConfigurationError(
+            f'{user} needs {package or module}, which is not installed. Run: pip install "{install}".'
+            f"{instead and f' {instead}'}"
+        ) from error

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_dpret.encoders import TextEncoder
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError, first_line
+from lit_dpret.lazy import optional
 from lit_dpret.modules.language_models import shaped
 from lit_dpret.settings import require_choice, require_whole
 
@@ -141,14 +142,7 @@ def merged(encoder: TextEncoder) -> TextEncoder:
 
 
 def _peft() -> Any:
-    try:
-        import peft
-    except ImportError as error:
-        raise ConfigurationError(
-            "model.lora needs peft, which is not installed. Install it by pip install lit-dpret[peft], or set "
-            "model.lora to null."
-        ) from error
-    return peft
+    return optional("peft", "model.lora", "lit-dpret[peft]", instead="Or set model.lora to null.")
 
 
 def refuse_two_choices(choices: Mapping[str, Any]) -> None:

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.lazy import optional
 from lit_dpret.retrieval.products import prepared
 from lit_dpret.retrieval.rows import Rows, as_rows, canonical_scores
 from lit_dpret.retrieval.search import Similarity, require_positive, search
@@ -125,10 +126,7 @@ class Scann:
     """
 
     def __init__(self, passages: Rows, *, cosine: bool = False) -> None:
-        try:
-            scann: Any = importlib.import_module("scann")
-        except ImportError as error:
-            raise ConfigurationError('search=scann needs the [scann] extra: pip install "lit-dpret[scann]".') from error
+        scann = optional("scann", "search=scann", "lit-dpret[scann]")
         if not len(passages):
             raise DataError("There are no passages to index.")
         self._count = len(passages)
@@ -232,12 +230,7 @@ def load_faiss() -> Any:
             "faiss-cpu and faiss-gpu are both installed and overwrite each other's files. Uninstall both, then "
             "install one."
         )
-    try:
-        return importlib.import_module("faiss")
-    except ImportError as error:
-        raise ConfigurationError(
-            'search=faiss needs one of the extras [faiss-cpu] and [faiss-gpu]: pip install "lit-dpret[faiss-cpu]".'
-        ) from error
+    return optional("faiss", "search=faiss", "lit-dpret[faiss-cpu]", instead="Or take the extra [faiss-gpu].")
 
 
 def _installed(name: str) -> bool:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import unicodedata
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.lazy import optional
 
 _APOSTROPHES = re.compile(r"(?<=\w)['’ʼ](?=\w)")
 _WORD = re.compile(r"[^\W_]+")
@@ -62,10 +62,5 @@ def need(package: Literal["sacrebleu", "sklearn"]) -> Any:
     Raises:
         ConfigurationError: It is not installed; the message says how to.
     """
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        measure, name = _NEEDS[package]
-        raise ConfigurationError(
-            f'{measure} is computed with {name}, which is not installed. Run: pip install "lit-dpret[quality]".'
-        ) from error
+    measure, name = _NEEDS[package]
+    return optional(package, measure, "lit-dpret[quality]", package=name)
