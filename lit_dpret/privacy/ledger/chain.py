@@ -131,7 +131,7 @@ class ChainedFile:
         except OSError as error:
             raise storage_error(path, "opened for writing", error) from error
         try:
-            _lock(file, path, wait=cls.lock_wait, refusal=cls.lock_refusal)
+            lock(file, path, wait=cls.lock_wait, refusal=f"The ledger {path} {cls.lock_refusal}")
             # A new file is durable only once its name in the folder is.
             sync_folder(path.parent)
             content = path.read_bytes()
@@ -203,7 +203,7 @@ class ChainedFile:
         """Let the lock go, also where a forked worker still holds the file; further appends are refused."""
         if self._file is not None:
             if os.getpid() == self._pid:
-                _unlock(self._file)
+                unlock(self._file)
             self._file.close()
             self._file = None
 
@@ -296,8 +296,13 @@ class ChainedFile:
         return records, book, len(content) - len(tail)
 
 
-def _lock(file: IO[bytes], path: Path, *, wait: float, refusal: str) -> None:
-    """Take the exclusive lock within ``wait`` seconds, or refuse; it ends with the file, also after a kill."""
+def lock(file: IO[bytes], path: Path, *, wait: float, refusal: str) -> None:
+    """Take the exclusive lock within ``wait`` seconds, or refuse; it ends with the file, also after a kill.
+
+    Raises:
+        LedgerError: Somebody else holds it; ``refusal`` is the sentence.
+        StorageError: The system has no such locks.
+    """
     if sys.platform == "win32":
         raise StorageError(f"{path} could not be locked: the ledger needs the file locks of a POSIX system.")
     import fcntl
@@ -310,11 +315,14 @@ def _lock(file: IO[bytes], path: Path, *, wait: float, refusal: str) -> None:
             return
         except BlockingIOError as error:
             if time.monotonic() >= deadline:
-                raise LedgerError(f"The ledger {path} {refusal}") from error
+                raise LedgerError(refusal) from error
             time.sleep(0.05)
+        except OSError as error:
+            raise storage_error(path, "locked", error) from error
 
 
-def _unlock(file: IO[bytes]) -> None:
+def unlock(file: IO[bytes]) -> None:
+    """Let the lock go."""
     if sys.platform != "win32":
         import fcntl
 

@@ -8,15 +8,14 @@ refuses that.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from lit_dpret.errors import BudgetExceededError, LedgerError, StorageError
+from lit_dpret.errors import BudgetExceededError
 from lit_dpret.privacy.accounting.releases import NonPrivateRelease, Release
-from lit_dpret.privacy.ledger.chain import storage_error
+from lit_dpret.privacy.ledger.chain import lock, storage_error, unlock
 from lit_dpret.privacy.ledger.dataset_file import TOTAL_EVENT, Charge, EarlierRun, Total
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.ledger.gate import ReleaseGate
@@ -65,7 +64,11 @@ class RunLock:
             except OSError as error:
                 raise storage_error(self.path, "opened for writing", error) from error
             try:
-                _lock(file, self.path, self._run_id)
+                refusal = (
+                    f"Run {self._run_id} is going on already, in this folder or in a copy of it: {self.path} is "
+                    "locked, and two copies of one run would spend one reservation twice. Wait for the other to end."
+                )
+                lock(file, self.path, wait=0.0, refusal=refusal)
             except BaseException:
                 file.close()
                 raise
@@ -83,7 +86,7 @@ class RunLock:
         if os.getpid() == self._pid:
             if _is_at(file, self.path):
                 self.path.unlink(missing_ok=True)
-            _unlock(file)
+            unlock(file)
         file.close()
 
 
@@ -95,29 +98,6 @@ def _is_at(file: IO[bytes], path: Path) -> bool:
     except FileNotFoundError:
         return False
     return (ours.st_dev, ours.st_ino) == (theirs.st_dev, theirs.st_ino)
-
-
-def _lock(file: IO[bytes], path: Path, run_id: str) -> None:
-    if sys.platform == "win32":
-        raise StorageError(f"{path} could not be locked: the ledger needs the file locks of a POSIX system.")
-    import fcntl
-
-    try:
-        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise LedgerError(
-            f"Run {run_id} is going on already, in this folder or in a copy of it: {path} is locked, and two copies "
-            "of one run would spend one reservation twice. Wait for the other to end."
-        ) from error
-    except OSError as error:
-        raise storage_error(path, "locked", error) from error
-
-
-def _unlock(file: IO[bytes]) -> None:
-    if sys.platform != "win32":
-        import fcntl
-
-        fcntl.flock(file.fileno(), fcntl.LOCK_UN)
 
 
 class DatasetAccount:

@@ -32,7 +32,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lit_dpret.errors import DataError, StorageError
+from lit_dpret.errors import DataError
+from lit_dpret.files import write_whole
 
 #: Where state dicts and checkpoints name the runs that trained their tensors.
 TRAINED_KEY = "lit_dpret_trained_in"
@@ -276,12 +277,10 @@ def note_folder(module: nn.Module, folder: str | Path) -> None:
         StorageError: The folder cannot be written.
     """
     path, runs = Path(folder) / NOTE_NAME, runs_behind(module)
-    try:
+    if runs:
+        write_whole(path, json.dumps({TRAINED_KEY: _plain(runs)}, indent=2) + "\n")
+    else:
         path.unlink(missing_ok=True)
-        if runs:
-            path.write_text(json.dumps({TRAINED_KEY: _plain(runs)}, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error.strerror or error}.") from error
 
 
 def noted_in(folder: Path) -> frozenset[TrainedIn]:
