@@ -45,25 +45,15 @@ def ledger_of(trainer: L.Trainer) -> Any:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """The plan of a run, decided before its first step.
+    """The plan of a run, decided before its first step."""
 
-    Attributes:
-        plan: What is promised; None where nothing is.
-        law: By which batches are drawn.
-        units: How many units there are; private under ``add_or_remove``.
-        unit: What a unit is, ``privacy.unit``.
-        steps: Logical steps.
-        steps_per_epoch: Logical steps in one pass over the units.
-        sub_batches: Into how many parts a logical batch falls whose units see each other.
-    """
-
-    plan: PrivacyPlan | None
-    law: SamplingLaw
-    units: int
-    unit: str
-    steps: int
-    steps_per_epoch: int
-    sub_batches: int | None = None
+    plan: PrivacyPlan | None  # what is promised; None where nothing is
+    law: SamplingLaw  # by which batches are drawn
+    units: int  # how many units there are; private under ``add_or_remove``
+    unit: str  # what a unit is, ``privacy.unit``
+    steps: int  # logical steps
+    steps_per_epoch: int  # logical steps in one pass over the units
+    sub_batches: int | None = None  # into how many parts a logical batch falls whose units see each other
 
     def describe(self, mode: PrivacyMode, data: Any) -> dict[str, Any]:
         """Return what the ledger records of the plan."""

@@ -25,24 +25,16 @@ SEVERITIES: dict[Severity, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class Trap:
-    """One way to lose a guarantee.
+    """One way to lose a guarantee."""
 
-    Args:
-        name: ``T1`` and so on.
-        title: The mistake.
-        stage: The last stage of the examination that looks for it; ``construction`` where the code cannot make it,
-            ``elsewhere`` where no examination of a run can see it.
-        instead: What is true of a run in which it was not found; or what to do where nothing can find it.
-        modes: The guarantees that it could break.
-        severity: What it costs whoever falls into it.
-    """
-
-    name: str
-    title: str
+    name: str  # ``T1`` and so on
+    title: str  # the mistake
+    # The last stage of the examination that looks for it; ``construction`` where the code cannot make it, ``elsewhere``
+    # where no examination of a run can see it.
     stage: Stage
-    instead: str
-    modes: tuple[str, ...] = ("dp",)
-    severity: Severity = "breaks_claim"
+    instead: str  # what is true of a run in which it was not found; or what to do where nothing can find it
+    modes: tuple[str, ...] = ("dp",)  # the guarantees that it could break
+    severity: Severity = "breaks_claim"  # what it costs whoever falls into it
 
 
 TRAPS: tuple[Trap, ...] = (

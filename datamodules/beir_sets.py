@@ -19,29 +19,17 @@ from lit_dpret.errors import ConfigurationError
 
 @dataclass(frozen=True, kw_only=True)
 class BeirSet:
-    """The protocol by which BEIR evaluates one data set.
+    """The protocol by which BEIR evaluates one data set."""
 
-    Args:
-        name: BEIR's own, which is also that of the folder its archive unpacks to.
-        split: The split that is evaluated.
-        passages: How many passages it has; 0 for the mean of several sets.
-        queries: How many queries that split has.
-        judgements: How many judgements that split has, those of grade 0 included.
-        drops_self_matches: Whether a passage with the query's own id is left out of its ranking.
-        members: The sets whose mean this one is; empty for a set with files of its own.
-        source: Its name in ir-datasets; empty where it has none.
-        note: What else a reader of a number should know.
-    """
-
-    name: str
-    split: str = "test"
-    passages: int = 0
-    queries: int = 0
-    judgements: int = 0
-    drops_self_matches: bool = False
-    members: tuple[str, ...] = ()
-    source: str = ""
-    note: str = ""
+    name: str  # BEIR's own, which is also that of the folder its archive unpacks to
+    split: str = "test"  # the split that is evaluated
+    passages: int = 0  # how many passages it has; 0 for the mean of several sets
+    queries: int = 0  # how many queries that split has
+    judgements: int = 0  # how many judgements that split has, those of grade 0 included
+    drops_self_matches: bool = False  # whether a passage with the query's own id is left out of its ranking
+    members: tuple[str, ...] = ()  # the sets whose mean this one is; empty for a set with files of its own
+    source: str = ""  # its name in ir-datasets; empty where it has none
+    note: str = ""  # what else a reader of a number should know
 
     def departures(self, *, passages: int, queries: int, judgements: int) -> list[str]:
         """In what these numbers differ from the published set's, one phrase each; empty for the whole set."""

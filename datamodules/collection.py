@@ -22,27 +22,20 @@ _SHORTEST_KEY = 16
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Collection:
-    """A retrieval data set.
+    """A retrieval data set."""
 
-    Args:
-        passages: Text of each passage (title and text joined) by id: a dictionary, or a
-            `lit_dpret.datamodules.passage_store.PassageStore` for more than memory should hold.
-        queries: Text of each query of every split by id.
-        qrels: For each split (``train``, ``dev``, ``test``) the graded judgements
-            ``{query_id: {passage_id: grade}}``. A grade above 0 makes the passage a positive.
-        users: User id by query id, where users are known; private. Ids are taken as those of files are (`as_id`).
-        domains: Domain by query id, where domains are known.
-        passage_domains: Domain by passage id, where domains are known.
-        source: Where it came from, for messages.
-    """
-
+    # Text of each passage (title and text joined) by id: a dictionary, or a
+    # `lit_dpret.datamodules.passage_store.PassageStore` for more than memory should hold.
     passages: Mapping[str, str]
-    queries: Mapping[str, str]
+    queries: Mapping[str, str]  # text of each query of every split by id
+    # For each split (``train``, ``dev``, ``test``) the graded judgements ``{query_id: {passage_id: grade}}``. A grade
+    # above 0 makes the passage a positive.
     qrels: Mapping[str, Qrels]
+    # User id by query id, where users are known; private. Ids are taken as those of files are (`as_id`).
     users: Mapping[str, str] = field(default_factory=dict)
-    domains: Mapping[str, str] = field(default_factory=dict)
-    passage_domains: Mapping[str, str] = field(default_factory=dict)
-    source: str = "the data set"
+    domains: Mapping[str, str] = field(default_factory=dict)  # domain by query id, where domains are known
+    passage_domains: Mapping[str, str] = field(default_factory=dict)  # domain by passage id, where domains are known
+    source: str = "the data set"  # where it came from, for messages
 
     def __post_init__(self) -> None:
         users = {query_id: as_id(user) for query_id, user in self.users.items()}

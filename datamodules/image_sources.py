@@ -61,44 +61,28 @@ _HARMLESS = {
 
 @dataclass(frozen=True, kw_only=True)
 class RawSplit:
-    """One split as its files hold it.
+    """One split as its files hold it."""
 
-    Attributes:
-        source: The file or folder, for messages.
-        ids: One public id per image; the same image keeps its id whatever else the files hold.
-        labels: The label of each image, counted from 0.
-        coarse: The group of each image, where the files name groups.
-        decode: The images at some positions, uint8 of shape (positions, channels, height, width).
-        label_names: Names of the labels, where the files give them.
-        coarse_names: Names of the groups, where the files give them.
-    """
-
-    source: str
-    ids: Sequence[str]
-    labels: Sequence[int]
+    source: str  # the file or folder, for messages
+    ids: Sequence[str]  # one public id per image; the same image keeps its id whatever else the files hold
+    labels: Sequence[int]  # the label of each image, counted from 0
+    # The images at some positions, uint8 of shape (positions, channels, height, width).
     decode: Callable[[Sequence[int]], Tensor]
-    coarse: Sequence[int] | None = None
-    label_names: tuple[str, ...] = ()
-    coarse_names: tuple[str, ...] = ()
+    coarse: Sequence[int] | None = None  # the group of each image, where the files name groups
+    label_names: tuple[str, ...] = ()  # names of the labels, where the files give them
+    coarse_names: tuple[str, ...] = ()  # names of the groups, where the files give them
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """One kind of data set.
+    """One kind of data set."""
 
-    Attributes:
-        read: From (folder, split, image_size) to the split.
-        missing: Where to get the data, as a sentence.
-        default_folder: Where it usually lies; None where there is no such place.
-        label_column: The column of its labels on the hub; None where no hub is read.
-        groups: Names of the groups that stand in for coarse labels, and the group of each label.
-    """
-
-    read: Callable[[Path, ImageSplit, int | None], RawSplit]
-    missing: str
-    default_folder: Path | None = None
-    label_column: str | None = None
+    read: Callable[[Path, ImageSplit, int | None], RawSplit]  # from (folder, split, image_size) to the split
+    missing: str  # where to get the data, as a sentence
+    default_folder: Path | None = None  # where it usually lies; None where there is no such place
+    label_column: str | None = None  # the column of its labels on the hub; None where no hub is read
     label_names: tuple[str, ...] = ()
+    # Names of the groups that stand in for coarse labels, and the group of each label.
     groups: tuple[tuple[str, ...], tuple[int, ...]] | None = None
 
 

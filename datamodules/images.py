@@ -32,19 +32,12 @@ Labels = Literal["fine", "coarse"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageRow:
-    """One image as training sees it; its ``repr`` shows neither pixels nor label.
+    """One image as training sees it; its ``repr`` shows neither pixels nor label."""
 
-    Args:
-        image_id: Public id.
-        image: Its pixels, uint8, shape (channels, height, width).
-        label: Its label; contrastive training does not read it.
-        draw: A random number of the draw that took it, from the run's keyed stream; 0 outside of one.
-    """
-
-    image_id: str
-    image: Tensor = field(repr=False)
-    label: int = field(repr=False)
-    draw: int = 0
+    image_id: str  # public id
+    image: Tensor = field(repr=False)  # its pixels, uint8, shape (channels, height, width)
+    label: int = field(repr=False)  # its label; contrastive training does not read it
+    draw: int = 0  # a random number of the draw that took it, from the run's keyed stream; 0 outside of one
 
 
 class ImageUnits:

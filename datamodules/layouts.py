@@ -69,22 +69,15 @@ class Queries:
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusSettings:
-    """Settings for reading a corpus file.
+    """Settings for reading a corpus file."""
 
-    Args:
-        in_memory: Whether to hold its texts; ``auto`` holds up to half a gigabyte of text.
-        cache_dir: Where stores on disk are kept; None for ``~/.cache/lit-dpret/passages``. A store takes as much disk
-            as the plain text, and about 50 bytes for each passage.
-        allow_empty: Accept passages with neither title nor text.
-        header: The names of the columns of a TSV file without a header line.
-        knob: What the user set to name the file, for messages.
-    """
-
-    in_memory: InMemory = True
+    in_memory: InMemory = True  # whether to hold its texts; ``auto`` holds up to half a gigabyte of text
+    # Where stores on disk are kept; None for ``~/.cache/lit-dpret/passages``. A store takes as much disk as the plain
+    # text, and about 50 bytes for each passage.
     cache_dir: str | Path | None = None
-    allow_empty: bool = False
-    header: Sequence[str] | None = None
-    knob: str = "datamodule.corpus"
+    allow_empty: bool = False  # accept passages with neither title nor text
+    header: Sequence[str] | None = None  # the names of the columns of a TSV file without a header line
+    knob: str = "datamodule.corpus"  # what the user set to name the file, for messages
 
     def holds(self, path: str | Path) -> bool:
         """Return whether the texts of this file are to be held in memory."""

@@ -33,27 +33,16 @@ from lit_dpret.errors import ConfigurationError, DataError
 
 @dataclass(frozen=True, kw_only=True)
 class PairColumns:
-    """Names of the columns of (query, passage) records; see the module's text.
+    """Names of the columns of (query, passage) records; see the module's text."""
 
-    Args:
-        query: Texts of queries.
-        passage: Texts of passages.
-        query_id: Optional, as are all that follow; an empty name stands for no column.
-        passage_id: Ids of passages.
-        user: Ids of users.
-        domain: Domains of queries.
-        split: Names of splits.
-        required: Those of the optional columns that no record may lack.
-    """
-
-    query: str = "query"
-    passage: str = "passage"
-    query_id: str = "query_id"
-    passage_id: str = "passage_id"
-    user: str = "user_id"
-    domain: str = "domain"
-    split: str = "split"
-    required: tuple[str, ...] = ()
+    query: str = "query"  # texts of queries
+    passage: str = "passage"  # texts of passages
+    query_id: str = "query_id"  # optional, as are all that follow; an empty name stands for no column
+    passage_id: str = "passage_id"  # ids of passages
+    user: str = "user_id"  # ids of users
+    domain: str = "domain"  # domains of queries
+    split: str = "split"  # names of splits
+    required: tuple[str, ...] = ()  # those of the optional columns that no record may lack
 
     @classmethod
     def renamed(cls, names: Mapping[str, str]) -> PairColumns:

@@ -40,15 +40,10 @@ def lower_case_queries(collection: Collection) -> Collection:
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """The overlap of train and one evaluation split. The numbers come from private data: do not log them.
+    """The overlap of train and one evaluation split. The numbers come from private data: do not log them."""
 
-    Args:
-        queries: Evaluation queries whose normalised text is also that of a train query.
-        passages: Positive passages of the split that are also positive for a train query.
-    """
-
-    queries: int
-    passages: int
+    queries: int  # evaluation queries whose normalised text is also that of a train query
+    passages: int  # positive passages of the split that are also positive for a train query
 
 
 def report_overlap(collection: Collection) -> dict[str, Overlap]:

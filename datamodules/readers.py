@@ -65,12 +65,9 @@ class Problems:
         ...     problems(DataError(f"corpus.jsonl line {line}: malformed JSON.", kind="malformed JSON"))
         >>> problems.counts, problems.shown
         ({'malformed JSON': 2}, {'malformed JSON': ['corpus.jsonl line 3: malformed JSON.']})
-
-    Args:
-        examples: How many messages to keep of each kind.
     """
 
-    examples: int = 5
+    examples: int = 5  # how many messages to keep of each kind
     counts: dict[str, int] = field(default_factory=dict)
     shown: dict[str, list[str]] = field(default_factory=dict)
 

@@ -20,22 +20,15 @@ SPLIT_NAMES = {"train": "train", "dev": "dev", "valid": "dev", "validation": "de
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One training pair.
+    """One training pair."""
 
-    Args:
-        query_id: Id of the query; made from its position where the data gave none, never from its text.
-        query: The query's text, as the model is to see it.
-        passage_id: Id of the passage paired with it in this row.
-        passage: That passage's text (title and text joined).
-        positives: Ids of all passages known to answer this query *inside this row's privacy unit*:
-            the whole query under ``unit="query"``, this row alone under ``unit="pair"``. A loss may
-            mask by them without looking at anybody else's data.
-    """
-
-    query_id: str
-    query: str = field(repr=False)
-    passage_id: str = field(repr=False)
-    passage: str = field(repr=False)
+    query_id: str  # id of the query; made from its position where the data gave none, never from its text
+    query: str = field(repr=False)  # the query's text, as the model is to see it
+    passage_id: str = field(repr=False)  # id of the passage paired with it in this row
+    passage: str = field(repr=False)  # that passage's text (title and text joined)
+    # Ids of all passages known to answer this query *inside this row's privacy unit*: the whole query under
+    # ``unit="query"``, this row alone under ``unit="pair"``. A loss may mask by them without looking at anybody else's
+    # data.
     positives: frozenset[str] = field(repr=False)
 
 

@@ -43,21 +43,13 @@ class SiloQuery:
 
 @dataclass(frozen=True)
 class Silo:
-    """All that one client holds; its ``repr`` shows no text.
+    """All that one client holds; its ``repr`` shows no text."""
 
-    Attributes:
-        name: Of the client.
-        passages: Title by passage id; a passage's text is that of its sentences.
-        sentences: Text by sentence id.
-        passage_of: Passage id by sentence id.
-        queries: With their split.
-    """
-
-    name: str
-    passages: Mapping[str, str] = field(repr=False)
-    sentences: Mapping[str, str] = field(repr=False)
-    passage_of: Mapping[str, str] = field(repr=False)
-    queries: Sequence[SiloQuery] = field(repr=False)
+    name: str  # of the client
+    passages: Mapping[str, str] = field(repr=False)  # title by passage id; a passage's text is that of its sentences
+    sentences: Mapping[str, str] = field(repr=False)  # text by sentence id
+    passage_of: Mapping[str, str] = field(repr=False)  # passage id by sentence id
+    queries: Sequence[SiloQuery] = field(repr=False)  # with their split
 
     def counts(self) -> dict[str, int]:
         """Passages, sentences, and queries of each split; private where the number of queries is."""

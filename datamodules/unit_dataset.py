@@ -161,15 +161,12 @@ class Planted:
     that sampling, n, delta and the fingerprint of the data speak of what is really trained on. A unit without rows is
     one that a coin flip left out: under ``zero_out`` that is what absence means, and n does not tell how the coins
     fell.
-
-    Args:
-        units: The rows of each, of the kind that the data have: one, or none. A canary that stands k times in
-            the data is k units.
-        facts: What may be published of them, as JSON values: it goes into the ledger and onto the card.
     """
 
+    # The rows of each, of the kind that the data have: one, or none. A canary that stands k times in the data is k
+    # units.
     units: Sequence[Sequence[Any]] = field(repr=False)
-    facts: Mapping[str, Any]
+    facts: Mapping[str, Any]  # what may be published of them, as JSON values: it goes into the ledger and onto the card
 
     def check(self, *, duplicates: Duplicates, passages: Mapping[str, str]) -> None:
         """Refuse to be planted where a row would not be a unit of its own, or would contradict the data.

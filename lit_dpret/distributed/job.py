@@ -43,16 +43,11 @@ class Job:
     Guarantees:
         - Each item of a list is taken by one rank, and none is left out while a rank is alive.
         - Where there is one rank, nothing is sent.
-
-    Args:
-        ranks: Who is there.
-        store: Counts what was taken; None where there is one rank.
-        local_rank: The place of this rank among those of its machine.
     """
 
-    ranks: Ranks = field(default_factory=Ranks)
-    store: Any = None
-    local_rank: int = 0
+    ranks: Ranks = field(default_factory=Ranks)  # who is there
+    store: Any = None  # counts what was taken; None where there is one rank
+    local_rank: int = 0  # the place of this rank among those of its machine
 
     @property
     def is_first(self) -> bool:

@@ -59,14 +59,10 @@ class Ranks:
         - Where there is one rank, nothing is sent and ``torch.distributed`` is not touched.
         - Every method but ``here`` and ``is_first`` is called by all ranks, in the same order.
         - An error inside ``share`` or ``together`` is raised on every rank, so that none waits for ever.
-
-    Args:
-        rank: Of this process, from 0.
-        world_size: How many there are.
     """
 
-    rank: int = 0
-    world_size: int = 1
+    rank: int = 0  # of this process, from 0
+    world_size: int = 1  # how many there are
 
     @classmethod
     def here(cls) -> Ranks:

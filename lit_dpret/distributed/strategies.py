@@ -32,19 +32,14 @@ class Declares(Protocol):
 
 @dataclass(frozen=True)
 class Strategy:
-    """One row: a strategy of Lightning, and what is true under it.
+    """One row: a strategy of Lightning, and what is true under it."""
 
-    Args:
-        name: Of the strategy in refusals and tables. ``fsdp`` is FSDP2, Lightning's ``ModelParallelStrategy``; its
-            ``FSDPStrategy`` is ``custom``.
-        how: What becomes of sums and noise, as a sentence; empty where every mode is refused.
-        refused: Why every mode is refused; None where one may declare it.
-        undeclared: Why a mode that does not declare it is refused.
-    """
-
+    # Of the strategy in refusals and tables. ``fsdp`` is FSDP2, Lightning's ``ModelParallelStrategy``; its
+    # ``FSDPStrategy`` is ``custom``.
     name: str
-    how: str = ""
-    refused: str | None = None
+    how: str = ""  # what becomes of sums and noise, as a sentence; empty where every mode is refused
+    refused: str | None = None  # why every mode is refused; None where one may declare it
+    # Why a mode that does not declare it is refused.
     undeclared: str = "the mode does not declare that the sums of several ranks add up to its own"
 
     def reason_against(self, mode: Declares, engine: str | None = None) -> str | None:

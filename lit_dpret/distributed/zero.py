@@ -62,17 +62,11 @@ def zero_handover(engine: Any, module: nn.Module, ranks: Ranks) -> ZeroHandover:
 
 @dataclass(frozen=True)
 class _Group:
-    """One group of parameters as DeepSpeed flattens it on this rank.
+    """One group of parameters as DeepSpeed flattens it on this rank."""
 
-    Attributes:
-        master: The flat float32 parameter that the wrapped optimizer knows.
-        places: Where in it the shard of each parameter begins, by name.
-        held: How many elements the shard of each parameter takes in it, padding included.
-    """
-
-    master: Tensor
-    places: Mapping[str, int]
-    held: Mapping[str, int]
+    master: Tensor  # the flat float32 parameter that the wrapped optimizer knows
+    places: Mapping[str, int]  # where in it the shard of each parameter begins, by name
+    held: Mapping[str, int]  # how many elements the shard of each parameter takes in it, padding included
 
 
 class ZeroHandover(ABC):

@@ -20,25 +20,15 @@ Side = Literal["query", "passage"]
 
 @dataclass(frozen=True, kw_only=True)
 class Contract:
-    """Everything besides weights and vocabulary that decides an embedding.
+    """Everything besides weights and vocabulary that decides an embedding."""
 
-    Args:
-        pooling: ``mean``, ``cls`` or ``max``.
-        normalise: Whether embeddings are scaled to length 1.
-        query_max_length: Tokens of a query that are read, special tokens among them.
-        passage_max_length: The same for a passage.
-        query_prefix: Put before every query, with its own space at the end.
-        passage_prefix: Put before every passage.
-        lower_case: Whether texts are lower-cased first, whatever the tokenizer does by itself.
-    """
-
-    pooling: str = "mean"
-    normalise: bool = True
-    query_max_length: int = 512
-    passage_max_length: int = 512
-    query_prefix: str = ""
-    passage_prefix: str = ""
-    lower_case: bool = False
+    pooling: str = "mean"  # ``mean``, ``cls`` or ``max``
+    normalise: bool = True  # whether embeddings are scaled to length 1
+    query_max_length: int = 512  # tokens of a query that are read, special tokens among them
+    passage_max_length: int = 512  # the same for a passage
+    query_prefix: str = ""  # put before every query, with its own space at the end
+    passage_prefix: str = ""  # put before every passage
+    lower_case: bool = False  # whether texts are lower-cased first, whatever the tokenizer does by itself
 
     def prefix(self, side: Side) -> str:
         """Return what is put before a text of this side."""

@@ -192,18 +192,13 @@ PromptInit = Literal["SAMPLE_VOCAB", "RANDOM", "TEXT"]
 
 @dataclass(frozen=True, kw_only=True)
 class PromptTuning:
-    """The settings of `model.prompt_tuning`, called as in ``peft.PromptTuningConfig``.
+    """The settings of `model.prompt_tuning`, called as in ``peft.PromptTuningConfig``."""
 
-    Args:
-        num_virtual_tokens: Vectors before every passage; each is as wide as an embedding.
-        prompt_tuning_init: What they start from, which is public in every case: ``SAMPLE_VOCAB``, embeddings of
-            random words; ``RANDOM``, standard normal numbers; ``TEXT``, the embeddings of ``prompt_tuning_init_text``.
-        prompt_tuning_init_text: Repeated or cut until it has so many tokens. It is published with the model: never
-            take it from private queries.
-    """
-
-    num_virtual_tokens: int = 20
+    num_virtual_tokens: int = 20  # vectors before every passage; each is as wide as an embedding
+    # What they start from, which is public in every case: ``SAMPLE_VOCAB``, embeddings of random words; ``RANDOM``,
+    # standard normal numbers; ``TEXT``, the embeddings of ``prompt_tuning_init_text``.
     prompt_tuning_init: PromptInit = "SAMPLE_VOCAB"
+    # Repeated or cut until it has so many tokens. It is published with the model: never take it from private queries.
     prompt_tuning_init_text: str | None = None
 
     def __post_init__(self) -> None:

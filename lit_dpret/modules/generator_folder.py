@@ -31,20 +31,13 @@ PASSAGE = "{passage}"
 
 @dataclass(frozen=True, kw_only=True)
 class GeneratorContract:
-    """How texts become tokens: everything beside the weights that changes what is generated.
+    """How texts become tokens: everything beside the weights that changes what is generated."""
 
-    Args:
-        prompt: Put before every passage; or the text around it, where it says ``{passage}``.
-        max_passage_length: Tokens of prompt and passage together, the end mark included.
-        max_query_length: Tokens of a query, the end mark included.
-        lower_case: Lower-case prompt-less passages and queries before they are tokenised.
-        virtual_ids: Ids of tuned virtual tokens, put before every passage, beyond its maximal length.
-    """
-
-    prompt: str = "generate_query: "
-    max_passage_length: int = 384
-    max_query_length: int = 128
-    lower_case: bool = False
+    prompt: str = "generate_query: "  # put before every passage; or the text around it, where it says ``{passage}``
+    max_passage_length: int = 384  # tokens of prompt and passage together, the end mark included
+    max_query_length: int = 128  # tokens of a query, the end mark included
+    lower_case: bool = False  # lower-case prompt-less passages and queries before they are tokenised
+    # Ids of tuned virtual tokens, put before every passage, beyond its maximal length.
     virtual_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -95,16 +88,12 @@ class TextCodec:
     Guarantees:
         - A text that is too long loses its end, never its end mark, nor the prompt after it.
         - The tokenizer is left as it was: no truncation setting leaks into its saved files.
-
-    Args:
-        tokenizer: That of the model.
-        contract: Prompt and lengths.
-        continues: Whether the query follows the passage in one sequence, as in decoder-only models: then no mark ends
-            the passage, and a space at the end of the prompt belongs to the query's first token.
     """
 
-    tokenizer: PreTrainedTokenizerBase
-    contract: GeneratorContract
+    tokenizer: PreTrainedTokenizerBase  # that of the model
+    contract: GeneratorContract  # prompt and lengths
+    # Whether the query follows the passage in one sequence, as in decoder-only models: then no mark ends the passage,
+    # and a space at the end of the prompt belongs to the query's first token.
     continues: bool = False
 
     def passages(self, texts: Sequence[str]) -> list[list[int]]:

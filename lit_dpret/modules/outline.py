@@ -68,29 +68,17 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class GeneratorOutline:
-    """What a plan has to know of a generator.
+    """What a plan has to know of a generator."""
 
-    Attributes:
-        model: Its layers, of the right shapes; the weights may lie on the ``meta`` device.
-        name: For the reader.
-        max_passage_length: Tokens of a passage, with its prompt.
-        max_query_length: Tokens of a query.
-        optimizer: The optimizer's name.
-        gradient_checkpointing: Whether activations are recomputed.
-        lora: Arguments of the adapters, where there are any.
-        prompt_tuning: Settings of the virtual tokens, where there are any.
-        trainable_patterns: What is trained, where not everything is.
-    """
-
-    model: nn.Module
-    name: str
-    max_passage_length: int
-    max_query_length: int
-    optimizer: str
-    gradient_checkpointing: bool = False
-    lora: Mapping[str, Any] | None = None
-    prompt_tuning: Mapping[str, Any] | None = None
-    trainable_patterns: Sequence[str] | None = None
+    model: nn.Module  # its layers, of the right shapes; the weights may lie on the ``meta`` device
+    name: str  # for the reader
+    max_passage_length: int  # tokens of a passage, with its prompt
+    max_query_length: int  # tokens of a query
+    optimizer: str  # the optimizer's name
+    gradient_checkpointing: bool = False  # whether activations are recomputed
+    lora: Mapping[str, Any] | None = None  # arguments of the adapters, where there are any
+    prompt_tuning: Mapping[str, Any] | None = None  # settings of the virtual tokens, where there are any
+    trainable_patterns: Sequence[str] | None = None  # what is trained, where not everything is
 
     @property
     def source_length(self) -> int:

@@ -88,21 +88,13 @@ class PublicPool:
 
 @dataclass(frozen=True)
 class PoolCandidates:
-    """The public passages of one step.
+    """The public passages of one step."""
 
-    Args:
-        step: The logical step.
-        place: For each public passage, its place among the candidates or -1; None where all are.
-        embeddings: Without gradient, ``(count, dim)``; None where their gradient is wanted.
-        features: Then their tokens.
-        count: How many there are.
-    """
-
-    step: int
-    place: Tensor | None
-    embeddings: Tensor | None
-    features: Any
-    count: int
+    step: int  # the logical step
+    place: Tensor | None  # for each public passage, its place among the candidates or -1; None where all are
+    embeddings: Tensor | None  # without gradient, ``(count, dim)``; None where their gradient is wanted
+    features: Any  # then their tokens
+    count: int  # how many there are
 
     def add_to(self, compared: Compared, answers: Tensor, embed: Callable[[Any], Tensor]) -> None:
         """Have rows compared with them: once for all rows, or with a copy for each where their gradient counts.

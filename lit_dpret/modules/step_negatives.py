@@ -29,14 +29,11 @@ from lit_dpret.progress import ProgressLine
 
 @dataclass
 class Compared:
-    """What each row's own passage is compared with; the arguments of `HardNegativeSoftmaxLoss`.
+    """What each row's own passage is compared with; the arguments of `HardNegativeSoftmaxLoss`."""
 
-    Attributes:
-        own: Parts of each row's own candidates, ``(rows, some, dim)``, and which to leave out, ``(rows, some)``.
-        shared: Parts of the candidates of all rows, ``(passages, dim)``, and which to leave out, ``(rows, passages)``.
-    """
-
+    # Parts of each row's own candidates, ``(rows, some, dim)``, and which to leave out, ``(rows, some)``.
     own: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    # Parts of the candidates of all rows, ``(passages, dim)``, and which to leave out, ``(rows, passages)``.
     shared: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def arguments(self) -> dict[str, Tensor]:

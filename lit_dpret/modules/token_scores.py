@@ -21,22 +21,15 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class TokenScores:
-    """Log probabilities of the tokens of some queries, one row for each, filled up with zeros.
+    """Log probabilities of the tokens of some queries, one row for each, filled up with zeros."""
 
-    Attributes:
-        log_probs: In nats, shape ``(queries, tokens)``; the end mark is a query's last token.
-        mask: Which of them are tokens; of the same shape.
-        tokens: Their ids, -100 where there is none; of the same shape.
-        means: Expectation of the log probability of a token that the model draws itself, of the same shape; None
-            where it was not asked for.
-        deviations: Its standard deviation, likewise.
-    """
-
-    log_probs: Floats
-    mask: NDArray[np.bool_]
-    tokens: NDArray[np.int64]
+    log_probs: Floats  # in nats, shape ``(queries, tokens)``; the end mark is a query's last token
+    mask: NDArray[np.bool_]  # which of them are tokens; of the same shape
+    tokens: NDArray[np.int64]  # their ids, -100 where there is none; of the same shape
+    # Expectation of the log probability of a token that the model draws itself, of the same shape; None where it was
+    # not asked for.
     means: Floats | None = None
-    deviations: Floats | None = None
+    deviations: Floats | None = None  # its standard deviation, likewise
 
     def __repr__(self) -> str:
         return f"TokenScores(queries={len(self.mask)}, tokens={int(self.mask.sum())})"

@@ -67,20 +67,14 @@ class Towers(Protocol):
 
 @dataclass(frozen=True)
 class Seat:
-    """All that a source learns about the row that it chooses for, and nothing of other rows.
+    """All that a source learns about the row that it chooses for, and nothing of other rows."""
 
-    Attributes:
-        query: The place of its query among the train queries.
-        text: The text of its query. Coins are keyed by it and not by an id, which may be the number of a line:
-            without the record before it, a row would then draw other passages.
-        own: The place of its passage in the public list.
-        answers: The text groups of the passages that answer it, inside its own unit of privacy.
-    """
-
-    query: int
+    query: int  # the place of its query among the train queries
+    # The text of its query. Coins are keyed by it and not by an id, which may be the number of a line: without the
+    # record before it, a row would then draw other passages.
     text: str = field(repr=False)
-    own: int
-    answers: frozenset[int]
+    own: int  # the place of its passage in the public list
+    answers: frozenset[int]  # the text groups of the passages that answer it, inside its own unit of privacy
 
 
 class PassageSource(NegativeSource):

@@ -284,22 +284,15 @@ class MarginFilter:
         - What is kept of a row's candidates is a function of their scores and of that of the row's own
           passage: not of other rows.
 
-    Args:
-        absolute_margin: A negative scores at least so much less than the row's own passage.
-        relative_margin: A negative scores less by at least this share of it.
-        max_score: A negative scores at most so much.
-        min_score: A negative scores at least so much.
-        range_min: How many of the best candidates that are no answers are passed over.
-
     Raises:
         ConfigurationError: A setting is out of range.
     """
 
-    absolute_margin: float | None = None
-    relative_margin: float | None = None
-    max_score: float | None = None
-    min_score: float | None = None
-    range_min: int = 0
+    absolute_margin: float | None = None  # a negative scores at least so much less than the row's own passage
+    relative_margin: float | None = None  # a negative scores less by at least this share of it
+    max_score: float | None = None  # a negative scores at most so much
+    min_score: float | None = None  # a negative scores at least so much
+    range_min: int = 0  # how many of the best candidates that are no answers are passed over
 
     def __post_init__(self) -> None:
         for each in fields(self):

@@ -140,21 +140,13 @@ _WARNING = (
 
 @dataclass(frozen=True, repr=False)
 class Mined:
-    """The best passages of consecutive queries, and the scores of those that answer them.
+    """The best passages of consecutive queries, and the scores of those that answer them."""
 
-    Attributes:
-        places: The best first, int32, ``(queries, depth)``; -1 where there are no more.
-        scores: Theirs, float32, of the same shape.
-        starts: Where each query's answers begin in the two below, ``(queries + 1,)``.
-        answer_places: Places of the passages that answer, int32.
-        answer_scores: Their scores, float32.
-    """
-
-    places: NDArray[np.int32]
-    scores: NDArray[np.float32]
-    starts: NDArray[np.int64]
-    answer_places: NDArray[np.int32]
-    answer_scores: NDArray[np.float32]
+    places: NDArray[np.int32]  # the best first, int32, ``(queries, depth)``; -1 where there are no more
+    scores: NDArray[np.float32]  # theirs, float32, of the same shape
+    starts: NDArray[np.int64]  # where each query's answers begin in the two below, ``(queries + 1,)``
+    answer_places: NDArray[np.int32]  # places of the passages that answer, int32
+    answer_scores: NDArray[np.float32]  # their scores, float32
 
     def __len__(self) -> int:
         return len(self.places)

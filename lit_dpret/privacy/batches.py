@@ -103,22 +103,16 @@ class UnitOwners:
 
 @dataclass(frozen=True)
 class FixedShape:
-    """The shape of every physical batch.
+    """The shape of every physical batch."""
 
-    Args:
-        slots: Units that a batch has room for; ``datamodule.physical_batch_size``, and those that are spare.
-        rows_of_a_slot: Rows that a unit has room for; 1 where one row of each unit is drawn, else
-            ``datamodule.max_rows_per_unit``.
-        place_rows: The module's function that puts features at some places among so many rows.
-        ragged: Names of features whose sizes may follow from the rows (`PrivateModule.ragged_features`).
-        spare: How many of the slots nobody ever fills.
-    """
-
-    slots: int
+    slots: int  # units that a batch has room for; ``datamodule.physical_batch_size``, and those that are spare
+    # Rows that a unit has room for; 1 where one row of each unit is drawn, else ``datamodule.max_rows_per_unit``.
     rows_of_a_slot: int
+    # The module's function that puts features at some places among so many rows.
     place_rows: Callable[[Any, Sequence[int], int], Any]
+    # Names of features whose sizes may follow from the rows (`PrivateModule.ragged_features`).
     ragged: Sequence[str] = ()
-    spare: int = 0
+    spare: int = 0  # how many of the slots nobody ever fills
 
     @classmethod
     def of(
@@ -253,35 +247,25 @@ class SeededDraws(list[Draw]):
 
 @dataclass
 class UnitBatch:
-    """A physical batch, as ``training_step`` receives it.
+    """A physical batch, as ``training_step`` receives it."""
 
-    Attributes:
-        rows: What the module's ``collate_rows`` made of the rows; None where no slot is real.
-        unit_ids: The slot of each row's unit, shape ``(rows,)``.
-        mask: Which slots hold a real unit, shape ``(units,)``.
-        step: The logical step, counted from 0.
-        part: The physical batch within the step, over all ranks: rank r has r, r + world size, and so on.
-        last: Whether this is the last physical batch of its step on this rank.
-        attempt: The attempt whose coins drew it.
-        data_rows: In a batch of fixed shape, which rows are data and no filling, shape ``(rows,)``; else None.
-        alone: Of the first ``ALONE`` units that have rows, what ``collate_rows`` makes of them without the others, in
-            a batch of fixed shape placed at their slots of an otherwise empty one; None where it is not compared.
-        digests: Checksums of some values of each tensor as it was collated, by its path in ``rows``; empty where it is
-            not compared.
-        origin: For each slot of the whole batch, the unit that was drawn and the keys of the rows that came for it
-            (`lit_dpret.privacy.batches.row_key`); empty where it is not known.
-    """
-
-    rows: Any
-    unit_ids: Tensor
-    mask: Tensor
-    step: int
-    part: int
-    last: bool
-    attempt: int = 0
+    rows: Any  # what the module's ``collate_rows`` made of the rows; None where no slot is real
+    unit_ids: Tensor  # the slot of each row's unit, shape ``(rows,)``
+    mask: Tensor  # which slots hold a real unit, shape ``(units,)``
+    step: int  # the logical step, counted from 0
+    part: int  # the physical batch within the step, over all ranks: rank r has r, r + world size, and so on
+    last: bool  # whether this is the last physical batch of its step on this rank
+    attempt: int = 0  # the attempt whose coins drew it
+    # In a batch of fixed shape, which rows are data and no filling, shape ``(rows,)``; else None.
     data_rows: Tensor | None = None
+    # Of the first ``ALONE`` units that have rows, what ``collate_rows`` makes of them without the others, in a batch of
+    # fixed shape placed at their slots of an otherwise empty one; None where it is not compared.
     alone: Any = None
+    # Checksums of some values of each tensor as it was collated, by its path in ``rows``; empty where it is not
+    # compared.
     digests: Mapping[str, tuple[torch.dtype, int]] = field(default_factory=dict)
+    # For each slot of the whole batch, the unit that was drawn and the keys of the rows that came for it
+    # (`lit_dpret.privacy.batches.row_key`); empty where it is not known.
     origin: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     def owners_of_rows(self) -> tuple[Tensor, Tensor]:

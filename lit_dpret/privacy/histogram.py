@@ -284,21 +284,13 @@ def shares(counts: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class ReleasedHistogram:
-    """A released histogram, as its file holds it.
+    """A released histogram, as its file holds it."""
 
-    Args:
-        names: Of the bins.
-        counts: Noised counts, as released; some may be below zero.
-        bins: How texts are put into bins; public.
-        noise_std: Standard deviation of the noise on each count.
-        max_count: Counts that one unit added at most.
-    """
-
-    names: tuple[str, ...]
-    counts: tuple[float, ...]
-    bins: Mapping[str, Any]
-    noise_std: float
-    max_count: int
+    names: tuple[str, ...]  # of the bins
+    counts: tuple[float, ...]  # noised counts, as released; some may be below zero
+    bins: Mapping[str, Any]  # how texts are put into bins; public
+    noise_std: float  # standard deviation of the noise on each count
+    max_count: int  # counts that one unit added at most
 
     @property
     def target(self) -> np.ndarray:

@@ -354,15 +354,10 @@ class FloatNoise:
 
 @dataclass(frozen=True)
 class GridNoise:
-    """Whole numbers: the sum rounded to the grid, and an exactly rounded normal.
+    """Whole numbers: the sum rounded to the grid, and an exactly rounded normal."""
 
-    Args:
-        stream: Of the run.
-        bits: From `grid_bits`, for all coordinates of the sum together.
-    """
-
-    stream: KeyedStream
-    bits: int
+    stream: KeyedStream  # of the run
+    bits: int  # from `grid_bits`, for all coordinates of the sum together
 
     def noised(
         self, total: Tensor, *, std: float, attempt: int, step: int, parameter: str, salt: str = "", start: int = 0

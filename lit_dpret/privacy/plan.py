@@ -75,52 +75,38 @@ class PlainSamplingRequest:
 class PrivacyPlan:
     """The promise of a run and how it will be kept; frozen, public, serialisable.
 
-    Args:
-        budget: The guarantee not to exceed.
-        law: How a logical batch is drawn.
-        steps: Releases that are planned.
-        noise_multiplier: Noise standard deviation over ``sensitivity``.
-        max_grad_norm: L2 bound on one unit's gradient.
-        sensitivity: How far taking one unit out, or emptying it, moves the sum (L2). Replacing a unit
-            moves it twice as far, which the accountant of ``replace_one`` takes into account.
-        denominator: The public constant that the noised sum is divided by.
-        physical_batch_size: Units per forward.
-        clip: ``abadi`` or ``automatic``.
-        clip_groups: ``flat``, or ``per_layer`` for a bound of ``max_grad_norm / sqrt(K)`` on each of K
-            layers, which bounds all of them together by ``max_grad_norm`` as well.
-        accountant: ``pld``, ``rdp`` or ``prv``.
-        engine: The clipping engine.
-        mode: The privacy mode.
-        n_public: The number of units where it is public, or a constant that the user declared.
-        max_units_per_user: How many units one person contributed at most, as the user declared; None
-            where nothing is declared. It changes no step, and is what the user-level epsilon is for.
-        coupling: Who sees whom under a loss that couples units, and what ``max_grad_norm`` bounds then;
-            None where it bounds the gradient of one unit, which depends on no other.
-        clip_fraction_budget: The share of a step's budget that pays for the count of clipped units; 0 where none is
-            released. ``sensitivity`` covers it.
-        noise: ``gaussian``, or ``discrete`` for whole numbers on a public grid; ``sensitivity`` covers the rounding.
-
     Raises:
         ConfigurationError: A value is out of range; the message names it.
     """
 
-    budget: PrivacyBudget
-    law: SamplingLaw
-    steps: int
-    noise_multiplier: float
-    max_grad_norm: float
+    budget: PrivacyBudget  # the guarantee not to exceed
+    law: SamplingLaw  # how a logical batch is drawn
+    steps: int  # releases that are planned
+    noise_multiplier: float  # noise standard deviation over ``sensitivity``
+    max_grad_norm: float  # L2 bound on one unit's gradient
+    # How far taking one unit out, or emptying it, moves the sum (L2). Replacing a unit moves it twice as far, which the
+    # accountant of ``replace_one`` takes into account.
     sensitivity: float
-    denominator: float
-    physical_batch_size: int
-    clip: str = "abadi"
+    denominator: float  # the public constant that the noised sum is divided by
+    physical_batch_size: int  # units per forward
+    clip: str = "abadi"  # ``abadi`` or ``automatic``
+    # ``flat``, or ``per_layer`` for a bound of ``max_grad_norm / sqrt(K)`` on each of K layers, which bounds all of
+    # them together by ``max_grad_norm`` as well.
     clip_groups: str = "flat"
-    accountant: AccountantName = "pld"
-    engine: str = "ghost"
-    mode: str = "dp_sgd"
-    n_public: int | None = None
+    accountant: AccountantName = "pld"  # ``pld``, ``rdp`` or ``prv``
+    engine: str = "ghost"  # the clipping engine
+    mode: str = "dp_sgd"  # the privacy mode
+    n_public: int | None = None  # the number of units where it is public, or a constant that the user declared
+    # How many units one person contributed at most, as the user declared; None where nothing is declared. It changes no
+    # step, and is what the user-level epsilon is for.
     max_units_per_user: int | None = None
+    # Who sees whom under a loss that couples units, and what ``max_grad_norm`` bounds then; None where it bounds the
+    # gradient of one unit, which depends on no other.
     coupling: Coupling | None = None
+    # The share of a step's budget that pays for the count of clipped units; 0 where none is released. ``sensitivity``
+    # covers it.
     clip_fraction_budget: float = 0.0
+    # ``gaussian``, or ``discrete`` for whole numbers on a public grid; ``sensitivity`` covers the rounding.
     noise: NoiseName = "gaussian"
 
     def __post_init__(self) -> None:

@@ -31,18 +31,14 @@ DATA_FILES = ("queries.jsonl", "qrels/train.tsv", "qrels/train.jsonl", "pairs/tr
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticQuery:
-    """One drawn query, as a shard holds it.
-
-    Attributes:
-        log_prob: Log probability in nats of all its tokens under the generator; None where there is none.
-        finished: Whether the end mark was drawn within the allowed length.
-    """
+    """One drawn query, as a shard holds it."""
 
     passage_id: str
     draw: int
     text: str
+    # Log probability in nats of all its tokens under the generator; None where there is none.
     log_prob: float | None = None
-    finished: bool = True
+    finished: bool = True  # whether the end mark was drawn within the allowed length
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -50,35 +46,24 @@ class SyntheticQuery:
 
 @dataclass
 class Counts:
-    """How many queries were drawn, dropped and kept.
-
-    Attributes:
-        empty: Of these, without any word; dropped.
-        duplicates: Of these, equal to an earlier one of the same passage; merged into it.
-        unfinished: Of these, cut at the longest allowed length; kept.
-        passages: Passages with at least one query.
-    """
+    """How many queries were drawn, dropped and kept."""
 
     drawn: int = 0
-    empty: int = 0
-    duplicates: int = 0
-    unfinished: int = 0
+    empty: int = 0  # of these, without any word; dropped
+    duplicates: int = 0  # of these, equal to an earlier one of the same passage; merged into it
+    unfinished: int = 0  # of these, cut at the longest allowed length; kept
     queries: int = 0
-    passages: int = 0
+    passages: int = 0  # passages with at least one query
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReleasedQuery:
-    """One query of a data set and the passage that it was written for.
-
-    Args:
-        metadata: What ``queries.jsonl`` says of it: ``draw``, ``copies``, ``log_prob``.
-    """
+    """One query of a data set and the passage that it was written for."""
 
     query_id: str
     text: str
     passage_id: str
-    metadata: Mapping[str, Any]
+    metadata: Mapping[str, Any]  # what ``queries.jsonl`` says of it: ``draw``, ``copies``, ``log_prob``
 
     @property
     def log_prob(self) -> float | None:
@@ -248,24 +233,19 @@ _DECLARED = {
 class DataCard:
     """The text of a data card, without counts and privacy claim.
 
-    Args:
-        origin: What wrote the queries, as Markdown list items.
-        from_passages: Whether the queries are made of public passages alone. A set without a privacy card of which
-            this is not known rests on a declaration, and its card says so.
-        tags: Tags for the Hugging Face hub.
-        language: ISO codes of the texts, with commas between them; None where nobody stated it.
-        license: Licence of the set as the hub calls it (``cc-by-4.0``); None where nobody stated it.
-
     Raises:
         ConfigurationError: A code is not one.
     """
 
     title: str
-    origin: list[str] = field(default_factory=list)
+    origin: list[str] = field(default_factory=list)  # what wrote the queries, as Markdown list items
+    # Whether the queries are made of public passages alone. A set without a privacy card of which this is not known
+    # rests on a declaration, and its card says so.
     from_passages: bool = False
+    # Tags for the Hugging Face hub.
     tags: list[str] = field(default_factory=lambda: ["synthetic", "query-generation", "beir"])
-    language: str | None = None
-    license: str | None = None
+    language: str | None = None  # ISO codes of the texts, with commas between them; None where nobody stated it
+    license: str | None = None  # licence of the set as the hub calls it (``cc-by-4.0``); None where nobody stated it
 
     def __post_init__(self) -> None:
         stated_languages(self.language)

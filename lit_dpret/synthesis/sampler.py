@@ -38,21 +38,13 @@ HEADS = (256, 2048)  # so many of the largest scores are looked at before the wh
 
 @dataclass(frozen=True, kw_only=True)
 class Decoding:
-    """How queries are drawn.
+    """How queries are drawn."""
 
-    Args:
-        top_p: Mass of the nucleus; 1 samples from the whole distribution.
-        temperature: Divides the logits before the nucleus is taken.
-        top_k: Keep this many tokens before the nucleus is taken; null keeps all.
-        max_new_tokens: Longest query, the end mark included.
-        min_new_tokens: Tokens before the end mark may come.
-    """
-
-    top_p: float = 0.8
-    temperature: float = 1.0
-    top_k: int | None = None
-    max_new_tokens: int = 128
-    min_new_tokens: int = 1
+    top_p: float = 0.8  # mass of the nucleus; 1 samples from the whole distribution
+    temperature: float = 1.0  # divides the logits before the nucleus is taken
+    top_k: int | None = None  # keep this many tokens before the nucleus is taken; null keeps all
+    max_new_tokens: int = 128  # longest query, the end mark included
+    min_new_tokens: int = 1  # tokens before the end mark may come
 
     def __post_init__(self) -> None:
         if not 0 < self.top_p <= 1:
@@ -68,18 +60,13 @@ class Decoding:
 
 @dataclass(frozen=True)
 class Sampled:
-    """One drawn sequence.
+    """One drawn sequence."""
 
-    Attributes:
-        tokens: Token ids, without the end mark.
-        log_prob: Log probability (nats) of all drawn tokens, the end mark included, under the
-            model itself: before temperature and truncation.
-        finished: Whether the end mark was drawn.
-    """
-
-    tokens: list[int]
+    tokens: list[int]  # token ids, without the end mark
+    # Log probability (nats) of all drawn tokens, the end mark included, under the model itself: before temperature and
+    # truncation.
     log_prob: float
-    finished: bool
+    finished: bool  # whether the end mark was drawn
 
 
 def uniforms(seed: int, passage_id: str, draw: int, count: int) -> np.ndarray:
@@ -290,15 +277,11 @@ _ROWS = 128
 
 @dataclass(frozen=True)
 class TargetScores:
-    """Log probabilities (nats) of the tokens of some targets; zero where a target has ended.
+    """Log probabilities (nats) of the tokens of some targets; zero where a target has ended."""
 
-    Attributes:
-        log_probs: Under the model, shape ``(targets, tokens)``, float64.
-        drawn: Under the decoding, of the same shape: minus infinity where the nucleus leaves a token out. None
-            where no decoding was given.
-    """
-
-    log_probs: Tensor
+    log_probs: Tensor  # under the model, shape ``(targets, tokens)``, float64
+    # Under the decoding, of the same shape: minus infinity where the nucleus leaves a token out. None where no decoding
+    # was given.
     drawn: Tensor | None
 
 

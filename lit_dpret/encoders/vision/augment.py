@@ -44,26 +44,21 @@ class Augmentation:
         - The same numbers give the same view; torch's global random state is neither read nor moved.
         - Views have the size of the images, and values between 0 and 1.
 
-    Args:
-        crop_scale: Share of the image's area that a crop keeps, drawn uniformly between the two.
-        crop_ratio: Width over height of a crop, drawn uniformly in its logarithm. Of ten drawn shapes the
-            first that fits is taken; where none does, the whole image.
-        flip: Probability of a left-right flip.
-        jitter: Strength s of the colour jitter: brightness, contrast and saturation are scaled by a factor
-            between 1 - 0.8 s and 1 + 0.8 s (never below 0), and hue is turned by up to 0.2 s of the circle.
-        jitter_probability: Probability of any colour jitter.
-        grey: Probability of dropping all colour.
-
     Raises:
         ConfigurationError: A number is out of range; the message names it.
     """
 
+    # Share of the image's area that a crop keeps, drawn uniformly between the two.
     crop_scale: tuple[float, float] = (0.08, 1.0)
+    # Width over height of a crop, drawn uniformly in its logarithm. Of ten drawn shapes the first that fits is taken;
+    # where none does, the whole image.
     crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)
-    flip: float = 0.5
+    flip: float = 0.5  # probability of a left-right flip
+    # Strength s of the colour jitter: brightness, contrast and saturation are scaled by a factor between 1 - 0.8 s and
+    # 1 + 0.8 s (never below 0), and hue is turned by up to 0.2 s of the circle.
     jitter: float = 0.5
-    jitter_probability: float = 0.8
-    grey: float = 0.2
+    jitter_probability: float = 0.8  # probability of any colour jitter
+    grey: float = 0.2  # probability of dropping all colour
 
     def __post_init__(self) -> None:
         low, high = self.crop_scale

@@ -27,19 +27,12 @@ Ties = Literal["nearest", "lowest"]
 
 @dataclass(frozen=True, kw_only=True)
 class KnnResult:
-    """What k-NN reached on one split.
+    """What k-NN reached on one split."""
 
-    Attributes:
-        scores: With ties to the label of the nearest neighbour among those tied.
-        lowest: With ties to the lowest label, as scikit-learn breaks them.
-        tied: Share of the votes that were ties.
-        confusion: Counts of ``scores``, shape (classes, classes); row: true, column: predicted.
-    """
-
-    scores: ClassificationScores
-    lowest: ClassificationScores
-    tied: float
-    confusion: Tensor
+    scores: ClassificationScores  # with ties to the label of the nearest neighbour among those tied
+    lowest: ClassificationScores  # with ties to the lowest label, as scikit-learn breaks them
+    tied: float  # share of the votes that were ties
+    confusion: Tensor  # counts of ``scores``, shape (classes, classes); row: true, column: predicted
     k: int
 
 
@@ -179,21 +172,16 @@ class ClassificationScores:
     A class that was never predicted has precision 0, one that never occurred has recall 0, and
     F-beta is 0 where both are. Paper 002 reports the best class, by which a model that knows one class looks good;
     so the mean over classes stands beside it.
-
-    Attributes:
-        recall: Mean over classes (macro), like precision and f_beta.
-        f_beta: Weighted harmonic mean of precision and recall of a class, averaged over classes.
-        best_recall: Of the class where it is highest: the paper's form, like best_precision and best_f_beta.
-        beta: Weight of recall in F-beta. The paper does not state its own; its tables agree with 1.
     """
 
     accuracy: float
-    recall: float
+    recall: float  # mean over classes (macro), like precision and f_beta
     precision: float
-    f_beta: float
-    best_recall: float
+    f_beta: float  # weighted harmonic mean of precision and recall of a class, averaged over classes
+    best_recall: float  # of the class where it is highest: the paper's form, like best_precision and best_f_beta
     best_precision: float
     best_f_beta: float
+    # Weight of recall in F-beta. The paper does not state its own; its tables agree with 1.
     beta: float
 
     @classmethod

@@ -122,17 +122,11 @@ Objective = Callable[[Tensor, Tensor | None], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class WorstCase:
-    """The largest movement that a search found.
+    """The largest movement that a search found."""
 
-    Args:
-        movement: L2 length of G - G', in units of the bound on one pair's gradient.
-        table: The scores that attain it, shape ``(n, n)``; their last record is added or removed.
-        replaced: With ``replace_one``, the scores with another last record.
-    """
-
-    movement: float
-    table: Tensor
-    replaced: Tensor | None
+    movement: float  # L2 length of G - G', in units of the bound on one pair's gradient
+    table: Tensor  # the scores that attain it, shape ``(n, n)``; their last record is added or removed
+    replaced: Tensor | None  # with ``replace_one``, the scores with another last record
 
 
 def movement_factors(before: Tensor, after: Tensor) -> Tensor:

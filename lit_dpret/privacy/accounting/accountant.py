@@ -133,17 +133,11 @@ MOST_FOR_COPIES = 0.01
 
 @dataclass(frozen=True)
 class Accountant:
-    """One way of counting, fixed for a run: delta, relation and library.
+    """One way of counting, fixed for a run: delta, relation and library."""
 
-    Args:
-        delta: The delta of every epsilon it states.
-        neighbours: The relation of every epsilon it states.
-        name: ``pld``, ``rdp`` or ``prv``.
-    """
-
-    delta: float
-    neighbours: Neighbours
-    name: AccountantName = "pld"
+    delta: float  # the delta of every epsilon it states
+    neighbours: Neighbours  # the relation of every epsilon it states
+    name: AccountantName = "pld"  # ``pld``, ``rdp`` or ``prv``
 
     def epsilon(self, releases: Iterable[Release]) -> float:
         """The epsilon of all ``releases`` together; see the function of that name."""

@@ -51,24 +51,17 @@ _MARGIN = 6.0
 class Coupling:
     """The quantity that a mode for coupled losses bounds, and how far one unit reaches.
 
-    Args:
-        bounded: What is clipped to ``max_grad_norm``: a ``sub_batch``, a ``row``, or a ``pair``.
-        sub_batches: Parts of a logical batch.
-        n_max: Most units of a part.
-        expected: Units of a part on average; a public constant, for losses that are divided by it.
-        loss: The loss that the sensitivity was computed for, in a phrase; part of the plan.
-        claim: Where the sensitivity comes from: ``proved`` here, ``declared`` by the user for a loss of
-            their own, or ``refuted``, kept for comparison. Behind the last one nothing may be claimed.
-
     Raises:
         ConfigurationError: A value is out of range.
     """
 
-    bounded: Bounded
-    sub_batches: int
-    n_max: int
-    expected: float
-    loss: str = ""
+    bounded: Bounded  # what is clipped to ``max_grad_norm``: a ``sub_batch``, a ``row``, or a ``pair``
+    sub_batches: int  # parts of a logical batch
+    n_max: int  # most units of a part
+    expected: float  # units of a part on average; a public constant, for losses that are divided by it
+    loss: str = ""  # the loss that the sensitivity was computed for, in a phrase; part of the plan
+    # Where the sensitivity comes from: ``proved`` here, ``declared`` by the user for a loss of their own, or
+    # ``refuted``, kept for comparison. Behind the last one nothing may be claimed.
     claim: LossClaim = "proved"
 
     def __post_init__(self) -> None:

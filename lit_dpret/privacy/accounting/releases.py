@@ -68,14 +68,10 @@ class SamplingLaw(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Poisson(SamplingLaw):
-    """Each unit by its own coin. Batch sizes vary, 0 is legal, and n is nowhere needed.
-
-    Args:
-        sample_rate: Probability of one unit being in one batch, in (0, 1].
-    """
+    """Each unit by its own coin. Batch sizes vary, 0 is legal, and n is nowhere needed."""
 
     kind: ClassVar[str] = "poisson"
-    sample_rate: float
+    sample_rate: float  # probability of one unit being in one batch, in (0, 1]
 
     def __post_init__(self) -> None:
         _rate(self)
@@ -91,18 +87,13 @@ class Poisson(SamplingLaw):
 
 @dataclass(frozen=True, kw_only=True)
 class TruncatedPoisson(SamplingLaw):
-    """Poisson, then uniformly dropped down to ``cap`` units where more were drawn: fixed shapes.
-
-    Args:
-        sample_rate: Probability of one unit's coin, in (0, 1].
-        cap: Most units in a batch, 1 to n.
-        n: Units in the data set. Public under ``zero_out`` and ``replace_one``; under
-            ``add_or_remove`` a constant that the user declared.
-    """
+    """Poisson, then uniformly dropped down to ``cap`` units where more were drawn: fixed shapes."""
 
     kind: ClassVar[str] = "truncated_poisson"
-    sample_rate: float
-    cap: int
+    sample_rate: float  # probability of one unit's coin, in (0, 1]
+    cap: int  # most units in a batch, 1 to n
+    # Units in the data set. Public under ``zero_out`` and ``replace_one``; under ``add_or_remove`` a constant that the
+    # user declared.
     n: int
 
     def __post_init__(self) -> None:
@@ -198,21 +189,15 @@ class FullBatch(SamplingLaw):
 
 @dataclass(frozen=True, kw_only=True)
 class GaussianRelease:
-    """A sum in which one unit counts for a bounded amount, with Gaussian noise added once.
-
-    Args:
-        noise_multiplier: Standard deviation of the noise over the bound C on one unit's
-            contribution, under every relation. Replacing a unit moves the sum by up to 2C; the
-            accountant takes care of that. 0 means no noise: epsilon is infinite.
-        law: How the units of the sum were drawn.
-        count: How many such releases, each with fresh noise and, where the law samples, a fresh draw.
-        label: What they were for: ``train``, ``histogram`` and so on. Part of the identity of a release.
-    """
+    """A sum in which one unit counts for a bounded amount, with Gaussian noise added once."""
 
     kind: ClassVar[str] = "gaussian"
+    # Standard deviation of the noise over the bound C on one unit's contribution, under every relation. Replacing a
+    # unit moves the sum by up to 2C; the accountant takes care of that. 0 means no noise: epsilon is infinite.
     noise_multiplier: float
-    law: SamplingLaw
-    count: int = 1
+    law: SamplingLaw  # how the units of the sum were drawn
+    count: int = 1  # how many such releases, each with fresh noise and, where the law samples, a fresh draw
+    # What they were for: ``train``, ``histogram`` and so on. Part of the identity of a release.
     label: str = "train"
 
     def __post_init__(self) -> None:
@@ -236,16 +221,11 @@ class GaussianRelease:
 
 @dataclass(frozen=True, kw_only=True)
 class NonPrivateRelease:
-    """Something let out with no protection at all. Any list that holds one has an infinite epsilon.
-
-    Args:
-        label: What it was, for the card.
-        count: How often.
-    """
+    """Something let out with no protection at all. Any list that holds one has an infinite epsilon."""
 
     kind: ClassVar[str] = "non_private"
-    label: str
-    count: int = 1
+    label: str  # what it was, for the card
+    count: int = 1  # how often
 
     def __post_init__(self) -> None:
         _label(self)

@@ -44,17 +44,13 @@ _SHAPES: dict[str, float] = {"poisson": math.inf, "geometric": 1.0, "logarithmic
 class RandomStopping:
     """How the number of runs of a search is drawn.
 
-    Args:
-        mean_runs: The mean number of runs, at least 1.
-        law: ``poisson``, ``geometric``, ``logarithmic``, or the shape eta of a truncated negative
-            binomial as a number from 0 (0 is logarithmic, 1 geometric). Smaller shapes spread wider
-            and cost less.
-
     Raises:
         ConfigurationError: The mean or the law is out of range.
     """
 
-    mean_runs: float
+    mean_runs: float  # the mean number of runs, at least 1
+    # ``poisson``, ``geometric``, ``logarithmic``, or the shape eta of a truncated negative binomial as a number from 0
+    # (0 is logarithmic, 1 geometric). Smaller shapes spread wider and cost less.
     law: str | float = "geometric"
 
     def __post_init__(self) -> None:

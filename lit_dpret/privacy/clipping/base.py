@@ -59,21 +59,17 @@ CLIP_ROUNDING = {torch.float64: 1e-9, torch.float32: 2.1e-3}
 
 @dataclass(frozen=True)
 class ClipStats:
-    """Norms and counts of one physical batch. Private: log a noised summary or nothing.
+    """Norms and counts of one physical batch. Private: log a noised summary or nothing."""
 
-    Args:
-        norms: L2 norm of each unit's gradient before clipping, ``(units,)``; zero for a masked
-            slot, and whatever came out (NaN, infinity) for a unit that was dropped.
-        clipped: How many units had a norm above ``max_grad_norm``; per layer, how many had one in
-            any layer above that layer's bound. A count on the device: to read it is to wait for it.
-        within: How many units had a gradient within the bound. A unit without rows has none, and is in no count.
-        non_finite: How many units were dropped because their loss or gradient was not finite; the same.
-    """
-
+    # L2 norm of each unit's gradient before clipping, ``(units,)``; zero for a masked slot, and whatever came out (NaN,
+    # infinity) for a unit that was dropped.
     norms: Tensor
+    # How many units had a norm above ``max_grad_norm``; per layer, how many had one in any layer above that layer's
+    # bound. A count on the device: to read it is to wait for it.
     clipped: Tensor
+    # How many units had a gradient within the bound. A unit without rows has none, and is in no count.
     within: Tensor
-    non_finite: Tensor
+    non_finite: Tensor  # how many units were dropped because their loss or gradient was not finite; the same
 
 
 def clip_factors(norms: Tensor, *, max_grad_norm: float, clip: ClipName, gamma: float) -> Tensor:

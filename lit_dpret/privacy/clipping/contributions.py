@@ -157,17 +157,12 @@ class Lookup:
 
 @dataclass(frozen=True)
 class Dense:
-    """``value`` is (rows, *shape of the parameter).
+    """``value`` is (rows, *shape of the parameter)."""
 
-    Args:
-        value: The gradients.
-        spread: In a check of the recording, sums of the absolute values of which ``value`` is the sum, same shape.
-        terms: How many there are to each of them.
-    """
-
-    value: Tensor
+    value: Tensor  # the gradients
+    # In a check of the recording, sums of the absolute values of which ``value`` is the sum, same shape.
     spread: Tensor | None = None
-    terms: int = 1
+    terms: int = 1  # how many there are to each of them
 
 
 Product = Outer | Convolution

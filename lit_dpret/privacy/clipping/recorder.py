@@ -36,29 +36,17 @@ Forward = Callable[..., Any]
 
 @dataclass
 class Use:
-    """One call of one covered module.
+    """One call of one covered module."""
 
-    Args:
-        site: The module.
-        call: Which call of it in this forward pass, from 0.
-        edge: Where the gradient of its output (or of its expanded weight) arrives.
-        shape: The shape of that gradient.
-        saved: The input that its rule needs; nothing where the gradient itself suffices.
-        version: The input's version when it was saved.
-        aliases: The leaves that stood for its parameters, by the module's own names.
-        function: The call itself, for a module without a rule.
-        output: Which of the tensors that such a module returned.
-    """
-
-    site: Site
-    call: int
-    edge: GradientEdge
-    shape: torch.Size
-    saved: Tensor | None
-    aliases: dict[str, Tensor]
-    version: int = field(default=0)
-    function: FunctionCall | None = None
-    output: int = 0
+    site: Site  # the module
+    call: int  # which call of it in this forward pass, from 0
+    edge: GradientEdge  # where the gradient of its output (or of its expanded weight) arrives
+    shape: torch.Size  # the shape of that gradient
+    saved: Tensor | None  # the input that its rule needs; nothing where the gradient itself suffices
+    aliases: dict[str, Tensor]  # the leaves that stood for its parameters, by the module's own names
+    version: int = field(default=0)  # the input's version when it was saved
+    function: FunctionCall | None = None  # the call itself, for a module without a rule
+    output: int = 0  # which of the tensors that such a module returned
 
     @property
     def axis(self) -> int:

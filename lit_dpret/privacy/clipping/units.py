@@ -18,19 +18,12 @@ from lit_dpret.errors import DataError
 
 @dataclass(frozen=True)
 class RowGroup:
-    """Units that have equally many rows.
+    """Units that have equally many rows."""
 
-    Args:
-        units: Their slots, ``(n,)``.
-        rows: Their rows, ``(n, rows of each)``.
-        start: The first row where ``rows`` counts up without a gap, so that a slice will do.
-        first: The first slot where ``units`` does.
-    """
-
-    units: Tensor
-    rows: Tensor
-    start: int | None
-    first: int | None
+    units: Tensor  # their slots, ``(n,)``
+    rows: Tensor  # their rows, ``(n, rows of each)``
+    start: int | None  # the first row where ``rows`` counts up without a gap, so that a slice will do
+    first: int | None  # the first slot where ``units`` does
 
     @classmethod
     def build(cls, units: list[int], rows: list[list[int]], device: torch.device) -> RowGroup:
@@ -74,23 +67,14 @@ class RowGroup:
 
 @dataclass(frozen=True)
 class UnitRows:
-    """Which row of a physical batch belongs to which unit.
+    """Which row of a physical batch belongs to which unit."""
 
-    Args:
-        unit_of_row: Slot of each row's unit, ``(rows,)``.
-        real: Which slots hold a unit, ``(units,)``; the rest contribute exactly zero.
-        groups: The real units, grouped by their number of rows; in a batch of fixed shape all slots.
-        has_rows: Whether any real unit has a row.
-        one_unit: Whether all rows belong to one unit, so that no row can be charged to the wrong one.
-        fixed: Whether the batch has a fixed shape.
-    """
-
-    unit_of_row: Tensor
-    real: Tensor
-    groups: tuple[RowGroup, ...]
-    has_rows: bool
-    one_unit: bool
-    fixed: bool = False
+    unit_of_row: Tensor  # slot of each row's unit, ``(rows,)``
+    real: Tensor  # which slots hold a unit, ``(units,)``; the rest contribute exactly zero
+    groups: tuple[RowGroup, ...]  # the real units, grouped by their number of rows; in a batch of fixed shape all slots
+    has_rows: bool  # whether any real unit has a row
+    one_unit: bool  # whether all rows belong to one unit, so that no row can be charged to the wrong one
+    fixed: bool = False  # whether the batch has a fixed shape
 
     @classmethod
     def build(

@@ -30,24 +30,14 @@ TOTAL_EVENT = "dataset_total"
 
 @dataclass(frozen=True, kw_only=True)
 class Total:
-    """Epsilon of everything that was released or reserved from one data set.
+    """Epsilon of everything that was released or reserved from one data set."""
 
-    Args:
-        epsilon: Of all runs together; infinite where one of them has no guarantee.
-        delta: The delta that it holds at.
-        accountant: How it was composed: ``pld``, ``rdp``, or a phrase where only basic composition
-            was left.
-        total_eps: The limit.
-        runs: Runs that are charged.
-        running: Those of them that hold a reservation: they run, or were killed and not resumed.
-    """
-
-    epsilon: float
-    delta: float
-    accountant: str
-    total_eps: float
-    runs: int
-    running: int
+    epsilon: float  # of all runs together; infinite where one of them has no guarantee
+    delta: float  # the delta that it holds at
+    accountant: str  # how it was composed: ``pld``, ``rdp``, or a phrase where only basic composition was left
+    total_eps: float  # the limit
+    runs: int  # runs that are charged
+    running: int  # those of them that hold a reservation: they run, or were killed and not resumed
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values; an infinite epsilon is null."""
@@ -108,16 +98,11 @@ class EarlierRun:
     """A run whose model others begin with.
 
     Two are the same only if all is: copies of one run folder that went on by themselves share the identity alone.
-
-    Args:
-        run: Its lasting identity, as `ledger_identity` gives it.
-        head: The last record of its ledger that tells of a step: what a resume at the end adds releases nothing.
-        releases: What its model cost.
     """
 
-    run: str
-    head: str
-    releases: tuple[Release, ...]
+    run: str  # its lasting identity, as `ledger_identity` gives it
+    head: str  # the last record of its ledger that tells of a step: what a resume at the end adds releases nothing
+    releases: tuple[Release, ...]  # what its model cost
 
     @classmethod
     def of_start(cls, start: Mapping[str, Any] | None) -> tuple[EarlierRun, ...]:
@@ -138,15 +123,10 @@ class EarlierRun:
 
 @dataclass(frozen=True)
 class Charge:
-    """The charge of one run; made by `of`.
+    """The charge of one run; made by `of`."""
 
-    Args:
-        own: Its own releases, merged.
-        earlier: The runs that it begins with and that nothing else in the ledger counts.
-    """
-
-    own: tuple[Release, ...]
-    earlier: tuple[EarlierRun, ...] = ()
+    own: tuple[Release, ...]  # its own releases, merged
+    earlier: tuple[EarlierRun, ...] = ()  # the runs that it begins with and that nothing else in the ledger counts
 
     @classmethod
     def of(cls, given: Charge | Sequence[Release], earlier: Sequence[EarlierRun] = ()) -> Charge:

@@ -58,19 +58,13 @@ RANDOM_WEIGHTS = "random weights"
 
 @dataclass(frozen=True)
 class Assumption:
-    """A step of the argument from the mechanism to the claim.
+    """A step of the argument from the mechanism to the claim."""
 
-    Args:
-        text: The assumption as a statement.
-        standing: Whether the ledger shows that it ``holds``, or that it does not (``refuted``), or neither
-            (``unverified``).
-        consequence: What becomes of the claim where it is refuted: ``charged`` (epsilon already counts it),
-            ``no_amplification`` (every unit is charged for every step), or ``no_guarantee`` (no number
-            is printed: not proved).
-    """
-
-    text: str
+    text: str  # the assumption as a statement
+    # Whether the ledger shows that it ``holds``, or that it does not (``refuted``), or neither (``unverified``).
     standing: Standing
+    # What becomes of the claim where it is refuted: ``charged`` (epsilon already counts it), ``no_amplification``
+    # (every unit is charged for every step), or ``no_guarantee`` (no number is printed: not proved).
     consequence: Consequence = "no_guarantee"
 
     @property
@@ -247,23 +241,15 @@ def _bound_assumption(plan: PrivacyPlan) -> Assumption:
 
 @dataclass(frozen=True)
 class Judged:
-    """The records of a ledger, and the verdict on them.
+    """The records of a ledger, and the verdict on them."""
 
-    Attributes:
-        records: From the first on.
-        plan: The last one; None for a run without privacy.
-        own: What the run promised (`promised_releases`): what it released, and what it had planned beside that.
-        releases: What the claim is about: those, and what the model had cost that the run started from.
-        verdict: The claim.
-        assumptions: Those that it rests on, or is refuted by.
-    """
-
-    records: Sequence[Record]
-    plan: PrivacyPlan | None
+    records: Sequence[Record]  # from the first on
+    plan: PrivacyPlan | None  # the last one; None for a run without privacy
+    # What the run promised (`promised_releases`): what it released, and what it had planned beside that.
     own: Sequence[Release]
-    releases: Sequence[Release]
-    verdict: Verdict
-    assumptions: Sequence[Assumption]
+    releases: Sequence[Release]  # what the claim is about: those, and what the model had cost that the run started from
+    verdict: Verdict  # the claim
+    assumptions: Sequence[Assumption]  # those that it rests on, or is refuted by
 
     @classmethod
     def by(cls, records: Sequence[Record], assumptions: Sequence[Assumption]) -> Judged:

@@ -137,16 +137,11 @@ def _is_of_no_step(records: Sequence[Mapping[str, Any]]) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Fingerprints:
-    """Keyed hashes of what a run is trained on, each given its key.
+    """Keyed hashes of what a run is trained on, each given its key."""
 
-    Attributes:
-        data: Of the data set.
-        unplanted: The same without what was planted in it; None where nothing was.
-        files: Of files that are read beside the data set; None of it where there are none.
-    """
-
-    data: Callable[[bytes], str]
-    unplanted: Callable[[bytes], str] | None = None
+    data: Callable[[bytes], str]  # of the data set
+    unplanted: Callable[[bytes], str] | None = None  # the same without what was planted in it; None where nothing was
+    # Of files that are read beside the data set; None of it where there are none.
     files: Callable[[bytes], str | None] = lambda key: None
 
 

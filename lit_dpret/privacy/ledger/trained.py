@@ -50,17 +50,11 @@ _SCALARS = frozenset((str, bytes, int, float, complex, bool, NoneType))
 
 
 class TrainedIn(NamedTuple):
-    """A run that trained weights on private data.
+    """A run that trained weights on private data."""
 
-    Args:
-        run: The identity of its ledger; for ``privacy=synthetic``, the SHA-256 of the card of its data.
-        privacy: Its mode.
-        folder: Where it ran; empty where it is not known.
-    """
-
-    run: str
-    privacy: str
-    folder: str = ""
+    run: str  # the identity of its ledger; for ``privacy=synthetic``, the SHA-256 of the card of its data
+    privacy: str  # its mode
+    folder: str = ""  # where it ran; empty where it is not known
 
 
 # By the shape of the tensor, so that most others are told apart without a look at their values.

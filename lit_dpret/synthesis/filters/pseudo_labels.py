@@ -64,29 +64,17 @@ def mine(released: ReleasedQueries, ranker: Ranks, *, depth: int, per_query: int
 
 @dataclass(frozen=True, kw_only=True)
 class Labelling:
-    """How queries are labelled.
+    """How queries are labelled."""
 
-    Args:
-        cross_encoder: A folder or a hub name.
-        cross_encoder_is_public: Declares that nothing private went into a model without card.
-        encoder_is_public: The same of the ranker's encoder.
-        depth: How far down the ranking negatives are drawn from.
-        per_query: How many for each query.
-        seed: Of those draws; public.
-        batch_size: Pairs per forward pass.
-        max_length: Tokens of a pair that are read; null for what the cross-encoder's folder says.
-        group_size: Queries that are finished, and safe, together.
-    """
-
-    cross_encoder: str | Path
-    cross_encoder_is_public: bool = False
-    encoder_is_public: bool = False
-    depth: int = 50
-    per_query: int = 5
-    seed: int = 0
-    batch_size: int = 32
-    max_length: int | None = None
-    group_size: int = 256
+    cross_encoder: str | Path  # a folder or a hub name
+    cross_encoder_is_public: bool = False  # declares that nothing private went into a model without card
+    encoder_is_public: bool = False  # the same of the ranker's encoder
+    depth: int = 50  # how far down the ranking negatives are drawn from
+    per_query: int = 5  # how many for each query
+    seed: int = 0  # of those draws; public
+    batch_size: int = 32  # pairs per forward pass
+    max_length: int | None = None  # tokens of a pair that are read; null for what the cross-encoder's folder says
+    group_size: int = 256  # queries that are finished, and safe, together
 
 
 def label(

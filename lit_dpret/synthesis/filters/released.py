@@ -38,20 +38,15 @@ class ReleasedQueries:
 
     Make it by `load_released`. Whoever calls the constructor declares by it that the queries are public or
     carry a claim.
-
-    Args:
-        passages: Text by passage id; public, and at least those of the queries.
-        provenance: ``card``: a privacy card says what they promise; or ``declared public``.
-        ancestors: SHA-256 of the privacy cards of the data set and of all that it was made from.
-        claim: Where the card lies that covers them, where it is not the one in ``folder``.
     """
 
     queries: tuple[ReleasedQuery, ...]
-    passages: Mapping[str, str]
-    provenance: Provenance
+    passages: Mapping[str, str]  # text by passage id; public, and at least those of the queries
+    provenance: Provenance  # ``card``: a privacy card says what they promise; or ``declared public``
+    # SHA-256 of the privacy cards of the data set and of all that it was made from.
     ancestors: frozenset[str] = frozenset()
     folder: Path | None = None
-    claim: Path | None = None
+    claim: Path | None = None  # where the card lies that covers them, where it is not the one in ``folder``
 
     def __len__(self) -> int:
         return len(self.queries)

@@ -24,20 +24,15 @@ from lit_dpret.synthesis.filters.released import ReleasedQueries, foreign_code, 
 
 @dataclass(frozen=True, kw_only=True)
 class Applied:
-    """The result of one filter.
-
-    Args:
-        lowest_kept: The lowest score of those; None where it kept none.
-        examples: Some queries that it kept and some that it did not, each as (score, query, passage id).
-        trusts: What the claim of what it kept takes on trust, as `QueryFilter.check` says.
-    """
+    """The result of one filter."""
 
     settings: Mapping[str, Any]
     asked: int
     kept: int
-    lowest_kept: float | None
+    lowest_kept: float | None  # the lowest score of those; None where it kept none
+    # Some queries that it kept and some that it did not, each as (score, query, passage id).
     examples: tuple[list[tuple[float, str, str]], list[tuple[float, str, str]]]
-    trusts: tuple[Assumption, ...] = ()
+    trusts: tuple[Assumption, ...] = ()  # what the claim of what it kept takes on trust, as `QueryFilter.check` says
 
     def to_dict(self) -> dict[str, Any]:
         """Return the counts and settings as JSON values, without examples."""

@@ -19,23 +19,14 @@ from lit_dpret.synthesis.textsim.words import need
 
 @dataclass(frozen=True, kw_only=True)
 class Bleu:
-    """Corpus BLEU.
+    """Corpus BLEU."""
 
-    Attributes:
-        score: From 0 to 100, as sacrebleu prints it; the papers' tables show a hundredth of it.
-        signature: What sacrebleu computed, in its own words; a score without it means nothing (Post, 2018).
-        precisions: Of 1- to 4-grams, in percent.
-        brevity_penalty: 1 where the synthetic queries are together no shorter than their references.
-        scored: Synthetic queries with at least one original query of the same passage.
-        without_reference: Synthetic queries whose passage has no original query; not part of the score.
-    """
-
-    score: float
-    signature: str
-    precisions: tuple[float, ...]
-    brevity_penalty: float
-    scored: int
-    without_reference: int
+    score: float  # from 0 to 100, as sacrebleu prints it; the papers' tables show a hundredth of it
+    signature: str  # what sacrebleu computed, in its own words; a score without it means nothing (Post, 2018)
+    precisions: tuple[float, ...]  # of 1- to 4-grams, in percent
+    brevity_penalty: float  # 1 where the synthetic queries are together no shorter than their references
+    scored: int  # synthetic queries with at least one original query of the same passage
+    without_reference: int  # synthetic queries whose passage has no original query; not part of the score
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON values."""

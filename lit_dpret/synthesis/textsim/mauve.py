@@ -45,19 +45,13 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class Mauve:
-    """MAUVE over several runs of k-means.
+    """MAUVE over several runs of k-means."""
 
-    Attributes:
-        values: One per seed.
-        seeds: Of k-means; the data are the same.
-        components: Principal components that were kept.
-    """
-
-    values: tuple[float, ...]
-    seeds: tuple[int, ...]
+    values: tuple[float, ...]  # one per seed
+    seeds: tuple[int, ...]  # of k-means; the data are the same
     buckets: int
     texts: tuple[int, int]
-    components: int
+    components: int  # principal components that were kept
     featuriser: str
     scaling: float = SCALING
 

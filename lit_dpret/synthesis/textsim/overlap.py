@@ -19,15 +19,10 @@ from lit_dpret.synthesis.textsim.words import check_n, check_texts, ngrams, word
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """How many texts are found among others.
+    """How many texts are found among others."""
 
-    Attributes:
-        exact: Texts that equal one of the others after normalisation (case, punctuation and spaces aside).
-        ngram: Texts that share a run of ``n`` words with one of the others, of those with ``n`` words at least.
-    """
-
-    exact: Share
-    ngram: Share
+    exact: Share  # texts that equal one of the others after normalisation (case, punctuation and spaces aside)
+    ngram: Share  # texts that share a run of ``n`` words with one of the others, of those with ``n`` words at least
     n: int
     references: int
 
@@ -74,16 +69,13 @@ class Share:
     share and every total, also where no positive was found. It is about the choice of the texts that were
     looked at, as an independent draw from many more; where they are all there are, it says nothing.
 
-    Args:
-        total: How many were looked at; 0 where none could have it.
-
     Raises:
         DataError: The counts are impossible.
         ConfigurationError: ``level`` does not lie between 0 and 1.
     """
 
     positives: int
-    total: int
+    total: int  # how many were looked at; 0 where none could have it
     level: float = 0.95
 
     def __post_init__(self) -> None:

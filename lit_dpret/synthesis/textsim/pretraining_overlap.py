@@ -32,17 +32,12 @@ Ids = NDArray[np.uint32]
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """The texts of one list that were found.
+    """The texts of one list that were found."""
 
-    Attributes:
-        exact: Texts all of whose words stand in a document in a row, of those with any word.
-        ngram: Texts with a run of ``n`` words that stands in a document, of those with ``n`` words at least.
-        which: For each text whether it was found exactly; texts of the caller, so keep it where they are kept.
-    """
-
-    exact: Share
-    ngram: Share
+    exact: Share  # texts all of whose words stand in a document in a row, of those with any word
+    ngram: Share  # texts with a run of ``n`` words that stands in a document, of those with ``n`` words at least
     n: int
+    # For each text whether it was found exactly; texts of the caller, so keep it where they are kept.
     which: tuple[bool, ...]
 
     def to_dict(self) -> dict[str, Any]:

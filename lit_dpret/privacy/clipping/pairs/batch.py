@@ -32,17 +32,11 @@ LOW_PRECISION_TOLERANCE = 5e-2
 
 @dataclass(frozen=True)
 class Side:
-    """The queries, or the passages, of a batch.
+    """The queries, or the passages, of a batch."""
 
-    Args:
-        rows: A tensor, or nested dictionaries of tensors, with the rows on the first axis.
-        embed: Rows to embeddings, ``(rows, dim)``.
-        count: How many rows there are.
-    """
-
-    rows: Any
-    embed: Embed
-    count: int
+    rows: Any  # a tensor, or nested dictionaries of tensors, with the rows on the first axis
+    embed: Embed  # rows to embeddings, ``(rows, dim)``
+    count: int  # how many rows there are
 
     def take(self, index: Tensor | slice) -> Any:
         return tree_map(lambda leaf: leaf[index if isinstance(index, slice) else index.to(leaf.device)], self.rows)
@@ -71,24 +65,17 @@ class Side:
 class PairBatch:
     """``n`` records; record i is (query i, passage i).
 
-    Args:
-        queries: A tensor, or nested dictionaries of tensors, with first axis n.
-        passages: The same.
-        embed_queries: Rows to embeddings ``(rows, dim)``, of length 1 for the cosine; differentiable, by way of
-            submodules of what is trained, and does not enter autocast itself. An embedding is a function of its own
-            row alone.
-        embed_passages: The same function (a shared encoder), another one (two towers), or one without a gradient.
-        n: How many records there are.
-
     Raises:
         DataError: Something in ``queries`` or ``passages`` does not have n rows.
     """
 
-    queries: Any
-    passages: Any
+    queries: Any  # a tensor, or nested dictionaries of tensors, with first axis n
+    passages: Any  # the same
+    # Rows to embeddings ``(rows, dim)``, of length 1 for the cosine; differentiable, by way of submodules of what is
+    # trained, and does not enter autocast itself. An embedding is a function of its own row alone.
     embed_queries: Embed
-    embed_passages: Embed
-    n: int
+    embed_passages: Embed  # the same function (a shared encoder), another one (two towers), or one without a gradient
+    n: int  # how many records there are
 
     def __post_init__(self) -> None:
         for name in ("queries", "passages"):

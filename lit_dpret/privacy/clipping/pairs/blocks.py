@@ -56,17 +56,11 @@ Jacobian = dict[str, list[Factors]]
 
 @dataclass(frozen=True)
 class Reach:
-    """The parameters that a side's embeddings depend on, and the memory that a row takes.
+    """The parameters that a side's embeddings depend on, and the memory that a row takes."""
 
-    Args:
-        names: The parameters.
-        inputs: Elements to hold for a row, whatever the number of columns.
-        outputs: Elements to hold for a row and a column.
-    """
-
-    names: frozenset[str]
-    inputs: int
-    outputs: int
+    names: frozenset[str]  # the parameters
+    inputs: int  # elements to hold for a row, whatever the number of columns
+    outputs: int  # elements to hold for a row and a column
 
 
 class FromJacobians(PairNorms):

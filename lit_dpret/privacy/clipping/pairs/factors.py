@@ -66,20 +66,14 @@ class Matrices:
 
 @dataclass(frozen=True)
 class Products:
-    """A Jacobian held as its factors, over positions.
+    """A Jacobian held as its factors, over positions."""
 
-    Args:
-        inputs: (rows, positions, in), the same for all columns; or token ids (rows, positions), which stand for
-            unit vectors of length ``into``.
-        outputs: The output gradients of each column, (rows, columns, positions, out).
-        into: The width of the inputs.
-        turned: Whether the parameter is (in, out), as that of an embedding is, and not (out, in).
-    """
-
+    # (rows, positions, in), the same for all columns; or token ids (rows, positions), which stand for unit vectors of
+    # length ``into``.
     inputs: Tensor
-    outputs: Tensor
-    into: int
-    turned: bool = False
+    outputs: Tensor  # the output gradients of each column, (rows, columns, positions, out)
+    into: int  # the width of the inputs
+    turned: bool = False  # whether the parameter is (in, out), as that of an embedding is, and not (out, in)
 
     @property
     def width(self) -> int:
