@@ -21,7 +21,6 @@ from lit_dpret.modules import OptimizerSpec, PrivateModule
 from lit_dpret.modules.private_module import WEIGHTS
 from lit_dpret.privacy.ledger.gate import undeclared_metric
 from lit_dpret.privacy.modes import DPSGD, PrivacyMode
-from lit_dpret.privacy.modes.gaussian import GaussianSettings
 
 #: Stands for a batch that is one tensor, and no dict or tuple of them.
 _LONE = ""
@@ -165,7 +164,7 @@ def make_private(
 
 def _refuse_unknown(names: Iterable[str]) -> None:
     """Refuse arguments that `DPSGD` has not, and say who has them."""
-    known = {*inspect.signature(DPSGD).parameters, *GaussianSettings.__annotations__} - {"common"}
+    known = {*inspect.signature(DPSGD).parameters}
     for name in sorted({*names} - known):
         raise ConfigurationError(
             f"make_private takes no {name}: {_ELSEWHERE.get(name, 'see its docstring')}. Beside its own arguments it "

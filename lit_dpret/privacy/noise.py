@@ -84,14 +84,14 @@ def default_secret_file() -> Path:
     return Path(state) / "lit-dpret" / "privacy_secret"
 
 
-def load_secret(path: Path | None, *, run_dir: Path | None = None) -> bytes:
+def load_secret(path: str | Path | None, *, run_dir: Path | None = None) -> bytes:
     """Read the secret, or make one with mode 0600 where there is none yet.
 
     Raises:
         ConfigurationError: The file lies inside the run folder (which gets published), can be read
             by others, or is not a secret that this function wrote.
     """
-    path = (path or default_secret_file()).expanduser()
+    path = Path(path or default_secret_file()).expanduser()
     if run_dir is not None and path.resolve().is_relative_to(run_dir.resolve()):
         raise ConfigurationError(
             f"privacy.secret_file={path} lies inside the run folder {run_dir}: whoever gets the folder "

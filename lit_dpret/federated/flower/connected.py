@@ -61,12 +61,12 @@ class ConnectedSilos:
 
     # -- messages ------------------------------------------------------------------------------
 
-    def message(self, records: Mapping[str, Any] = {}, **facts: Any) -> RecordDict:
+    def message(self, records: Mapping[str, Any] = {}, /, **facts: Any) -> RecordDict:
         """Make a message of this run with these records, and facts in its head."""
         return RecordDict({**envelope(settings=digest_of(self.settings), **facts), **records})
 
     def about(
-        self, weights: Mapping[str, Tensor], name: str, records: Mapping[str, Any] = {}, **facts: Any
+        self, weights: Mapping[str, Tensor], name: str, records: Mapping[str, Any] = {}, /, **facts: Any
     ) -> RecordDict:
         """Make a message about the global weights, with them where the silo does not have them yet."""
         wanted = fingerprint(weights)

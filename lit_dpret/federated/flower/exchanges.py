@@ -129,7 +129,7 @@ class MaskedRound:
         limit, norm = self.settings.update_limit, self.settings.update_norm
         return mean_of(self.weights, total, fixed, clients=len(names), limit=limit, norm=norm), names
 
-    def _message(self, records: Mapping[str, Any] = {}, **facts: Any) -> RecordDict:
+    def _message(self, records: Mapping[str, Any] = {}, /, **facts: Any) -> RecordDict:
         return self.silos.message(records, attempt=self._plan.attempt, **facts)
 
     def _ask(
@@ -302,7 +302,7 @@ class Relay:
                 askers[name].append(asker)
         return {name: listed for name, listed in askers.items() if listed}
 
-    def _message(self, name: str, records: Mapping[str, Any] = {}, **facts: Any) -> RecordDict:
+    def _message(self, name: str, records: Mapping[str, Any] = {}, /, **facts: Any) -> RecordDict:
         return self.silos.about(self.weights, name, records, refresh=self.refresh, **facts)
 
     def _fault(self, what: str) -> None:

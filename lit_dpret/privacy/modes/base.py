@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -61,13 +61,6 @@ class StepCounts:
     within: int = 0
 
 
-class Sums(Protocol):
-    """What adds up the gradients of a logical step: a clipping engine, or `GradientSums`."""
-
-    def take(self) -> dict[str, Tensor]: ...
-    def forget(self) -> None: ...
-
-
 class PrivacyMode(ABC):
     """The seam between a training loop and a privacy mechanism.
 
@@ -108,11 +101,11 @@ class PrivacyMode(ABC):
     fixed_shapes: bool = False
     unit: Unit = "query"
     neighbours: Neighbours = "zero_out"
-    secret_file: Path | None = None
+    secret_file: str | Path | None = None
     secure_rng: bool = False
     noise_seed: int | None = None
     delta_at_most: float | None = None
-    _sums: Sums  # from `attach` on
+    _sums: Any  # from `attach` on what adds up the gradients: a clipping engine, or `GradientSums`
 
     def __init__(self) -> None:
         self.counts = StepCounts()
@@ -190,7 +183,8 @@ class PrivacyMode(ABC):
 
     def take(self) -> dict[str, Tensor]:
         """The sums of the logical step by parameter name, before noise; starts the next step."""
-        return self._sums.take()
+        found: dict[str, Tensor] = self._sums.take()
+        return found
 
     def extra_sums(self) -> dict[str, Tensor]:
         """Further coordinates of the sum of the logical step, after `take`, from the counts over all ranks.

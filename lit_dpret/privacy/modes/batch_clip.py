@@ -34,7 +34,6 @@ class BatchClip(CoupledMode):
         max_grad_norm: L2 bound C on the gradient of one sub-batch's mean loss.
         l2_sensitivity: The total, 2C, in its place.
         sub_batches: Into how many parts a logical batch falls; each is clipped, and they are averaged.
-        **common: The arguments of `CoupledMode` and `GaussianMode`.
 
     Raises:
         ConfigurationError: An argument is out of range; the message names the ``privacy.`` key.
@@ -57,7 +56,7 @@ class BatchClip(CoupledMode):
     def attach(self, module: nn.Module, plan: PrivacyPlan | None, stream: KeyedStream) -> None:
         super().attach(module, plan, stream)
         refuse_batch_mixing(module)
-        self._sums: GradientSums = GradientSums(module)
+        self._sums = GradientSums(module)
 
     def contribute(self, module: Any, batch: Any) -> None:
         self._refuse_large(int(batch.mask.sum()))

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from dataclasses import replace
-from typing import Any, ClassVar, Unpack
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -27,20 +27,13 @@ from lit_dpret.privacy.accounting.coupled_sensitivity import (
 from lit_dpret.privacy.accounting.releases import FullBatch, Shuffle
 from lit_dpret.privacy.budget import with_rounding_paid
 from lit_dpret.privacy.modes.base import Candidates
-from lit_dpret.privacy.modes.gaussian import GaussianMode, GaussianSettings
+from lit_dpret.privacy.modes.gaussian import GaussianMode
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan, SamplingRequest
 from lit_dpret.settings import require_number, require_whole
 
 
-class CoupledSettings(GaussianSettings, total=False):
-    """The arguments of `CoupledMode` but its bound, which a mode may call by another name."""
-
-    l2_sensitivity: float | None
-    sub_batches: int
-    n_max: int | None
-
-
+@dataclass(kw_only=True, eq=False, repr=False)
 class CoupledMode(GaussianMode):
     """A private mode for losses in which the units of a sub-batch see each other.
 
@@ -58,7 +51,6 @@ class CoupledMode(GaussianMode):
         n_max: Most units of a part, public; null for one that is hardly ever reached. Units beyond it
             are left out of the step, uniformly. Where batches are drawn by coins, that must be next to impossible,
             but under ``add_or_remove`` (`lit_dpret.privacy.accounting.coupled_sensitivity.least_n_max`).
-        **common: The arguments of `GaussianMode`.
 
     Raises:
         ConfigurationError: An argument is out of range; the message names the ``privacy.`` key.
@@ -69,27 +61,21 @@ class CoupledMode(GaussianMode):
     candidates: ClassVar[Candidates] = "batch"
     calibrated_to_loss: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        *,
-        max_grad_norm: float | None = None,
-        l2_sensitivity: float | None = None,
-        sub_batches: int = 1,
-        n_max: int | None = None,
-        **common: Unpack[GaussianSettings],
-    ) -> None:
-        super().__init__(**common)
-        require_whole("privacy", {"sub_batches": sub_batches, "n_max": n_max}, 1, null=True)
-        if (max_grad_norm is None) == (l2_sensitivity is None):
+    max_grad_norm: float | None = None
+    l2_sensitivity: float | None = None
+    sub_batches: int = 1
+    n_max: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_whole("privacy", self, 1, "sub_batches", "n_max", null=True)
+        if (self.max_grad_norm is None) == (self.l2_sensitivity is None):
             raise ConfigurationError(
-                f"privacy.{self.bound_key}={max_grad_norm} and privacy.l2_sensitivity={l2_sensitivity}: give exactly "
-                "one of them; the other one follows from it."
+                f"privacy.{self.bound_key}={self.max_grad_norm} and privacy.l2_sensitivity={self.l2_sensitivity}: give "
+                "exactly one of them; the other one follows from it."
             )
-        require_number("privacy", {self.bound_key: max_grad_norm, "l2_sensitivity": l2_sensitivity}, null=True)
-        self.max_grad_norm = max_grad_norm
-        self.l2_sensitivity = l2_sensitivity
-        self.sub_batches = sub_batches
-        self.n_max = n_max
+        bounds = {self.bound_key: self.max_grad_norm, "l2_sensitivity": self.l2_sensitivity}
+        require_number("privacy", bounds, null=True)
 
     def plan(self, request: SamplingRequest, *, units: int, steps: int, module: Any = None) -> PrivacyPlan:
         """The plan, with the sensitivity that the loss of ``module`` has in sub-batches of ``n_max`` units."""

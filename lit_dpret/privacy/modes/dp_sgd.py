@@ -7,7 +7,8 @@ by a public constant instead of the realised batch size. One unit is one query w
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, Unpack, get_args
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, get_args
 
 from torch import nn
 
@@ -16,7 +17,7 @@ from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.privacy import clip_fraction
 from lit_dpret.privacy.budget import ClipGroups, ClipName
 from lit_dpret.privacy.clipping import make_engine
-from lit_dpret.privacy.modes.gaussian import GaussianMode, GaussianSettings
+from lit_dpret.privacy.modes.gaussian import GaussianMode
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan, SamplingRequest
 from lit_dpret.settings import require_choice, require_number
@@ -24,6 +25,7 @@ from lit_dpret.settings import require_choice, require_number
 Engine = Literal["ghost", "vmap", "opacus", "loop"]
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class DPSGD(GaussianMode):
     """Per-unit clipping and Gaussian noise.
 
@@ -45,7 +47,6 @@ class DPSGD(GaussianMode):
             together by C too (He et al. 2023, 2212.01539). The noise is the same.
         clip_fraction_budget: The share of each step's budget, above 0 and at most 0.1, that pays for releasing
             the noised share of units that were clipped (`lit_dpret.privacy.clip_fraction`); null releases none.
-        **common: The arguments of `GaussianMode`.
 
     Raises:
         ConfigurationError: An argument is out of range; the message names the ``privacy.`` key.
@@ -54,28 +55,20 @@ class DPSGD(GaussianMode):
     name: ClassVar[str] = "dp_sgd"
     strategies: ClassVar[Supported] = with_xla(frozenset({"ghost"}))
 
-    def __init__(
-        self,
-        *,
-        max_grad_norm: float = 1.0,
-        engine: Engine = "ghost",
-        clip: ClipName = "abadi",
-        clip_groups: ClipGroups = "flat",
-        clip_fraction_budget: float | None = None,
-        **common: Unpack[GaussianSettings],
-    ) -> None:
-        super().__init__(**common)
-        require_choice("privacy.engine", engine, get_args(Engine))
-        require_choice("privacy.clip", clip, get_args(ClipName))
-        require_choice("privacy.clip_groups", clip_groups, get_args(ClipGroups))
-        require_number("privacy", {"max_grad_norm": max_grad_norm})
-        self.max_grad_norm = max_grad_norm
-        self.engine = engine
-        self.clip = clip
-        self.clip_groups: ClipGroups = clip_groups
-        if clip_fraction_budget is not None:
-            clip_fraction.check_budget(clip_fraction_budget)
-        self.clip_fraction_budget = clip_fraction_budget
+    max_grad_norm: float = 1.0
+    engine: Engine = "ghost"
+    clip: ClipName = "abadi"
+    clip_groups: ClipGroups = "flat"
+    clip_fraction_budget: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_choice("privacy.engine", self.engine, get_args(Engine))
+        require_choice("privacy.clip", self.clip, get_args(ClipName))
+        require_choice("privacy.clip_groups", self.clip_groups, get_args(ClipGroups))
+        require_number("privacy", self, "max_grad_norm")
+        if self.clip_fraction_budget is not None:
+            clip_fraction.check_budget(self.clip_fraction_budget)
 
     def plan(self, request: SamplingRequest, *, units: int, steps: int, module: Any = None) -> PrivacyPlan:
         """The plan of ``steps`` logical steps; the sensitivity follows from the settings alone, whatever is trained."""

@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, TypedDict, get_args
+from typing import Any, ClassVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -42,24 +43,7 @@ _DRAWN_SO: dict[str, SamplingLaw] = {
 }
 
 
-class GaussianSettings(TypedDict, total=False):
-    """The arguments of `GaussianMode`, which every mode with noise passes on."""
-
-    eps: float
-    delta: float | None
-    unit: Unit
-    neighbours: Neighbours
-    noise_multiplier: float | None
-    accountant: AccountantName
-    noise: NoiseName
-    secure_rng: bool
-    secret_file: str | Path | None
-    dataset_ledger: str | Path | None
-    total_eps: float | None
-    max_units_per_user: int | None
-    noise_seed: int | None
-
-
+@dataclass(kw_only=True, eq=False, repr=False)
 class GaussianMode(PrivacyMode):
     """A sum in which one unit counts for a bounded amount, and Gaussian noise.
 
@@ -95,67 +79,56 @@ class GaussianMode(PrivacyMode):
     """
 
     guarantee: ClassVar[Guarantee] = "dp"
-    _sums: Any  # of each mode's own kind
 
-    def __init__(
-        self,
-        *,
-        eps: float,
-        delta: float | None = None,
-        unit: Unit = "query",
-        neighbours: Neighbours = "zero_out",
-        noise_multiplier: float | None = None,
-        accountant: AccountantName = "pld",
-        noise: NoiseName = "gaussian",
-        secure_rng: bool = False,
-        secret_file: str | Path | None = None,
-        dataset_ledger: str | Path | None = None,
-        total_eps: float | None = None,
-        max_units_per_user: int | None = None,
-        noise_seed: int | None = None,
-    ) -> None:
+    eps: float
+    delta: float | None = None
+    unit: Unit = "query"
+    neighbours: Neighbours = "zero_out"
+    noise_multiplier: float | None = None
+    accountant: AccountantName = "pld"
+    noise: NoiseName = "gaussian"
+    secure_rng: bool = False
+    secret_file: str | Path | None = None
+    dataset_ledger: str | Path | None = None
+    total_eps: float | None = None
+    max_units_per_user: int | None = None
+    noise_seed: int | None = None
+
+    def __post_init__(self) -> None:
         super().__init__()
-        PrivacyBudget(eps=eps, delta=0.5 if delta is None else delta, unit=unit, neighbours=neighbours)
-        require_choice("privacy.accountant", accountant, get_args(AccountantName))
-        require_choice("privacy.noise", noise, get_args(NoiseName))
-        if noise_multiplier is not None and not (math.isfinite(noise_multiplier) and noise_multiplier > 0):
+        delta = 0.5 if self.delta is None else self.delta
+        PrivacyBudget(eps=self.eps, delta=delta, unit=self.unit, neighbours=self.neighbours)
+        require_choice("privacy.accountant", self.accountant, get_args(AccountantName))
+        require_choice("privacy.noise", self.noise, get_args(NoiseName))
+        noise, ledger, seed, most = (
+            self.noise_multiplier, self.dataset_ledger, self.noise_seed, self.max_units_per_user,
+        )  # fmt: skip
+        if noise is not None and not (math.isfinite(noise) and noise > 0):
             raise ConfigurationError(
-                f"privacy.noise_multiplier={noise_multiplier} is not a positive, finite number. "
+                f"privacy.noise_multiplier={noise} is not a positive, finite number. "
                 "Leave it null to have it calibrated, or choose privacy=none."
             )
-        require_number("privacy", {"total_eps": total_eps}, null=True)
-        if total_eps is not None and dataset_ledger is None:
+        require_number("privacy", self, "total_eps", null=True)
+        if self.total_eps is not None and ledger is None:
             raise ConfigurationError(
-                f"privacy.total_eps={total_eps:g} limits all runs on one data set together, and no file adds them up: "
-                "set privacy.dataset_ledger."
+                f"privacy.total_eps={self.total_eps:g} limits all runs on one data set together, and no file adds them "
+                "up: set privacy.dataset_ledger."
             )
-        if max_units_per_user is not None:
-            check_max_units(max_units_per_user)
-            if unit == "user":
+        if most is not None:
+            check_max_units(most)
+            if self.unit == "user":
                 raise ConfigurationError(
-                    f"privacy.max_units_per_user={max_units_per_user} cannot go with privacy.unit=user: all that a "
-                    "user contributed is one unit already. Set it to null."
+                    f"privacy.max_units_per_user={most} cannot go with privacy.unit=user: all that a user contributed "
+                    "is one unit already. Set it to null."
                 )
-        require_whole("privacy", {"noise_seed": noise_seed}, 0, null=True)
-        if noise_seed is not None and dataset_ledger is not None:
+        require_whole("privacy", self, 0, "noise_seed", null=True)
+        if seed is not None and ledger is not None:
             raise ConfigurationError(
-                f"privacy.noise_seed={noise_seed} makes noise that anybody can compute, and no "
-                f"privacy.dataset_ledger={dataset_ledger} could count a run without privacy. Set one of them to null."
+                f"privacy.noise_seed={seed} makes noise that anybody can compute, and no "
+                f"privacy.dataset_ledger={ledger} could count a run without privacy. Set one of them to null."
             )
-        self.eps = eps
-        self.delta = delta
-        self.unit = unit
-        self.neighbours = neighbours
-        self.noise_multiplier = noise_multiplier
-        self.accountant: AccountantName = accountant
-        self.noise: NoiseName = noise
         # Whole numbers are drawn from SHAKE-256 alone: their proof needs exact bits.
-        self.secure_rng = secure_rng or noise == "discrete"
-        self.secret_file = None if secret_file is None else Path(secret_file)
-        self.dataset_ledger = None if dataset_ledger is None else Path(dataset_ledger)
-        self.total_eps = total_eps
-        self.max_units_per_user = max_units_per_user
-        self.noise_seed = noise_seed
+        self.secure_rng = self.secure_rng or self.noise == "discrete"
 
     def budget(self, public_units: int | None) -> PrivacyBudget:
         """The budget, with delta filled in from the public number of units where it was null.
@@ -249,9 +222,9 @@ class GaussianMode(PrivacyMode):
         Raises:
             ConfigurationError: It lies in the run folder, where no other run would find it.
         """
-        path = self.dataset_ledger
-        if path is None:
+        if self.dataset_ledger is None:
             return None
+        path = Path(self.dataset_ledger)
         if run_dir is not None and path.expanduser().resolve().is_relative_to(run_dir.resolve()):
             raise ConfigurationError(
                 f"privacy.dataset_ledger={path} lies inside the run folder {run_dir}, where no other run on the data "

@@ -22,8 +22,8 @@ is calibrated by the accountant.
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any, ClassVar, Literal, Protocol, Unpack, get_args
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +42,7 @@ from lit_dpret.privacy.clipping.pairs import (
     weighted_backward,
 )
 from lit_dpret.privacy.modes.base import GradientSums, trainable
-from lit_dpret.privacy.modes.coupled import CoupledMode, CoupledSettings, named
+from lit_dpret.privacy.modes.coupled import CoupledMode, named
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.settings import require_choice, require_whole
@@ -60,6 +60,7 @@ class PairLoss(Protocol):
     def sensitivity(self, n_max: int, *, relation: Relation) -> float: ...
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class LogitDP(CoupledMode):
     """Clip the gradient of each pair's similarity, for losses of all similarities in a sub-batch.
 
@@ -80,7 +81,7 @@ class LogitDP(CoupledMode):
         sensitivity: ``proof``, or ``paper`` for Lemma 4.5, which is refuted.
         rows_at_once: Rows that go through the encoder together in the second pass.
         pairs_at_once: With ``pair_ghost``, pairs that go through it together; null for a part's size.
-        **common: The arguments of `CoupledMode` and `GaussianMode`; ``delta`` must be given.
+        delta: As for `GaussianMode`; it must be given.
 
     Raises:
         ConfigurationError: An argument is out of range; the message names the ``privacy.`` key.
@@ -91,30 +92,24 @@ class LogitDP(CoupledMode):
     bounded: ClassVar[Bounded] = "pair"
     bound_key: ClassVar[str] = "max_logit_grad_norm"
 
-    def __init__(
-        self,
-        *,
-        max_logit_grad_norm: float | None = None,
-        norms: NormsName = "auto",
-        sensitivity: SensitivityRule = "proof",
-        rows_at_once: int = 64,
-        pairs_at_once: int | None = None,
-        **common: Unpack[CoupledSettings],
-    ) -> None:
-        if common.get("delta") is None:
+    max_grad_norm: float | None = field(init=False, default=None)  # it is max_logit_grad_norm
+    max_logit_grad_norm: float | None = None
+    norms: NormsName = "auto"
+    sensitivity: SensitivityRule = "proof"
+    rows_at_once: int = 64
+    pairs_at_once: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.delta is None:
             raise ConfigurationError(
                 "privacy.delta=null: Logit-DP states its delta. Set privacy.delta, a constant below 1/n."
             )
-        super().__init__(max_grad_norm=max_logit_grad_norm, **common)
-        require_choice("privacy.norms", norms, get_args(NormsName))
-        require_choice("privacy.sensitivity", sensitivity, get_args(SensitivityRule))
-        require_whole("privacy", {"rows_at_once": rows_at_once}, 1)
-        require_whole("privacy", {"pairs_at_once": pairs_at_once}, 1, null=True)
-        self.max_logit_grad_norm = max_logit_grad_norm
-        self.norms: NormsName = norms
-        self.sensitivity: SensitivityRule = sensitivity
-        self.rows_at_once = rows_at_once
-        self.pairs_at_once = pairs_at_once
+        self.max_grad_norm = self.max_logit_grad_norm
+        super().__post_init__()
+        require_choice("privacy.norms", self.norms, get_args(NormsName))
+        require_choice("privacy.sensitivity", self.sensitivity, get_args(SensitivityRule))
+        require_whole("privacy", self, 1, "rows_at_once")
+        require_whole("privacy", self, 1, "pairs_at_once", null=True)
 
     # -- the plan ----------------------------------------------------------------------------
 
@@ -122,12 +117,12 @@ class LogitDP(CoupledMode):
         self._refuse_uncoupled(module)
         loss: Any = module.pair_loss(expected)
         if self.sensitivity == "paper":
-            if "sensitivity_from" not in {field.name for field in dataclasses.fields(loss)}:
+            if "sensitivity_from" not in {one.name for one in fields(loss)}:
                 raise ConfigurationError(
                     f"privacy.sensitivity=paper is Lemma 4.5 for the softmax; {type(loss).__name__} has no such "
                     "constant. Set it to proof."
                 )
-            loss = dataclasses.replace(loss, sensitivity_from="paper")
+            loss = replace(loss, sensitivity_from="paper")
         found: PairLoss = loss
         return found
 
@@ -162,7 +157,7 @@ class LogitDP(CoupledMode):
             )
         _refuse_learned_loss(contrasted)
         self._norms = self._strategy(contrasted, coupling.n_max)
-        self._sums: GradientSums = GradientSums(module)
+        self._sums = GradientSums(module)
 
     def _strategy(self, module: Any, n_max: int) -> PairNorms:
         settings: Any = {"pairs_at_once": self.pairs_at_once} if self.norms == "pair_ghost" else {}

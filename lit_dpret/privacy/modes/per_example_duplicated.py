@@ -10,7 +10,8 @@ for a loss that is a sum over units, claims a privacy that is not there.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Unpack
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -20,7 +21,7 @@ from lit_dpret.privacy.accounting.coupled_sensitivity import Bounded, Relation
 from lit_dpret.privacy.batches import rows_in_turn
 from lit_dpret.privacy.clipping import make_engine
 from lit_dpret.privacy.modes.base import Candidates
-from lit_dpret.privacy.modes.coupled import CoupledMode, CoupledSettings
+from lit_dpret.privacy.modes.coupled import CoupledMode
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.settings import require_choice
@@ -41,6 +42,7 @@ def duplicated_sensitivity(n_max: int, change: Relation) -> float:
     return 2.0 * n_max - (1.0 if change == "add_or_remove" else 0.0)
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class PerExampleDuplicated(CoupledMode):
     """Clip each row's in-batch gradient, the passages of its sub-batch duplicated for it.
 
@@ -53,7 +55,6 @@ class PerExampleDuplicated(CoupledMode):
         sub_batches: Into how many parts a logical batch falls. Smaller parts need less noise.
         engine: ``ghost`` or ``vmap``.
         rows_at_once: How many rows, each with its copies of all passages, go through the model together.
-        **common: The arguments of `CoupledMode` and `GaussianMode`.
 
     Raises:
         ConfigurationError: An argument is out of range; the message names the ``privacy.`` key.
@@ -65,18 +66,13 @@ class PerExampleDuplicated(CoupledMode):
     candidates: ClassVar[Candidates] = "copies"
     bounds_any_rows: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        *,
-        max_grad_norm: float | None = None,
-        engine: str = "ghost",
-        rows_at_once: int = 4,
-        **common: Unpack[CoupledSettings],
-    ) -> None:
-        super().__init__(max_grad_norm=max_grad_norm, **common)
-        require_choice("privacy.engine", engine, ("ghost", "vmap"))
-        self.engine = engine
-        self.rows_at_once = max(1, rows_at_once)
+    engine: str = "ghost"
+    rows_at_once: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_choice("privacy.engine", self.engine, ("ghost", "vmap"))
+        self.rows_at_once = max(1, self.rows_at_once)
 
     def _sensitivity(self, n_max: int, change: Relation, loss: Any) -> float:
         return duplicated_sensitivity(n_max, change)

@@ -34,7 +34,7 @@ class PlainGradients(PrivacyMode):
     def attach(self, module: nn.Module, plan: PrivacyPlan | None, stream: KeyedStream) -> None:
         self.counts = StepCounts()
         self._module = module
-        self._sums: GradientSums = GradientSums(module)
+        self._sums = GradientSums(module)
 
     def add(self, row_loss: Callable[[], Tensor], unit_ids: Tensor, mask: Tensor) -> None:
         parameters = trainable(self._module)

@@ -12,6 +12,7 @@ rows, and they take the amplification by sampling away.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, ClassVar, get_args
 
 from torch import nn
@@ -26,6 +27,7 @@ from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.settings import require_choice, require_whole
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class PublicPassages(DPSGD):
     """DP-SGD on the softmax of each query over public passages.
 
@@ -43,7 +45,6 @@ class PublicPassages(DPSGD):
         pool_seed: Of those draws; public.
         units_at_once: With ``full``, how many units, each row with a copy of the pool, go through the model
             together.
-        **settings: The arguments of `DPSGD`.
 
     Raises:
         ConfigurationError: An argument is out of range; the message names the ``privacy.`` key.
@@ -53,24 +54,17 @@ class PublicPassages(DPSGD):
     strategies: ClassVar[Supported] = SUMS_ADD_UP
     candidates: ClassVar[Candidates] = "pool"
 
-    def __init__(
-        self,
-        *,
-        passage_gradient: PassageGradient = "none",
-        pool_size: int | None = 256,
-        pool_seed: int = 0,
-        units_at_once: int = 1,
-        **settings: Any,
-    ) -> None:
-        super().__init__(**settings)
-        require_choice("privacy.passage_gradient", passage_gradient, get_args(PassageGradient))
-        require_whole("privacy", {"pool_size": pool_size}, 1, null=True)
-        require_whole("privacy", {"pool_seed": pool_seed}, 0)
-        require_whole("privacy", {"units_at_once": units_at_once}, 1)
-        self.passage_gradient: PassageGradient = passage_gradient
-        self.pool_size = pool_size
-        self.pool_seed = pool_seed
-        self.units_at_once = units_at_once
+    passage_gradient: PassageGradient = "none"
+    pool_size: int | None = 256
+    pool_seed: int = 0
+    units_at_once: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_choice("privacy.passage_gradient", self.passage_gradient, get_args(PassageGradient))
+        require_whole("privacy", self, 1, "pool_size", null=True)
+        require_whole("privacy", self, 0, "pool_seed")
+        require_whole("privacy", self, 1, "units_at_once")
 
     def attach(self, module: nn.Module, plan: PrivacyPlan | None, stream: KeyedStream) -> None:
         # A capability and not a class, so that a module of one's own may have it.
