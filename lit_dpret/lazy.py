@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from shlex import quote
 from typing import Any
 
 from lit_dpret.errors import ConfigurationError
@@ -42,6 +43,6 @@ def optional(module: str, user: str, install: str, *, package: str = "", instead
         return import_module(module)
     except ImportError as error:
         raise ConfigurationError(
-            f'{user} needs {package or module}, which is not installed. Run: pip install "{install}".'
+            f"{user} needs {package or module}, which is not installed. Run: pip install {quote(install)}."
             f"{instead and f' {instead}'}"
         ) from error

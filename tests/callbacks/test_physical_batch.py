@@ -118,7 +118,7 @@ def test_what_cannot_be_tried_is_refused(tmp_path: Path) -> None:
 def test_the_setting_is_a_number_or_auto() -> None:
     assert PairsDataModule(pairs="x", physical_batch_size="auto").finds_physical_batch_size
     assert not PairsDataModule(pairs="x", physical_batch_size=8).finds_physical_batch_size
-    with pytest.raises(ConfigurationError, match="physical_batch_size=many"):
+    with pytest.raises(ConfigurationError, match="physical_batch_size='many'"):
         PairsDataModule(pairs="x", physical_batch_size="many")
 
 
