@@ -35,7 +35,6 @@ from lit_dpret.encoders import load_towers
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.modules import QueryGenerator
 from lit_dpret.modules.generator_folder import GeneratorModel, load_generator
-from lit_dpret.privacy.budget import require_choice
 from lit_dpret.privacy.histogram import HISTOGRAM_NAME, ReleasedHistogram, release_histogram, votes_plan
 from lit_dpret.privacy.ledger.dataset_account import require_room, reserved
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
@@ -46,7 +45,7 @@ from lit_dpret.privacy.ledger.trained import runs_behind
 from lit_dpret.privacy.modes import GaussianMode
 from lit_dpret.privacy.noise import load_secret, published_secret
 from lit_dpret.privacy.plan import EVOLUTION, PrivacyPlan
-from lit_dpret.settings import picked, require_number, require_whole
+from lit_dpret.settings import picked, require_choice, require_number, require_whole
 from lit_dpret.synthesis.dataset_folder import DataCard, check_passages
 from lit_dpret.synthesis.evolution import Candidate, distinct, in_turn, numbered, offspring, survivors, votes
 from lit_dpret.synthesis.filters.bins import require_public_encoder
