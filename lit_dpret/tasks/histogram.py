@@ -17,7 +17,7 @@ from lit_dpret.cards.start import Start, note_start, read_start
 from lit_dpret.cards.tuning import TuningData
 from lit_dpret.errors import ConfigurationError, ResumeError
 from lit_dpret.privacy.batches import UnitOwners, row_keys
-from lit_dpret.privacy.budget import PrivacyBudget, require_choice, show_delta
+from lit_dpret.privacy.budget import PrivacyBudget, show_delta
 from lit_dpret.privacy.histogram import HISTOGRAM_NAME, ReleasedHistogram, histogram_plan, release_histogram
 from lit_dpret.privacy.ledger.dataset_account import require_room, reserved
 from lit_dpret.privacy.ledger.dataset_file import EarlierRun
@@ -28,6 +28,7 @@ from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
 from lit_dpret.privacy.modes import GaussianMode
 from lit_dpret.privacy.noise import load_secret, published_secret
 from lit_dpret.privacy.plan import HISTOGRAM, PrivacyPlan
+from lit_dpret.settings import require_choice
 from lit_dpret.synthesis.filters.bins import Bins
 from lit_dpret.synthesis.filters.released import foreign_code
 from lit_dpret.tasks.parts import Parts, check_run_dir, say

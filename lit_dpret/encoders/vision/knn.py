@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lit_dpret.encoders.vision.nets import embed
 from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.settings import require_choice
 
 _DECIMALS = 12
 Ties = Literal["nearest", "lowest"]
@@ -91,8 +92,7 @@ def knn_predict(
         ConfigurationError: ``k`` is not between 1 and n, or ``ties`` is no rule.
         DataError: Shapes differ, or a value is not finite.
     """
-    if ties not in get_args(Ties):
-        raise ConfigurationError(f"ties={ties!r} is not one of {', '.join(get_args(Ties))}.")
+    require_choice("ties", ties, get_args(Ties))
     predicted, _ = _by_rule(_neighbour_labels(train, labels, queries, k=k, chunk_size=chunk_size), classes)
     return predicted[ties]
 
