@@ -11,6 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.modules.token_scores import TokenScorer
 from lit_dpret.privacy.ledger.judgement import Assumption
 from lit_dpret.retrieval.trec_runs import Ranking
+from lit_dpret.settings import require_whole
 from lit_dpret.synthesis.filters.cross_encoder import CrossEncoder
 from lit_dpret.synthesis.filters.released import ReleasedQueries, require_covered, require_released, shown
 
@@ -93,24 +95,23 @@ class QueryFilter(ABC):
         return scores, self.keep(released, scores)
 
 
+@dataclass(eq=False)
 class RoundTrip(QueryFilter):
     """Keep the queries that find their own passage among the first ``k`` (Dai et al., "Promptagator", 2022, 3.2).
 
     The score is minus the rank, from -1 for the first place; -inf where the passage is not among the ``k``.
-
-    Args:
-        ranker: Ranks the passages of the data set for each query.
-        k: How far down the own passage may stand.
-        encoder_is_public: Declares that nothing private went into an encoder without privacy card.
     """
 
     name = "round_trip"
 
-    def __init__(self, ranker: Ranks, *, k: int = 10, encoder_is_public: bool = False) -> None:
-        if k < 1:
-            raise ConfigurationError(f"k={k} of the filter round_trip must be at least 1.")
-        self.ranker, self.k, self.encoder_is_public = ranker, k, encoder_is_public
-        self.device = str(getattr(ranker, "device", self.device))
+    ranker: Ranks  # ranks the passages of the data set for each query
+    _: KW_ONLY
+    k: int = 10  # how far down the own passage may stand
+    encoder_is_public: bool = False  # declares that nothing private went into an encoder without privacy card
+
+    def __post_init__(self) -> None:
+        require_whole("task.filters.round_trip", self, 1, "k")
+        self.device = str(getattr(self.ranker, "device", self.device))
 
     def check(self, released: ReleasedQueries) -> list[Assumption]:
         return require_covered(self.ranker.encoder, released, declared_public=self.encoder_is_public, knob="encoder")
@@ -131,17 +132,22 @@ class RoundTrip(QueryFilter):
         return {"filter": self.name, "encoder": shown(self.ranker.encoder), "k": self.k, "score": told}
 
 
+@dataclass(eq=False, kw_only=True)
 class _ByThreshold(QueryFilter):
     """Keeps the best share, or all above a score."""
 
-    def __init__(self, *, keep_share: float | None, min_score: float | None) -> None:
-        if (keep_share is None) == (min_score is None):
+    keep_share: float | None = None  # the best share, in (0, 1]; InPars keeps a tenth
+    min_score: float | None = None  # or every query that scores as much
+    batch_size: int = 32  # pairs per forward pass
+
+    def __post_init__(self) -> None:
+        share = self.keep_share
+        if (share is None) == (self.min_score is None):
             raise ConfigurationError(
-                f"keep_share={keep_share} and min_score={min_score} of the filter {self.name}: give one of them."
+                f"keep_share={share} and min_score={self.min_score} of the filter {self.name}: give one of them."
             )
-        if keep_share is not None and not 0 < keep_share <= 1:
-            raise ConfigurationError(f"keep_share={keep_share} of the filter {self.name} is not in (0, 1].")
-        self.keep_share, self.min_score = keep_share, min_score
+        if share is not None and not 0 < share <= 1:
+            raise ConfigurationError(f"keep_share={share} of the filter {self.name} is not in (0, 1].")
 
     def keep(self, released: ReleasedQueries, scores: np.ndarray) -> np.ndarray:
         if self.min_score is not None:
@@ -152,35 +158,20 @@ class _ByThreshold(QueryFilter):
         return kept
 
 
+@dataclass(eq=False, kw_only=True)
 class LanguageModelScore(_ByThreshold):
     """Keep the queries that a language model finds likely for their passage (Bonifacio et al., "InPars", 2022, 3).
 
     The score is the mean log probability in nats of the query's tokens, its end mark included, given the passage.
-
-    Args:
-        model: A sequence-to-sequence model: the folder of the generator itself, whose prompt and lengths then
-            hold, or a public one. Null takes what the data set recorded, over the number of words plus one.
-        model_is_public: Declares that nothing private went into a model without privacy card.
-        prompt: Put before every passage, for a model that is no generator of ours.
-        keep_share: The best share, in (0, 1]; InPars keeps a tenth.
-        min_score: Or every query that scores as much.
-        batch_size: Pairs per forward pass.
     """
 
     name = "language_model"
 
-    def __init__(
-        self,
-        *,
-        model: str | Path | None = None,
-        model_is_public: bool = False,
-        prompt: str = "",
-        keep_share: float | None = None,
-        min_score: float | None = None,
-        batch_size: int = 32,
-    ) -> None:
-        super().__init__(keep_share=keep_share, min_score=min_score)
-        self.model, self.model_is_public, self.prompt, self.batch_size = model, model_is_public, prompt, batch_size
+    model: str | Path | None = None
+    """A sequence-to-sequence model: the folder of the generator itself, whose prompt and lengths then hold, or a
+    public one. Null takes what the data set recorded, over the number of words plus one."""
+    model_is_public: bool = False  # declares that nothing private went into a model without privacy card
+    prompt: str = ""  # put before every passage, for a model that is no generator of ours
 
     def check(self, released: ReleasedQueries) -> list[Assumption]:
         if self.model is not None:
@@ -205,33 +196,16 @@ class LanguageModelScore(_ByThreshold):
         }  # fmt: skip
 
 
+@dataclass(eq=False)
 class CrossEncoderScore(_ByThreshold):
-    """Keep the pairs that a public cross-encoder finds relevant; the score is its logit.
-
-    Args:
-        model: The cross-encoder: a folder or a hub name.
-        model_is_public: Declares that nothing private went into it.
-        keep_share: The best share, in (0, 1].
-        min_score: Or every pair that scores as much.
-        batch_size: Pairs per forward pass.
-        max_length: Tokens of a pair that are read; null for what the folder says.
-    """
+    """Keep the pairs that a public cross-encoder finds relevant; the score is its logit."""
 
     name = "cross_encoder"
 
-    def __init__(
-        self,
-        model: str | Path,
-        *,
-        model_is_public: bool = False,
-        keep_share: float | None = None,
-        min_score: float | None = None,
-        batch_size: int = 32,
-        max_length: int | None = None,
-    ) -> None:
-        super().__init__(keep_share=keep_share, min_score=min_score)
-        self.model, self.model_is_public = model, model_is_public
-        self.batch_size, self.max_length = batch_size, max_length
+    model: str | Path  # the cross-encoder: a folder or a hub name
+    _: KW_ONLY
+    model_is_public: bool = False  # declares that nothing private went into it
+    max_length: int | None = None  # tokens of a pair that are read; null for what the folder says
 
     def check(self, released: ReleasedQueries) -> list[Assumption]:
         return require_covered(self.model, released, declared_public=self.model_is_public, knob="model")
@@ -246,23 +220,23 @@ class CrossEncoderScore(_ByThreshold):
         }  # fmt: skip
 
 
+@dataclass(eq=False)
 class BestOf(QueryFilter):
     """Keep the ``n`` best queries of every passage, by the score of another filter.
 
     With ``task.queries_per_passage=N`` of `Synthesize` it is best-of-N sampling. Of queries that score alike the
     earlier draw wins. A query that ``by`` fails outright (-inf) is not kept, however few there are.
-
-    Args:
-        by: The filter that scores; what it would keep by itself is not asked.
-        n: How many of each passage.
     """
 
     name = "best_of"
 
-    def __init__(self, by: QueryFilter, *, n: int = 1) -> None:
-        if n < 1:
-            raise ConfigurationError(f"n={n} of the filter best_of must be at least 1.")
-        self.by, self.n, self.device = by, n, by.device
+    by: QueryFilter  # the filter that scores; what it would keep by itself is not asked
+    _: KW_ONLY
+    n: int = 1  # how many of each passage
+
+    def __post_init__(self) -> None:
+        require_whole("task.filters.best_of", self, 1, "n")
+        self.device = self.by.device
 
     def check(self, released: ReleasedQueries) -> list[Assumption]:
         return self.by.check(released)

@@ -9,6 +9,7 @@ histogram, which is the one on the histogram's card, and no longer that of the g
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from lit_dpret.synthesis.filters.by_score import Progress, QueryFilter
 from lit_dpret.synthesis.filters.released import ReleasedQueries
 
 
+@dataclass(eq=False)
 class HistogramMatch(QueryFilter):
     """Keep a share of the queries, drawn so that their bins are distributed like a private histogram's.
 
@@ -38,31 +40,23 @@ class HistogramMatch(QueryFilter):
           the others in proportion.
         - What is kept carries the claim of the histogram's card. A histogram whose card does not compose the claim of
           these very queries is refused.
-
-    Args:
-        histogram: The run folder of ``task=histogram``.
-        keep_share: How many queries are kept, as a share in (0, 1]. The smaller, the closer they come to the
-            histogram; with 1 all are kept.
-        seed: Which queries of a bin are kept; public.
-        encoder: Where the encoder of topics lies, if it was a folder.
-        encoder_is_public: Declares that nothing private went into it.
     """
 
     name = "histogram_match"
 
-    def __init__(
-        self,
-        histogram: str | Path,
-        *,
-        keep_share: float = 0.5,
-        seed: int = 0,
-        encoder: str | None = None,
-        encoder_is_public: bool = False,
-    ) -> None:
-        if not 0 < keep_share <= 1:
-            raise ConfigurationError(f"keep_share={keep_share} of the filter {self.name} is not in (0, 1].")
-        self.folder, self.keep_share, self.seed = Path(histogram), keep_share, seed
-        self.encoder, self.encoder_is_public = encoder, encoder_is_public
+    histogram: str | Path  # the run folder of ``task=histogram``
+    _: KW_ONLY
+    keep_share: float = 0.5
+    """How many queries are kept, as a share in (0, 1]. The smaller, the closer they come to the histogram; with 1 all
+    are kept."""
+    seed: int = 0  # which queries of a bin are kept; public
+    encoder: str | None = None  # where the encoder of topics lies, if it was a folder
+    encoder_is_public: bool = False  # declares that nothing private went into it
+
+    def __post_init__(self) -> None:
+        if not 0 < self.keep_share <= 1:
+            raise ConfigurationError(f"keep_share={self.keep_share} of the filter {self.name} is not in (0, 1].")
+        self.folder = Path(self.histogram)
         self.distances: tuple[float, float] | None = None
 
     def check(self, released: ReleasedQueries) -> list[Assumption]:
