@@ -57,8 +57,8 @@ class Log(InsuranceQADataModule):
 class Bench:
     """The sample, the zero-shot encoder, and a folder for what is made."""
 
-    def __init__(self, folder: Path, model: str, cache: Path) -> None:
-        self.folder, self.model, self.cache = folder, model, cache
+    def __init__(self, folder: Path, model: str, cache: Path, split: str) -> None:
+        self.folder, self.model, self.cache, self.split = folder, model, cache, split
         self.searched = InsuranceQADataModule(max_passages=PASSAGES)
         self.searched.setup("fit")
         Log.sampled = dict(self.searched.public_passages())
@@ -136,7 +136,7 @@ class Bench:
         return {"queries": len(released), "round_trip": trip, **self.score(trained)}
 
     def score(self, model: Any) -> dict[str, float]:
-        queries, qrels = self.searched.evaluation_set("test")
+        queries, qrels = self.searched.evaluation_set(self.split)
         found = score_embeddings(
             list(queries), model.encode_queries(list(queries.values())), list(Log.sampled),
             model.encode_passages(list(Log.sampled.values())), qrels,
@@ -159,11 +159,14 @@ def main() -> None:
     parser.add_argument("--eps", type=float, nargs="+", default=[3.0])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--variants", nargs="+", choices=sorted(VARIANTS), default=list(VARIANTS))
+    parser.add_argument("--split", default="test", help="whose questions the retrievers are measured on")
     parser.add_argument("--folder", type=Path, help="keeps what is made")
     parser.add_argument("--cache", type=Path, help="keeps embeddings, which are as private as the questions")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        bench = Bench(args.folder or Path(scratch) / "made", args.model, args.cache or Path(scratch) / "cache")
+        bench = Bench(
+            args.folder or Path(scratch) / "made", args.model, args.cache or Path(scratch) / "cache", args.split
+        )
         zero_shot = bench.zero_shot()
         say(f"zero-shot encoder: {zero_shot}")
         rows: dict[str, list[dict[str, Any]]] = {}

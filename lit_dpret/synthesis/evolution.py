@@ -150,8 +150,8 @@ def survivors(counts: np.ndarray, *, least: float, keep: int | None) -> list[int
     return order
 
 
-def offspring(counts: np.ndarray, total: int, *, seed: int) -> list[int]:
-    """Share ``total`` new candidates out over survivors in proportion to their votes: systematic resampling.
+def offspring(weights: np.ndarray, total: int, *, seed: int) -> list[int]:
+    """Share ``total`` new candidates out over survivors in proportion to positive weights: systematic resampling.
 
     Each gets its exact share rounded down or up, by one uniform number that ``seed`` keys (Kitagawa 1996).
 
@@ -160,7 +160,7 @@ def offspring(counts: np.ndarray, total: int, *, seed: int) -> list[int]:
         [2, 1, 1]
     """
     start = np.random.Generator(np.random.Philox(key=seed)).random()
-    ends = np.floor(np.cumsum(counts) / counts.sum() * total + start)
+    ends = np.floor(np.cumsum(weights) / weights.sum() * total + start)
     ends[-1] = total  # rounding may leave the last one short
     ends = np.minimum(ends, total)
     numbers: list[int] = np.diff(ends, prepend=0.0).astype(int).tolist()

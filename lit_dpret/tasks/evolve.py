@@ -79,6 +79,7 @@ class Evolve:
     queries: int | None = None
     threshold: float = 2.0
     keep: int | None = None
+    vote_power: float = 1.0
     fresh: float = 0.0
     variation: str = "{passage}"
     nearest: int = 1
@@ -107,7 +108,7 @@ class Evolve:
     def __post_init__(self) -> None:
         require_whole("task", self, 1, "generations", "population", "nearest", "max_votes", "group_size", "threads")
         require_whole("task", self, 1, "queries", "keep", "max_passages", null=True)
-        require_number("task", self, "threshold", "fresh", zero=True)
+        require_number("task", self, "threshold", "vote_power", "fresh", zero=True)
         if self.fresh > 1:
             raise ConfigurationError(f"task.fresh={self.fresh} is a share of the new candidates, from 0 to 1.")
         _check_variation(self.variation)
@@ -294,7 +295,17 @@ class Evolve:
                 "mode_facts": {
                     "generator": shown(module.pretrained),
                     "encoder": shown(self.encoder),
-                    **picked(self, "population", "queries", "threshold", "keep", "fresh", "variation", "nearest"),
+                    **picked(
+                        self,
+                        "population",
+                        "queries",
+                        "threshold",
+                        "keep",
+                        "vote_power",
+                        "fresh",
+                        "variation",
+                        "nearest",
+                    ),
                     **{f"drawn_{name}": value for name, value in facts.items()},
                 },
                 "assumptions": module.assumptions(),
@@ -326,7 +337,9 @@ class Evolve:
             # Nobody votes on the set, so that only what was selected has a say in it.
             fresh = 0 if last else round(self.fresh * (size - len(kept)))
             texts = {name: passages[source] for name, source in _named(islice(untried, fresh), drawn)}
-            numbers = offspring(counts[best], size - len(kept) - fresh, seed=run_seed(writer.how.seed, step))
+            numbers = offspring(
+                counts[best] ** self.vote_power, size - len(kept) - fresh, seed=run_seed(writer.how.seed, step)
+            )
             parents = [parent for parent, number in zip(kept, numbers, strict=True) for _ in range(number)]
             for (name, source), parent in zip(
                 _named([parent.passage_id for parent in parents], drawn), parents, strict=True

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -248,6 +253,36 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bytes_and_spends_nothing_twic
     assert sum(release.count for release in charged_releases(records_of(tmp_path / "run"))) == T
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("point", ["after the second intent", "before the second votes are on the disk"])
+def test_a_run_that_was_shot_goes_on_to_the_same_bytes(
+    point: str, world: Path, tmp_path: Path, uninterrupted: dict[str, bytes]
+) -> None:
+    """By SIGKILL, which leaves no block to end and no lock to be let go."""
+    owner, name, number = POINTS[point]
+    script = textwrap.dedent(f"""
+        import importlib.util, os, signal, sys
+        from pathlib import Path
+        sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+        spec = importlib.util.spec_from_file_location("these_tests", {__file__!r})
+        tests = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(tests)
+        owner = tests.{owner.__name__}
+        calls, real = iter(range(1, 1000)), owner.{name}
+        def shot(*args, **settings):
+            if next(calls) == {number}:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args, **settings)
+        owner.{name} = shot
+        tests.evolve(Path({str(world)!r}), Path({str(tmp_path / "run")!r}), mode=dict(noise_seed=5, secret_file=None))
+    """)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False, env=os.environ.copy())
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()[-2000:]
+    evolve(world, tmp_path / "run", mode={"noise_seed": 5, "secret_file": None}, resume=True)
+    assert bytes_of(tmp_path / "run") == uninterrupted
+    assert sum(release.count for release in charged_releases(records_of(tmp_path / "run"))) == T
+
+
 def test_votes_that_were_released_are_read_and_not_asked_for_again(
     world: Path, evolved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -424,6 +459,7 @@ def test_merged_texts_are_told_on_the_card(world: Path, tmp_path: Path) -> None:
         ({"task": {"max_votes": 2}}, ConfigurationError, r"task\.max_votes=2"),
         ({"task": {"encoder_is_public": False}}, ConfigurationError, r"task\.encoder_is_public"),
         ({"task": {"top_p": 0.0}}, ConfigurationError, "top_p"),
+        ({"task": {"vote_power": -1.0}}, ConfigurationError, r"task\.vote_power"),
         ({"task": {"fresh": 1.5}}, ConfigurationError, r"task\.fresh=1\.5"),
         ({"task": {"variation": "{query}"}}, ConfigurationError, r"task\.variation"),
         ({"task": {"variation": "{passage} {0}"}}, ConfigurationError, r"task\.variation"),
