@@ -191,6 +191,11 @@ class PddAs2(Safeguards):
         """Whether something of single queries is kept from the server, which then hears of no failure on them."""
         return self.privacy.eps is not None or self.secure_sum or self.seal
 
+    @property
+    def reports_examples(self) -> bool:
+        """Whether the server is told in clear how many queries a silo trains on, since the aggregation needs it."""
+        return self.stage1.weighting != "uniform" and not self.secure_sum
+
     def check(self) -> PddAs2:
         """Refuse values without meaning, and under a budget whatever no ledger would count; return the settings."""
         self.stage1.check()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lit_dpret.federated.settings import PddAs2
@@ -15,6 +16,9 @@ class Sight:
     server: str  # the part that the server, which relays everything, can read
     silos: str  # the part that the other silos can read
     protection: str  # the guarantee that limits the harm, or that there is none
+    # By what of it the server, and the other silos, can count the queries that the silo trains on; empty where they
+    # cannot.
+    counts: tuple[str, str] = ("", "")
 
 
 _NONE = "none: in clear"
@@ -38,6 +42,7 @@ def sights(run: PddAs2) -> list[Sight]:
         dp = f"differential privacy of each {run.privacy.unit}, eps={eps:g} ({terms}) for all that leaves in one run"
     if run.train_on == "synthetic":
         dp = made if eps is None else f"{made}, within eps={eps:g} ({terms}) of the silo"
+    bare = dp if run.train_on == "synthetic" else _NONE  # the limit of what is sent without noise
     update = dp
     if eps is not None and run.train_on == "queries":
         update += "; nothing is promised of the sentences that it is trained on"
@@ -51,30 +56,40 @@ def sights(run: PddAs2) -> list[Sight]:
             f"{update}; {masks}" if hidden else update,
         )
     ]
-    if run.stage1.weighting != "uniform":
-        found.append(
-            Sight(
-                "how many train queries a silo has",
-                "the sum of the weights" if hidden else "each silo's weight",
-                "nothing",
-                masks if hidden else _NONE,
-            )
-        )
     if run.stage2.epochs and run.stage2.negatives == "fed":
-        found += [_request(run, dp), _response(run)]
-    what, knob = "the means of its measures, and how many test queries they are of", "share_measures"
-    kept, counts_stay = (
-        "personal query encoders, rankings, measures of single queries",
-        run.stage1.weighting == "uniform",
-    )
-    if run.privacy.eps is not None:  # under which measures are never told
-        what, knob = "what is spent of its budget", "share_epsilon"
-        what += ", from which the number of its train queries follows" if counts_stay else ""
-    elif counts_stay:
-        kept += ", how many train queries a silo has"
+        found += [_request(run, dp, bare), _response(run)]
+    if count := _count(run, found, bare, masks):
+        found.insert(1, count)
+    kept = "personal query encoders, rankings, measures of single queries"
+    if eps is not None:  # under which measures are never told
+        what, knob = "what is spent of its budget, from which the number of its train queries follows", "share_epsilon"
+    else:
+        what, knob = "the means of its measures, and how many test queries they are of", "share_measures"
+        if run.train_on == "synthetic" or not count:
+            kept += f", {_TRAIN_QUERIES}"
     found.append(Sight(what, f"nothing, unless the silo sets {knob}", "nothing", "each silo's own choice"))
     found.append(Sight(f"{kept}: never", "nothing", "nothing", "they stay in the silo"))
     return found
+
+
+_TRAIN_QUERIES = "how many train queries a silo has"
+
+
+def _count(run: PddAs2, sent: Sequence[Sight], bare: str, masks: str) -> Sight | None:
+    """Return who can count the queries that a silo trains on, by its weight or by what else it sends; None for nobody.
+
+    What counts them in clear is not hidden by masks over the weights, nor by seals: sizes stay visible.
+    """
+    server, silos = ([one for one in ways if one] for ways in zip(*(one.counts for one in sent), strict=True))
+    limit = bare if server else masks
+    if run.reports_examples:
+        server, limit = ["each silo's number", *server], bare
+    elif run.stage1.weighting != "uniform":
+        server = ["the sum of the weights", *server]
+    if not server:
+        return None
+    what = _TRAIN_QUERIES if run.train_on == "queries" else "how many queries its DP generator wrote"
+    return Sight(what, ", and ".join(server), ", and ".join(silos) or "nothing", limit)
 
 
 def _against(run: PddAs2) -> str:
@@ -96,18 +111,20 @@ def _relayed(run: PddAs2, seen: str, limit: str) -> tuple[str, str]:
     return "who asks whom, and sizes", f"sealed from the server, with {_keys(run)}; {against}{limit}"
 
 
-def _request(run: PddAs2, dp: str) -> Sight:
-    stage = run.stage2
+def _request(run: PddAs2, dp: str, bare: str) -> Sight:
+    stage, what = run.stage2, "a request for negatives"
     if stage.request == "none":
-        return Sight(
-            "a request for negatives", "that one was made", "that one was made", "nothing of the queries is in it"
-        )
-    what, seen, limit = {
-        "exact": ("the embedding of every train query", "all of them", _NONE),
-        "dp_centroid": (f"{stage.centroids} noised centroids of the queries", "the centroids", dp),
-    }[stage.request]
-    server, limit = _relayed(run, seen, limit)
-    return Sight(f"a request for negatives: {what}", server, f"{seen} (those that are asked)", limit)
+        return Sight(what, "that one was made", "that one was made", "nothing of the queries is in it")
+    if stage.request == "dp_centroid":
+        server, limit = _relayed(run, "the centroids", dp)
+        of = f"{stage.centroids} noised centroids of the queries"
+        return Sight(f"{what}: {of}", server, "the centroids (those that are asked)", limit)
+    server, limit = _relayed(run, "all of them", bare)
+    of = "train query" if run.train_on == "queries" else "query that its DP generator wrote"
+    ways = (f"the {'size' if run.seal else 'rows'} of a request", "the rows of a request (those that are asked)")
+    return Sight(
+        f"{what}: the embedding of every {of}", server, "all of them (those that are asked)", limit, counts=ways
+    )
 
 
 def _response(run: PddAs2) -> Sight:

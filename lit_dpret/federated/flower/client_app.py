@@ -180,8 +180,8 @@ def check_ledgers(client: SiloClient, context: Context) -> None:
 def describe(client: SiloClient, content: RecordDict, head: Head) -> RecordDict:
     """Return the silo's name, its number on its roster of keys and the roster's length."""
     run = client.settings
-    # It reports the number of train queries only where nothing is promised and the aggregation needs it.
-    counted = run.privacy.eps is None and run.stage1.weighting != "uniform" and not run.secure_sum
+    # Under a budget `PddAs2.check` has refused whatever would report how many queries of its own a silo has.
+    counted = run.reports_examples
     one = client.credentials
     number, listed = (0, 0) if one is None else (one.number, len(one.roster))
     return payloads.envelope(name=client.name, number=number, listed=listed, examples=client.examples if counted else 1)
