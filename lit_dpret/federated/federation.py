@@ -78,7 +78,7 @@ class FedResult:
     @classmethod
     def of_facts(cls, facts: Mapping[str, Any]) -> FedResult:
         """Return the result that a server told by `facts`, in which each query has the mean of its silo."""
-        result = cls(faults=list(facts["faults"]))
+        result = cls(faults=list(facts["faults"]), epsilon=dict(facts["epsilon"]))
         for phase, shared in facts["measures"].items():
             result.systems[phase] = {
                 client: {metric: np.full(facts["queries"][client], value) for metric, value in found.items()}

@@ -213,7 +213,7 @@ def _lead(rows: Sequence[FederatedRow], facts: FederatedFacts) -> list[Block]:
             f"Each silo has a budget of epsilon = {facts.eps:g} at {facts.terms}, for everything that leaves it in one "
             "run: one system with one seed."
         )
-        runs = sum(len(row.values) for row in rows if row.epsilon)
+        runs = sum(len(row.values) for row in rows if row.epsilon) if facts.silos else 1  # elsewhere all are one
         most = max(facts.together.values(), default=None)
         if runs <= 1:
             page = "This page shows one such run."

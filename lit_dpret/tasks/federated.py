@@ -17,9 +17,10 @@ import numpy as np
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.datamodules.identity import data_facts
 from lit_dpret.datamodules.silo_folder import read_manifest, read_silo
-from lit_dpret.errors import ConfigurationError
+from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.federated.plan import FederationPlan
 from lit_dpret.federated.silo_ledger import PASSAGE_LEDGER
+from lit_dpret.federated.synthetic import PUBLIC, public_sentences
 from lit_dpret.federated.systems import (
     FEDERATED,
     System,
@@ -141,7 +142,7 @@ class Federated:
             passages=runner.spent(ledger=PASSAGE_LEDGER) if plan.privacy.eps is not None else {},
             command=parts.command_again(*_HOW_NOT_WHAT),
             settings=plan.describe(),
-            notes=[*filter(None, (self.note, plan.note)), *_notes(plan, self.seeds)],
+            notes=[*filter(None, (self.note, plan.note)), *_notes(plan, self.seeds, silos), *_withheld(plan, rows)],
         )
         written = write_federated_report(parts.run_dir, rows, facts)
         say(written["pdd_as2.md"].read_text(encoding="utf-8"))
@@ -152,21 +153,40 @@ class Federated:
         }
 
 
-def _notes(plan: FederationPlan, seeds: Sequence[int]) -> list[str]:
+def _notes(plan: FederationPlan, seeds: Sequence[int], silos: Mapping[str, Path]) -> list[str]:
     notes = [f"Seeds: {', '.join(map(str, seeds))}. Silos and their samples are the same for all."]
     if plan.silos == "insuranceqa" and any(value for name, value in plan.sample.items() if name.startswith("max")):
         notes.append(
             "A sample of the queries by a public seed, and in each collection the passages that answer them: smaller "
             "and easier than the whole, and a collection that was chosen by its queries."
         )
-    if plan.settings(seeds[0]).generated:
+    if (run := plan.settings(seeds[0])).generated:
         notes.append(
             "Negatives or training queries were written by each silo's own DP generator, which its ledger counts. A "
             "run continues a copy of that ledger, in which the generator counts once."
         )
-    if plan.privacy.eps is not None and plan.declare_public:
-        notes.append("Every sentence was declared public by federated.declare_public=true: a declaration, not a proof.")
+    if silos and (run.generated or (run.asks and run.stage2.response == "public")):
+        of = {name: read_silo(folder, verify=False).counts()["sentences"] for name, folder in silos.items()}
+        each = ", ".join(f"{name} {_declared(folder)} of {of[name]}" for name, folder in silos.items())
+        notes.append(f"Sentences that silos declare public ({PUBLIC}), a declaration and not a proof: {each}.")
     return notes
+
+
+def _declared(folder: Path) -> int:
+    try:
+        return len(public_sentences(folder))
+    except DataError:  # none, in a silo that was only measured
+        return 0
+
+
+def _withheld(plan: FederationPlan, rows: Sequence[FederatedRow]) -> list[str]:
+    """Say that a run of silos elsewhere is finished whose measures nobody here is told."""
+    if plan.transport not in ELSEWHERE or all(any(row.values.values()) for row in rows):
+        return []
+    return [
+        "The run is finished. Where a cell says withheld, no silo shares its measures: each has them in its own state "
+        "folder, and under a budget they stay there. The weights are at the server."
+    ]
 
 
 def _row(system: System, by_seed: Mapping[int, SystemResult], runner: SystemRunner) -> FederatedRow:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import stat
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,7 +19,7 @@ from safetensors.torch import load_file
 from tiny_silos import ran, tokenizer
 
 from lit_dpret.cli import run
-from lit_dpret.datamodules.silo_folder import silo_folders, write_silos
+from lit_dpret.datamodules.silo_folder import read_silo, silo_folders, write_silos
 from lit_dpret.encoders import load_towers
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError, UnsupportedModelError
 from lit_dpret.federated.data import planted_silos, planted_words
@@ -159,6 +160,20 @@ def test_under_a_budget_systems_go_on_from_the_ledgers_of_stage_1_and_each_stays
         assert data["epsilon_of_page"][silo] == pytest.approx(everything, rel=1e-9)
         assert data["systems"]["fed_negative"]["epsilon_over_seeds"][silo] == pytest.approx(row, rel=1e-9)
         assert 20.0 < row < everything
+
+
+def test_the_page_counts_the_sentences_that_each_silo_declares_public(silos: dict[str, Path], tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    shutil.copytree(next(iter(silos.values())).parents[1], own)
+    for count, folder in enumerate(sorted((own / "clients").iterdir()), start=1):
+        chosen = list(read_silo(folder, verify=False).sentences)[:count]
+        (folder / "public_sids.txt").write_text("".join(f"{sid}\n" for sid in chosen), encoding="utf-8")
+    made = plan(silos=str(own), model={**MODEL, "planted": TINY}, privacy=EPS, secret_file=str(tmp_path / "secret"))
+    Federated(systems=["bm25"], seeds=[0]).run(parts(tmp_path / "run", made))
+    sizes = {name: len(read_silo(folder, verify=False).sentences) for name, folder in silos.items()}
+    page = (tmp_path / "run" / "pdd_as2.md").read_text(encoding="utf-8")
+    for count, (name, size) in enumerate(sorted(sizes.items()), start=1):
+        assert f"{name} {count} of {size}" in page
 
 
 def charged_once(root: Path, pattern: str) -> float:

@@ -43,6 +43,7 @@ SAID: dict[str, Any] = {
     "queries": {"cdc": 4, "gard": 2},
     "sent_by_silo": {"cdc": {"stage 1": 10}, "gard": {"stage 1": 30}},
     "faults": ["stage 1, round 0: client 'gard' did not answer."],
+    "epsilon": {},
 }
 FakeFlower = Callable[..., list[list[str]]]
 
@@ -110,7 +111,6 @@ def test_a_name_is_left_to_the_users_own_flower_configuration(flower: Any, tmp_p
 @pytest.mark.parametrize(("line", "kind", "message"), [
     (REFUSAL + json.dumps("3 are missing."), DataError, r"The server of pdd_as2-\w{8} says: 3 are missing\."),
     ("Unable to connect", WorkerError, r"did not end with a result\. The last that Flower said is: Unable to connect"),
-    (RESULT + json.dumps({**SAID, "measures": {}}), DataError, "is finished, and no silo shares its measures of bm25"),
 ])  # fmt: skip
 def test_what_the_server_says_against_a_run_is_passed_on(
     flower: Any, tmp_path: Path, line: str, kind: type[Exception], message: str
@@ -178,3 +178,22 @@ def test_systems_that_a_silo_elsewhere_did_not_agree_to_are_refused(setting: str
     with pytest.raises(ConfigurationError, match=message):
         command(tmp_path / "out", setting)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_finished_run_of_which_no_silo_shares_measures_ends_well_and_tells_what_was_spent_and_lost(
+    flower: FakeFlower, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flower(RESULT + json.dumps({**SAID, "measures": {}, "queries": {}, "epsilon": {"cdc": 7.25}}))
+    systems = ["bm25", "stage1", "fed_negative"]
+    command(
+        tmp_path / "out", f"task.systems=[{','.join(systems)}]", "task.seeds=[0]", "federated.privacy.eps=8",
+        "federated.privacy.delta=0.01",
+    )  # fmt: skip
+    told = json.loads((tmp_path / "out" / "pdd_as2.json").read_text(encoding="utf-8"))
+    assert list(told["systems"]) == systems
+    for system in systems:
+        row = told["systems"][system]
+        assert all(cell["over_silos"].get("mean") is None for cell in row["measures"].values())
+        assert row["epsilon"] == {"cdc": 7.25} and any("gard" in fault for fault in row["faults"])
+    shown = capsys.readouterr().out
+    assert "7.25" in shown and "gard" in shown

@@ -75,6 +75,8 @@ def flower(run: FederationRun) -> FedResult:
     Guarantees:
         - A run whose result is here already is not handed over again, whichever part of it is asked for.
         - An interrupt stops the run at the server as well; the same command continues what is finished.
+        - A phase whose measures no silo shares has none in the result; what silos share of their spending, and who
+          was left out and why, are in it all the same.
     """
     settings, link, folder, model = run.settings, run.link, run.folder, run.make_module
     if not isinstance(model, AS2Maker):
@@ -101,13 +103,7 @@ def flower(run: FederationRun) -> FedResult:
         document.write_text(silo_document(settings, model), encoding="utf-8")
         save_json(kept, _run(request, folder, link))
     result = FedResult.of_facts(json.loads(kept.read_text(encoding="utf-8")))
-    for phase in run.measure:
-        if not result.systems.get(phase):
-            raise DataError(
-                f"The run {request.name} is finished, and no silo shares its measures of {phase}: each has them in its "
-                "own state folder, and under a budget they stay there. The weights are at the server."
-            )
-    result.systems = {phase: result.systems[phase] for phase in run.measure}
+    result.systems = {phase: result.systems.get(phase, {}) for phase in run.measure}
     return result
 
 
