@@ -248,23 +248,11 @@ def train_generator(
     here = torch.device("cpu")
     before = resident(here)
     reset_peak(here)
-    train(
-        model,
-        data,
-        Training(
-            run_dir=folder,
-            make_trainer=lambda **settings: parts.make_trainer(max_steps=recipe.steps, **settings),
-            callbacks=stage_callbacks(
-                folder,
-                resume=resume,
-                label=f"generator {folder.name}",
-                tuning_trials=recipe.trials,
-                start=start,
-                **tuning,
-            ),
-            resume=resume,
-        ),
+    callbacks = stage_callbacks(
+        folder, resume=resume, label=f"generator {folder.name}", tuning_trials=recipe.trials, start=start, **tuning
     )
+    make_trainer = partial(parts.make_trainer, max_steps=recipe.steps)
+    train(model, data, Training(run_dir=folder, make_trainer=make_trainer, callbacks=callbacks, resume=resume))
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     return {
         "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
@@ -279,17 +267,9 @@ def draw(
     """Write ``count`` queries for each public passage into ``folder/data``."""
     with ProgressLine(f"generating queries, {folder.name}") as progress:
         synthesize(
-            generator / "model",
-            passages,
-            folder / "data",
-            passages_are_public=True,
-            queries_per_passage=count,
-            seed=seed,
-            top_p=recipe.top_p,
-            temperature=recipe.temperature,
-            tuning=tuning,
-            progress=progress,
-        )
+            generator / "model", passages, folder / "data", passages_are_public=True, queries_per_passage=count,
+            seed=seed, tuning=tuning, progress=progress, **picked(recipe, "top_p", "temperature"),
+        )  # fmt: skip
     return {"passages": len(passages)}
 
 
@@ -328,19 +308,11 @@ class Teacher:
             How many queries have labels, and the teacher's fingerprint.
         """
         with ProgressLine("labelling synthetic queries") as progress:
-            label(
-                released,
-                folder,
-                Labelling(
-                    cross_encoder=self.source,
-                    cross_encoder_is_public=True,
-                    encoder_is_public=True,
-                    per_query=per_query,
-                    seed=seed,
-                ),
-                ranker=_Untrained(zero_shot),
-                progress=progress,
-            )
+            how = Labelling(
+                cross_encoder=self.source, cross_encoder_is_public=True, encoder_is_public=True, per_query=per_query,
+                seed=seed,
+            )  # fmt: skip
+            label(released, folder, how, ranker=_Untrained(zero_shot), progress=progress)
         return {"queries": len(released), "teacher": self.fingerprint()}
 
 

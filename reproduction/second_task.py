@@ -26,7 +26,7 @@ from lit_dpret.encoders.vision.nets import embed
 from lit_dpret.errors import DataError
 from lit_dpret.modules import EmbeddingTrainer, OptimizerSpec
 from lit_dpret.privacy.modes import NoPrivacy
-from lit_dpret.settings import picked, require_number, require_whole
+from lit_dpret.settings import require_number, require_whole
 from lit_dpret.tasks.parts import Parts, say
 from reproduction.published import PAPER_002
 from reproduction.report.variant_runs import UNTRAINED, VariantRun
@@ -37,7 +37,7 @@ from reproduction.variant_study import START
 Labelled = tuple[Tensor, Tensor]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Classifier:
     """A small classifier of frozen embeddings; the defaults are the paper's (appendix B.2)."""
 
@@ -128,7 +128,7 @@ class Encoder:
 
 
 @dataclass(kw_only=True, eq=False)
-class SecondTask(Study):
+class SecondTask(Classifier, Study):
     """Train the classifier on every encoder of a study: figure 2, tables 2 and 4.
 
     Guarantees:
@@ -141,15 +141,12 @@ class SecondTask(Study):
     study: Path
     data: ImagesDataModule | None = None
     seeds: Sequence[int] | None = None
-    learning_rate: float = 1e-2
-    batch_size: int = 400
-    epochs: int = 10
     baseline: str | None = "Non-private"
     min_free_mb: float = 100
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.study = Path(self.study)
-        self._how = Classifier(**picked(self, "learning_rate", "batch_size", "epochs"))
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Train what is not trained yet; returns test accuracy by run."""
@@ -206,7 +203,7 @@ class SecondTask(Study):
             test=(fitted(splits["test"][0], shape), splits["test"][1]),
             classes=classes,
             seed=encoder.seed,
-            how=self._how,
+            how=self,
         )
         run = VariantRun(
             variant=encoder.variant,
@@ -223,10 +220,11 @@ class SecondTask(Study):
 
     def _tell(self, parts: Parts, runs: list[VariantRun], class_names: tuple[str, ...], *, learned: str) -> Path:
         base = self.baseline if any(run.variant == self.baseline for run in runs) else None
+        layers = ", ".join(map(str, self.hidden))
         said = (
-            f"Frozen encoders under a classifier with layers of 64, 32 and {len(class_names)}, which learned {learned} "
-            "without privacy. The paper's classifier learned the twenty coarse labels of CIFAR-100, so its numbers "
-            "stand beside ours for their form, not as a goal."
+            f"Frozen encoders under a classifier with layers of {layers} and {len(class_names)}, which learned "
+            f"{learned} without privacy. The paper's classifier learned the twenty coarse labels of CIFAR-100, so its "
+            "numbers stand beside ours for their form, not as a goal."
         )
         table, theirs = MetricsTable.of(runs, baseline=base), (PAPER_002["table_2"], PAPER_002["table_4"])
         return VariantReport(

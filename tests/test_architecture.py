@@ -57,7 +57,7 @@ ALLOWED: dict[str, set[str]] = {
     "audit.testing": {"evaluation_mode", "distributed", "privacy", "modules", "audit.statistics"},
     "pytest_plugin": {"audit.testing"},
     # What watches and reports a run.
-    "report": {"files", "retrieval", "privacy", "cards", "synthesis"},
+    "report": {"files", "retrieval", "privacy", "cards", "synthesis", "audit.statistics"},
     "sweeps": {"files", "progress", "privacy", "cards", "report"},
     "callbacks": {
         "files", "memory", "matmul_precision", "distributed", "privacy", "cards", "progress", "retrieval", "report",

@@ -65,13 +65,6 @@ class AttackResult:
         return facts | {"ci": None if self.ci is None else list(self.ci)}
 
 
-def with_evidence(card: Mapping[str, Any], results: Sequence[AttackResult]) -> dict[str, Any]:
-    """Add results to a card about to be written; claim, assumptions and ceilings stay as they were."""
-    changed = copy.deepcopy(dict(card))
-    changed["empirical"]["results"] += [result.to_dict() for result in results]
-    return _restated(changed)
-
-
 def add_evidence(folder: str | Path, results: Sequence[AttackResult]) -> Path | None:
     """Add results to the card in ``folder``; return its path, or None where the folder has no card.
 
@@ -102,7 +95,7 @@ def amended(card: dict[str, Any], note: Mapping[str, Any]) -> dict[str, Any]:
     """The card with the results of a note, and the note."""
     card["empirical"]["results"] = [*card["empirical"]["results"], *note["results"]]
     card["amendments"] = [*card.get("amendments", []), dict(note)]
-    return _restated(card)
+    return restated(card)
 
 
 def before_note(card: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,7 +107,7 @@ def before_note(card: Mapping[str, Any]) -> dict[str, Any]:
     found["amendments"] = kept
     if not kept:
         del found["amendments"]
-    return _restated(found)
+    return restated(found)
 
 
 def planted_by(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
@@ -123,7 +116,8 @@ def planted_by(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     return dict(plans[-1]["planted"]) if plans and plans[-1].get("planted") else None
 
 
-def _restated(card: dict[str, Any]) -> dict[str, Any]:
+def restated(card: dict[str, Any]) -> dict[str, Any]:
+    """Return the card with the statement and the checksum of what it says."""
     card["claim"]["statement"] = statement(card)
     card["checksum"] = checksum(card)
     return card

@@ -41,6 +41,11 @@ GROUPS = (2, 5, 10)
 """The numbers of units for which every card states what they are worth together."""
 
 _NO_GUARANTEE = "not computed: no guarantee"
+_OF_A_CLAIM = (
+    "flavour", "guarantee", "epsilon", "delta", "delta_rule", "curve", "unit", "unit_text", "unit_plural", "neighbours",
+    "neighbours_text", "max_units_per_user", "user_level_epsilon", "duplicates", "duplicates_policy", "protected",
+    "unprotected_quantities", "output_released",
+)  # fmt: skip
 
 
 def claim_facts(judged: Judged, output_released: Sequence[str] = ()) -> dict[str, Any]:
@@ -48,23 +53,9 @@ def claim_facts(judged: Judged, output_released: Sequence[str] = ()) -> dict[str
     plan, verdict = judged.plan, judged.verdict
     if plan is None:
         return {
-            "flavour": None,
+            **dict.fromkeys(_OF_A_CLAIM),
             "guarantee": "none",
-            "epsilon": None,
-            "delta": None,
-            "delta_rule": None,
-            "curve": [],
-            "unit": None,
-            "unit_text": None,
-            "unit_plural": None,
-            "neighbours": None,
-            "neighbours_text": None,
-            "max_units_per_user": None,
-            "user_level_epsilon": None,
-            "duplicates": None,
-            "duplicates_policy": None,
-            "protected": [],
-            "unprotected_quantities": [],
+            **{name: [] for name in ("curve", "protected", "unprotected_quantities")},
             "output_released": list(output_released),
         }
     budget, n = plan.budget, plan.n_public
@@ -80,6 +71,7 @@ def claim_facts(judged: Judged, output_released: Sequence[str] = ()) -> dict[str
     proved = verdict.guarantee == "dp"
     # Of a claim about two runs nobody said that their units bear one name.
     name = plan_of(judged.records)[1].get("unit_name") if start is None else None
+    is_user = name == "user" and plan.max_units_per_user is None  # all of one user, and no other bound is declared
     claim = {
         "flavour": "(epsilon, delta)-differential privacy",
         "guarantee": verdict.guarantee,
@@ -88,13 +80,13 @@ def claim_facts(judged: Judged, output_released: Sequence[str] = ()) -> dict[str
         "delta_rule": rule,
         "curve": curve,
         "unit": budget.unit,
-        "unit_text": describe_unit(budget.unit),
-        "unit_plural": plural(budget.unit),
+        "unit_text": _UNITS[budget.unit],
+        "unit_plural": _PLURAL[budget.unit],
         "neighbours": budget.neighbours,
         "neighbours_text": describe_neighbours(budget.unit, budget.neighbours),
         "max_units_per_user": plan.max_units_per_user,
         **({"max_units_before": [most for _, most in before]} if (before := units_before(start)) else {}),
-        "user_level_epsilon": verdict.epsilon if _is_user(name, plan) else user_level_epsilon(judged, plan),
+        "user_level_epsilon": verdict.epsilon if is_user else user_level_epsilon(judged, plan),
         "duplicates": budget.duplicates,
         "duplicates_policy": describe_duplicates(budget.unit, budget.duplicates),
         "protected": protected(budget.unit, budget.neighbours) if proved else [],
@@ -116,11 +108,6 @@ def _named(text: Any, name: str) -> Any:
         return [_named(each, name) for each in text]
     article = "an" if name[0] in "aeiou" else "a"
     return re.sub(r"\brecord(s?)\b", rf"{name}\1", re.sub(r"\b([Aa])n? record\b", rf"\1{article[1:]} record", text))
-
-
-def _is_user(name: str | None, plan: PrivacyPlan) -> bool:
-    """Whether a unit is said to be all of one user, of whom no other bound is declared."""
-    return name == "user" and plan.max_units_per_user is None
 
 
 def user_level_epsilon(judged: Judged, plan: PrivacyPlan) -> float | None:
@@ -208,25 +195,12 @@ _UNITS: dict[str, str] = {
     "passage": "one passage of a collection with every sentence of it",
     "record": "one record: every row of the data set that bears its name",
 }
-_SHORT: dict[str, str] = {
-    "query": "query", "pair": "pair", "user": "user", "image": "image", "passage": "passage", "record": "record",
-}  # fmt: skip
 _PLURAL: dict[str, str] = {
     "query": "queries", "pair": "pairs", "user": "users", "image": "images", "passage": "passages",
     "record": "records",
 }  # fmt: skip
 #: Units without a public list of passages beside them.
 _WITHOUT_PASSAGES = ("image", "record")
-
-
-def describe_unit(unit: Unit) -> str:
-    """The unit of privacy in a phrase."""
-    return _UNITS[unit]
-
-
-def plural(unit: Unit) -> str:
-    """``queries`` and so on."""
-    return _PLURAL[unit]
 
 
 def describe_duplicates(unit: Unit, duplicates: Duplicates) -> str:
@@ -274,7 +248,7 @@ def protected(unit: Unit, neighbours: Neighbours) -> list[str]:
         ]
     if neighbours == "replace_one":
         return hidden
-    hidden.append(f"whether a {_SHORT[unit]} was really there")
+    hidden.append(f"whether a {unit} was really there")
     if neighbours == "add_or_remove":
         hidden.append(f"the number of {_PLURAL[unit]}")
     return hidden
@@ -333,7 +307,7 @@ def uncovered(
             if most is not None and None in before:
                 known = "is stated, because a run before it declared no bound on their number"
             gaps.append(
-                f"People who contributed several {_PLURAL[unit]}: the guarantee is for one {_SHORT[unit]}, and no "
+                f"People who contributed several {_PLURAL[unit]}: the guarantee is for one {unit}, and no "
                 f"user-level epsilon {known}."
             )
     what = {"image": "image", "record": "row"}.get(unit, "text")

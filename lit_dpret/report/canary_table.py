@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lit_dpret.audit.statistics.curves import group_delta
 from lit_dpret.cards.blocks import Banner, Block, Bullets, Code, Grid, Paragraph, Section
 from lit_dpret.cards.text import show_epsilon
 from lit_dpret.privacy.budget import show_delta
@@ -60,7 +61,10 @@ class CanaryRow:
         limits = self.cell.limits
         group = None
         if limits.eps is not None:
-            group = {"eps": self.cell.copies * limits.eps, "delta": _group_delta(limits, self.cell.copies)}
+            group = {
+                "eps": self.cell.copies * limits.eps,
+                "delta": group_delta(limits.eps, limits.delta, self.cell.copies),
+            }
         return {"model": self.model, "candidates": self.candidates, **self.cell.to_dict(), "group_privacy": group}
 
 
@@ -100,7 +104,9 @@ def _in_short(rows: Sequence[CanaryRow]) -> list[Section]:
     if not pooled:
         return []
     lines = []
-    for side, model in sorted(dict.fromkeys((row.cell.side, row.model) for row in pooled), key=_by_form):
+    for side, model in sorted(
+        dict.fromkeys((row.cell.side, row.model) for row in pooled), key=lambda key: list(SHORT).index(key[0])
+    ):
         cells = {row.cell.copies: row.cell for row in pooled if (row.model, row.cell.side) == (model, side)}
         line: list[object] = [f"{model}, secret in {SHORT[side]}"]
         for k in copies:
@@ -169,27 +175,15 @@ def _claims(rows: Sequence[CanaryRow]) -> list[str]:
             f"{show_delta(limits.delta)} for one unit"
         )
         if row.cell.copies > 1:
+            delta = group_delta(limits.eps, limits.delta, row.cell.copies)
             known = limits.group_eps is not None
             together = f"epsilon = {show_epsilon(limits.group_eps)}" if known else "no epsilon that bounds anything"
             text += (
                 f"; for {row.cell.copies} together the mixture gives {together}, and group privacy "
-                f"({show_epsilon(row.cell.copies * limits.eps)}, {show_delta(_group_delta(limits, row.cell.copies))})"
+                f"({show_epsilon(row.cell.copies * limits.eps)}, {show_delta(delta)})"
             )
         found[f"{row.model} {row.cell.copies}"] = f"{text}."
     return list(found.values())
-
-
-def _group_delta(limits: Any, copies: int) -> float:
-    """Delta (e^(k eps) - 1) / (e^eps - 1), at most 1 (Vadhan 2017, lemma 2.2)."""
-    eps, delta = limits.eps, limits.delta
-    if copies == 1:
-        return float(delta)
-    exponent = math.log(delta) + (copies - 1) * eps + math.log(math.expm1(-copies * eps) / math.expm1(-eps))
-    return math.exp(exponent) if exponent < 0 else 1.0
-
-
-def _by_form(key: tuple[str, str]) -> int:
-    return list(SHORT).index(key[0])
 
 
 def _has_digits(cell: Any) -> bool:

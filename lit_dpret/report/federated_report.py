@@ -19,7 +19,7 @@ from lit_dpret.cards.blocks import Banner, Block, Bullets, Code, Grid, Paragraph
 from lit_dpret.files import write_whole
 from lit_dpret.report.chart import gain_chart
 from lit_dpret.report.page import Drawing, Page
-from lit_dpret.report.table import ends, show, verdict
+from lit_dpret.report.table import ends, interval_of, show, verdict
 from lit_dpret.retrieval.statistics import Interval, seed_interval
 
 _PAPER: dict[str, Any] = json.loads(Path(__file__).with_name("paper_004.json").read_text(encoding="utf-8"))
@@ -68,17 +68,10 @@ def table_1(systems: Mapping[str, Any]) -> Grid:
             body.append([group, *([""] * len(COLUMNS))])
         measures = systems[system]["measures"]
         papers = ["–"] * len(COLUMNS) if theirs is None else [f"{paper:.3f}" for paper in theirs]
-        ours = [_cell(measures[name]["over_silos"]) for name in COLUMNS]
+        ours = [measures[name]["over_silos"] for name in COLUMNS]  # nothing where silos elsewhere keep their measures
+        ours = ["withheld" if found.get("mean") is None else show(interval_of(found)) for found in ours]
         body.append([label, *(f"{mine} / {paper}" for mine, paper in zip(ours, papers, strict=True))])
     return Grid(("ours / paper", *COLUMNS.values()), body, frozenset(range(1, 1 + len(COLUMNS))))
-
-
-def _cell(found: Mapping[str, float | None]) -> str:
-    """Return the mean with its interval over seeds; nothing where silos elsewhere keep their measures."""
-    if found.get("mean") is None:
-        return "withheld"
-    mean, low, high = (math.nan if (end := found.get(name)) is None else end for name in ("mean", "low", "high"))
-    return show(Interval(mean, low, high))
 
 
 # -- the page
@@ -440,7 +433,7 @@ def _systems(rows: Sequence[FederatedRow]) -> dict[str, Any]:
         paper = dict(zip(COLUMNS, TABLE_1[row.system][2] or (), strict=False))
         measures = {
             name: {
-                "over_silos": _of_seeds(row, name) | {"per_seed": _keyed(row.over_silos(name))},
+                "over_silos": _over_seeds(row.over_silos(name)) | {"per_seed": _keyed(row.over_silos(name))},
                 "over_queries": {"per_seed": _keyed(row.over_queries(name))},
                 "paper": paper.get(name),
             }
@@ -455,12 +448,8 @@ def _systems(rows: Sequence[FederatedRow]) -> dict[str, Any]:
     return table
 
 
-def _over_seeds(row: FederatedRow, metric: str) -> Interval:
-    return seed_interval(list(row.over_silos(metric).values()))
-
-
-def _of_seeds(row: FederatedRow, metric: str) -> dict[str, Any]:
-    return dict(ends(_over_seeds(row, metric))) if any(row.values.values()) else {}
+def _over_seeds(by_seed: Mapping[int, float]) -> dict[str, Any]:
+    return dict(ends(seed_interval(list(by_seed.values())))) if by_seed else {}
 
 
 def _paired(one: Mapping[int, float], other: Mapping[int, float]) -> list[float]:

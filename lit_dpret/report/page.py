@@ -77,12 +77,19 @@ class Page:
     tables: Mapping[str, Sheet] = field(default_factory=dict)
     owner_only: bool = True
 
+    def markdown(self) -> str:
+        """Return what ``NAME.md`` holds."""
+        return to_markdown(*self._parts())
+
+    def _parts(self) -> tuple[str, str, Sequence[Block], Sequence[Section]]:
+        subtitle = f"lit-dpret report, {today()}" if self.subtitle is None else self.subtitle
+        return self.title, subtitle, self.lead, self.sections
+
     def write(self, folder: Path) -> dict[str, Path]:
         """Write ``NAME.html``, ``NAME.md``, ``NAME.json`` and the tables; return the paths by file name."""
-        subtitle = f"lit-dpret report, {today()}" if self.subtitle is None else self.subtitle
         texts = {
-            f"{self.name}.html": to_html(self.title, subtitle, self.lead, self.sections),
-            f"{self.name}.md": to_markdown(self.title, subtitle, self.lead, self.sections),
+            f"{self.name}.html": to_html(*self._parts()),
+            f"{self.name}.md": self.markdown(),
             f"{self.name}.json": json.dumps(self.facts, indent=1, allow_nan=False, ensure_ascii=False) + "\n",
         }
         texts |= {name: table.csv() for name, table in self.tables.items()}

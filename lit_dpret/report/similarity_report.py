@@ -24,25 +24,22 @@ def write_similarity(
     facts: Facts, folder: Path, *, command: str = "", plot: bool | None = None, owner_only: bool = False
 ) -> Written:
     """Write ``similarity.json``, ``.md`` and ``.html``, and ``similarity.png`` where it can be drawn."""
-    title, subtitle = _head(facts)
+    made, known = facts["synthetic"], facts["reference"]
+    declared = ", as declared" if known["whose"] == "public" else ""
+    subtitle = (
+        f"{made['queries']:,} synthetic queries ({made['privacy']}); {known['queries']:,} original ones, "
+        f"{known['whose']}{declared}"
+    )
     lead: list[Block] = [Banner(facts["not_covered"])] if facts["not_covered"] else []
     sections = [*_bleu(facts), *_mauve(facts), *_diversity(facts), *_overlap(facts), *_closing(facts, command)]
     page = Page(
-        name=NAME, title=title, subtitle=subtitle, lead=lead, sections=sections, facts=facts, owner_only=owner_only
-    )
+        name=NAME, title=f"Similarity of {made['name']} to {known['from']}", subtitle=subtitle, lead=lead,
+        sections=sections, facts=facts, owner_only=owner_only,
+    )  # fmt: skip
     paths = list(page.write(folder).values())
     if "diversity" in facts and (plot or (plot is None and can_draw())):
         paths.append(draw_similarity(facts["diversity"], folder / f"{NAME}.png", owner_only=owner_only))
-    return Written(tuple(paths), (*_lines(facts), *(f"written: {path}" for path in paths)))
-
-
-def _head(facts: Facts) -> tuple[str, str]:
-    made, known = facts["synthetic"], facts["reference"]
-    return (
-        f"Similarity of {made['name']} to {known['from']}",
-        f"{made['queries']:,} synthetic queries ({made['privacy']}); "
-        f"{known['queries']:,} original ones, {known['whose']}{', as declared' if known['whose'] == 'public' else ''}",
-    )
+    return Written(tuple(paths), (page.markdown(), *(f"written: {path}" for path in paths)))
 
 
 def scores_of(facts: Facts) -> dict[str, float]:
@@ -60,25 +57,6 @@ def scores_of(facts: Facts) -> dict[str, float]:
     return scores
 
 
-def _lines(facts: Facts) -> list[str]:
-    lines = []
-    if found := facts.get("bleu"):
-        lines.append(
-            f"BLEU {found['score']:.2f} ({found['as_in_the_papers']:.4f} as the papers write it), {found['scored']:,} "
-            f"queries scored, {found['without_reference']:,} without an original query of their passage; "
-            f"{found['signature']}"
-        )
-    lines += [f"MAUVE {_mauve_value(each)}, {each['featuriser']}" for each in (facts.get("mauve") or {}).values()]
-    if "diversity" in facts:
-        for name in ("synthetic", "reference"):
-            each = facts["diversity"][name]
-            distinct = ", ".join(f"distinct-{n} {value:.3f}" for n, value in each["distinct"].items())
-            lines.append(f"{name}: {distinct}, {each['words']['mean']:.1f} words on average")
-    for name, each in facts.get("overlap", {}).items():
-        lines.append(f"found in {_REFERENCES[name]}: exactly {show_share(each['exact'])}; {_run(each)}")
-    return lines + [f"not computed: {what} ({why})" for what, why in facts["not_computed"].items()]
-
-
 def show_share(share: Facts) -> str:
     """Return a share with its interval and counts, from its JSON."""
     if share["share"] is None:
@@ -86,16 +64,6 @@ def show_share(share: Facts) -> str:
     return (
         f"{share['share']:.2%} [{share['low']:.2%}, {share['high']:.2%}] ({share['positives']:,} of {share['total']:,})"
     )
-
-
-def _run(each: Facts) -> str:
-    return f"{each['n']} words in a row: {show_share(each['ngram'])}"
-
-
-def _mauve_value(each: Facts) -> str:
-    spread = "" if each["sd"] is None else f" (sd {each['sd']:.3f} over {len(each['seeds'])} seeds)"
-    ceiling = f", ceiling {_ceiling(each)}" if each["ceiling"] else ""
-    return f"{each['mean']:.3f}{spread}{ceiling}, {each['texts'][0]:,} texts each, {each['buckets']} buckets"
 
 
 def _ceiling(each: Facts) -> str:
@@ -147,9 +115,12 @@ def _diversity(facts: Facts) -> list[Section]:
     rows = [(f"distinct-{n}", f"{made['distinct'][n]:.4f}", f"{known['distinct'][n]:.4f}") for n in made["distinct"]]
     rows += [(f"words, {n}", f"{made['words'][n]:.1f}", f"{known['words'][n]:.1f}") for n in made["words"]]
     rows += [
-        (f"begins with {name}" if name != "other" else "begins otherwise", f"{share:.1%}", _percent(known, name))
+        (
+            f"begins with {name}" if name != "other" else "begins otherwise", f"{share:.1%}",
+            f"{known['question_types'][name]:.1%}",
+        )
         for name, share in made["question_types"].items()
-    ]
+    ]  # fmt: skip
     moved = found["total_variation"]
     text = (
         f"{found['texts']:,} queries of each side. Of the synthetic ones {moved['lengths']:.1%} would have to change "
@@ -157,10 +128,6 @@ def _diversity(facts: Facts) -> list[Section]:
     )
     grid = Grid(("", "synthetic", "original"), rows, frozenset({1, 2}), narrow=True)
     return [Section("Diversity, length and type", [Paragraph(text), grid])]
-
-
-def _percent(side: Facts, name: str) -> str:
-    return f"{side['question_types'][name]:.1%}"
 
 
 def _overlap(facts: Facts) -> list[Section]:

@@ -67,6 +67,11 @@ def show(interval: Measured | None, *, sign: str = "") -> str:
     return f"{interval.mean:{sign}.3f} [{interval.low:{sign}.3f}, {interval.high:{sign}.3f}]"
 
 
+def plain(value: object) -> str:
+    """Return a value as a table shows it: a dash for None, four digits of a number."""
+    return "–" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
 def verdict(gain: Interval) -> str:
     """Say whether a difference over seeds carries the order that was claimed."""
     if not math.isfinite(gain.low):
@@ -76,6 +81,11 @@ def verdict(gain: Interval) -> str:
     if gain.low > 0:
         return "holds"
     return "the other way round" if gain.high < 0 else "not decided"
+
+
+def interval_of(found: Mapping[str, Any]) -> Interval:
+    """Return what `ends` made of an interval."""
+    return Interval(*(math.nan if found[end] is None else float(found[end]) for end in ("mean", "low", "high")))
 
 
 def ends(interval: Measured) -> dict[str, float | None]:
@@ -209,10 +219,7 @@ def from_json(data: Sequence[Mapping[str, Any]]) -> list[RowResult]:
         return [
             RowResult(
                 system=row["system"],
-                metrics={
-                    name: Interval(*(math.nan if i[end] is None else i[end] for end in ("mean", "low", "high")))
-                    for name, i in row["metrics"].items()
-                },
+                metrics={name: interval_of(found) for name, found in row["metrics"].items()},
                 privacy=row["privacy"],
                 note=row["note"],
             )

@@ -19,7 +19,7 @@ from lit_dpret.privacy.ledger.dataset_ledger import one_release
 from lit_dpret.privacy.ledger.judgement import owed_releases
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, noise_keys, recorded_start
 from lit_dpret.report.figures import can_draw, draw_sweep
-from lit_dpret.report.table import Table
+from lit_dpret.report.table import Table, plain
 from lit_dpret.sweeps.folder import SweepFolder
 
 _Covered = Literal["trials", "release"] | None
@@ -177,7 +177,7 @@ def _cell(row: Mapping[str, Any], name: str) -> str:
     value = row["epsilon"] if name == "epsilon" else row["settings"].get(name, row["metrics"].get(name))
     if name == "epsilon" and value is None:
         return "several"
-    return f"{value:.4g}" if isinstance(value, float) else str("–" if value is None else value)
+    return plain(value)
 
 
 def _csv(rows: Sequence[Mapping[str, Any]]) -> str:

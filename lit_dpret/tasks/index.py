@@ -9,7 +9,7 @@ from lit_dpret.distributed.job import job_here
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.report.page import shortened
 from lit_dpret.retrieval.search import MISSING
-from lit_dpret.settings import require_whole
+from lit_dpret.settings import picked, require_whole
 from lit_dpret.tasks.index_folder import IndexFolder, index_folder
 from lit_dpret.tasks.parts import Parts, check_run_dir, say
 
@@ -36,14 +36,8 @@ class Index:
 
     def _run(self, parts: Parts) -> dict[str, float]:
         check_run_dir(parts.run_dir, min_free_mb=50)
-        made = index_folder(
-            self.embeddings,
-            parts.run_dir / INDEX,
-            search=self.search,
-            private=self.private,
-            device=self.device,
-            seed=parts.seed,
-        )
+        how = picked(self, "search", "private", "device")
+        made = index_folder(self.embeddings, parts.run_dir / INDEX, seed=parts.seed, **how)
         say(f"index: {made.folder} ({self.search}, {made.manifest.count} texts)\n{made.promise}")
         return {"texts": float(made.manifest.count)}
 

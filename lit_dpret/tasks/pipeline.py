@@ -324,18 +324,11 @@ class Pipeline:
         return self._trained("from_synthetic", label, SyntheticData, made)
 
     def _train_generator(self, folder: Path, resume: bool, privacy: PrivacyMode) -> dict[str, Any]:
-        model = self.generator(privacy=privacy)
-        return train(
-            model,
-            self._log,
-            Training(
-                run_dir=folder,
-                make_trainer=self._trainer(self.generator_steps),
-                callbacks=self._callbacks(folder, resume, "query generator"),
-                loggers=self._parts.make_loggers(),
-                resume=resume,
-            ),
-        )
+        how = Training(
+            run_dir=folder, make_trainer=self._trainer(self.generator_steps), resume=resume,
+            callbacks=self._callbacks(folder, resume, "query generator"), loggers=self._parts.make_loggers(),
+        )  # fmt: skip
+        return train(self.generator(privacy=privacy), self._log, how)
 
     def _synthesize(self, folder: Path, resume: bool) -> dict[str, Any]:
         passages = self._searched.public_passages()

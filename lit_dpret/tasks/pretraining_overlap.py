@@ -98,10 +98,8 @@ class PretrainingOverlap:
                 name: {"exact": bounds(each.exact, self.sampled), "ngram": bounds(each.ngram, self.sampled)}
                 for name, each in found.items()
             }
-        for name, each in found.items():
-            say(f"{name}: found exactly {each.exact}; {self.ngram} words in a row: {each.ngram}")
-        say(self._reach(), *([warning] if warning else []))
-        say(*(f"written: {path}" for path in self._write(parts, facts)))
+        page = self._page(parts, facts)
+        say(page.markdown(), *(f"written: {path}" for path in page.write(parts.run_dir).values()))
         return {name: each.exact.value or 0.0 for name, each in found.items()}
 
     def _chosen(self, texts: Mapping[str, str], subset: int) -> list[str]:
@@ -127,7 +125,7 @@ class PretrainingOverlap:
             f"intervals are about the choice of texts, not about the choice of documents.{known}"
         )
 
-    def _write(self, parts: Parts, facts: Mapping[str, Any]) -> list[Path]:
+    def _page(self, parts: Parts, facts: Mapping[str, Any]) -> Page:
         corpus = facts["corpus"]
         title = f"Overlap with {corpus['name']}"
         subtitle = f"{corpus['documents']:,} documents, {corpus['words']:,} words; queries of the split {self.split}"
@@ -149,11 +147,10 @@ class PretrainingOverlap:
             Section("What this says", [Bullets(notes)]),
             *([Section("How to get this again", [Code(parts.command)])] if parts.command else []),
         ]
-        page = Page(
+        return Page(
             name=NAME, title=title, subtitle=subtitle, lead=lead, sections=sections, facts=facts,
             owner_only=self.queries == "private",
         )  # fmt: skip
-        return list(page.write(parts.run_dir).values())
 
 
 def corpus_files(path: Path) -> list[Path]:

@@ -7,12 +7,16 @@ from pathlib import Path
 
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.errors import ConfigurationError
+from lit_dpret.settings import picked
 from lit_dpret.synthesis.filters.pseudo_labels import LABELS, Labelling, label
 from lit_dpret.synthesis.filters.released import load_released
 from lit_dpret.tasks.parts import Parts, check_run_dir, say
 from lit_dpret.tasks.ranking import Ranker
 
 PSEUDO_LABELS = "pseudo_labels"
+_OF_LABELLING = (
+    "cross_encoder", "cross_encoder_is_public", "encoder_is_public", "depth", "per_query", "batch_size", "max_length"
+)  # fmt: skip
 
 
 @dataclass(kw_only=True)
@@ -50,16 +54,7 @@ class PseudoLabels:
             folder = label(
                 released,
                 parts.run_dir / PSEUDO_LABELS,
-                Labelling(
-                    cross_encoder=self.cross_encoder,
-                    cross_encoder_is_public=self.cross_encoder_is_public,
-                    encoder_is_public=self.encoder_is_public,
-                    depth=self.depth,
-                    per_query=self.per_query,
-                    seed=parts.seed,
-                    batch_size=self.batch_size,
-                    max_length=self.max_length,
-                ),
+                Labelling(seed=parts.seed, **picked(self, *_OF_LABELLING)),
                 ranker=Ranker(encoder=self.encoder),
                 progress=progress,
             )

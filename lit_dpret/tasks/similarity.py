@@ -156,7 +156,7 @@ class Similarity:
             facts["overlap"] = self._overlap(made, original, held_out)
         internal = self.reference == "private"
         written = write_similarity(facts, parts.run_dir, command=parts.command, plot=self.plot, owner_only=internal)
-        say(*written.lines, *([warning] if warning else []))
+        say(*written.lines)
         return scores_of(facts)
 
     def _privacy(self) -> str:

@@ -12,6 +12,7 @@ from lit_dpret.cards.signature import check_signature, sign_card
 from lit_dpret.cards.verification import verify_chain
 from lit_dpret.errors import ConfigurationError, VerificationError
 from lit_dpret.files import write_whole
+from lit_dpret.settings import picked
 from lit_dpret.tasks.parts import Parts, say
 
 
@@ -43,15 +44,10 @@ class Verify:
             raise ConfigurationError(
                 f"task.card={self.card} does not exist: name a folder that holds a card, or its file."
             )
-        found = verify_chain(
-            self.card,
-            parents=self.parents,
-            allow_missing_parents=self.allow_missing_parents,
-            allow_missing_ledger=self.allow_missing_ledger,
-            public_key=self.public_key,
-            protocols=self.protocols,
-            self_contained=self.self_contained,
-        )
+        asked = (
+            "parents", "allow_missing_parents", "allow_missing_ledger", "public_key", "protocols", "self_contained"
+        )  # fmt: skip
+        found = verify_chain(self.card, **picked(self, *asked))
         signed = [] if found.failed or self.sign_with is None else sign_card(self.card, self.sign_with)
         if signed:
             found.signed_by(check_signature(read_card(self.card), signed[0]).key)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -12,7 +11,7 @@ from typing import Any
 
 from lit_dpret.errors import DataError
 from lit_dpret.report.canary_table import POOLED, SCHEMA, SHORT
-from lit_dpret.retrieval.statistics import Interval
+from lit_dpret.report.table import interval_of
 from lit_dpret.tasks.parts import Parts
 from reproduction.canary_study import NAME
 from reproduction.paper_000.study import Trainings
@@ -106,7 +105,7 @@ def _row(model: str, side: str, found: Any) -> PaperRow:
     for copies in _COPIES:
         if copies in pooled:
             for what, key in (("rank", "mean_rank"), ("leaked", "leaked")):
-                ours[f"{what}_{copies}"] = _interval(pooled[copies][key])
+                ours[f"{what}_{copies}"] = interval_of(pooled[copies][key])
     if side == "query":
         for row in PAPER_000["table_7"]:
             if row["epsilon"] == eps:
@@ -120,10 +119,6 @@ def _row(model: str, side: str, found: Any) -> PaperRow:
         beside=named((MAIN, eps)) if paper else "",
         privacy=_promise(limits),
     )
-
-
-def _interval(found: Any) -> Interval:
-    return Interval(*(math.nan if found[end] is None else float(found[end]) for end in ("mean", "low", "high")))
 
 
 def _promise(limits: Any) -> str:

@@ -23,7 +23,7 @@ from lit_dpret.cards.blocks import Banner, Block, Bullets, Code, Grid, Paragraph
 from lit_dpret.errors import DataError
 from lit_dpret.report.chart import bar_chart
 from lit_dpret.report.page import Drawing, Page, Sheet
-from lit_dpret.report.table import RowResult, Table, console_table, ends, show
+from lit_dpret.report.table import RowResult, Table, console_table, ends, plain, show
 from lit_dpret.retrieval.statistics import (
     Interval,
     bootstrap_interval,
@@ -187,7 +187,11 @@ class ComparisonReport:
     def write(self, folder: Path) -> dict[str, Path]:
         """Write ``NAME.{html,md,json,csv}``, as the headings name it, and ``differences.csv``."""
         found = {metric: differences(self.rows, metric, self.references) for metric in self.metrics}
-        told = [_difference_facts(each) for of_metric in found.values() for each in of_metric]
+        told = [
+            asdict(each) | {"significant": each.is_significant(), "holds_over_queries": each.holds_over_queries()}
+            for of_metric in found.values()
+            for each in of_metric
+        ]
         facts = {
             "schema": _SCHEMA,
             "evaluated_on": self.evaluated_on,
@@ -302,7 +306,7 @@ def _verdicts(found: Mapping[str, Sequence[Difference]], *, budgeted: bool) -> l
 def _settings(rows: Sequence[ModeRow]) -> Grid:
     trained = [row for row in rows if row.settings]
     names = list(dict.fromkeys(name for row in trained for name in row.settings))
-    body = [[row.name, row.runs, *(_short(row.settings.get(name)) for name in names)] for row in trained]
+    body = [[row.name, row.runs, *(plain(row.settings.get(name)) for name in names)] for row in trained]
     return Grid(
         ["System", "runs", *(name.replace("_", " ") for name in names)], body, frozenset(range(1, 2 + len(names)))
     )
@@ -326,11 +330,6 @@ def _row_facts(row: ModeRow, metrics: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _difference_facts(each: Difference) -> dict[str, Any]:
-    facts = {"significant": each.is_significant(), "holds_over_queries": each.holds_over_queries()}
-    return asdict(each) | facts
-
-
 def _sheet(rows: Sequence[ModeRow], metrics: Sequence[str]) -> Table:
     """Return every number, for a spreadsheet."""
     names = list(dict.fromkeys(name for row in rows for name in row.settings))
@@ -344,12 +343,6 @@ def _sheet(rows: Sequence[ModeRow], metrics: Sequence[str]) -> Table:
 def p_value(value: float) -> str:
     """Show a p-value as it is printed: never 0, which no test can say."""
     return "< 0.001" if value < 0.001 else f"{value:.3f}"
-
-
-def _short(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return "–" if value is None else str(value)
 
 
 # -- shares of the gain

@@ -17,6 +17,7 @@ from lit_dpret.cards.blocks import Block, Code, Grid, Paragraph, Section
 from lit_dpret.errors import DataError
 from lit_dpret.files import write_whole
 from lit_dpret.report.page import Page, Picture, Sheet
+from lit_dpret.report.table import plain
 from reproduction.published import PAPER_002
 from reproduction.report import variant_figures as figures
 from reproduction.report.variant_runs import UNTRAINED, VariantRun, by_variant, read_runs, sizes_of, ties_of, write_runs
@@ -375,7 +376,7 @@ def settings_grid(settings: Sequence[Mapping[str, Any]]) -> Grid:
         facts = {**same[0], **{key: statistics.fmean(one[key] for one in same) for key in _MEASURED}}
         if facts.get("exact_norms") is not None:
             facts["norms"] = f"{facts['norms']} ({'exact' if facts['exact_norms'] else 'bound'})"
-        rows.append([facts["variant"], facts["batch_size"], *(_cell(facts.get(column)) for column in _COLUMNS)])
+        rows.append([facts["variant"], facts["batch_size"], *(plain(facts.get(column)) for column in _COLUMNS)])
     header = ("variant", "batch", *_COLUMNS.values())
     return Grid(header, rows, frozenset(range(1, len(header))))
 
@@ -398,9 +399,3 @@ def settings_shown(results: Path, _: Path) -> list[Block]:
     if not (settings := read_settings(results)):
         raise DataError(f"{SETTINGS} is not there.")
     return [settings_grid(settings), Paragraph(STEP_MEANS, small=True), Paragraph(_WHAT_IS_CLAIMED, small=True)]
-
-
-def _cell(value: object) -> str:
-    if value is None:
-        return "–"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

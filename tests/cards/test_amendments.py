@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from cards import CHILD, Run, make_plan
 
-from lit_dpret.cards.amendments import AttackResult, add_evidence, note_not_covered, with_evidence, with_notes
+from lit_dpret.cards.amendments import AttackResult, add_evidence, note_not_covered, restated, with_notes
 from lit_dpret.cards.card import CardFacts, card_sha256, inherit_card, read_card, subject_of, verify_card, write_card
 from lit_dpret.cards.verification import verify_chain
 from lit_dpret.errors import ConfigurationError, DataError
@@ -154,7 +154,7 @@ def test_what_was_derived_before_finds_an_amended_card_and_not_one_that_was_edit
     assert len(read_card(parent)["empirical"]["results"]) == 2
     card = read_card(parent)
     card["claim"]["epsilon"] = 0.1
-    write_card(with_evidence(card, []), parent)
+    write_card(restated(card), parent)
     assert verify_chain(child, parents=[parent]).failed != []
 
 
@@ -169,7 +169,7 @@ def test_planted_canaries_stand_on_the_card_and_cannot_be_taken_off_it(tmp_path:
     assert "canaried model" in (tmp_path / "privacy_card.md").read_text(encoding="utf-8")
     assert inherit_card(tmp_path, CHILD, description="sampling")["empirical"]["planted"] == PLANTED
     del card["empirical"]["planted"]
-    silent = with_evidence(card, [])
+    silent = restated(card)
     assert any("canaries" in problem for problem in verify_card(silent, tmp_path / "privacy_ledger.jsonl"))
 
 

@@ -66,27 +66,6 @@ def extrapolated_exposure(secret: float, references: ArrayLike) -> float:
     return -_log_cdf(_number(secret), shape, location, scale) / math.log(2)
 
 
-def leak_probability(log_probability: float, draws: int) -> float:
-    """Return the probability that a text is generated at least once in ``draws`` independent draws.
-
-    1 - (1 - p)^G: the (n, p)-discoverable extraction of Hayes et al. 2024, arXiv 2410.19482. Exact where p is the
-    product over the text's tokens under the distribution that is really sampled from (after temperature and top-p),
-    and needs no draw at all.
-
-    >>> leak_probability(-50.0, 10**6) < 1e-15
-    True
-
-    Raises:
-        ConfigurationError: ``log_probability`` is above 0, or ``draws`` is negative.
-    """
-    check_count("draws", draws)
-    if not log_probability <= 0:
-        raise ConfigurationError(f"log_probability={log_probability} must be at most 0.")
-    if log_probability == 0:
-        return float(draws > 0)
-    return -math.expm1(draws * math.log1p(-math.exp(log_probability)))
-
-
 def mean_rank(ranks: ArrayLike, candidates: int) -> float:
     """Return the mean of ranks among ``candidates``, each from 1 to their number.
 

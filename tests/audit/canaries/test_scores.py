@@ -14,7 +14,6 @@ import torch
 from lit_dpret.audit.canaries import Canary
 from lit_dpret.audit.canaries.canary import check_all_fit
 from lit_dpret.audit.canaries.scores import draw_leaks, holds, prompt_without_secret, score_canaries
-from lit_dpret.audit.statistics.exposure import leak_probability
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.modules.generator_folder import GeneratorModel, TextCodec
 from lit_dpret.modules.query_generator import QueryGenerator
@@ -102,7 +101,6 @@ def test_the_probability_of_a_leak_is_the_frequency_of_leaks(module: QueryGenera
     leak = draw_leaks(generator, [one], decoding=DECODING, draws=draws, seed=1)[0]
     spread = math.sqrt(chance * (1 - chance) / draws)
     assert leak.found / draws >= chance - 4 * spread - 1e-9
-    assert leak_probability(score.log_probability, draws) == pytest.approx(1 - (1 - chance) ** draws, abs=1e-9)
 
 
 def test_leaks_are_looked_for_without_giving_the_secret_away(generator: GeneratorModel) -> None:

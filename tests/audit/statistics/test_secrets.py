@@ -13,7 +13,6 @@ from scipy.stats import binom, norm
 from lit_dpret.audit.statistics.exposure import (
     exposure_of_rank,
     extrapolated_exposure,
-    leak_probability,
     rank,
 )
 from lit_dpret.audit.statistics.rank_epsilon import (
@@ -41,12 +40,6 @@ def test_an_extrapolated_exposure_is_that_of_the_distribution_the_references_cam
     far = [extrapolated_exposure(perplexity, references) for perplexity in (0, -100, -300)]
     assert far == sorted(far)
     assert far[-1] > 1100
-
-
-def test_the_probability_of_a_leak_needs_no_draw() -> None:
-    assert leak_probability(math.log(0.25), 3) == pytest.approx(1 - 0.75**3)
-    assert leak_probability(math.log(1e-20), 10**6) == pytest.approx(1e-14)
-    assert (leak_probability(0.0, 0), leak_probability(0.0, 1)) == (0.0, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -191,8 +184,6 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     (top_rank_one_training, {"hits": 3, "canaries": 2, "candidates": 10}, "hits=3"),
     (top_rank_one_training, {"hits": 1, "canaries": 2, "candidates": 10, "neighbours": "user"}, "neighbours='user'"),
     (exposure_of_rank, {"rank": 0, "candidates": 10}, "rank=0"),
-    (leak_probability, {"log_probability": 0.1, "draws": 1}, "log_probability=0.1"),
-    (leak_probability, {"log_probability": -0.1, "draws": -1}, "draws=-1"),
 ]
 
 
