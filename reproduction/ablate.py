@@ -364,7 +364,7 @@ class Ablate(RetrievalStudy):
                 stage = self._labels(recipe, seed)
                 if recipe.pseudo_labels is None or self._teacher is None or not self._stages.is_done(stage):
                     continue
-                if self._stages.run(stage, _nothing)["teacher"] != self._teacher.fingerprint():
+                if self._stages.result(stage)["teacher"] != self._teacher.fingerprint():
                     raise ResumeError(
                         f"resume=true, but {stage} was made by another cross-encoder than task.teacher="
                         f"{self._teacher.source}. Restore it, or remove {self._parts.run_dir / stage} and the runs of "
@@ -443,7 +443,7 @@ class Ablate(RetrievalStudy):
         for i in range(self.seeds):
             seed = self._parts.seed + i
             stage = self._trained(name, seed).name
-            trained.append(self._stages.run(stage, _nothing))
+            trained.append(self._stages.result(stage))
             if self.likeness_texts is None:
                 continue
             made = next(self._parts.run_dir.glob(f"made-{name}-*-seed{seed}")) / "data"
@@ -492,10 +492,6 @@ class CompareModes(Ablate):
 
     eps: float | Sequence[float] = (3.0, 8.0)
     round_trip_filter: int | None = 10
-
-
-def _nothing(folder: Path, resume: bool) -> dict[str, Any]:
-    return {}
 
 
 def _spread(values: Sequence[float], shown: str) -> str:

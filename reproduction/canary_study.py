@@ -6,7 +6,6 @@ on with ``resume=true``, and grows by more trainings or other epsilons in the sa
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +27,6 @@ from lit_dpret.settings import require_whole
 from lit_dpret.tasks.audit import Measurement, limits_by_copies
 from lit_dpret.tasks.parts import Parts, require_budgets
 from lit_dpret.tasks.pipeline_stages import stage_callbacks, train_retriever
-from lit_dpret.tasks.stages import DONE
 from reproduction.study import Study
 
 NAME = "canaries"
@@ -125,7 +123,7 @@ class CanaryStudy(Study):
 
     def _tell(self) -> dict[str, float]:
         rows = [row for eps in self.eps for row in self._rows(eps)]
-        units = self._result(self.eps[0], 0)["units"]
+        units = self._stages.result(_stage(self.eps[0], 0))["units"]
         written, contradictions = write_canary_table(
             self._parts.run_dir,
             rows,
@@ -159,15 +157,11 @@ class CanaryStudy(Study):
         return {f"{row.model}, {cell.side}, {cell.copies}, {cell.kind}": cell.leaked.mean
                 for row in rows for cell in (row.cell,)}  # fmt: skip
 
-    def _result(self, eps: float | None, number: int) -> dict[str, Any]:
-        done = self._parts.run_dir / _stage(eps, number) / DONE
-        return dict(json.loads(done.read_text(encoding="utf-8"))["result"])
-
     def _rows(self, eps: float | None) -> list[CanaryRow]:
         outcomes = [
             Outcome.of(number, one["score"], one["leak"])
             for number in range(self.trainings)
-            for one in self._result(eps, number)["canaries"]
+            for one in self._stages.result(_stage(eps, number))["canaries"]
         ]
         folder = self._parts.run_dir / _stage(eps, 0)
         card = read_card(folder)

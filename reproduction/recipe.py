@@ -352,14 +352,10 @@ def refuse_other_training(
     """Refuse finished stages that come from another training than the one in a generator's folder."""
     source = made_by(run_dir / generator) if stages.is_done(generator) else None
     for stage in filter(stages.is_done, [*cards, *readers]):
-        found: Mapping[str, Any] = made_by(cards[stage]) if stage in cards else stages.run(stage, _not_again)
+        found: Mapping[str, Any] = made_by(cards[stage]) if stage in cards else stages.result(stage)
         if source is None or found[_READ] != source[_READ]:
             raise ResumeError(
                 f"resume=true, but {stage} comes from another training than the one in {generator}, which was moved "
                 f"away, or trained again. Restore that, or move {run_dir / stage} and what was made with it elsewhere "
                 "as well; what a ledger is charged with stays spent."
             )
-
-
-def _not_again(folder: Path, resume: bool) -> dict[str, Any]:
-    raise AssertionError(f"{folder} is finished")

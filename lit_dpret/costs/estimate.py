@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -114,47 +113,6 @@ def measure(module: Any, plan: PrivacyPlan, device: torch.device, *, autocast: b
         "bytes_while_clipping": found.clipping,
         "bytes_while_updating": found.updating,
     }
-
-
-def format_cost(costs: Mapping[str, Any]) -> str:
-    """Return the cost as a few lines for a terminal."""
-    if "why" in costs:
-        return textwrap.fill(f"Time and memory: not estimated. {costs['why']}", 80)
-    facts = costs["estimate"]
-    lines = [
-        f"Time and memory of {facts['rows']} rows of {facts['passage_tokens']} + {facts['query_tokens']} tokens "
-        f"at once, on {facts['device']}",
-        f"  {'':<14}{'a step':>12}{'the run':>12}{'memory':>12}",
-    ]
-    for name in ("estimate", "slices", "measurement"):
-        if (found := costs.get(name)) is not None:
-            shown = [duration(found["seconds_per_step"]), duration(found["seconds_of_run"]), size(found["bytes"])]
-            lines.append(f"  {name:<14}" + "".join(f"{text:>12}" for text in shown))
-    if "slices" in costs:
-        lines.append("  docs/scale.md tells how far slices were off for T5-small and T5-base.")
-    if (told := costs.get("prediction")) is not None:
-        lines += _predicted(told)
-    rate = f"{facts['flops_per_second_of_products'] / 1e9:.3g} GFLOP/s"
-    lines += [
-        f"  Estimated from {facts['parameters']:,} weights and the {rate} that products of",
-        "  their shapes reach here, and passes over the values that lie between.",
-        f"  It may be off by a factor of {FACTOR:g}."
-        + ("" if len(costs) > 1 else " Closer: task.measure=slices, or true"),
-    ]
-    return "\n".join(lines)
-
-
-def _predicted(told: Mapping[str, Any]) -> list[str]:
-    """Return the prediction for other accelerators, with what it rests on."""
-    where = f"{told['world_size']} x {told['device']}, {told['strategy']}"
-    held = size(told["bytes_lasting"] + told["bytes_gathered"] + told["bytes_of_sum"])
-    if not told["rows_that_fit"]:
-        return [f"  On {where}: does not fit ({size(told['bytes_while_updating'])} on each in an update)."]
-    return [
-        f"  Predicted, not measured, on {where}: {duration(told['seconds_per_step'])} a step, {held} on",
-        f"  each while clipping, {told['rows_that_fit']} rows at once. Assumes {told['assumed_utilisation']:g} of "
-        "the peak; no messages, no noise.",
-    ]
 
 
 def _facts(outline: GeneratorOutline, plan: PrivacyPlan, device: torch.device) -> dict[str, Any]:

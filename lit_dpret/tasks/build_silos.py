@@ -18,6 +18,7 @@ from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.federated.data import planted_silos, silos_by_article, silos_by_domain
 from lit_dpret.federated.data.planted import Planted
 from lit_dpret.federated.data.questions import Question, read_genres, read_newsqa, squad_json
+from lit_dpret.report.page import aligned
 from lit_dpret.settings import built, picked, require_choice
 from lit_dpret.tasks.parts import Parts, check_run_dir, say
 
@@ -128,13 +129,11 @@ def statistics_table(counts: Mapping[str, Mapping[str, int]]) -> str:
     Example:
         >>> print(statistics_table({"a": {"passages": 2, "sentences": 9, "train": 4, "dev": 1, "test": 1}}))
         | client | passages | sentences | train | dev | test |
-        | --- | ---: | ---: | ---: | ---: | ---: |
-        | a | 2 | 9 | 4 | 1 | 1 |
-        | all | 2 | 9 | 4 | 1 | 1 |
+        | ------ | -------: | --------: | ----: | --: | ---: |
+        | a      |        2 |         9 |     4 |   1 |    1 |
+        | all    |        2 |         9 |     4 |   1 |    1 |
     """
     rows = sorted(counts.items(), key=lambda item: (-item[1].get("train", 0), item[0]))
     total = {column: sum(found.get(column, 0) for _, found in rows) for column in _COLUMNS}
-    lines = [f"| client | {' | '.join(_COLUMNS)} |", f"| --- |{' ---: |' * len(_COLUMNS)}"]
-    for name, found in [*rows, ("all", total)]:
-        lines.append(f"| {name} | {' | '.join(str(found.get(column, 0)) for column in _COLUMNS)} |")
-    return "\n".join(lines)
+    lines = [[name, *(found.get(column, 0) for column in _COLUMNS)] for name, found in [*rows, ("all", total)]]
+    return aligned(["client", *_COLUMNS], lines)

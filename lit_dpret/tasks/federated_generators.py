@@ -33,7 +33,7 @@ from lit_dpret.files import json_sha256
 from lit_dpret.modules import QueryGenerator
 from lit_dpret.privacy.budget import show_delta
 from lit_dpret.privacy.modes import NoPrivacy
-from lit_dpret.report.page import write_short
+from lit_dpret.report.page import aligned, write_short
 from lit_dpret.settings import picked, require_whole
 from lit_dpret.tasks.parts import Parts, check_run_dir, say
 from lit_dpret.tasks.stages import Stages
@@ -158,16 +158,15 @@ class FederatedGenerators:
     def _tell(self, found: dict[str, dict[str, Any]], parts: Parts, settings: PddAs2) -> None:
         privacy = settings.privacy
         state = parts.run_dir / PRIVATE
+        rows = [
+            [name, one["queries"], f"{one['eps_spent']:.3f}", f"{one['eps']:g}", f"{one['left']:.3f}",
+             show_delta(one["delta"])]
+            for name, one in found.items()
+        ]  # fmt: skip
         lines = [
             f"Epsilon is that of each {privacy.unit} of the silo, {privacy.neighbours}.",
             "",
-            "| silo | queries | spent | budget | left | delta |",
-            "| :-- | --: | --: | --: | --: | --: |",
-            *(
-                f"| {name} | {one['queries']} | {one['eps_spent']:.3f} | {one['eps']:g} | {one['left']:.3f} | "
-                f"{show_delta(one['delta'])} |"
-                for name, one in found.items()
-            ),
+            aligned(["silo", "queries", "spent", "budget", "left", "delta"], rows),
             "",
             "Spent: by everything in the silo's ledger, a generator that was killed included. Left: the difference; "
             "the rounds will be composed with what is spent. What the queries are used for costs nothing more.",

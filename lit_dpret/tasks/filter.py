@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import get_args
 
 from lit_dpret.callbacks import ProgressLine
+from lit_dpret.cards.blocks import Grid
 from lit_dpret.cards.provenance import environment_facts
 from lit_dpret.cards.tuning import TuningData
 from lit_dpret.datamodules.identity import data_facts
@@ -89,13 +90,12 @@ def _line(one: Applied) -> str:
 def _examples(applied: Sequence[Applied], passages: Mapping[str, str]) -> str:
     lines = ["# What the filters kept, and what they did not", ""]
     for one in applied:
-        lines += [f"## {_line(one)}", "", "| | score | query | passage |", "| --- | ---: | --- | --- |"]
-        for word, rows in zip(("kept", "dropped"), one.examples, strict=True):
-            lines += [
-                f"| {word} | {score:.3g} | {_cell(text)} | {_cell(f'{name}: {_beginning(passages[name])}')} |"
-                for score, text, name in rows
-            ]
-        lines.append("")
+        rows = [
+            (word, f"{score:.3g}", text, f"{name}: {_beginning(passages[name])}")
+            for word, examples in zip(("kept", "dropped"), one.examples, strict=True)
+            for score, text, name in examples
+        ]
+        lines += [f"## {_line(one)}", "", Grid(("", "score", "query", "passage"), rows, frozenset({1})).markdown(), ""]
     return "\n".join(lines)
 
 
@@ -103,8 +103,3 @@ def _beginning(text: str) -> str:
     """Return so much of a passage that one sees what it is about."""
     words = text.split()
     return " ".join(words[:_SHOWN_WORDS]) + (" ..." if len(words) > _SHOWN_WORDS else "")
-
-
-def _cell(text: str) -> str:
-    """Text in a table of Markdown: on one line."""
-    return " ".join(text.split()).replace("|", "\\|")

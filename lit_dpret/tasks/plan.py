@@ -18,7 +18,7 @@ from lit_dpret.callbacks import PrivacyAccountant
 from lit_dpret.callbacks.own_code import refuse_false_bound
 from lit_dpret.callbacks.planning import begin_from, planned_steps
 from lit_dpret.cards.forecast import OTHER_BOUND, describe_plan
-from lit_dpret.costs.estimate import estimate, format_cost, from_slices, measure
+from lit_dpret.costs.estimate import FACTOR, duration, estimate, from_slices, measure, size
 from lit_dpret.costs.slices import check_devices, predict
 from lit_dpret.datamodules.identity import data_facts
 from lit_dpret.errors import ConfigurationError, LitDpretError
@@ -115,7 +115,7 @@ class Plan:
         if self.plot and plan.proved:
             progress("plan.png")
             draw_plan(facts, parts.run_dir / "plan.png")
-        say(f"{format_plan(facts)}\n\n{format_cost(costs)}")
+        say(format_plan(facts))
         if self.units is None:
             for caution in cut_texts(data, rulers_by_words(parts.trained_settings())):
                 say(textwrap.fill(f"note: {caution}", 80))
@@ -148,14 +148,15 @@ class Plan:
 
 
 def format_plan(facts: Mapping[str, Any]) -> str:
-    """Return the facts of `describe_plan` as tables for a terminal: the claim first, then what it hides.
+    """Return the facts of `describe_plan`, and ``cost``, as tables for a terminal: the claim first, then what it hides.
 
     Guarantees:
         - The first line holds epsilon with its delta, unit and relation.
         - A number that is not proved is not printed; the combination is named instead. Where no epsilon may be
           stated at all, the text ends with what would be done.
     """
-    return render("plan.md", {**facts, "other_bound": OTHER_BOUND}).rstrip()
+    told = {"other_bound": OTHER_BOUND, "off_by": FACTOR, "duration": duration, "size": size}
+    return render("plan.md", {"cost": None, **facts, **told}).rstrip()
 
 
 def _trainer(parts: Parts) -> Any:

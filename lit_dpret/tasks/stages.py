@@ -102,14 +102,17 @@ class Stages:
         """Return whether stage ``name`` finished, in this attempt or an earlier one."""
         return (self.run_dir / name / DONE).exists()
 
+    def result(self, name: str) -> dict[str, Any]:
+        """Return the recorded result of a stage that finished."""
+        record: dict[str, Any] = json.loads((self.run_dir / name / DONE).read_text(encoding="utf-8"))
+        self.seconds[name] = record["seconds"]
+        return dict(record["result"])
+
     def run(self, name: str, work: Callable[[Path, bool], dict[str, Any]]) -> dict[str, Any]:
         """Return the result of stage ``name``; ``work(folder, resume)`` does it where it is not done yet."""
+        if self.is_done(name):
+            return self.result(name)
         folder = self.run_dir / name
-        done = folder / DONE
-        if done.exists():
-            record: dict[str, Any] = json.loads(done.read_text(encoding="utf-8"))
-            self.seconds[name] = record["seconds"]
-            return dict(record["result"])
         before = None if (self.run_dir / MARK).exists() else self._files()
         self.begin()
         folder.mkdir(exist_ok=True)
@@ -125,7 +128,7 @@ class Stages:
             if read_card(card.parent)["claim"]["guarantee"] != "dp":
                 card.parent.chmod(0o700)
         self.seconds[name] = time.monotonic() - start
-        write_whole(done, json.dumps({"result": result, "seconds": self.seconds[name]}), owner_only=True)
+        write_whole(folder / DONE, json.dumps({"result": result, "seconds": self.seconds[name]}), owner_only=True)
         return result
 
     def _files(self) -> set[Path]:

@@ -70,7 +70,7 @@ def test_a_measurement_stands_beside_the_estimate_and_epochs_for_the_trainers_st
     facts = json.loads((tmp_path / "run" / "plan.json").read_text(encoding="utf-8"))
     assert facts["steps"] == 25 and facts["epochs"] == pytest.approx(0.5)
     assert set(facts["cost"]) == {"estimate", "measurement"}
-    assert "\n  measurement " in capsys.readouterr().out
+    assert "\n| measurement " in capsys.readouterr().out
 
 
 def test_without_matplotlib_a_picture_is_refused_where_asked_for_and_left_out_where_not(
