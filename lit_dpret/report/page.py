@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lit_dpret.cards.blocks import Block, Section, esc, md, to_html, to_markdown
+from lit_dpret.cards.text import show_epsilon
 from lit_dpret.errors import DataError
 from lit_dpret.files import write_whole
 from lit_dpret.privacy.budget import show_delta
@@ -32,7 +33,7 @@ def _templates() -> Any:
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, autoescape=False,
     )  # fmt: skip  # Markdown for its reader: what may hold markup passes the filter md
     found.filters |= {"n": "{:,}".format, "md": md, "interval": "{0[value]:.3f} [{0[low]:.3f}, {0[high]:.3f}]".format}
-    found.filters |= {"delta": show_delta, "wrap": wrapped}
+    found.filters |= {"delta": show_delta, "epsilon": show_epsilon, "wrap": wrapped}
     found.globals["table"] = aligned
     return found
 

@@ -7,22 +7,20 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from lit_dpret.cards.card import read_card
-from lit_dpret.cards.text import show_epsilon
 from lit_dpret.errors import LitDpretError
 from lit_dpret.files import write_whole
-from lit_dpret.privacy.budget import show_delta
 from lit_dpret.privacy.ledger.dataset_file import Charge, EarlierRun, compose_across_runs, composed
 from lit_dpret.privacy.ledger.dataset_ledger import one_release
 from lit_dpret.privacy.ledger.judgement import owed_releases
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, noise_keys, recorded_start
 from lit_dpret.report.figures import can_draw, draw_sweep
+from lit_dpret.report.page import render
 from lit_dpret.report.table import Table, plain
 from lit_dpret.sweeps.folder import SweepFolder
 
-_Covered = Literal["trials", "release"] | None
 TABLE_CSV, TABLE_MD, FIGURE, REPORT = "sweep.csv", "sweep.md", "sweep.png", "sweep_report.json"
 
 
@@ -118,59 +116,20 @@ def _told(
         [f"{row['trial']}{' (best)' if row['trial'] == best else ''}", *(_cell(row, name) for name in names)]
         for row in rows
     ]
-    lines = [Table(["trial", *names], cells).markdown(), ""]
-    lines.append(f"{len(rows)} of {len(facts['trials'])} trials are done.")
-    bare = any(row["epsilon"] == math.inf for row in rows) or facts.get("without_privacy") != 0
-    if epsilon is not None:
-        planned, holds_at = facts["planned"], facts.get("ledger_delta")
-        limit_at = "" if holds_at in (None, planned["delta"]) else f" at its own delta = {show_delta(holds_at)}"
-        lines.append(
-            f"All private trials together have cost epsilon = {show_epsilon(epsilon)} at delta = "
-            f"{show_delta(planned['delta'])} (unit {planned['unit']}, neighbours {planned['neighbours']}, "
-            f"composed by {how}); {show_epsilon(planned['epsilon'])} was planned, and the ledger of the data set ends "
-            f"at {facts['total_eps']:g}{limit_at}. Whoever sees several of the models, or one that was chosen among "
-            "them, has this epsilon, not that of a row."
-            + (" Of a trial without privacy nothing is promised to anybody, beside whatever else." if bare else "")
-        )
-        released = False
-    else:
-        claims = {row["epsilon"] for row in rows}
-        proved = sorted(claims - {None, math.inf})
-        released = one_release(facts) and len(claims) == len(proved) == 1
-        lines.append(
-            f"All trials train on one release. Its claim, epsilon = {show_epsilon(proved[0])}, covers all of them "
-            "together; they spend nothing of their own." if released else
-            "No trial was planned as private. An epsilon in the table is that of the release that the trial trains on; "
-            "whoever sees several trials has those of all these releases together." if proved else
-            "No trial was private: nothing was spent, and nothing is promised."
-        )  # fmt: skip
-    if best is not None:
-        covered: _Covered = "trials" if epsilon is not None else "release" if released else None
-        lines.append(_choice(str(facts["metric_data"]), str(metric), covered, bare=bare))
-    return "\n".join(lines)
-
-
-def _choice(data: str, metric: str, covered: _Covered, *, bare: bool) -> str:
-    """State what it costs to have chosen the best trial; ``covered`` is by whose epsilon its training is."""
-    named = {"unknown": "data that were not named (task.metric_data)"}.get(data, f"{data} data")
-    chosen = f"The best trial was chosen by {metric} on {named}"
-    if covered is None:
-        return (
-            f"{chosen}. No trial was planned as private: where they were trained on public data, the choice has no "
-            "epsilon, and needs none."
-        )
-    if bare and covered == "trials":
-        return f"{chosen}, and not all trials are known to be private: no epsilon covers the choice."
-    scored = {
-        "public": "public records need no cover.",
-        "synthetic": "the synthetic ones that were scored have an epsilon of their own, which is not in it.",
-    }.get(data, "nothing covers those that were scored.")
-    if covered == "release":
-        return f"{chosen}. For the records behind the release, its claim covers the choice; {scored}"
-    return (
-        f"{chosen}, and all trials were trained on private data: for the records that were trained on, only the "
-        f"epsilon of all trials together covers the choice; {scored}"
-    )
+    claims = {row["epsilon"] for row in rows}
+    proved = sorted(claims - {None, math.inf})
+    told = {
+        "trials": Table(["trial", *names], cells).markdown(),
+        "done": len(rows),
+        "epsilon": epsilon,
+        "how": how,
+        "best": best,
+        "metric": metric,
+        "proved": proved,
+        "released": epsilon is None and one_release(facts) and len(claims) == len(proved) == 1,
+        "bare": math.inf in claims or facts.get("without_privacy") != 0,
+    }
+    return render("sweep.md", {"sweep": facts, **told}).rstrip()
 
 
 def _cell(row: Mapping[str, Any], name: str) -> str:
