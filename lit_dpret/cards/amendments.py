@@ -80,34 +80,14 @@ def add_evidence(folder: str | Path, results: Sequence[AttackResult]) -> Path | 
         return None
     if not results:
         return path
-    card = copy.deepcopy(read_card(path))
     note = {
         "day": today(),
         "sha256_before": card_sha256(path),
         "results": [result.to_dict() for result in results],
     }
-    written = write_card(amended(card, note), path.parent)
+    written = write_card(amended(read_card(path), [note]), path.parent)
     _tell_readers(path.parent, str(note["sha256_before"]), card_sha256(path), _ATTACKED)
     return written
-
-
-def amended(card: dict[str, Any], note: Mapping[str, Any]) -> dict[str, Any]:
-    """The card with the results of a note, and the note."""
-    card["empirical"]["results"] = [*card["empirical"]["results"], *note["results"]]
-    card["amendments"] = [*card.get("amendments", []), dict(note)]
-    return restated(card)
-
-
-def before_note(card: Mapping[str, Any]) -> dict[str, Any]:
-    """Undo `amended`, where the card's last amendment is a note of results."""
-    found = copy.deepcopy(dict(card))
-    *kept, last = found["amendments"]
-    results = found["empirical"]["results"]
-    found["empirical"]["results"] = results[: max(0, len(results) - len(last["results"]))]
-    found["amendments"] = kept
-    if not kept:
-        del found["amendments"]
-    return restated(found)
 
 
 def planted_by(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
@@ -121,6 +101,26 @@ def restated(card: dict[str, Any]) -> dict[str, Any]:
     card["claim"]["statement"] = statement(card)
     card["checksum"] = checksum(card)
     return card
+
+
+def amended(card: Mapping[str, Any], notes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The card with notes: results of attacks, or texts, each once in the lists that people read."""
+    found = copy.deepcopy(dict(card))
+    for note in notes:
+        if "results" in note:
+            found["empirical"]["results"] += note["results"]
+            added = dict(note)
+        else:
+            added = {**note, "added_to": []}
+            for name, text in (("not_covered", note["not_covered"]), ("cautions", note["caution"])):
+                if text not in found[name]:
+                    found[name].append(text)
+                    added["added_to"].append(name)
+        found["amendments"] = [*found.get("amendments", []), added]
+        if "results" in note:
+            restated(found)
+    found["checksum"] = checksum(found)
+    return found
 
 
 def note_not_covered(folder: str | Path, what: str, *, computed: str) -> Path | None:
@@ -144,7 +144,7 @@ def note_not_covered(folder: str | Path, what: str, *, computed: str) -> Path | 
     path = Path(folder) / CARD_NAME
     if not path.is_file():
         return None
-    before, card = card_sha256(path), copy.deepcopy(read_card(path))
+    before, card = card_sha256(path), read_card(path)
     note = {
         "day": today(),
         "sha256_before": before,
@@ -152,7 +152,7 @@ def note_not_covered(folder: str | Path, what: str, *, computed: str) -> Path | 
         "covers.",
         "caution": f"{what} was computed from {computed} after this card was made. Those numbers are not covered.",
     }
-    written = write_card(_amended(card, [note]), path.parent)
+    written = write_card(amended(card, [note]), path.parent)
     _tell_readers(path.parent, before, card_sha256(path), note["caution"])
     return written
 
@@ -187,23 +187,7 @@ def with_notes(card: Mapping[str, Any], folder: str | Path) -> dict[str, Any]:
     notes = [note for note in old.get("amendments", []) if note not in card.get("amendments", [])]
     if old["subject"]["sha256"] != card["subject"]["sha256"]:  # other weights: what attacks found is not about them
         notes = [note for note in notes if "results" not in note]
-    return _amended(copy.deepcopy(dict(card)), notes) if same and notes else dict(card)
-
-
-def _amended(card: dict[str, Any], notes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The card with these notes, each text once in the lists that people read."""
-    for note in notes:
-        if "results" in note:
-            card = amended(card, note)
-            continue
-        added_to = []
-        for name, text in (("not_covered", note["not_covered"]), ("cautions", note["caution"])):
-            if text not in card[name]:
-                card[name].append(text)
-                added_to.append(name)
-        card["amendments"] = [*card.get("amendments", []), {**note, "added_to": added_to}]
-    card["checksum"] = checksum(card)
-    return card
+    return amended(card, notes) if same and notes else dict(card)
 
 
 def text_sha256(card: Mapping[str, Any]) -> str:
@@ -240,15 +224,16 @@ def _before(card: Mapping[str, Any]) -> dict[str, Any] | None:
     """The card without its last amendment; None where there is none, or more than its texts was changed."""
     if not card.get("amendments"):
         return None
-    *kept, last = card["amendments"]
+    found = copy.deepcopy(dict(card))
+    last = found["amendments"].pop()
+    if not found["amendments"]:
+        del found["amendments"]
     if "results" in last:
-        found = before_note(card)
+        results = found["empirical"]["results"]
+        found["empirical"]["results"] = results[: max(0, len(results) - len(last["results"]))]
+        restated(found)
     else:
-        found = copy.deepcopy(dict(card))
         for name in last.get("added_to", ()):
             found[name] = found[name][:-1]
-        found["amendments"] = kept
-        if not kept:
-            del found["amendments"]
         found["checksum"] = checksum(found)
     return found if text_sha256(found) == last.get("sha256_before") else None
