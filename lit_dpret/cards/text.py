@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from lit_dpret.audit.statistics.evidence import bound_text
 from lit_dpret.cards.blocks import (
     Banner,
     Block,
@@ -37,7 +38,6 @@ SIGNOFF = (
 AUDIT_EVENT = "one_run_audit"
 """The record by which a run's ledger registers its audit before the first release."""
 
-NO_GUARANTEE = "absence of evidence is no guarantee"
 BOUND = "lower bound on epsilon"
 """The metric of a result whose estimate is such a bound, and whose ceiling is the epsilon of the accounting."""
 ALARM = 1 - 1e-4
@@ -105,17 +105,6 @@ def attacks_sentence(card: Mapping[str, Any]) -> str:
             "so the program did not do what its ledger says. Publish nothing before the defect is known."
         )
     return "Attacks that were run are listed under empirical; what they did not find is no guarantee."
-
-
-def bound_text(eps_lower: float, delta: float | None, confidence: float | None) -> str:
-    """A lower bound in the only words in which one is printed.
-
-    >>> bound_text(0.41, 0.0, 0.95)
-    'evidence of leakage at least 0.41 at delta=0 (confidence 0.95); absence of evidence is no guarantee'
-    """
-    at = "" if delta is None else f" at delta={show_delta(delta)}"
-    sure = "a point value without confidence" if confidence is None else f"confidence {confidence:g}"
-    return f"evidence of leakage at least {eps_lower:.4g}{at} ({sure}); {NO_GUARANTEE}"
 
 
 def result_texts(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:

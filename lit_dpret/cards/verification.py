@@ -20,6 +20,7 @@ from typing import Any, Literal
 import yaml
 
 import lit_dpret
+from lit_dpret.audit.statistics.evidence import NO_GUARANTEE
 from lit_dpret.cards.amendments import versions
 from lit_dpret.cards.card import gaps, said, signoff
 from lit_dpret.cards.check import Place, Recheck, changed_files, recheck
@@ -29,7 +30,7 @@ from lit_dpret.cards.lineage import FoundCard, Lineage, link_problems, passed_on
 from lit_dpret.cards.provenance import CHANGED, code_commit, protocol_facts
 from lit_dpret.cards.signature import Signed, check_signature, public_key_fingerprint
 from lit_dpret.cards.start import MODEL_FOLDER
-from lit_dpret.cards.text import NO_GUARANTEE, audit_problems, card_html, card_markdown, privacy_line, statement
+from lit_dpret.cards.text import audit_problems, card_html, card_markdown, privacy_line, statement
 from lit_dpret.errors import ConfigurationError, DataError, LedgerError, first_line
 
 SCHEMA = "lit-dpret/verification/1"

@@ -27,7 +27,7 @@ from lit_dpret.audit.canaries.findings import (
 )
 from lit_dpret.audit.canaries.scores import Leak, Span, draw_leaks, score_canaries, score_pairs
 from lit_dpret.audit.canaries.suite import QUERY_SIDE_ONLY
-from lit_dpret.audit.statistics.evidence import Evidence
+from lit_dpret.audit.statistics.evidence import NO_GUARANTEE, Evidence
 from lit_dpret.audit.statistics.one_run import one_run_audit
 from lit_dpret.audit.statistics.scores import CanaryScores
 from lit_dpret.callbacks import ProgressLine
@@ -35,7 +35,7 @@ from lit_dpret.cards.amendments import AttackResult, add_evidence
 from lit_dpret.cards.card import CARD_NAME, read_card
 from lit_dpret.cards.file import check_artefact
 from lit_dpret.cards.start import MODEL_FOLDER
-from lit_dpret.cards.text import BOUND, NO_GUARANTEE, privacy_line
+from lit_dpret.cards.text import BOUND, privacy_line
 from lit_dpret.encoders import load_towers
 from lit_dpret.errors import ConfigurationError, DataError, PrivacyViolation, UnsupportedAccountingError
 from lit_dpret.modules.generator_folder import is_generator, load_generator

@@ -9,6 +9,19 @@ from lit_dpret.audit.statistics.curves import group_delta
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.budget import show_delta
 
+NO_GUARANTEE = "absence of evidence is no guarantee"
+
+
+def bound_text(eps_lower: float, delta: float | None, confidence: float | None) -> str:
+    """Return a lower bound in the only words in which one is printed.
+
+    >>> bound_text(0.41, 0.0, 0.95)
+    'evidence of leakage at least 0.41 at delta=0 (confidence 0.95); absence of evidence is no guarantee'
+    """
+    at = "" if delta is None else f" at delta={show_delta(delta)}"
+    sure = "a point value without confidence" if confidence is None else f"confidence {confidence:g}"
+    return f"evidence of leakage at least {eps_lower:.4g}{at} ({sure}); {NO_GUARANTEE}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
@@ -24,12 +37,8 @@ class Evidence:
     tests: int = 1  # number of thresholds that the allowed error was divided among
 
     def __str__(self) -> str:
-        sure = "a point value without confidence" if self.confidence is None else f"confidence {self.confidence:g}"
-        at = "" if self.delta is None else f" at delta={show_delta(self.delta)}"
-        return (
-            f"{self.method}: evidence of leakage at least {self.eps_lower:.4g}{at} ({sure}); absence of evidence is no "
-            f"guarantee. It assumes: {self.assumption}"
-        )
+        bound = bound_text(self.eps_lower, self.delta, self.confidence)
+        return f"{self.method}: {bound}. It assumes: {self.assumption}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
