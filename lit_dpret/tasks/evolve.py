@@ -9,7 +9,7 @@ from hashlib import sha256
 from itertools import islice
 from pathlib import Path
 from string import Formatter
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import numpy as np
 from torch import Tensor
@@ -29,7 +29,6 @@ from lit_dpret.cards.card import (
 from lit_dpret.cards.provenance import environment_facts
 from lit_dpret.cards.start import traces_of_training
 from lit_dpret.cards.text import privacy_line
-from lit_dpret.cards.tuning import TuningData
 from lit_dpret.distributed.job import Job
 from lit_dpret.encoders import load_towers
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
@@ -39,13 +38,12 @@ from lit_dpret.privacy.histogram import HISTOGRAM_NAME, ReleasedHistogram, relea
 from lit_dpret.privacy.ledger.dataset_account import require_room, reserved
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.ledger.judgement import Assumption, leaks
-from lit_dpret.privacy.ledger.private_run import Fingerprints, PrivateRun
+from lit_dpret.privacy.ledger.private_run import PrivateRun
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
 from lit_dpret.privacy.ledger.trained import runs_behind
 from lit_dpret.privacy.modes import GaussianMode
-from lit_dpret.privacy.noise import load_secret, published_secret
 from lit_dpret.privacy.plan import EVOLUTION, PrivacyPlan
-from lit_dpret.settings import picked, require_choice, require_number, require_whole
+from lit_dpret.settings import picked, require_number, require_whole
 from lit_dpret.synthesis.dataset_folder import DataCard, check_passages
 from lit_dpret.synthesis.evolution import Candidate, distinct, in_turn, numbered, offspring, survivors, votes
 from lit_dpret.synthesis.filters.bins import require_public_encoder
@@ -61,16 +59,16 @@ from lit_dpret.synthesis.writer import (
     opened,
     write_set,
 )
-from lit_dpret.tasks.histogram import queries_of, read_units
+from lit_dpret.tasks.histogram import counting_run, queries_of, read_units
 from lit_dpret.tasks.parts import Parts, check_run_dir, say
-from lit_dpret.tasks.synthesize import SYNTHETIC, public_sample
+from lit_dpret.tasks.synthesize import SYNTHETIC, SetDrawing, public_sample
 
 GENERATOR, GENERATIONS = "generator", "generations"
 MOST_GENERATIONS = 50
 
 
 @dataclass(kw_only=True)
-class Evolve:
+class Evolve(SetDrawing):
     """Write synthetic queries that the votes of private queries have selected, with a privacy card of the votes."""
 
     passages_are_public: bool = False
@@ -88,32 +86,18 @@ class Evolve:
     encoder_is_public: bool = False
     cache_dir: Path | None = None
     max_passages: int | None = None
-    top_p: float = 0.8
-    temperature: float = 1.0
-    top_k: int | None = None
     max_new_tokens: int | None = None
-    min_new_tokens: int = 1
-    group_size: int = 64
-    precision: str = "32-true"
-    device: str = "auto"
-    threads: int = 1
-    workers: int = 0
-    groups_in_flight: int = 2
-    language: str | None = None
-    license: str | None = None
-    tuning_data: str = "unknown"
-    tuning_note: str | None = None
     min_free_mb: float = 200
 
     def __post_init__(self) -> None:
-        require_whole("task", self, 1, "generations", "population", "nearest", "max_votes", "group_size", "threads")
+        super().__post_init__()
+        require_whole("task", self, 1, "generations", "population", "nearest", "max_votes")
         require_whole("task", self, 1, "queries", "keep", "max_passages", null=True)
         require_number("task", self, "threshold", "vote_power", "fresh", zero=True)
         if self.fresh > 1:
             raise ConfigurationError(f"task.fresh={self.fresh} is a share of the new candidates, from 0 to 1.")
         _check_variation(self.variation)
         self.cache_dir = None if self.cache_dir is None else Path(self.cache_dir).expanduser()
-        require_choice("task.tuning_data", self.tuning_data, get_args(TuningData))
         if self.generations > MOST_GENERATIONS:
             raise ConfigurationError(
                 f"task.generations={self.generations}: each one is a release, and all share one budget. Give at most "
@@ -168,7 +152,7 @@ class Evolve:
                 ),
                 RunFacts(
                     mechanism={"max_votes": self.max_votes},
-                    tuning=self._tuning(),
+                    tuning=self.tuning,
                     environment=environment_facts(),
                     output_released=("the noised votes of every generation", "the queries that they selected"),
                     assumptions=[*leaks(records), *self._trusts],
@@ -276,46 +260,20 @@ class Evolve:
         self, parts: Parts, mode: GaussianMode, data: Any, plan: PrivacyPlan, module: QueryGenerator, writer: _Writer,
         passages: Mapping[str, str], dataset: DatasetLedger | None,
     ) -> PrivateRun:  # fmt: skip
-        folder, seed = parts.run_dir, mode.noise_seed
-        facts = drawing_facts(writer.place, passages, writer.how)
-        return PrivateRun.open(
-            folder / LEDGER_NAME,
-            resume=parts.resume,
-            secret=load_secret(mode.secret_file, run_dir=folder) if seed is None else published_secret(seed),
-            described={
-                "mode": EVOLUTION,
-                "unit": mode.unit,
-                "neighbours": mode.neighbours,
-                "law": plan.law.to_dict(),
-                "planned_steps": plan.steps,
-                "plan": plan.to_dict(),
-                "plan_fingerprint": plan.fingerprint(),
-                "rows_per_unit": f"at most {self.max_votes} vote{'' if self.max_votes == 1 else 's'}",
-                # Compared on resume, one by one; all of it is public.
-                "mode_facts": {
-                    "generator": shown(module.pretrained),
-                    "encoder": shown(self.encoder),
-                    **picked(
-                        self,
-                        "population",
-                        "queries",
-                        "threshold",
-                        "keep",
-                        "vote_power",
-                        "fresh",
-                        "variation",
-                        "nearest",
-                    ),
-                    **{f"drawn_{name}": value for name, value in facts.items()},
-                },
-                "assumptions": module.assumptions(),
-                "secure_rng": mode.secure_rng,
-                "noise_seed": seed,
-                "dataset_ledger": None if dataset is None else dataset.begin(),
-            },
-            fingerprints=Fingerprints(data=data.data_fingerprint),
-            run_id=None if seed is None else "seeded",
-        )
+        # Compared on resume, one by one; all of it is public.
+        facts = {
+            "generator": shown(module.pretrained),
+            "encoder": shown(self.encoder),
+            **picked(
+                self, "population", "queries", "threshold", "keep", "vote_power", "fresh", "variation", "nearest"
+            ),  # fmt: skip
+            **{f"drawn_{name}": value for name, value in drawing_facts(writer.place, passages, writer.how).items()},
+        }
+        most = f"at most {self.max_votes} vote{'' if self.max_votes == 1 else 's'}"
+        return counting_run(
+            parts, mode, plan, data, dataset, mode=EVOLUTION, rows_per_unit=most, mode_facts=facts,
+            assumptions=module.assumptions(),
+        )  # fmt: skip
 
     def _evolve(
         self, run: PrivateRun, plan: PrivacyPlan, writer: _Writer, passages: Mapping[str, str], voters: _Voters,
@@ -398,7 +356,7 @@ class Evolve:
                 folder / CARD_NAME,
                 {"artifact_type": "dataset", "name": place.name, "sha256": dict(hashes)},
                 CardFacts(
-                    tuning=self._tuning(),
+                    tuning=self.tuning,
                     environment=environment,
                     generation={
                         "doc_source": "declared_public",
@@ -425,9 +383,6 @@ class Evolve:
             place, lambda: iter(queries), passages, configuration, about, card_of,
             amount=f"{len(queries)} in the last generation; seed {writer.how.seed}",
         )  # fmt: skip
-
-    def _tuning(self) -> dict[str, Any]:
-        return {"data": self.tuning_data, "note": self.tuning_note or ""}
 
     def _tell(self, folder: Path) -> dict[str, float]:
         card, place = read_card(folder), folder / SYNTHETIC

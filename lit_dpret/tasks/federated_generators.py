@@ -37,12 +37,13 @@ from lit_dpret.report.page import aligned, write_short
 from lit_dpret.settings import picked, require_whole
 from lit_dpret.tasks.parts import Parts, check_run_dir, say
 from lit_dpret.tasks.stages import Stages
+from lit_dpret.tasks.synthesize import Drawing
 
 PRIVATE = "private"
 
 
 @dataclass(kw_only=True)
-class FederatedGenerators:
+class FederatedGenerators(Drawing):
     """Train the generators that are not trained yet, let them write, and report the spending of each budget.
 
     Guarantees:
@@ -62,12 +63,6 @@ class FederatedGenerators:
     epochs: int = 1
     batch_size: int = 32
     queries_per_passage: int = 2
-    top_p: float = 0.8
-    temperature: float = 1.0
-    top_k: int | None = None
-    max_new_tokens: int = 32
-    min_new_tokens: int = 1
-    group_size: int = 64
     min_free_mb: float = 1000
 
     def __post_init__(self) -> None:

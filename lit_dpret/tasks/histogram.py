@@ -28,7 +28,7 @@ from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
 from lit_dpret.privacy.modes import GaussianMode
 from lit_dpret.privacy.noise import load_secret, published_secret
 from lit_dpret.privacy.plan import HISTOGRAM, PrivacyPlan
-from lit_dpret.settings import require_choice
+from lit_dpret.settings import picked, require_choice
 from lit_dpret.synthesis.filters.bins import Bins
 from lit_dpret.synthesis.filters.released import foreign_code
 from lit_dpret.tasks.parts import Parts, check_run_dir, say
@@ -143,8 +143,7 @@ class Histogram:
         self, parts: Parts, mode: GaussianMode, data: Any, plan: PrivacyPlan, start: Start,
         dataset: DatasetLedger | None,
     ) -> PrivateRun:  # fmt: skip
-        folder, seed = parts.run_dir, mode.noise_seed
-        bins = self.bins.fingerprint()
+        folder, bins = parts.run_dir, self.bins.fingerprint()
         if parts.resume and (folder / LEDGER_NAME).is_file():
             before = PrivacyLedger.read(folder / LEDGER_NAME).records
             if any(record.get("bins") != bins for record in before if record["kind"] == "plan"):
@@ -152,27 +151,8 @@ class Histogram:
                     "resume=true with other bins: this run was begun for another histogram. Restore task.bins, or "
                     "start a new run in another hydra.run.dir."
                 )
-        run = PrivateRun.open(
-            folder / LEDGER_NAME,
-            resume=parts.resume,
-            secret=load_secret(mode.secret_file, run_dir=folder) if seed is None else published_secret(seed),
-            described={
-                "mode": HISTOGRAM,
-                "unit": mode.unit,
-                "neighbours": mode.neighbours,
-                "law": plan.law.to_dict(),
-                "planned_steps": 1,
-                "plan": plan.to_dict(),
-                "plan_fingerprint": plan.fingerprint(),
-                "rows_per_unit": f"at most {self.max_count} count{'' if self.max_count == 1 else 's'}",
-                "secure_rng": mode.secure_rng,
-                "noise_seed": seed,
-                "bins": bins,
-                "dataset_ledger": None if dataset is None else dataset.begin(),
-            },
-            fingerprints=Fingerprints(data=data.data_fingerprint),
-            run_id=None if seed is None else "seeded",
-        )
+        most = f"at most {self.max_count} count{'' if self.max_count == 1 else 's'}"
+        run = counting_run(parts, mode, plan, data, dataset, mode=HISTOGRAM, rows_per_unit=most, bins=bins)
         note_start(run.ledger, start)
         return run
 
@@ -224,6 +204,29 @@ def read_units(parts: Parts, mode: Any) -> tuple[Any, Any]:
         for unit in range(len(units)):
             owners.note(unit, row_keys(units.rows(unit), mode.unit, or_row=True))
     return data, units
+
+
+def counting_run(
+    parts: Parts, private: GaussianMode, plan: PrivacyPlan, data: Any, dataset: DatasetLedger | None, **described: Any
+) -> PrivateRun:
+    """Open the ledger of a task that releases counts under a plan, and trains nothing; ``described`` adds to it."""
+    seed = private.noise_seed
+    return PrivateRun.open(
+        parts.run_dir / LEDGER_NAME,
+        resume=parts.resume,
+        secret=load_secret(private.secret_file, run_dir=parts.run_dir) if seed is None else published_secret(seed),
+        described={
+            **picked(private, "unit", "neighbours", "secure_rng", "noise_seed"),
+            "law": plan.law.to_dict(),
+            "planned_steps": plan.steps,
+            "plan": plan.to_dict(),
+            "plan_fingerprint": plan.fingerprint(),
+            "dataset_ledger": None if dataset is None else dataset.begin(),
+            **described,
+        },
+        fingerprints=Fingerprints(data=data.data_fingerprint),
+        run_id=None if seed is None else "seeded",
+    )
 
 
 def contributed(units: Any, bins: Bins) -> list[list[int]]:

@@ -17,21 +17,21 @@ SYNTHETIC = "synthetic"
 
 
 @dataclass(kw_only=True)
-class Synthesize:
-    """Write synthetic queries in BEIR's layout, with the generator's privacy card attached."""
+class Drawing:
+    """How queries are drawn from a generator."""
 
-    takes_ranks = True
-
-    generator: Path
-    passages_are_public: bool = False
-    queries_per_passage: int = 1
-    max_passages: int | None = None
     top_p: float = 0.8
     temperature: float = 1.0
     top_k: int | None = None
-    max_new_tokens: int = 32
+    max_new_tokens: int | None = 32
     min_new_tokens: int = 1
     group_size: int = 64
+
+
+@dataclass(kw_only=True)
+class SetDrawing(Drawing):
+    """The same for a data set that is handed on: also on what machine, and what its cards say."""
+
     precision: str = "32-true"
     device: str = "auto"
     threads: int = 1
@@ -43,16 +43,36 @@ class Synthesize:
     tuning_note: str | None = None
 
     def __post_init__(self) -> None:
-        require_whole("task", self, 1, "queries_per_passage", "group_size", "threads", "groups_in_flight")
-        require_whole("task", self, 1, "max_passages", null=True)
+        require_whole("task", self, 1, "group_size", "threads", "groups_in_flight")
         require_whole("task", self, 0, "workers")
         require_choice("task.tuning_data", self.tuning_data, get_args(TuningData))
+
+    @property
+    def tuning(self) -> dict[str, str]:
+        """On which data settings were chosen, as the card says it."""
+        return {"data": self.tuning_data, "note": self.tuning_note or ""}
+
+
+@dataclass(kw_only=True)
+class Synthesize(SetDrawing):
+    """Write synthetic queries in BEIR's layout, with the generator's privacy card attached."""
+
+    takes_ranks = True
+
+    generator: Path
+    passages_are_public: bool = False
+    queries_per_passage: int = 1
+    max_passages: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_whole("task", self, 1, "queries_per_passage")
+        require_whole("task", self, 1, "max_passages", null=True)
         self.generator = Path(self.generator)
         self.settings = picked(
             self, "top_p", "temperature", "top_k", "max_new_tokens", "min_new_tokens", "group_size", "precision",
-            "device", "threads", "workers", "groups_in_flight", "language", "license",
+            "device", "threads", "workers", "groups_in_flight", "language", "license", "tuning",
         )  # fmt: skip
-        self.settings["tuning"] = {"data": self.tuning_data, "note": self.tuning_note or ""}
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Write ``run_dir/synthetic``; an interrupted run goes on where it stopped, on however many ranks."""
