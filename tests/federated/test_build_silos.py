@@ -22,7 +22,7 @@ def build(run: Path, **settings: Any) -> Path:
 
 def test_planted_silos_are_written_and_their_sizes_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = build(tmp_path, source="planted", planted={"clients": 2, "entities": 5})
-    assert list(silo_folders(out)) == ["client0", "client1"] and "| client0 | 5 |" in capsys.readouterr().out
+    assert list(silo_folders(out)) == ["client0", "client1"] and "| client0 |        5 |" in capsys.readouterr().out
     with pytest.raises(ConfigurationError, match="nothing is overwritten"):
         build(tmp_path, source="planted")
 
