@@ -213,7 +213,7 @@ def test_protocols_that_cannot_be_registered_are_refused_before_the_run(tmp_path
             PrivacyCard(audit_protocols=[path])
     with pytest.raises(ConfigurationError, match=r"task\.protocols: .*none\.md cannot be read"):
         verify_chain(tmp_path, protocols=[tmp_path / "none.md"])
-    card = PrivacyCard(audit_protocols=[protocol(tmp_path)])
+    card = PrivacyCard(run_dir=tmp_path, audit_protocols=[protocol(tmp_path)])
     with pytest.raises(ConfigurationError, match="this run makes no release of its own"):
         card.setup(Runner(), retriever(privacy=SyntheticData()), "fit")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="needs the PrivacyAccountant callback before it"):
