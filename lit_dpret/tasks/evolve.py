@@ -65,6 +65,7 @@ from lit_dpret.tasks.synthesize import SYNTHETIC, SetDrawing, public_sample
 
 GENERATOR, GENERATIONS = "generator", "generations"
 MOST_GENERATIONS = 50
+_COMPARED = ("population", "queries", "threshold", "keep", "vote_power", "fresh", "variation", "nearest")
 
 
 @dataclass(kw_only=True)
@@ -264,9 +265,7 @@ class Evolve(SetDrawing):
         facts = {
             "generator": shown(module.pretrained),
             "encoder": shown(self.encoder),
-            **picked(
-                self, "population", "queries", "threshold", "keep", "vote_power", "fresh", "variation", "nearest"
-            ),  # fmt: skip
+            **picked(self, *_COMPARED),
             **{f"drawn_{name}": value for name, value in drawing_facts(writer.place, passages, writer.how).items()},
         }
         most = f"at most {self.max_votes} vote{'' if self.max_votes == 1 else 's'}"
