@@ -33,6 +33,7 @@ class IsolatingServer:
     colluders: int = 0
     seed: int = 0
     roster: bool = True
+    without: frozenset[int] = frozenset()  # silos that have no update, and say so to the others
     refusals: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -46,11 +47,12 @@ class IsolatingServer:
         public = {number: key for number, (_, key) in pairs.items()}
         self.vectors = {number: draw.uniform(-8, 8, 4000) for number in self.session.clients}
         self.clients = {
-            number: Client(self.session, number, identity=self.identities[number], roster=public)
+            number: Client(self.session, number, identity=self.identities[number], roster=public,
+                           has_update=number not in self.without)
             if self.roster
-            else Client(self.session, number)
+            else Client(self.session, number, has_update=number not in self.without)
             for number in self.session.clients
-        }
+        }  # fmt: skip
 
     def withhold(self) -> np.ndarray:
         """What the server makes of the victim's vector; see the class."""

@@ -42,7 +42,7 @@ class FedResult:
     # Spent of each silo's queries, of those that report it; None where nothing is promised.
     epsilon: dict[str, float | None] = field(default_factory=dict)
     # Whose updates each round of stage 1 is made of, of the rounds that this process ran without masks, or as the
-    # server of a secure sum.
+    # server of a secure sum, which does not know whose vector holds no update.
     rounds: dict[int, list[str]] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)  # silos that were left out, when, and why
 

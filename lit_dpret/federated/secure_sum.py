@@ -6,11 +6,13 @@ well; and the keys to both are shared among all, so that after a dropout exactly
 anybody. Five acts, whatever carries the messages:
 
 1. `Client.advertise`: two public keys each.
-2. `Client.share`: for every peer sealed shares of the own mask's seed and of the mask key.
+2. `Client.share`: for every peer sealed shares of the own mask's seed and of the mask key, and whether the client has
+   an update.
 3. `Client.mask`: the vector under all its masks, from clients whose shares arrived.
 4. `Client.sign`: a signature over who is left, who was lost, and everybody's keys; once in a sum.
-5. `Client.unmask`: with the signatures of ``threshold`` clients over the very lists that this client was given, for
-   each client that sent its vector a share of the seed, for each that did not of the key.
+5. `Client.unmask`: with the signatures of ``threshold`` clients over the very lists that this client was given, and
+   where ``threshold`` of those who are left have an update, for each client that sent its vector a share of the seed,
+   for each that did not of the key.
 
 What is promised to the honest of n clients, with threshold t:
 
@@ -23,9 +25,16 @@ What is promised to the honest of n clients, with threshold t:
   it: then at most n - t - k are lost, and of the t - 1 or more others that such a client masked with, c collude,
   n - t - k are lost and k - 1 have not signed. The 2t - n - c that are left have signed, and nobody can remove their
   masks.
+- **A client without an update** masks zeros, takes part in every act, and says so to its peers alone. Nothing that is
+  sent before the last act depends on it: a client that refused to mask for want of updates would tell a server, which
+  decides whose shares it gets, who has none. In the last act it unmasks a sum of ``threshold`` updates or more, and
+  else refuses as all others do. So a server that learns of the sum learns one of at least ``threshold`` updates, at
+  least t - c of them of honest clients, and of one that is refused that it is of fewer. With a roster it can ask that
+  of one list. A peer, and whoever it tells, knows which of the clients have no update.
 - **Not promised**: that the sum is right (a client can mask anything); that there is one (any client or the server can
-  stop it); that sums of several rounds reveal nothing together; or anything about the sum itself, which is released.
-  It is not differential privacy: noise has to be in the vectors.
+  stop it); that the updates in it are large enough to hide each other; that sums of several rounds reveal nothing
+  together; or anything about the sum itself, which is released. It is not differential privacy: noise has to be in the
+  vectors.
 
 Masks are ChaCha20 key streams under keys from X25519 and HKDF-SHA256, added modulo 2^32 (`FixedPoint`). Flower's own
 SecAgg+ folds the secret into 32 bits and seeds a Mersenne twister with it, which a server can break by trying all.
@@ -62,7 +71,7 @@ from lit_dpret.federated.keys import (
 Words = NDArray[np.uint32]
 
 
-_SALT = b"lit-dpret secure sum/1"
+_SALT = b"lit-dpret secure sum/2"
 
 
 _PIECE = 2**18  # words of a key stream at a time: a megabyte, however long the vector is
@@ -134,6 +143,8 @@ class Client:
         - Everything it sends before act 5 is uniformly distributed to anybody with fewer than ``threshold`` views.
         - It reveals, for any other client, a share of the seed or of the key, never of both.
         - With a roster it signs one list, and reveals shares only for a list that ``threshold`` of its clients signed.
+        - It reveals shares only for a list of which ``threshold`` clients have an update, itself counted, as they say.
+          What it sends before does not depend on who has one, and neither does how it refuses.
 
     Args:
         session: The sum.
@@ -141,10 +152,17 @@ class Client:
         identity: Its long-term signing key, 32 bytes; with it ``roster``, the public halves of everybody's by
             number. Null trusts the keys that the server relays.
         roster: See ``identity``.
+        has_update: Whether the vector is an update, and not zeros in place of one.
     """
 
     def __init__(
-        self, session: Session, number: int, *, identity: bytes | None = None, roster: Mapping[int, bytes] | None = None
+        self,
+        session: Session,
+        number: int,
+        *,
+        identity: bytes | None = None,
+        roster: Mapping[int, bytes] | None = None,
+        has_update: bool = True,
     ) -> None:
         if number not in session.clients:
             raise ConfigurationError(f"Client {number} is no client of the sum {session.name!r}.")
@@ -162,7 +180,9 @@ class Client:
         self._seed = secrets.token_bytes(SECRET_BYTES)
         self._peers: dict[int, Keys] = {}
         self._held: dict[int, tuple[bytes, bytes]] = {}
-        self._masked = self._done = False
+        self._with_update = {number} if has_update else set()  # of those whose shares are here
+        self._masked = False
+        self.done = False  # it has answered or refused the last act, and does neither again
         self._signed = b""
 
     def advertise(self) -> Keys:
@@ -174,7 +194,7 @@ class Client:
         return Keys(self.number, sealing, mask, signature)
 
     def share(self, advertised: Iterable[Keys]) -> dict[int, bytes]:
-        """Act 2: return a sealed pair of shares for every peer that advertised.
+        """Act 2: return for every peer that advertised a sealed pair of shares and whether this client has an update.
 
         Raises:
             DataError: Fewer than ``threshold`` clients advertised, a number is repeated or unknown, two clients have
@@ -202,7 +222,10 @@ class Client:
         seeds = split(self._seed, threshold=self.session.threshold, holders=holders)
         keys_ = split(self._mask, threshold=self.session.threshold, holders=holders)
         self._held[self.number] = (seeds[self.number], keys_[self.number])
-        return {peer: self._sealed(peer, seeds[peer] + keys_[peer]) for peer in holders if peer != self.number}
+        has_update = bytes([self.number in self._with_update])
+        return {
+            peer: self._sealed(peer, seeds[peer] + keys_[peer] + has_update) for peer in holders if peer != self.number
+        }
 
     def mask(self, words: Words, sealed: Mapping[int, bytes]) -> Words:
         """Act 3: return the vector under all its masks.
@@ -221,7 +244,9 @@ class Client:
             if peer not in self._peers or peer == self.number:
                 raise DataError(f"Client {peer} shared without having advertised keys.", kind="bad protocol")
             opened = self._opened(peer, box)
-            self._held[peer] = (opened[:SHARE_BYTES], opened[SHARE_BYTES:])
+            self._held[peer] = (opened[:SHARE_BYTES], opened[SHARE_BYTES:-1])
+            if opened[-1]:
+                self._with_update.add(peer)
         self._need(len(self._held), "shared their secrets")
         self._masked = True
         total = words.astype(np.uint32)
@@ -272,9 +297,9 @@ class Client:
 
         Raises:
             DataError: As for `statement`; it has signed other lists, fewer than ``threshold`` of the active clients
-                have signed these, or it was asked before.
+                have signed these, or have an update, or it was asked before.
         """
-        if self._done:
+        if self.done:
             raise DataError("This client has unmasked this sum already, and does so once.", kind="bad protocol")
         alive, lost = self._checked(active, dead)
         if self._roster is not None:
@@ -287,7 +312,14 @@ class Client:
                     "are needed: other clients may have been given other lists, and nothing is unmasked.",
                     kind="lists not signed",
                 )
-        self._done = True
+        # After all other checks: a refusal tells the server something of the clients of a list, and of one list alone.
+        self.done = True
+        if len(alive & self._with_update) < self.session.threshold:
+            raise DataError(
+                f"{len(alive & self._with_update)} of the clients have an update and {self.session.threshold} are "
+                f"needed: the sum {self.session.name!r} would show too few, and is not unmasked.",
+                kind="too few updates",
+            )
         return Unmasking(
             self.number,
             {peer: self._held[peer][0] for peer in sorted(alive)},
@@ -315,7 +347,8 @@ class Client:
         return {
             "seal": self._seal.hex(), "mask": self._mask.hex(), "seed": self._seed.hex(),
             "peers": peers, "held": [[peer, seed.hex(), key.hex()] for peer, (seed, key) in self._held.items()],
-            "masked": self._masked, "signed": self._signed.hex(), "done": self._done,
+            "with_update": sorted(self._with_update),
+            "masked": self._masked, "signed": self._signed.hex(), "done": self.done,
         }  # fmt: skip
 
     def go_on(self, state: Mapping[str, Any]) -> Client:
@@ -323,7 +356,8 @@ class Client:
         self._seal, self._mask, self._seed = (bytes.fromhex(state[name]) for name in ("seal", "mask", "seed"))
         self._peers = {peer: Keys(peer, *map(bytes.fromhex, keys)) for peer, *keys in state["peers"]}
         self._held = {peer: (bytes.fromhex(seed), bytes.fromhex(key)) for peer, seed, key in state["held"]}
-        self._masked, self._done = bool(state["masked"]), bool(state["done"])
+        self._with_update = set(state["with_update"])
+        self._masked, self.done = bool(state["masked"]), bool(state["done"])
         self._signed = bytes.fromhex(state["signed"])
         return self
 
@@ -336,7 +370,7 @@ class Client:
             )
 
     def _key_words(self, client: int, sealing: bytes, mask: bytes) -> bytes:
-        return b"lit-dpret secure sum/1\0" + _about(self.session, "keys", client) + sealing + mask
+        return _SALT + b"\0" + _about(self.session, "keys", client) + sealing + mask
 
     def _verify(self, keys: Keys) -> None:
         if self._roster is None:
@@ -352,12 +386,12 @@ class Client:
         low, high = sorted((self.number, peer))
         return agreed(self._seal, self._peers[peer].seal, salt=_SALT, info=_about(self.session, "seal", low, high))
 
-    def _sealed(self, peer: int, shares: bytes) -> bytes:
-        return seal(self._box(peer), shares, _about(self.session, "shares", self.number, peer))
+    def _sealed(self, peer: int, content: bytes) -> bytes:
+        return seal(self._box(peer), content, _about(self.session, "shares", self.number, peer))
 
     def _opened(self, peer: int, box: bytes) -> bytes:
         found = unseal(self._box(peer), box, _about(self.session, "shares", peer, self.number))
-        if found is None or len(found) != 2 * SHARE_BYTES:
+        if found is None or len(found) != 2 * SHARE_BYTES + 1:
             raise DataError(f"The shares of client {peer} were changed on the way.", kind="bad protocol")
         return found
 

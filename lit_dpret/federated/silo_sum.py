@@ -80,8 +80,9 @@ class SiloSum:
     Guarantees:
         - Secrets are on the disk during the round, readable by the silo's owner only, and are deleted before the
           answer that ends it is given.
-        - It signs one list of survivors for each round, and unmasks it once, also after a restart; a refusal changes
-          nothing.
+        - It signs one list of survivors for each round, and unmasks it once, also after a restart, and only where
+          enough of them have an update. Of that one list alone a server hears that they have not; any other refusal
+          changes nothing.
         - Under ``federated.roster`` it takes part only in sums of the whole roster, under the numbers of the roster,
           whatever the server says, and reveals shares only for a list that enough silos have signed.
     """
@@ -100,14 +101,15 @@ class SiloSum:
         """Act 1: keep the vector of this round, and advertise keys; an earlier sum is given up.
 
         Where training failed (``update`` is None), and of an update that may not be sent, it is a vector of zeros, its
-        weight included: the mean is that of the others, and the server does not hear whose update that was.
+        weight included: the mean is that of the others, and the server does not hear whose update that was. The other
+        silos do, and no sum is unmasked in which too few have one.
         """
         self.forget()
         # Whatever attempt it belonged to: two sums of a round over different silos differ by single updates.
         if self._list_of(plan.round).is_file():
             raise _agreed_already(plan.round)
-        client = self._client(plan, number)
         vector = self._vector(plan.round, start, update, examples)
+        client = self._client(plan, number, has_update=bool(vector[-1]))
         words, _ = words_for(self.settings.update_limit, len(plan.clients)).encode(vector)
         save_tensors({"words": torch.from_numpy(words.view(np.int32))}, self._words)
         self._keep(plan, client)
@@ -166,29 +168,34 @@ class SiloSum:
     def unmask(
         self, attempt: str, active: Iterable[int], dead: Iterable[int], signatures: Mapping[int, bytes] | None = None
     ) -> Unmasking:
-        """Act 5: reveal the shares that unmask the sum, and delete the silo's secrets of this round."""
+        """Act 5: reveal the shares that unmask the sum, and delete the silo's secrets of this round.
+
+        A sum in which too few silos have an update is refused, and ends in the same way.
+        """
         plan, client = self._known(attempt)
         alive, lost = set(active), set(dead)
         statement = client.statement(alive, lost)
-        found = client.unmask(alive, lost, signatures)
-        # On the disk before any share leaves: a process that is killed in between agrees to no second list.
-        self._agree(plan, statement)
-        self.forget()
-        return found
+        try:
+            return client.unmask(alive, lost, signatures)
+        finally:
+            if client.done:
+                # On the disk before any share leaves: a process that is killed in between agrees to no second list.
+                self._agree(plan, statement)
+                self.forget()
 
     def forget(self) -> None:
         """Delete the secrets of a sum."""
         for path in (self._secrets, self._words):
             path.unlink(missing_ok=True)
 
-    def _client(self, plan: SumPlan, number: int) -> Client:
+    def _client(self, plan: SumPlan, number: int, *, has_update: bool = False) -> Client:
         session = plan.session(self.settings.sum_threshold)
         one = self.credentials
         if one is None:
-            return Client(session, number)
+            return Client(session, number, has_update=has_update)
         if number != one.number:
             raise DataError("The server's number for this silo is not that of the roster.", kind="bad protocol")
-        return Client(session, number, identity=one.identity, roster=one.by_number)
+        return Client(session, number, identity=one.identity, roster=one.by_number, has_update=has_update)
 
     def _keep(self, plan: SumPlan, client: Client) -> None:
         save_json(self._secrets, {"plan": asdict(plan), "number": client.number, "client": client.to_state()})

@@ -47,15 +47,26 @@ def sights(run: PddAs2) -> list[Sight]:
     if eps is not None and run.train_on == "queries":
         update += "; nothing is promised of the sentences that it is trained on"
     hidden = run.secure_sum
+    summed = f"the sum of t or more of them, t={_threshold(run)}"
     masks = f"masks, {_against(run)}, with {_keys(run)}"
     found = [
         Sight(
             "the update of a round (stage 1)",
-            "the sum over all silos" if hidden else "each silo's",
+            summed if hidden else "each silo's",
             "the mean, in the next global model",
             f"{update}; {masks}" if hidden else update,
         )
     ]
+    if hidden:
+        found.append(
+            Sight(
+                "that a silo has no update in a round: training failed, or federated.update_norm forbids to send it",
+                "whether t silos have one" if run.stage1.weighting != "uniform" else "how many silos have one",
+                "which silos have none",
+                f"sealed from the server, with {_keys(run)}; against the silos, and whoever they tell: none, and no "
+                "ledger counts it",
+            )
+        )
     if run.stage2.epochs and run.stage2.negatives == "fed":
         found += [_request(run, dp, bare), _response(run)]
     if count := _count(run, found, bare, masks):
@@ -95,8 +106,11 @@ def _count(run: PddAs2, sent: Sequence[Sight], bare: str, masks: str) -> Sight |
 def _against(run: PddAs2) -> str:
     if not run.roster:
         return "under an honest-but-curious server alone"
-    threshold = "2n/3 + 1" if run.sum_threshold is None else f"{run.sum_threshold} (at least n/2 + 1)"
-    return f"against any server and fewer colluding silos than 2 t - n, of n on the roster, t={threshold}"
+    return "against any server and c < 2 t - n colluding silos, of n on the roster; of at least t - c updates of others"
+
+
+def _threshold(run: PddAs2) -> str:
+    return "2n/3 + 1" if run.sum_threshold is None else f"{run.sum_threshold} (at least n/2 + 1)"
 
 
 def _keys(run: PddAs2) -> str:

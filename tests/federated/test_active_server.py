@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("flwr", reason="needs the extra federated (flwr)")
 
 from isolating_server import VICTIM, IsolatingServer
-from masked_silos import MASKED, START, Masked, credentials
+from masked_silos import MASKED, NAMES, START, Drifts, Masked, credentials
 
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.federated.flower.payloads import bytes_of, bytes_record, weights_record
@@ -66,7 +67,9 @@ def anything(draw: np.random.Generator) -> tuple[IsolatingServer, list[set[int]]
     n = int(draw.integers(4, 8))
     threshold = int(draw.integers(n // 2 + 1, n + 1))
     bound = Session(name="s", clients=tuple(range(1, n + 1)), threshold=threshold).colluders
-    server = IsolatingServer(n, threshold, int(draw.integers(0, bound + 1)))
+    colluders = int(draw.integers(0, bound + 1))
+    failing = draw.permutation(np.arange(1, n - colluders + 1))[: draw.integers(0, n - threshold + 2)]
+    server = IsolatingServer(n, threshold, colluders, without=frozenset(failing.tolist()))
     everybody, honest = set(server.session.clients), sorted(server.honest)
 
     def some(of: list[int], most: int) -> set[int]:
@@ -88,9 +91,11 @@ def test_whatever_a_server_draws_up_it_is_left_with_one_sum_of_enough_honest_sil
     draw, seen = np.random.default_rng(0), []
     for _ in range(150):
         server, found = anything(draw)
-        assert len(found) <= 1 and all(len(one) >= server.threshold - server.colluders for one in found)
-        seen += [len(one) for one in found]
-    assert len(seen) > 20 and min(seen) >= 2  # many of these sums do come out
+        assert len(found) <= 1
+        seen += [(len(one - server.without) - server.threshold + server.colluders, one & server.without)
+                 for one in found]  # fmt: skip
+    assert min(seen)[0] == 0  # the bound is met, and no sum is of fewer updates of honest silos
+    assert len(seen) > 20 and any(failing for _, failing in seen)  # many of these sums do come out
 
 
 def test_a_silo_that_signed_two_lists_would_be_read_and_so_it_signs_one() -> None:
@@ -148,8 +153,9 @@ def test_the_default_threshold_stands_a_third_of_colluders() -> None:
 class Meddling:
     """A server that asks five real silos, act by act, for what it likes."""
 
-    def __init__(self, root: Path, *, withheld: dict[int, set[int]] | None = None) -> None:
-        self.run = Masked(root, SIGNED, keys=credentials()).forget_between_messages()
+    def __init__(self, root: Path, *, withheld: dict[int, set[int]] | None = None, **settings: Any) -> None:
+        settings = {"settings": SIGNED, "keys": credentials(), **settings}
+        self.run = Masked(root, **settings).forget_between_messages()
         start = {"weights": weights_record(START)}
         told: dict[str, Any] = {"round": 0, "clients": [1, 2, 3, 4, 5], "attempt": "a"}
         keys = {node: self.run.ask(node, "train.secagg_setup", start, number=node - 9, **told) for node in NODES}
@@ -234,3 +240,66 @@ def test_a_plan_of_the_server_is_part_of_what_is_signed() -> None:
     names = {replace(plan, **{name: "other" if name != "round" else 2}).session(None).name
              for name in ("run", "round", "attempt", "weights")}  # fmt: skip
     assert len(names | {plan.session(None).name}) == 5
+
+
+# -- silos without an update ----------------------------------------------------------------------
+
+
+def failing(*names: str) -> type[Drifts]:
+    """Silos of which some cannot train."""
+
+    class Fails(Drifts):
+        def train_shared(self, weights: Any, number: int) -> dict[str, torch.Tensor]:
+            if self.name in names:
+                raise MemoryError
+            return super().train_shared(weights, number)
+
+    return Fails
+
+
+@pytest.mark.parametrize("roster", [True, False])
+@pytest.mark.parametrize("lost", [set(), {5}])
+@pytest.mark.parametrize("names", [NAMES[1:], NAMES[:3], (NAMES[0], NAMES[2], NAMES[4])])
+def test_a_server_that_withholds_shares_does_not_learn_which_silos_have_no_update(
+    names: tuple[str, ...], lost: set[int], roster: bool, tmp_path: Path
+) -> None:
+    """It decides whose shares a silo gets, and so whom a silo would count that asked for enough updates before."""
+    everybody = {1, 2, 3, 4, 5}
+    settings = {} if roster else {"settings": MASKED, "keys": {}}
+    server = Meddling(tmp_path, silo=failing(*names), withheld={1: {1, 2, 3}, 5: {3, 4, 5}}, **settings)
+    lists = {1: {1, 2, 3}, 2: everybody - lost, 3: everybody - lost, 4: everybody - lost, 5: {3, 4, 5}}
+    dead = {one: lost if one in (2, 3, 4) else set() for one in lists}
+    signatures = {}
+    for number in lists if roster else ():
+        reply = server.lists(number + 9, "sign", lists[number], dead=dead[number])
+        signatures |= bytes_of(reply.content, "signatures", "a silo", size=SIGNATURE_BYTES)
+    signed = {"signatures": bytes_record(signatures)} if roster else {}
+    for number in (2, 3, 4):  # the one list with enough signatures
+        reply = server.lists(number + 9, "unmask", lists[number], signed, dead=dead[number])
+        assert reply.error.reason == "DataError (too few updates)"
+        again = server.lists(number + 9, "unmask", everybody - {5} if not lost else everybody, signed)
+        assert again.error.reason == "DataError (no such sum)"
+        told = {"round": 0, "clients": sorted(everybody), "attempt": "b", "number": number}
+        begun = server.run.ask(number + 9, "train.secagg_setup", {"weights": weights_record(START)}, **told)
+        assert begun.error.reason == "DataError (agreed already)"
+
+
+@pytest.mark.parametrize(("n", "threshold", "colluders"), [(5, 3, 0), (5, 4, 2), (10, 7, 3), (10, 6, 1)])
+def test_the_number_of_updates_that_is_promised_in_a_sum_is_exact(n: int, threshold: int, colluders: int) -> None:
+    """Colluders say that they have one, each of them once."""
+    assert colluders <= Session(name="s", clients=tuple(range(1, n + 1)), threshold=threshold).colluders
+    everybody = set(range(1, n + 1))
+    honest = sorted(everybody)[: n - colluders]
+    for enough in (True, False):
+        without = frozenset(honest[threshold - colluders - (not enough) :])
+        server = IsolatingServer(n, threshold, colluders, without=without)
+        found = server.sums({}, dict.fromkeys(honest, (everybody, set())))
+        assert found == ([set(honest)] if enough else [])
+        assert server.refusals == ([] if enough else ["too few updates"] * len(honest))
+
+
+def test_a_silo_says_whether_it_has_an_update_in_a_box_of_the_same_length(tmp_path: Path) -> None:
+    server = Meddling(tmp_path, silo=failing(*NAMES[:2]))
+    sizes = {len(box) for content in server.run.grid.of("train.secagg_share").values()
+             for box in bytes_of(content, "shares", "a silo").values()}  # fmt: skip
+    assert len(sizes) == 1

@@ -163,6 +163,45 @@ def test_a_silo_whose_training_fails_adds_nothing_to_the_sum_and_the_server_does
     assert_same(result.weights, plain(run, [name for name in NAMES if name != "client3"]))
 
 
+@pytest.mark.parametrize("roster", [False, True])
+@pytest.mark.parametrize("raises", [False, True], ids=["beyond the norm", "an error"])
+def test_a_sum_of_fewer_updates_than_the_threshold_is_refused_by_all_silos_alike_and_the_next_round_goes_on(
+    raises: bool, roster: bool, tmp_path: Path
+) -> None:
+    class Fails(Drifts):
+        def train_shared(self, weights: Any, number: int) -> Any:
+            found = super().train_shared(weights, number)
+            if number == 0 and self.name in NAMES[:3]:
+                if raises:
+                    raise MemoryError
+                next(iter(found.values())).mul_(1e9)
+            return found
+
+    settings = replace(MASKED, roster=roster, stage1=replace(MASKED.stage1, rounds=2))
+    run = Masked(tmp_path, settings, keys=credentials() if roster else {}, silo=Fails)
+    result = run.launch()
+    assert result.rounds == {0: [], 1: list(NAMES)}
+    reason = "client {!r} failed: DataError (too few updates)"
+    assert all(reason.format(name) in fault for name, fault in zip(NAMES, result.faults, strict=False))
+    assert "it is lost" in result.faults[-1] and len(result.faults) == len(NAMES) + 1
+    assert_same(result.weights, plain(run, NAMES, 1))  # from the same weights as round 0
+    assert all(not list((tmp_path / name / "sum").iterdir()) for name in NAMES)
+
+
+@pytest.mark.parametrize("roster", [False, True])
+def test_as_many_updates_as_the_threshold_are_summed(roster: bool, tmp_path: Path) -> None:
+    class Fails(Drifts):
+        def train_shared(self, weights: Any, number: int) -> Any:
+            if self.name in NAMES[:2]:
+                raise MemoryError
+            return super().train_shared(weights, number)
+
+    run = Masked(tmp_path, replace(MASKED, roster=roster), keys=credentials() if roster else {}, silo=Fails)
+    result = run.forget_between_messages().launch()
+    assert not result.faults and result.rounds == {0: list(NAMES)}
+    assert_same(result.weights, plain(run, NAMES[2:]))
+
+
 def test_a_refusal_that_no_query_has_a_say_in_is_told_before_a_silo_trains(tmp_path: Path) -> None:
     class Served(Drifts):
         def accept_round(self, weights: Any, number: int) -> None:

@@ -131,9 +131,11 @@ def test_the_trust_table_of_a_private_run_has_nothing_in_clear_and_names_budgets
     table = trust_table(run.check())
     assert "in clear" not in table and "eps=20" in table and "the declaration" in table
     assert "nothing is promised of the sentences" in table and "nothing is promised of the s" not in trust_table(SMALL)
-    assert "the sum over all silos" in table and "honest-but-curious server alone, with keys taken on trust" in table
+    assert "the sum of t or more of them, t=2n/3 + 1" in table and "which silos have none" in table
+    assert "no update in a round" not in trust_table(SMALL)
+    assert "honest-but-curious server alone, with keys taken on trust" in table
     signed = trust_table(changed(run, roster=True).check())
-    assert "keys signed by the roster" in signed and "honest-but-curious" not in signed and "than 2 t - n" in signed
+    assert "keys signed by the roster" in signed and "honest-but-curious" not in signed and "c < 2 t - n" in signed
     centroids = changed(PRIVATE, stage2={"response": "dp_centroid", "request": "none"}, privacy={"collection_eps": 2.0})
     assert "each passage, eps=2" in trust_table(centroids.check())
 

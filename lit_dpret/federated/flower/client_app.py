@@ -74,8 +74,10 @@ def build_client_app(make_client: MakeClient) -> ClientApp:
           (`PddAs2.hides`), no error that one of them has a say in, whatever finite weights and pools it is sent: what
           can be refused is refused by the message, the collection and the silo's files before a query is looked at, a
           query that fails counts for nothing, and of what is not answered with, no failure is told (`unheard`).
-        - With ``secure_sum`` updates leave the silo only under masks, and the next message of another kind deletes the
-          secrets of a round.
+          Under masks one thing is told, of all silos of a sum together and by all of them alike: that too few have an
+          update. Other silos are told which have none.
+        - With ``secure_sum`` updates leave the silo only under masks and in sums of enough of them, and the next
+          message of another kind deletes the secrets of a round.
         - With ``seal`` request rows and answers leave the silo only in letters to other silos.
         - Measures stay in the silo's state folder unless its owner shares them (``share_measures``), and under a
           budget always, since no ledger counts them.

@@ -2,7 +2,8 @@
 
 A silo may disappear before any of the messages. One that has shared nothing is left out; one that has shared and sends
 no vector is recovered from the others' shares; one that does not unmask is not needed as long as enough do. Where fewer
-than the threshold are left, nothing can be unmasked, and the round is refused by name.
+than the threshold are left, nothing can be unmasked, and the round is refused by name. Where enough are left and fewer
+have an update, which the server is not told of any, all silos refuse to unmask, and the round is lost.
 
 Negatives are merged by the server in clear, or sealed and only passed on. Both ways give every silo that asked the
 records of its message ``train.personalise``, from one message to each silo that is asked, for all who ask it. Sealed,
