@@ -19,6 +19,8 @@ from lit_dpret.tasks import Plan
 from lit_dpret.tasks import plan as plan_task
 from lit_dpret.tasks.parts import Parts
 
+UNITS, STEPS = 2886, 72  # the same plan in all tests: what it costs is computed once
+
 
 def parts(tmp_path: Path, **changes: Any) -> Parts:
     settings: dict[str, Any] = {
@@ -29,7 +31,7 @@ def parts(tmp_path: Path, **changes: Any) -> Parts:
         ),
         "make_module": lambda privacy: generator(privacy=privacy),
         "make_outline": lambda privacy: generator(privacy=privacy).outlined,
-        "make_trainer": partial(L.Trainer, accelerator="cpu", max_steps=30, max_epochs=-1),
+        "make_trainer": partial(L.Trainer, accelerator="cpu", max_steps=STEPS, max_epochs=-1),
     }
     return Parts(**settings | changes)
 
@@ -37,10 +39,10 @@ def parts(tmp_path: Path, **changes: Any) -> Parts:
 def test_a_plan_is_printed_written_and_drawn_without_reading_data(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = Plan(units=2886, plot=True).run(parts(tmp_path))
+    found = Plan(units=UNITS, plot=True).run(parts(tmp_path))
     facts = json.loads((tmp_path / "run" / "plan.json").read_text(encoding="utf-8"))
     assert found == {"noise_multiplier": 2.0, "epsilon": facts["epsilon"]}
-    assert facts["steps"] == 30 and facts["cost"]["estimate"]["rows"] == facts["plan"]["physical_batch_size"]
+    assert facts["steps"] == STEPS and facts["cost"]["estimate"]["rows"] == facts["plan"]["physical_batch_size"]
     assert (tmp_path / "run" / "plan.png").read_bytes().startswith(b"\x89PNG")
     shown = capsys.readouterr().out
     assert f"epsilon {facts['epsilon']:.4g} at delta 0.000174" in shown, "as on the card: rounded up"
@@ -56,19 +58,20 @@ def test_a_model_that_cannot_be_had_leaves_the_privacy_plan_whole(
     def refuse(privacy: Any) -> Any:
         raise UnsupportedModelError("model.pretrained=nowhere cannot be loaded.")
 
-    Plan(units=1000, plot=False).run(parts(tmp_path, make_outline=refuse))
+    Plan(units=UNITS, plot=False).run(parts(tmp_path, make_outline=refuse))
     assert "not estimated. model.pretrained=nowhere" in capsys.readouterr().out
     with pytest.raises(UnsupportedModelError, match="nowhere"):
-        Plan(units=1000, plot=False, measure=True).run(parts(tmp_path, make_outline=refuse))
+        Plan(units=UNITS, plot=False, measure=True).run(parts(tmp_path, make_outline=refuse))
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory is measured on Linux only")
 def test_a_measurement_stands_beside_the_estimate_and_epochs_for_the_trainers_steps(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Plan(units=1000, epochs=0.5, plot=False, measure=True).run(parts(tmp_path))
+    trainer = partial(L.Trainer, accelerator="cpu", max_steps=3, max_epochs=-1)
+    Plan(units=UNITS, epochs=0.5, plot=False, measure=True).run(parts(tmp_path, make_trainer=trainer))
     facts = json.loads((tmp_path / "run" / "plan.json").read_text(encoding="utf-8"))
-    assert facts["steps"] == 25 and facts["epochs"] == pytest.approx(0.5)
+    assert facts["steps"] == STEPS and facts["epochs"] == pytest.approx(0.5, rel=0.01)
     assert set(facts["cost"]) == {"estimate", "measurement"}
     assert "\n| measurement " in capsys.readouterr().out
 
@@ -79,8 +82,8 @@ def test_without_matplotlib_a_picture_is_refused_where_asked_for_and_left_out_wh
     for module in (plan_task, figures):
         monkeypatch.setattr(module, "can_draw", lambda: False)
     with pytest.raises(ConfigurationError, match="privacy=none"):
-        Plan(units=1000).run(parts(tmp_path, make_privacy=NoPrivacy))
+        Plan(units=UNITS).run(parts(tmp_path, make_privacy=NoPrivacy))
     with pytest.raises(ConfigurationError, match=r"task\.plot=true.*lit-dpret\[plot\]"):
-        Plan(units=1000, plot=True).run(parts(tmp_path))
-    Plan(units=1000).run(parts(tmp_path))
+        Plan(units=UNITS, plot=True).run(parts(tmp_path))
+    Plan(units=UNITS).run(parts(tmp_path))
     assert not (tmp_path / "run" / "plan.png").exists()
