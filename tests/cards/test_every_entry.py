@@ -340,7 +340,9 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {data: run.card(tuning={"data": data})["tuning"] for data in DATA}
 
 
-@pytest.mark.parametrize("own", DATA)
+@pytest.mark.parametrize(
+    "own", [pytest.param(data, marks=() if data in ("public", "private") else pytest.mark.slow) for data in DATA]
+)
 @pytest.mark.parametrize("earlier", DATA)
 def test_a_card_hides_no_choice_that_the_run_it_started_from_made(
     own: str, earlier: str, tmp_path: Path, words: dict[str, Any]
