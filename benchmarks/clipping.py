@@ -200,7 +200,7 @@ def build_step(variant: str, model: Any, row: Row, device: str) -> Callable[[], 
         units, real = torch.arange(row.batch, device=device), torch.ones(row.batch, dtype=torch.bool, device=device)
 
         def ghost() -> None:
-            engine.zero()
+            engine.forget()
             engine.add(losses, units, real)
 
         return ghost

@@ -19,8 +19,8 @@ from jinja2 import StrictUndefined, Template
 
 from lit_dpret.costs.estimate import duration, size
 from lit_dpret.costs.memory import estimated_bytes
-from lit_dpret.costs.slices import predict
-from lit_dpret.costs.work import ACCELERATORS, UTILISATION, accelerator, work_of
+from lit_dpret.costs.prediction import ASSUMED, predict
+from lit_dpret.costs.work import ACCELERATORS, work_of
 from lit_dpret.modules import OptimizerSpec
 from lit_dpret.modules.outline import GeneratorOutline
 
@@ -63,29 +63,42 @@ def outline(name: str, *, lora: bool = False) -> GeneratorOutline:
     )
 
 
+def predicted(model: GeneratorOutline, device: str, world: int, strategy: str) -> dict[str, Any]:
+    """Return the prediction with noise at the rate of benchmarks/results, so that the page is the same anywhere."""
+    path = ROOT / "benchmarks" / "results" / "noise_cpu.json"
+    rate = json.loads(path.read_text(encoding="utf-8"))["rows"]["blocks, 1 thread"]["normals_per_processor_second"]
+    return predict(model, batch=BATCH, device=device, world=world, strategy=strategy, seconds_of_a_normal=1 / rate)
+
+
 def training_rows(device_name: str) -> list[list[str]]:
     found = []
     for case in CASES:
         model = outline("google-t5/t5-3b", lora=case.lora)
-        told = predict(model, batch=BATCH, device=device_name, world=case.world, strategy=case.strategy)
+        told = predicted(model, device_name, case.world, case.strategy)
         while_clipping = told["bytes_lasting"] + told["bytes_gathered"] + told["bytes_of_sum"]
         cells = [f"{case.world} x {device_name}", case.label, size(while_clipping), size(told["bytes_while_updating"])]
-        rows, seconds = told["rows_that_fit"], told["seconds_per_step"]
-        cells += [str(rows), duration(seconds)] if rows else ["does not fit", "-"]
+        cells += [str(told["rows_that_fit"]), range_of(told)] if told["rows_that_fit"] else ["does not fit", "-"]
         found.append(cells)
     return found
 
 
+def range_of(told: dict[str, Any], steps: int = 1) -> str:
+    """Return the time of so many steps, from every part at its peak to the assumed shares."""
+    return " to ".join(duration(steps * seconds) for seconds in told["seconds_per_step"])
+
+
+def parts_rows(device_name: str) -> list[list[str]]:
+    """Return what each class of work takes of a step on eight devices under FSDP2."""
+    told = predicted(outline("google-t5/t5-3b"), device_name, 8, "fsdp")
+    return [[name, duration(each["at_peak"]), duration(each["assumed"])] for name, each in told["seconds"].items()]
+
+
 def epochs_rows(device_name: str) -> list[list[str]]:
-    device = accelerator(device_name)
-    work = work_of(outline("google-t5/t5-3b"))
-    found = []
+    model, found = outline("google-t5/t5-3b"), []
     for label, count in QUERIES.items():
-        cells = [label, f"{round(count / BATCH) * EPOCHS:,}"]
-        for world in (1, 8, 64):
-            seconds = work.model_flops * count * EPOCHS / (UTILISATION * device.bf16_flops * world)
-            cells.append(duration(seconds))
-        found.append(cells)
+        steps = round(count / BATCH) * EPOCHS
+        told = [predicted(model, device_name, world, "fsdp" if world > 1 else "ddp") for world in (1, 8, 64)]
+        found.append([label, f"{steps:,}", *(range_of(one, steps) for one in told)])
     return found
 
 
@@ -167,7 +180,8 @@ def page() -> str:
     gpus = ["GPUs", "how", "while clipping, each, without rows", "peak of an update, each", "rows at once", "a step"]
     passages = ["passages", "encode, 1 core", "encode, 64 cores", "float32", "float16", "64-byte codes"]
     facts = {
-        "utilisation": f"{UTILISATION:g}",
+        "shares": ", ".join(f"{share:g} for {name}" for name, share in ASSUMED.items()),
+        "parts": table(["part", "at its peak", "assumed"], parts_rows("h100-80gb")),
         "batch": BATCH,
         "epochs": EPOCHS,
         "dim": DIM,

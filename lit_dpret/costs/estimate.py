@@ -10,7 +10,7 @@ import torch
 from lit_dpret.costs.measure import measure_step, product_rate, seconds_per_normal, seconds_per_value
 from lit_dpret.costs.memory import bytes_of, estimated_bytes
 from lit_dpret.costs.slices import measure_slices
-from lit_dpret.costs.work import Work, work_of
+from lit_dpret.costs.work import PASSES, Work, work_of
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.modules import QueryGenerator
 from lit_dpret.modules.outline import GeneratorOutline
@@ -18,10 +18,7 @@ from lit_dpret.privacy.plan import PrivacyPlan
 
 OVERHEAD = 1.3
 """Products of a clipped batch over those of its linear layers in an ordinary one: what norms take."""
-
-PASSES = 20
-"""The number of single reads and writes of each value of a linear layer, an attention weight or a logit."""
-# Both were set by hand on T5-small and five T5s of 1 to 4 layers of 32 to 256 columns: 0.7 to 1.1 of the real time.
+# Set by hand together with `PASSES`.
 
 FACTOR = 2.0
 """The factor, either way, between estimate and measurement; a test holds it to that for small T5s."""

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from lit_dpret.costs.measure import Held, held_bytes, measure_step
-from lit_dpret.costs.memory import check_sharding, estimated_bytes, on_each_device, rows_that_fit
-from lit_dpret.costs.work import UTILISATION, accelerator, work_of
+from lit_dpret.costs.work import work_of
 from lit_dpret.errors import ConfigurationError, LitDpretError
 from lit_dpret.modules import OptimizerSpec, QueryGenerator
 from lit_dpret.modules.language_models import PUBLIC_T5
@@ -153,42 +152,3 @@ _SHAPE = {
 def _of_the_whole(key: str) -> bool:
     """Return whether a field of a config is about the tokenizer, or lists the layers of the whole model."""
     return key.endswith("_token_id") or key in ("layer_types", "architectures", "quantization_config")
-
-
-def predict(outline: GeneratorOutline, *, batch: float, device: str, world: int, strategy: str) -> dict[str, Any]:
-    """Return one step of ``batch`` rows on ``world`` devices, with bfloat16 weights and float32 copies.
-
-    Messages between devices and the drawing of noise are left out. Time rests on the maker's peak and on an assumed
-    utilisation (`UTILISATION`).
-
-    ``batch`` are the rows of a logical step, ``device`` is one of `lit_dpret.costs.work.ACCELERATORS`.
-
-    Returns:
-        Bytes on each device, ``rows_that_fit`` (0 where none does), and ``seconds_per_step``, None where none fits.
-
-    Raises:
-        ConfigurationError: The device or strategy is unknown, or ``world`` is no whole number of at least 1.
-    """
-    known, work = accelerator(device), work_of(outline)
-    part = on_each_device(estimated_bytes(outline, work), strategy=strategy, world=world)
-    rows = rows_that_fit(part, known.memory)
-    return {
-        "kind": "prediction",
-        "device": known.name,
-        "source": known.source,
-        "world_size": world,
-        "strategy": strategy,
-        "bytes_lasting": part.lasting,
-        "bytes_of_sum": part.sums,
-        "bytes_gathered": part.gathered,
-        "bytes_while_updating": part.updating,
-        "rows_that_fit": rows,
-        "assumed_utilisation": UTILISATION,
-        "seconds_per_step": work.model_flops * batch / (UTILISATION * known.bf16_flops * world) if rows else None,
-    }
-
-
-def check_devices(device: str, world: int, strategy: str) -> None:
-    """Refuse, before anything is computed, what `predict` would refuse."""
-    accelerator(device)
-    check_sharding(strategy, world)

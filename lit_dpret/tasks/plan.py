@@ -19,7 +19,7 @@ from lit_dpret.callbacks.own_code import refuse_false_bound
 from lit_dpret.callbacks.planning import begin_from, planned_steps
 from lit_dpret.cards.forecast import OTHER_BOUND, describe_plan
 from lit_dpret.costs.estimate import FACTOR, duration, estimate, from_slices, measure, size
-from lit_dpret.costs.slices import check_devices, predict
+from lit_dpret.costs.prediction import check_devices, predict
 from lit_dpret.datamodules.identity import data_facts
 from lit_dpret.errors import ConfigurationError, LitDpretError
 from lit_dpret.privacy.modes import GaussianMode
@@ -135,7 +135,12 @@ class Plan:
             return {"why": str(error)}
         if self.device is not None:
             costs["prediction"] = predict(
-                outline, batch=plan.denominator, device=self.device, world=self.world_size, strategy=self.strategy
+                outline,
+                batch=plan.denominator,
+                device=self.device,
+                world=self.world_size,
+                strategy=self.strategy,
+                noise=plan.noise,
             )
         if self.measure == "slices":
             costs["slices"] = from_slices(outline, plan, device, precision=precision, progress=progress)

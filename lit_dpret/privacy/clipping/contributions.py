@@ -382,6 +382,19 @@ def _block(positions: int) -> int:
     return min(positions, max(64, -(-positions // 4)))
 
 
+def norm_multiplications(positions: int, out: int, into: int, *, size: int) -> int:
+    """Return the multiplications of one unit's squared norm of a linear weight, beside those of its sum.
+
+    ``size`` are the bytes of a value of inputs and output gradients. A gradient that is small enough to be written out
+    (`are_small`) is read off for both.
+    """
+    if 4 * out * into <= ROOM * size * positions * (out + into):
+        return 0
+    if _prefers_gram(positions, out, into):
+        return positions * (positions + _block(positions)) // 2 * (into + out)
+    return positions * into * out
+
+
 def _prefers_gram(positions: int, out: int, into: int) -> bool:
     triangle = positions * (positions + _block(positions)) // 2
     return GRAM_ADVANTAGE * triangle * (into + out) < positions * into * out

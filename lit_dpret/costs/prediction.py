@@ -1,0 +1,133 @@
+"""A private step on an accelerator that is not here: what each class of its work takes at the maker's rates.
+
+One rate for everything would be wrong by a factor: forward and backward products run in bfloat16, norms and weighted
+sums in float32 (`lit_dpret.privacy.clipping.ghost`), what lies between is bound by memory, noise is drawn on the
+processor, and ranks exchange sums and weights. So each class has a rate of its own, and a step is told as a range: from
+every class at its peak, which nothing passes, to every class at an assumed share of it. Nothing here was measured on a
+GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from lit_dpret.costs.measure import seconds_per_normal
+from lit_dpret.costs.memory import check_sharding, estimated_bytes, on_each_device, rows_that_fit
+from lit_dpret.costs.work import PASSES, Work, accelerator, work_of
+from lit_dpret.privacy.budget import NoiseName
+from lit_dpret.privacy.clipping.contributions import norm_multiplications
+
+ASSUMED = {"bfloat16 products": 0.3, "float32 products": 0.5, "memory": 0.5, "update": 0.5, "messages": 0.5}
+"""Assumed: shares of the peak that a private step reaches. Nothing supports them but that none is near one."""
+
+_UPDATE_BYTES = 40
+"""Read and written for each trained weight in an update: sum, noise, two states, float32 copy, weight."""
+
+_NODE, _NETWORK = 8, 50e9
+"""Devices of a node, and bytes per second of a device beyond it: an adapter of 400 Gbit/s each, as usual."""
+
+
+def check_devices(device: str, world: int, strategy: str) -> None:
+    """Refuse, before anything is computed, what `predict` would refuse."""
+    accelerator(device)
+    check_sharding(strategy, world)
+
+
+def predict(
+    outline: Any,
+    *,
+    batch: float,
+    device: str,
+    world: int,
+    strategy: str,
+    noise: NoiseName = "gaussian",
+    seconds_of_a_normal: float | None = None,
+) -> dict[str, Any]:
+    """Return one step of ``batch`` rows on ``world`` devices, with bfloat16 weights and float32 copies.
+
+    Args:
+        outline: The generator.
+        batch: Rows of a logical step.
+        device: One of `lit_dpret.costs.work.ACCELERATORS`.
+        world: How many of them.
+        strategy: One of `lit_dpret.costs.memory.STRATEGIES`.
+        noise: That of the plan, which each rank draws on its processor.
+        seconds_of_a_normal: How long one takes there; None measures it here.
+
+    Returns:
+        Bytes on each device, ``rows_that_fit`` (0 where none does), ``seconds`` of each class of work ``at_peak`` and
+        ``assumed``, and their sums ``seconds_per_step`` (from, to); None where no row fits.
+
+    Raises:
+        ConfigurationError: The device or strategy is unknown, or ``world`` is no whole number of at least 1.
+    """
+    known, work = accelerator(device), work_of(outline)
+    part = on_each_device(estimated_bytes(outline, work), strategy=strategy, world=world)
+    rows = rows_that_fit(part, known.memory)
+    facts = {
+        "kind": "prediction",
+        "device": known.name,
+        "source": known.source,
+        "world_size": world,
+        "strategy": strategy,
+        "bytes_lasting": part.lasting,
+        "bytes_of_sum": part.sums,
+        "bytes_gathered": part.gathered,
+        "bytes_while_updating": part.updating,
+        "rows_that_fit": rows,
+        "assumed": ASSUMED,
+        "seconds": None,
+        "seconds_per_step": None,
+    }
+    if not rows:
+        return facts
+    drawing = seconds_per_normal(torch.device("cpu"), noise) if seconds_of_a_normal is None else seconds_of_a_normal
+    share = 1 / world if strategy != "ddp" else 1.0
+    on_one = batch / world
+    half, full = products_of(work, again=outline.gradient_checkpointing)
+    values = work.linear_values + work.scores + work.logits
+    passes = PASSES * (4 / 3 if outline.gradient_checkpointing else 1) * 2 * values  # two bytes each
+    sent = _sent(outline, strategy, world, batches=math.ceil(on_one / rows))
+    peak = {
+        "bfloat16 products": on_one * half / known.bf16_flops,
+        "float32 products": on_one * full / known.fp32_flops,
+        "memory": on_one * passes / known.bandwidth,
+        "update": _UPDATE_BYTES * outline.trained * share / known.bandwidth,
+        "noise": outline.trained * share * drawing,
+        "messages": sent / known.link,
+    }
+    assumed = {name: seconds / ASSUMED.get(name, 1.0) for name, seconds in peak.items()}
+    if world > _NODE:
+        assumed["messages"] *= known.link / min(known.link, _NETWORK)
+    return facts | {
+        "seconds": {name: {"at_peak": peak[name], "assumed": assumed[name]} for name in peak},
+        "seconds_per_step": [sum(peak.values()), sum(assumed.values())],
+    }
+
+
+def products_of(work: Work, *, again: bool, size: int = 2) -> tuple[int, int]:
+    """Return the operations of a private row: forward and to the inputs, which may be half precision; and in float32.
+
+    The second are each unit's norm, from pairs or written out, whichever the engine takes, and the weighted sum.
+    ``again``: the forward pass is made twice (gradient checkpointing); ``size``: bytes of a value of the passes.
+    """
+    sums = norms = 0
+    for product, count in work.products.items():
+        if product.trained:
+            sums += 2 * count * product.size
+            norms += 2 * count * norm_multiplications(product.tokens, product.outputs, product.inputs, size=size)
+    return work.model_flops - sums + (work.forward_flops if again else 0), sums + norms
+
+
+def _sent(outline: Any, strategy: str, world: int, *, batches: int) -> float:
+    """Return the bytes that a rank sends in a step: sums in float32, weights in bfloat16."""
+    sums, weights = 4 * int(outline.trained), 2 * int(outline.parameters)
+    if strategy == "ddp":
+        weights = 0
+        sums *= 2  # an all-reduce is a reduce-scatter and an all-gather
+    elif strategy == "zero3":
+        weights *= batches  # gathered for every physical batch
+    return (world - 1) / world * (sums + weights)

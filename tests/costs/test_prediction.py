@@ -1,0 +1,91 @@
+"""What a step would take on an accelerator: counted by data type, told as a range that hides no part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import T5Config, T5ForConditionalGeneration
+
+from lit_dpret.costs.prediction import ASSUMED, predict, products_of
+from lit_dpret.costs.work import ACCELERATORS, work_of
+from lit_dpret.modules import OptimizerSpec
+from lit_dpret.modules.outline import GeneratorOutline
+from lit_dpret.privacy.clipping import make_engine
+
+XL = GeneratorOutline.of_settings(optimizer=OptimizerSpec(), pretrained="google-t5/t5-3b", gradient_checkpointing=True)
+
+
+def told(world: int = 8, strategy: str = "fsdp", device: str = "h100-80gb", **changes: Any) -> dict[str, Any]:
+    settings = {"batch": 1024, "world": world, "strategy": strategy, "device": device, "seconds_of_a_normal": 1e-8}
+    return predict(XL, **settings | changes)
+
+
+@pytest.mark.parametrize("width", [128, 512])  # gradients written out, and norms from pairs
+def test_the_products_of_a_row_are_those_that_a_private_step_makes(width: int) -> None:
+    source, target = 96, 32
+    rows = 2
+    config = T5Config(
+        d_model=width, d_kv=width // 4, d_ff=2 * width, num_layers=2, num_heads=4, vocab_size=512,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    model = T5ForConditionalGeneration(config)
+
+    class Outline:
+        name = "a T5"
+        source_length = source
+        max_query_length = target
+
+    Outline.model = model  # type: ignore[attr-defined]
+    ids, labels = torch.randint(1, 512, (rows, source)), torch.randint(1, 512, (rows, target))
+
+    def losses() -> Any:
+        logits = model(input_ids=ids, labels=labels, use_cache=False).logits
+        return torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none").mean(1)
+
+    engine: Any = make_engine("ghost", model, max_grad_norm=1.0)
+    units, real = torch.arange(rows), torch.ones(rows, dtype=torch.bool)
+    for _ in range(3):
+        engine.add(losses, units, real)
+    engine.forget()  # torch does not count what is added to a sum in place
+    with FlopCounterMode(display=False) as counter:
+        engine.add(losses, units, real)
+    half, full = products_of(work_of(Outline()), again=False, size=4)  # type: ignore[arg-type]
+    assert rows * (half + full) == pytest.approx(counter.get_total_flops(), rel=0.1)
+
+
+def test_no_part_of_a_step_is_left_out_of_its_range() -> None:
+    found = told()
+    least, most = found["seconds_per_step"]
+    assert least == sum(each["at_peak"] for each in found["seconds"].values()) < most
+    assert set(ASSUMED) | {"noise"} == set(found["seconds"]) and all(
+        0 < each["at_peak"] <= each["assumed"] for each in found["seconds"].values()
+    )
+
+
+def test_float32_products_take_most_of_the_time_of_all_products_at_a_fifteenth_of_the_rate() -> None:
+    parts = told()["seconds"]
+    assert parts["float32 products"]["at_peak"] > 3 * parts["bfloat16 products"]["at_peak"]
+
+
+def test_noise_is_divided_among_shards_and_drawn_by_every_rank_under_ddp() -> None:
+    shards, whole = told()["seconds"]["noise"]["at_peak"], told(strategy="ddp", device="h200-141gb")["seconds"]["noise"]
+    assert whole["at_peak"] == pytest.approx(8 * shards)
+
+
+def test_one_device_sends_nothing_and_more_than_a_node_send_slowly() -> None:
+    assert told(world=1, strategy="ddp", device="h200-141gb")["seconds"]["messages"]["at_peak"] == 0
+    node, more = told(world=8)["seconds"]["messages"], told(world=64)["seconds"]["messages"]
+    assert more["assumed"] / more["at_peak"] > 5 * node["assumed"] / node["at_peak"]
+
+
+def test_where_no_row_fits_no_time_is_told() -> None:
+    found = told(world=1, strategy="ddp", device="l4-24gb")
+    assert found["rows_that_fit"] == 0 and found["seconds_per_step"] is None and found["seconds"] is None
+
+
+def test_the_rates_of_every_device_are_in_order() -> None:
+    for one in ACCELERATORS.values():
+        assert one.fp32_flops < one.bf16_flops and one.link < one.bandwidth < one.fp32_flops
