@@ -44,7 +44,7 @@ class NegativeSource(ABC):
     keeps_private_state: bool = False
     shared_in_batch: bool = False
     gather: bool = False
-    file: Path | None = None
+    file: str | Path | None = None
     is_declared: bool = True
 
 
@@ -77,6 +77,7 @@ class Seat:
     answers: frozenset[int]  # the text groups of the passages that answer it, inside its own unit of privacy
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class PassageSource(NegativeSource):
     """A source that names passages of the public list for each row.
 
@@ -85,19 +86,16 @@ class PassageSource(NegativeSource):
           weights: not of the order of the rows, nor of the other rows, nor of where in a file it stands.
         - No passage that answers the row's query, and none with the text of one, is named.
 
-    Args:
-        per_query: How many passages a row gets.
-        shared_in_batch: Let each of them be a negative of every row of the batch, as STAR does; this
-            couples the rows.
-        seed: Of the coins; public.
-
     Raises:
         ConfigurationError: A number is out of range.
     """
 
-    def __init__(self, *, per_query: int = 1, shared_in_batch: bool = False, seed: int = 0) -> None:
-        self.per_query, self.shared_in_batch, self.seed = per_query, shared_in_batch, seed
-        self.couples_rows = shared_in_batch
+    per_query: int = 1  # how many passages a row gets
+    shared_in_batch: bool = False  # each of them is a negative of every row of the batch, as in STAR; couples the rows
+    seed: int = 0  # of the coins; public
+
+    def __post_init__(self) -> None:
+        self.couples_rows = self.shared_in_batch
         require_whole(f"model.negatives.{self.name}", self, 1, "per_query")
         require_whole(f"model.negatives.{self.name}", self, 0, "seed")
 
@@ -285,18 +283,14 @@ def text_groups(texts: Sequence[str]) -> list[int]:
     return [number.setdefault(key, len(number)) for key in keys]
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class InBatchNegatives(NegativeSource):
-    """The passages of the other rows of the batch.
-
-    Args:
-        gather: Take those of all processes of ``torch.distributed`` as well.
-    """
+    """The passages of the other rows of the batch."""
 
     name: ClassVar[str] = "in_batch"
     couples_rows = True
 
-    def __init__(self, *, gather: bool = False) -> None:
-        self.gather = gather
+    gather: bool = False  # take those of all processes of ``torch.distributed`` as well
 
 
 class PreBatchNegatives(NegativeSource):

@@ -7,7 +7,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,11 +20,6 @@ class RandomNegatives(PassageSource):
 
     Guarantees:
         - What is drawn for a row depends on (``seed``, step) and on its own record and public data.
-
-    Args:
-        per_query: How many passages a row gets.
-        shared_in_batch: Let each of them be a negative of every row of the batch; this couples rows.
-        seed: Of the coins; public.
     """
 
     name: ClassVar[str] = "random"
@@ -34,6 +29,7 @@ class RandomNegatives(PassageSource):
         return uniform_places(draw, self._texts.groups, self.per_query, answers=seat.answers)
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class GoldNegatives(PassageSource):
     """Passages that were judged for the row's own query and found not to answer it.
 
@@ -45,31 +41,18 @@ class GoldNegatives(PassageSource):
     of that query and of public data alone. A file that was mined with a model trained on all queries, or
     cleaned by what other queries were answered by, is none.
 
-    Args:
-        per_query: How many passages a row gets.
-        file: Of hard negatives, ``.jsonl`` or ``.jsonl.gz``; null for the qrels.
-        lines_are_independent: Declares the assumption; nothing can check it.
-        shared_in_batch: Let each of them be a negative of every row of the batch; this couples rows.
-        seed: Of the draws among them; public.
-
     Raises:
         ConfigurationError: A setting is out of range.
     """
 
     name: ClassVar[str] = "gold"
 
-    def __init__(
-        self,
-        *,
-        per_query: int = 1,
-        file: str | Path | None = None,
-        lines_are_independent: bool = False,
-        shared_in_batch: bool = False,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(per_query=per_query, shared_in_batch=shared_in_batch, seed=seed)
-        self.file = None if file is None else Path(file)
-        self.is_declared = self.file is None or lines_are_independent
+    file: str | Path | None = None  # of hard negatives, ``.jsonl`` or ``.jsonl.gz``; null for the qrels
+    lines_are_independent: bool = False  # declares the assumption; nothing can check it
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.is_declared = self.file is None or self.lines_are_independent
 
     def prepare(self, texts: TrainTexts, towers: Towers, *, private: bool) -> None:
         super().prepare(texts, towers, private=private)
@@ -79,7 +62,7 @@ class GoldNegatives(PassageSource):
                 query: [p for p, grade in judged.items() if grade <= 0] for query, judged in texts.judged.items()
             }
         else:
-            by_query = read_hard_negatives(self.file)
+            by_query = read_hard_negatives(Path(self.file))
         self._judged = {
             texts.query_place[query]: sorted({texts.place[p] for p in names if p in texts.place})
             for query, names in by_query.items()
@@ -182,30 +165,26 @@ def read_labels(path: str | Path) -> list[LabelledNegative]:
     return found
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class LabelledNegatives(PassageSource):
     """Passages that a cross-encoder has compared with a row's own; what `MarginMSELoss` learns from.
 
     **Under a private mode this rests on an assumption** that has to be declared: the labels of a query were made
     of that query and of public data alone.
 
-    Args:
-        file: What ``task=pseudo_labels`` wrote, ``gpl-training-data.tsv``.
-        per_query: How many passages a row gets.
-        lines_are_independent: Declares the assumption; nothing can check it.
-        seed: Of the draws among them; public.
-
     Raises:
         ConfigurationError: A setting is out of range.
     """
 
     name: ClassVar[str] = "labelled"
-    file: Path
 
-    def __init__(
-        self, *, file: str | Path, per_query: int = 1, lines_are_independent: bool = False, seed: int = 0
-    ) -> None:
-        super().__init__(per_query=per_query, seed=seed)
-        self.file, self.is_declared = Path(file), lines_are_independent
+    file: str | Path  # what ``task=pseudo_labels`` wrote, ``gpl-training-data.tsv``
+    lines_are_independent: bool = False  # declares the assumption; nothing can check it
+    shared_in_batch: bool = field(init=False, default=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.is_declared = self.lines_are_independent
 
     def prepare(self, texts: TrainTexts, towers: Towers, *, private: bool) -> None:
         super().prepare(texts, towers, private=private)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypedDict, Unpack, get_args
 
@@ -47,18 +47,75 @@ class Margins(TypedDict, total=False):
     range_min: int
 
 
-class MinedSettings(Margins, total=False):
-    """The arguments of `MinedSource`, which every mined source passes on."""
+@dataclass(kw_only=True, eq=False, repr=False)
+class MarginFilter:
+    """Bounds on the score of a candidate, by itself and against the score of the row's own passage.
 
-    per_query: int
-    depth: int
-    shared_in_batch: bool
-    seed: int
-    cache_dir: str | Path | None
-    shard_size: int
+    The words are those of ``mine_hard_negatives`` of sentence-transformers. ``relative_margin=0.05`` is
+    TopK-PercPos at 95 % (Moreira et al., NV-Retriever, 2407.15831, section 4): a negative scores at most
+    95 % of the positive.
+
+    Guarantees:
+        - What is kept of a row's candidates is a function of their scores and of that of the row's own
+          passage: not of other rows.
+
+    Raises:
+        ConfigurationError: A setting is out of range.
+    """
+
+    absolute_margin: float | None = None  # a negative scores at least so much less than the row's own passage
+    relative_margin: float | None = None  # a negative scores less by at least this share of it
+    max_score: float | None = None  # a negative scores at most so much
+    min_score: float | None = None  # a negative scores at least so much
+    range_min: int = 0  # how many of the best candidates that are no answers are passed over
+
+    def __post_init__(self) -> None:
+        for name in ("absolute_margin", "relative_margin", "max_score", "min_score", "range_min"):
+            value = getattr(self, name)
+            if value is not None and not math.isfinite(value):
+                raise ConfigurationError(f"model.negatives: {name}={value} is not a finite number.")
+        for name in ("absolute_margin", "relative_margin", "range_min"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ConfigurationError(f"model.negatives: {name}={value} must not be negative.")
+        if self.min_score is not None and self.max_score is not None and self.min_score > self.max_score:
+            raise ConfigurationError(
+                f"model.negatives: min_score={self.min_score} is above max_score={self.max_score}; nothing would pass."
+            )
+
+    def keep(self, scores: NDArray[np.float32], positive: float) -> NDArray[np.bool_]:
+        """Return which candidates pass.
+
+        Example:
+            >>> MarginFilter(relative_margin=0.05).keep(np.array([0.99, 0.95, 0.2], dtype=np.float32), 1.0)
+            array([False,  True,  True])
+
+        Args:
+            scores: Of candidates that are no answers, best first, ``(candidates,)``.
+            positive: The score of the row's own passage.
+
+        Returns:
+            Booleans of shape ``(candidates,)``.
+        """
+        kept = np.arange(len(scores)) >= self.range_min
+        upper = [
+            bound
+            for bound in (
+                self.max_score,
+                None if self.absolute_margin is None else positive - self.absolute_margin,
+                None if self.relative_margin is None else positive - abs(positive) * self.relative_margin,
+            )
+            if bound is not None
+        ]
+        if upper:
+            kept &= scores <= np.float32(min(upper))
+        if self.min_score is not None:
+            kept &= scores >= np.float32(self.min_score)
+        return kept
 
 
-class MinedSource(PassageSource):
+@dataclass(kw_only=True, eq=False, repr=False)
+class MinedSource(PassageSource, MarginFilter):
     """Some of each query's best passages, drawn uniformly.
 
     Drawing from the best 200 instead of taking the very best keeps passages that are near to every query
@@ -67,42 +124,26 @@ class MinedSource(PassageSource):
     Guarantees:
         - What is drawn for a row depends on (``seed``, epoch) and on its own record and public data.
 
-    Args:
-        per_query: How many passages a row gets.
-        depth: Among how many of the best they are drawn.
-        shared_in_batch: Let each passage be a negative of every row of the batch, as STAR does; this couples rows.
-        seed: Of the draws; public.
-        cache_dir: Where rankings are kept, so that an interrupted mining goes on and an equal one is not
-            repeated; null keeps none. Rankings of private queries are as private as the queries.
-        shard_size: Queries that are ranked, and written, together.
-        **margins: The arguments of `MarginFilter`.
-
     Raises:
         ConfigurationError: A setting is out of range.
     """
 
-    def __init__(
-        self,
-        *,
-        per_query: int = 1,
-        depth: int = 200,
-        shared_in_batch: bool = False,
-        seed: int = 0,
-        cache_dir: str | Path | None = None,
-        shard_size: int = 1024,
-        **margins: Unpack[Margins],
-    ) -> None:
-        super().__init__(per_query=per_query, shared_in_batch=shared_in_batch, seed=seed)
-        require_whole(f"model.negatives.{self.name}", {"depth": depth, "shard_size": shard_size}, 1)
-        self.depth, self.shard_size = depth, shard_size
-        self.filter = MarginFilter(**margins)
-        self.cache_dir = None if cache_dir is None else Path(cache_dir)
+    depth: int = 200  # among how many of the best they are drawn
+    cache_dir: str | Path | None = None
+    """Where rankings are kept, so that an interrupted mining goes on and an equal one is not repeated; null keeps none.
+    Rankings of private queries are as private as the queries."""
+    shard_size: int = 1024  # queries that are ranked, and written, together
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        MarginFilter.__post_init__(self)
+        require_whole(f"model.negatives.{self.name}", self, 1, "depth", "shard_size")
         self._mined: Mined | None = None
 
     def check_place(self) -> None:
         """Refuse a cache of what private queries rank that is not in a private place."""
         if self.cache_dir is not None:
-            check_private_place(self.cache_dir, f"model.negatives.{self.name}.cache_dir")
+            check_private_place(Path(self.cache_dir), f"model.negatives.{self.name}.cache_dir")
 
     def choose(self, seat: Seat, *, step: int, epoch: int) -> list[int]:
         mined = self.mined
@@ -121,7 +162,7 @@ class MinedSource(PassageSource):
         groups = self._texts.groups.numpy()
         wanted = (places >= 0) & ~np.isin(groups[places], list(seat.answers))
         places, scores = places[wanted][: self.depth], scores[wanted][: self.depth]
-        places = places[self.filter.keep(scores, positive)]
+        places = places[self.keep(scores, positive)]
         return self.some_of(places, number, seat.text)
 
     def _store(self, facts: dict[str, Any], *, private: bool) -> MinedShards | None:
@@ -133,37 +174,30 @@ class MinedSource(PassageSource):
         answers = [texts.positives(i) for i in range(len(texts.queries))]
         sizes = [len(texts.passages), len(texts.queries), self.depth]
         key = content_hash({"schema": SCHEMA, "sizes": sizes, "answers": answers, **facts}, {}, content)
-        return MinedShards(self.cache_dir, name=self.name, key=key, count=len(texts.queries), private=private)
+        return MinedShards(Path(self.cache_dir), name=self.name, key=key, count=len(texts.queries), private=private)
 
     def _mine(self, rank: Callable[[], Ranker], store: MinedShards | None, *, private: bool) -> Mined:
         label = f"mining {self.name} negatives"
         return mine(rank, self._texts, label=label, shard_size=self.shard_size, store=store, private=private)
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class BM25Negatives(MinedSource):
     """The passages that share words with the query: BM25's best, mined once.
 
-    Args:
-        k1: See `lit_dpret.retrieval.bm25.BM25Settings`.
-        b: The same.
-        stemmer: The same.
-        stopwords: The same.
-        **common: The arguments of `MinedSource`. Scores, which the margins bound, are BM25's.
+    Scores, which the margins bound, are BM25's, by the settings of `lit_dpret.retrieval.bm25.BM25Settings`.
     """
 
     name: ClassVar[str] = "bm25"
 
-    def __init__(
-        self,
-        *,
-        k1: float = 0.9,
-        b: float = 0.4,
-        stemmer: str | None = "english",
-        stopwords: str | None = "en",
-        **common: Unpack[MinedSettings],
-    ) -> None:
-        super().__init__(**common)
-        self.settings = BM25Settings(k1=k1, b=b, stemmer=stemmer, stopwords=stopwords)
+    k1: float = 0.9
+    b: float = 0.4
+    stemmer: str | None = "english"
+    stopwords: str | None = "en"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.settings = BM25Settings(k1=self.k1, b=self.b, stemmer=self.stemmer, stopwords=self.stopwords)
 
     def prepare(self, texts: TrainTexts, towers: Towers, *, private: bool) -> None:
         super().prepare(texts, towers, private=private)
@@ -173,25 +207,23 @@ class BM25Negatives(MinedSource):
         )
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class StaticNegatives(MinedSource):
-    """The passages that the model itself ranks high: STAR's static hard negatives.
+    """The passages that the model itself ranks high, by cosine: STAR's static hard negatives.
 
     Zhan et al., "Optimizing Dense Retrieval Model Training with Hard Negatives" (2104.08051), section 5.1:
     with ``per_query=1``, ``depth=200`` and ``shared_in_batch=true`` they are STAR's, trained here with a
     softmax over all candidates, where the paper takes a pairwise loss. With ``refresh=epoch`` it is ANCE's idea
     (Xiong et al., 2007.00808).
-
-    Args:
-        refresh: Mine once, with the weights at the start (``never``), or at the start of every ``epoch``.
-        **common: The arguments of `MinedSource`. Scores are cosines.
     """
 
     name: ClassVar[str] = "static"
 
-    def __init__(self, *, refresh: Refresh = "never", **common: Unpack[MinedSettings]) -> None:
-        super().__init__(**common)
-        require_choice("model.negatives.static.refresh", refresh, get_args(Refresh))
-        self.refresh: Refresh = refresh
+    refresh: Refresh = "never"  # mine once, with the weights at the start, or at the start of every ``epoch``
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_choice("model.negatives.static.refresh", self.refresh, get_args(Refresh))
         self.mined_in, self.weights = 0, ""
 
     def prepare(self, texts: TrainTexts, towers: Towers, *, private: bool) -> None:
@@ -270,70 +302,3 @@ class DynamicNegatives(MinedSource):
         if self.index is None:
             raise ConfigurationError("model.negatives.dynamic was not prepared. Call learn_negatives first.")
         return self.index
-
-
-@dataclass(frozen=True, kw_only=True)
-class MarginFilter:
-    """Bounds on the score of a candidate, by itself and against the score of the row's own passage.
-
-    The words are those of ``mine_hard_negatives`` of sentence-transformers. ``relative_margin=0.05`` is
-    TopK-PercPos at 95 % (Moreira et al., NV-Retriever, 2407.15831, section 4): a negative scores at most
-    95 % of the positive.
-
-    Guarantees:
-        - What is kept of a row's candidates is a function of their scores and of that of the row's own
-          passage: not of other rows.
-
-    Raises:
-        ConfigurationError: A setting is out of range.
-    """
-
-    absolute_margin: float | None = None  # a negative scores at least so much less than the row's own passage
-    relative_margin: float | None = None  # a negative scores less by at least this share of it
-    max_score: float | None = None  # a negative scores at most so much
-    min_score: float | None = None  # a negative scores at least so much
-    range_min: int = 0  # how many of the best candidates that are no answers are passed over
-
-    def __post_init__(self) -> None:
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if value is not None and not math.isfinite(value):
-                raise ConfigurationError(f"model.negatives: {each.name}={value} is not a finite number.")
-        for name in ("absolute_margin", "relative_margin", "range_min"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                raise ConfigurationError(f"model.negatives: {name}={value} must not be negative.")
-        if self.min_score is not None and self.max_score is not None and self.min_score > self.max_score:
-            raise ConfigurationError(
-                f"model.negatives: min_score={self.min_score} is above max_score={self.max_score}; nothing would pass."
-            )
-
-    def keep(self, scores: NDArray[np.float32], positive: float) -> NDArray[np.bool_]:
-        """Return which candidates pass.
-
-        Example:
-            >>> MarginFilter(relative_margin=0.05).keep(np.array([0.99, 0.95, 0.2], dtype=np.float32), 1.0)
-            array([False,  True,  True])
-
-        Args:
-            scores: Of candidates that are no answers, best first, ``(candidates,)``.
-            positive: The score of the row's own passage.
-
-        Returns:
-            Booleans of shape ``(candidates,)``.
-        """
-        kept = np.arange(len(scores)) >= self.range_min
-        upper = [
-            bound
-            for bound in (
-                self.max_score,
-                None if self.absolute_margin is None else positive - self.absolute_margin,
-                None if self.relative_margin is None else positive - abs(positive) * self.relative_margin,
-            )
-            if bound is not None
-        ]
-        if upper:
-            kept &= scores <= np.float32(min(upper))
-        if self.min_score is not None:
-            kept &= scores >= np.float32(self.min_score)
-        return kept

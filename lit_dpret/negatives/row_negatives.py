@@ -98,19 +98,17 @@ class RowNegatives:
             "dp": "its own query and of public data alone, as declared",
             "inherited": "the queries that the parent of this card covers and of public data alone, as declared",
         }.get(self._guarantee)
-        return (
-            []
-            if made_of is None
-            else [
-                f"Each line of the file of model.negatives.{source.name} ({source.file.name}) was made of {made_of}."
-                for source in self.sources
-                if source.file is not None
-            ]
-        )
+        if made_of is None:
+            return []
+        return [
+            f"Each line of the file of model.negatives.{source.name} ({Path(source.file).name}) was made of {made_of}."
+            for source in self.sources
+            if source.file is not None
+        ]
 
     def files_read(self) -> dict[str, Path]:
         """Return the files that sources read, by the settings that name them, in the order of the sources."""
-        return {f"model.negatives.{one.name}.file": one.file for one in self.sources if one.file is not None}
+        return {f"model.negatives.{one.name}.file": Path(one.file) for one in self.sources if one.file is not None}
 
     def learn(self, texts: TrainTexts, towers: Towers) -> None:
         """Mine with the weights as they are before the first step.
