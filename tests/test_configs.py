@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 from configured import composed, wrong_keys
 from hydra import compose, initialize_config_module
 from hydra.utils import instantiate
@@ -133,3 +134,22 @@ def test_processes_of_one_launcher_name_one_folder(monkeypatch: pytest.MonkeyPat
             monkeypatch.setenv(key, value)
         named.add(new_name())
     assert len(named) == 1
+
+
+def _said(settings: object) -> dict[str, object]:
+    """What an experiment says of how its settings were chosen, at any depth."""
+    found: dict[str, object] = {}
+    for name, value in settings.items() if isinstance(settings, dict) else ():
+        found |= {name: value} if name in ("tuning_data", "tuning_note", "note") else _said(value)
+    return found
+
+
+@pytest.mark.parametrize("path", sorted((CONFIGS / "experiment").glob("*.yaml")), ids=lambda path: path.stem)
+def test_an_experiment_declares_nothing_of_the_users_data_and_names_those_that_its_settings_were_chosen_on(
+    path: Path,
+) -> None:
+    said = _said(yaml.safe_load(path.read_text(encoding="utf-8")))
+    # That nothing private was looked at is a user's word.
+    assert said.get("tuning_data", "unknown") in ("unknown", "private")
+    notes = [note for name, note in said.items() if name != "tuning_data"]
+    assert all("InsuranceQA" in str(note) for note in notes) and (notes or "tuning_data" not in said)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import shutil
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
 from typing import Any
 
 from lit_dpret.datamodules.readers import Problems
-from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.errors import ConfigurationError, DataError, LitDpretError
 from lit_dpret.settings import require_whole
 from lit_dpret.tasks.check_data import PAGE, CheckData, fitting_batch, fitting_length, make_rulers
 from lit_dpret.tasks.fit import PlannedFit
 from lit_dpret.tasks.parts import Parts, check_run_dir, say
 from lit_dpret.tasks.pipeline import Pipeline
+from lit_dpret.tasks.stages import MARK, Stages
 
-SPLIT = "split"
+SPLIT, CHECK = "split", "check"
 
 
 @dataclass(kw_only=True)
@@ -25,6 +28,9 @@ class OwnLog(Pipeline):
     Guarantees:
         - Batches follow from the number of units, which ``zero_out`` and ``replace_one`` take as public, and lengths
           from the public passages; no setting is chosen by looking at a query.
+        - Nothing is declared in the user's name: the cards name what a rule chose, and on which data the other
+          settings were chosen is unknown until ``tuning_data`` says it.
+        - A run does not go on with another log, nor without the report of the check.
     """
 
     # Tokens at which passages are cut; None for the least that cuts under 5 % of them.
@@ -66,41 +72,60 @@ class OwnLog(Pipeline):
         raise ConfigurationError("task=own_log decides its sizes when it runs. In a sweep or a plan use task=pipeline.")
 
     def _split(self, parts: Parts, data: Any) -> dict[str, Any]:
-        """Return the settings that read the log with a test split: those given, or those of a split that is written."""
-        folder = parts.run_dir / SPLIT
-        if folder.exists() and not parts.resume:
-            raise ConfigurationError(
-                f"{folder} is the split of an earlier command, perhaps of another log. Say resume=true to go on with "
-                "it, or choose another hydra.run.dir."
-            )
-        if not folder.exists():
-            data.prepare_data()
-            try:
-                is_split = set(data.read_collection(Problems(examples=0)).qrels) != {"train"}
-            except DataError:
-                is_split = True  # the check tells of this and of every other problem
-            # The report is as private as the log; it is kept beside the split for the owner.
-            check = CheckData(write_split=None if is_split else folder)
+        """Return the settings that read the log with a test split: those given, or those of a split that is written.
+
+        Raises:
+            ResumeError: The split is of an earlier command, or the log is another one than it was made of.
+        """
+        folder, check = parts.run_dir / SPLIT, parts.run_dir / CHECK
+        begun = Stages(check, resume=parts.resume, fingerprint="task=own_log")
+        if folder.exists() and not (check / MARK).exists():
+            raise ConfigurationError(f"{folder} is of another task. Choose another hydra.run.dir.")
+        data.prepare_data()
+        is_split = True  # or unreadable, which the check tells of, as of every other problem
+        with suppress(DataError):
+            log = data.read_collection(Problems(examples=0))
+            is_split = set(log.qrels) != {"train"}
+            begun.on_data(log.queries, log.passages, log.qrels, log.users)
+        # The report is written last, and is as private as the log; it is kept beside the split for the owner.
+        if not ((check / MARK).exists() and (check / PAGE).exists() and (is_split or folder.exists())):
+            shutil.rmtree(folder, ignore_errors=True)
+            (check / PAGE).unlink(missing_ok=True)
+            check.mkdir(mode=0o700, exist_ok=True)
+            begun.begin()
             program = " ".join(takewhile(lambda word: "=" not in word, parts.command.split()))
-            check.run(replace(parts, run_dir=parts.run_dir / "check", command=program), show=False)
-            say(f"no problems in the log; the whole check: {parts.run_dir / 'check' / PAGE}")
-            if is_split:
-                return {}
+            try:
+                CheckData(write_split=None if is_split else folder).run(
+                    replace(parts, run_dir=check, command=program), show=False
+                )
+            except LitDpretError:  # the corrected log may take the folder
+                (check / MARK).unlink()
+                raise
+            say(f"no problems in the log; the whole check: {check / PAGE}")
+        if is_split:
+            return {}
         unset = dict.fromkeys(("folder", "pairs", "columns", "corpus", "queries", "qrels"))
         return {**unset, "folder": str(folder)}
 
     def _fit_sizes(self, parts: Parts) -> None:
-        """Set batches and lengths, and say what was chosen and why."""
+        """Set batches and lengths, and say what was chosen and why; the cards name what a rule chose, and no more."""
         data = parts.read_data(expected_batch_size=None, sample_rate=None)
         mode = parts.make_privacy()
         data.use_unit(getattr(mode, "unit", "query"), getattr(mode, "neighbours", "zero_out"))
         units = data.n_units
-        self.generator_batch = fitting_batch(units, self.generator_batch)
-        self.retriever_batch = fitting_batch(units, self.retriever_batch)
+        ruled = []
+        for name in ("generator_batch", "retriever_batch"):
+            given = getattr(self, name)
+            setattr(self, name, fitting_batch(units, given))
+            ruled += [f"task.{name}"] if getattr(self, name) < given else []
         ruler = make_rulers(parts, mode)[0]["passage"]
         passages = list(data.public_passages().values())
         fitting = fitting_length(ruler.count(passages[:: max(1, len(passages) // 2000)]))
         length = self.passage_length or min(self.longest, fitting)
+        ruled += ["the length of passages"] if self.passage_length is None and fitting <= self.longest else []
+        if ruled:
+            rule = "By rule, from the number of units and the lengths of the public passages"
+            self.tuning_note = " ".join(filter(None, (self.tuning_note, f"{rule}: {', '.join(ruled)}.")))
         self.generator = partial(self.generator, max_passage_length=length)
         self.retriever = partial(self.retriever, max_passage_length=length)
         searched = min(self.max_passages or len(passages), len(passages))
@@ -110,3 +135,8 @@ class OwnLog(Pipeline):
             f"passages are cut at {length} tokens (task.passage_length; {fitting} would cut under 5 % of them)",
             f"{searched} of {len(passages)} passages are searched (task.max_passages)",
         )
+        if self.tuning_data == "unknown":
+            say(
+                "nobody declared how the other settings were chosen, and the cards say so; if all of them were fixed "
+                "before this log was used, say task.tuning_data=none"
+            )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ from hypothesis import strategies as st
 from tiny_generator import generator
 from tiny_tasks import parts, retriever
 
+from lit_dpret.cards.tuning import tuning_facts
 from lit_dpret.datamodules import PairsDataModule
-from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.privacy.modes import DPSGD
-from lit_dpret.tasks import OwnLog
+from lit_dpret.tasks import OwnLog, check_data
 from lit_dpret.tasks.check_data import fitting_batch, fitting_length
 from lit_dpret.tasks.parts import Parts
 from lit_dpret.tasks.pipeline import Pipeline
@@ -45,6 +47,7 @@ def log_parts(
     tmp_path: Path, *, public: bool = True, rows: list[dict[str, str]] | None = None, **changes: Any
 ) -> Parts:
     words = ["flood", "fire", "house", "cover", "claim", "agent", "policy", "rain", "roof", "pays"]
+    tmp_path.mkdir(exist_ok=True)
     log = tmp_path / "log.jsonl"
     made = [
         {"query": f"{words[i % 10]} {i}", "passage": " ".join([words[i % 10]] * 30) + f" {i}"} for i in range(COUNT)
@@ -68,7 +71,7 @@ def test_a_log_is_checked_split_and_given_sizes_that_fit_it(
     own_log().run(log_parts(tmp_path))
     assert "check_data.private.md" in (shown := capsys.readouterr().out) and "## Next" not in shown
     own_log().run(log_parts(tmp_path, resume=True))
-    with pytest.raises(ConfigurationError, match=r"resume=true"):
+    with pytest.raises(ResumeError, match=r"resume=true"):
         own_log().run(log_parts(tmp_path))
     (first, one), (second, other) = begun
     data = one.read_data()
@@ -91,6 +94,69 @@ def test_batches_are_a_quarter_of_the_units_that_are_protected(
     data = given.read_data()
     data.use_unit("user")
     assert task.generator_batch == data.n_units // 4 < 10
+
+
+def test_a_run_that_was_ended_between_split_and_report_writes_the_report_when_it_goes_on(
+    tmp_path: Path, begun: list[tuple[OwnLog, Parts]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ended(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    run = tmp_path / "run"
+    with monkeypatch.context() as killed:
+        killed.setattr(check_data, "write_whole", ended)
+        with pytest.raises(KeyboardInterrupt):
+            own_log().run(log_parts(tmp_path))
+    assert (run / "split").is_dir() and not begun
+    own_log().run(log_parts(tmp_path, resume=True))
+    report = json.loads((run / "check" / "check_data.private.json").read_text(encoding="utf-8"))
+    assert report["split"]["written"] == str(run / "split") and len(begun) == 1
+
+
+def test_a_run_does_not_go_on_with_another_log(tmp_path: Path, begun: list[tuple[OwnLog, Parts]]) -> None:
+    own_log().run(log_parts(tmp_path))
+    rows = [{"query": f"other {i}", "passage": " ".join(["rain"] * 30) + f" {i}"} for i in range(COUNT)]
+    with pytest.raises(ResumeError, match="resume=true"):
+        own_log().run(log_parts(tmp_path, rows=rows, resume=True))
+    assert len(begun) == 1
+
+
+def test_a_log_with_problems_is_corrected_and_given_again_and_a_folder_of_others_stays(
+    tmp_path: Path, begun: list[tuple[OwnLog, Parts]]
+) -> None:
+    with pytest.raises(DataError):
+        own_log().run(log_parts(tmp_path, rows=[{"query": "", "passage": "b"}]))
+    own_log().run(log_parts(tmp_path))
+    assert len(begun) == 1
+    other = log_parts(tmp_path / "elsewhere")
+    kept = other.run_dir / "split" / "mine.txt"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("mine")
+    with pytest.raises(ConfigurationError, match=r"hydra\.run\.dir"):
+        own_log().run(replace(other, resume=True))
+    assert kept.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("given", "by_rule"),
+    [
+        ({"longest": 128}, {"task.generator_batch", "the length of passages"}),
+        ({"longest": 128, "passage_length": 16}, {"task.generator_batch"}),
+        ({"longest": 16}, {"task.generator_batch"}),
+        ({"longest": 16, "generator_batch": 8}, set()),
+    ],
+)
+def test_a_card_calls_by_rule_what_a_rule_chose_and_declares_nothing_in_the_users_name(
+    tmp_path: Path, begun: list[tuple[OwnLog, Parts]], given: dict[str, Any], by_rule: set[str]
+) -> None:
+    own_log(**given, tuning_note="My note.").run(log_parts(tmp_path))
+    [(task, _)] = begun
+    tuning = tuning_facts({"data": task.tuning_data, "note": task.tuning_note})
+    assert tuning["data"] == "unknown" and not tuning["accounted"] and "My note." in tuning["text"]
+    named = {"task.generator_batch", "task.retriever_batch", "the length of passages"}
+    assert {one for one in named if one in tuning["text"]} == by_rule
+    own_log(**given, tuning_data="none").run(log_parts(tmp_path, resume=True))
+    assert tuning_facts({"data": begun[1][0].tuning_data})["accounted"]  # it is the user's word
 
 
 def test_a_log_that_is_split_stays_as_it_is(tmp_path: Path, begun: list[tuple[OwnLog, Parts]]) -> None:
