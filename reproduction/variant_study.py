@@ -233,7 +233,7 @@ class VariantStudy(Study):
                     CurveRecorder(curve_file, held_out=self._held_out),
                     StepProgress(f"{variant.label}, seed {seed}"),
                 ],
-                loggers=self._parts.make_loggers(),
+                loggers=self._parts.make_loggers(run_dir=folder),
                 resume=resume,
             ),
         )

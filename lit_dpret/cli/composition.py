@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import is_dataclass
 from functools import partial
 from inspect import signature
@@ -20,7 +21,7 @@ from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.utils import get_class, get_object, instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from lit_dpret.cli.arguments import own_overrides, program, shown_overrides
@@ -69,8 +70,13 @@ def build_parts(cfg: DictConfig) -> Parts:
             )
         return node("model", _target_=f"{target}.outline", **extra)
 
-    def listed(name: str) -> list[Any]:
-        chosen = cfg.get(name) or {}
+    def listed(name: str, run_dir: Path | None = None) -> list[Any]:
+        found = cfg
+        if run_dir is not None:  # a stage of the run has a folder of its own, which its card lies in
+            found = deepcopy(cfg)
+            with open_dict(found):
+                found.run_dir = str(run_dir)
+        chosen = found.get(name) or {}
         return [instantiate(item) for item in chosen.values() if item is not None]
 
     return Parts(

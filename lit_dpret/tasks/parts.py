@@ -30,6 +30,11 @@ def no_outline(**settings: Any) -> Any:
     raise ConfigurationError("The formulas know encoder-decoder models (model=generator), and this is none.")
 
 
+def no_loggers(**settings: Any) -> list[Any]:
+    """Return no logger, in whichever folder it would write."""
+    return []
+
+
 @dataclass(frozen=True)
 class Parts:
     """Factories for the pieces of a run; nothing is built, read or downloaded before its call."""
@@ -41,7 +46,7 @@ class Parts:
     make_trainer: Callable[..., Any]
     make_outline: Callable[..., Any] = no_outline
     make_callbacks: Callable[[], list[Any]] = list
-    make_loggers: Callable[[], list[Any]] = list
+    make_loggers: Callable[..., list[Any]] = no_loggers  # a stage names its own folder, ``run_dir``
     make_canaries: Callable[[], Any] = lambda: None
     make_federation: Callable[[], Any] = lambda: None
     make_run: Callable[[Sequence[str]], ComposedRun] | None = None

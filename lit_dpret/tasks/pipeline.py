@@ -326,7 +326,8 @@ class Pipeline:
     def _train_generator(self, folder: Path, resume: bool, privacy: PrivacyMode) -> dict[str, Any]:
         how = Training(
             run_dir=folder, make_trainer=self._trainer(self.generator_steps), resume=resume,
-            callbacks=self._callbacks(folder, resume, "query generator"), loggers=self._parts.make_loggers(),
+            callbacks=self._callbacks(folder, resume, "query generator"),
+            loggers=self._parts.make_loggers(run_dir=folder),
         )  # fmt: skip
         return train(self.generator(privacy=privacy), self._log, how)
 

@@ -10,12 +10,15 @@ from typing import Any
 
 import lightning as L
 import pytest
+from hydra import compose, initialize_config_module
 from lightning.pytorch.callbacks import Callback
 from tiny_generator import generator
 from tiny_tasks import open_to_others, parts, retriever, trainer
 
+from lit_dpret import cli
 from lit_dpret.cards.card import read_card
 from lit_dpret.cards.verification import verify_chain
+from lit_dpret.cli.composition import build_parts
 from lit_dpret.errors import BudgetExceededError, ConfigurationError, ResumeError
 from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases, noise_keys
@@ -42,6 +45,18 @@ def test_without_privacy_the_same_chain_is_the_upper_bound_and_no_card_claims_an
     report = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     assert "without protection: original queries, no privacy; synthetic queries, no privacy. " in report
     assert pipeline().planned_fits(parts(tmp_path / "planned", make_privacy=NoPrivacy)) == []
+
+
+def test_the_loggers_of_a_stage_write_beside_its_card_where_its_owner_alone_reads(tmp_path: Path) -> None:
+    with initialize_config_module(cli.CONFIG_MODULE, version_base="1.3"):
+        chosen = compose("train", overrides=["task=pipeline", "logger=csv", f"run_dir={tmp_path / 'run'}"])
+    loggers = build_parts(chosen).make_loggers
+    pipeline(only=["synthetic"]).run(parts(tmp_path, make_privacy=NoPrivacy, make_loggers=loggers))
+    run = tmp_path / "run"
+    written = {path.relative_to(run).as_posix() for path in run.rglob("metrics.*")}
+    assert {"generator/csv/version_0/metrics.csv", "generator/metrics.jsonl"} <= written
+    assert not written & open_to_others(run)
+    assert (run / "generator").stat().st_mode & 0o077 == 0
 
 
 def test_a_training_that_cannot_be_made_is_refused_before_another_one_spends(tmp_path: Path) -> None:
