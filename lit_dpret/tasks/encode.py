@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 from lit_dpret.callbacks import ProgressLine
@@ -39,7 +38,7 @@ class Encode(Encoding):
         job.share(data.prepare_data)
         data.setup("test")
         if self.side == "query" and self.queries == "public":
-            refuse_training_data(data, Path(self.encoder), knob="task.queries")
+            refuse_training_data(data, self.encoder, knob="task.queries")
         texts = data.public_passages() if self.side == "passage" else data.evaluation_set(self.split)[0]
         with ProgressLine(f"encoding {len(texts)} texts") as progress:
             made = encode_folder(

@@ -21,7 +21,7 @@ from lit_dpret.retrieval.trec_runs import (
 from lit_dpret.settings import require_choice
 from lit_dpret.tasks.parts import Parts, check_run_dir, say
 from lit_dpret.tasks.ranking import Ranker
-from lit_dpret.tasks.uncovered import Owner
+from lit_dpret.tasks.uncovered import Owner, refuse_training_data
 
 
 @dataclass(kw_only=True)
@@ -49,6 +49,9 @@ class Evaluate(Ranker):
         """Write ``evaluation.json``, the run, the judgements and the values per query; returns the means.
 
         What is wrong elsewhere than in the split is left out and said (`lit_dpret.datamodules.left_out`).
+
+        Raises:
+            ConfigurationError: The queries are declared public, and the encoder was trained on these data privately.
         """
         check_run_dir(parts.run_dir, min_free_mb=50)
         data = parts.make_datamodule()
@@ -56,6 +59,8 @@ class Evaluate(Ranker):
         left_out = data.measure(split) if hasattr(data, "measure") else None
         data.prepare_data()
         data.setup("test")
+        if self.whose == "public":
+            refuse_training_data(data, self.encoder, knob="task.whose")
         queries, qrels = data.evaluation_set(split)
         passages = data.public_passages()
         check_qrels(qrels, query_ids=queries, passage_ids=passages)

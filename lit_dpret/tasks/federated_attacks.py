@@ -41,7 +41,7 @@ from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.settings import require_whole
 from lit_dpret.tasks.parts import Parts, check_run_dir, require_budgets, some_of
 from lit_dpret.tasks.stages import Stages, settings_fingerprint
-from lit_dpret.tasks.uncovered import Owner, model_of, require_owner, tell_attack
+from lit_dpret.tasks.uncovered import Owner, model_of, refuse_training_data, require_owner, tell_attack
 from lit_dpret.texts import normalise
 
 Floats = NDArray[np.float64]
@@ -110,6 +110,8 @@ class FederatedAttacks:
         folders = silo_folders(self.silos, knob="task.silos")
         counts = {name: dict(read_manifest(data)["counts"]) for name, data in folders.items()}
         self._check_sizes(counts)
+        for data in folders.values() if self.whose == "public" else ():
+            refuse_training_data(SiloDataModule(folder=data), self.encoder, knob="task.whose")
         stages = Stages(parts.run_dir, resume=parts.resume, fingerprint=self._fingerprint(parts))
         make = self._maker().check()
         about = data_facts(self.silos, {name: read_manifest(data)["sha256"] for name, data in folders.items()})

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from lit_dpret.cards.blocks import Grid
+from lit_dpret.datamodules import SiloDataModule
 from lit_dpret.datamodules.identity import data_facts
 from lit_dpret.datamodules.silo_folder import Silo, SiloQuery, read_silo
 from lit_dpret.encoders import Towers, load_towers
@@ -23,7 +24,7 @@ from lit_dpret.retrieval.search import search
 from lit_dpret.settings import require_whole
 from lit_dpret.tasks.parts import Parts, check_run_dir, say
 from lit_dpret.tasks.ranking import embedded_texts
-from lit_dpret.tasks.uncovered import DECLARED, Owner, model_of, require_owner
+from lit_dpret.tasks.uncovered import DECLARED, Owner, model_of, refuse_training_data, require_owner
 from lit_dpret.texts import normalise
 
 _INTERNAL = "Internal: private questions, word for word. Keep it where they are kept."
@@ -51,6 +52,8 @@ class HardNegatives:
         """Returns how often one of the negatives ranks above every answer."""
         check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
         silo = read_silo(self.silo)
+        if self.whose == "public":
+            refuse_training_data(SiloDataModule(folder=self.silo), self.encoder, knob="task.whose")
         drawn = self._drawn(silo, parts.seed)
         cases = self._cases(silo, drawn, load_towers(model_of(self.encoder)))
         facts: dict[str, Any] = {

@@ -145,10 +145,11 @@ class Inversion:
             return [file.text(number, record, "text") for number, record in file]
         data = parts.read_data()
         collection = data.collection
+        public = self.split == "passages" and data.has_public_passages  # else they are rows of the private records
+        if self.whose == "public" and not public:
+            refuse_training_data(data, self.encoder, knob="task.whose")
         if self.split == "passages":
             return list(collection.passages.values())
-        if self.whose == "public" and isinstance(place := model_of(self.encoder), Path):
-            refuse_training_data(data, place, knob="task.whose")
         return [collection.queries[query] for query in collection.split(self.split)]
 
     def _encode(self, tower: TextEncoder, texts: Sequence[str]) -> Tensor:

@@ -15,6 +15,9 @@ from lit_dpret.privacy.noise import KeyedStream, default_secret_file, load_secre
 from lit_dpret.report.page import INTERNAL, render, write_short
 from lit_dpret.tasks.parts import Parts, say
 
+_ROUNDS = "seed*/*/silos/*/*/attempt-*"
+"""Where a run of silos in one process keeps the ledgers of their rounds, beside the encoder that it saves."""
+
 Whose = Literal["public", "synthetic", "private"]
 
 Owner = Literal["public", "private"]
@@ -70,25 +73,26 @@ def check_declared(whose: Whose | None, card_entry: bool, *, knob: str, measured
     return whose
 
 
-def refuse_training_data(data: Any, folder: Path | None, *, knob: str) -> None:
+def refuse_training_data(data: Any, folder: str | Path | None, *, knob: str) -> None:
     """Refuse queries declared public that are the private ones an artefact was trained on, where that can be seen.
 
-    It is seen where the ledger of the training lies with the artefact or beside it, the secret that keys its
-    fingerprint of the data is in the default place, and the datamodule groups its rows as it did then. Anything
-    else is taken on trust.
+    It is seen where the ledger of the training lies with the artefact or beside it, or is that of a silo whose
+    federation saved the artefact; where the secret that keys its fingerprint of the data is in the default place, and
+    the datamodule groups its rows as it did then. Anything else is taken on trust.
 
     Args:
         data: The datamodule, set up.
-        folder: Of the artefact that is measured; None where there is none.
+        folder: Of the artefact that is measured; None, or a name that is no folder, where there is none.
         knob: The setting that declares the queries public.
 
     Raises:
         ConfigurationError: They are that training's own data.
     """
-    if folder is None or not hasattr(data, "data_fingerprint"):
+    if folder is None or not Path(folder).is_dir() or not hasattr(data, "data_fingerprint"):
         return
-    inside = folder.resolve()
-    for path in (inside / LEDGER_NAME, inside.parent / LEDGER_NAME, *sorted(inside.parent.glob(f"*/{LEDGER_NAME}"))):
+    inside = Path(folder).resolve()
+    beside = [path for place in ("*", _ROUNDS) for path in sorted(inside.parent.glob(f"{place}/{LEDGER_NAME}"))]
+    for path in (inside / LEDGER_NAME, inside.parent / LEDGER_NAME, *beside):
         plans = [r for r in _records(path) if r.get("kind") == "plan" and r.get("mode") not in ("none", "synthetic")]
         if any(_is_data_of(plan, data) for plan in plans):
             raise ConfigurationError(

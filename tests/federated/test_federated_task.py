@@ -42,7 +42,7 @@ from lit_dpret.privacy.accounting.releases import merge
 from lit_dpret.privacy.ledger.dataset_file import DatasetFile
 from lit_dpret.privacy.ledger.trained import noted_in
 from lit_dpret.privacy.modes import NoPrivacy
-from lit_dpret.tasks import Federated
+from lit_dpret.tasks import Federated, HardNegatives
 from lit_dpret.tasks.parts import Parts
 from reproduction import FederatedStudy
 
@@ -503,3 +503,14 @@ def test_the_global_encoder_of_stage_1_is_saved_for_other_tasks_and_is_no_public
         Federated(systems=["stage1"], seeds=[0]).run(parts(tmp_path / "second", again))
     assert refused.value.trap == "T30"
     assert {run.privacy for run in noted_in(encoder)} == {"federated"}, "what refuses it in every other run"
+
+
+def test_what_a_federation_protects_is_not_public_where_the_encoder_that_it_saved_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    Federated(systems=["stage1"], seeds=[0], save_encoder=True).run(parts(tmp_path / "run", plan(privacy=EPS)))
+    silo, encoder = tmp_path / "run" / "silos" / "clients" / "client0", tmp_path / "run" / "private" / "encoder"
+    measured = HardNegatives(silo=silo, encoder=encoder, whose="public", questions=1)
+    with pytest.raises(ConfigurationError, match=r"task\.whose=public"):
+        measured.run(parts(tmp_path / "out", None))

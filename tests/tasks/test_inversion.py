@@ -88,7 +88,8 @@ def test_queries_that_the_encoder_was_trained_on_privately_are_not_public(
         "lit_dpret.tasks.inversion.refuse_training_data", lambda *told, knob: asked.append((*told, knob))
     )
     run = run_of(tmp_path / "run")
-    data = SimpleNamespace(collection=SimpleNamespace(queries={"q": "a"}, passages={"p": "b"}, split=lambda _: ["q"]))
+    texts = SimpleNamespace(queries={"q": "a"}, passages={"p": "b"}, split=lambda _: ["q"])
+    data = SimpleNamespace(collection=texts, has_public_passages=True)
     monkeypatch.setattr(type(run), "read_data", lambda *_: data)
     for settings in ({"split": "train"}, {"split": "train", "whose": "private"}, {"split": "passages"}):
         task(encoders["plain"], None, **settings)._read(run)  # type: ignore[arg-type]

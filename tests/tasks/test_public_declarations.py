@@ -1,0 +1,86 @@
+"""Queries that a model was privately trained on are not public because somebody says so, whichever task is told it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from frozen_heads import frozen
+from pair_stand_ins import data_module
+from stand_ins import fit
+from tiny_silos import SIZE
+from tiny_tasks import no_parts
+
+from lit_dpret.datamodules import PairsDataModule
+from lit_dpret.datamodules.silo import SiloDataModule
+from lit_dpret.datamodules.silo_folder import silo_folders, write_silos
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.federated.data import planted_silos
+from lit_dpret.modules import FrozenDualEncoder
+from lit_dpret.privacy.modes import DPSGD
+from lit_dpret.tasks import Encode, Evaluate, FederatedAttacks, HardNegatives, Inversion
+
+BATCHES: dict[str, Any] = {"sampling": "poisson", "expected_batch_size": 4, "physical_batch_size": 16}
+
+
+def pairs(root: Path) -> PairsDataModule:
+    return PairsDataModule(folder=root / "data", **BATCHES)
+
+
+def a_silo(root: Path) -> Path:
+    return silo_folders(root / "silos")["client0"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Runs under DP on a log and on a silo, whose ledgers were keyed by the user's own secret."""
+    root = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(root / "state"))
+        data_module(root / "data")
+        write_silos(root / "silos", planted_silos(SIZE), facts={})
+        for name, data in (("log", pairs(root)), ("silo", SiloDataModule(folder=a_silo(root), **BATCHES))):
+            privacy = DPSGD(eps=8.0, delta=1e-2, max_grad_norm=0.1, noise_multiplier=4.0)
+            module = FrozenDualEncoder(
+                optimizer=frozen().optimizer_spec, encoder=frozen().encoder, privacy=privacy
+            )  # fmt: skip
+            fit(root / "runs" / name / "run", module, data, steps=1)
+        (root / "runs" / "other").mkdir()
+        yield root
+
+
+@pytest.fixture(autouse=True)
+def own_secret(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(trained / "state"))
+
+
+TASKS: dict[str, Callable[[Path, str], Any]] = {
+    "evaluate": lambda _, encoder: Evaluate(encoder=encoder, whose="public", split="train"),
+    "encode": lambda _, encoder: Encode(encoder=encoder, side="query", queries="public", split="train"),
+    "inversion": lambda _, encoder: Inversion(encoder=encoder, whose="public", split="train"),
+    "hard_negatives": lambda root, encoder: HardNegatives(silo=a_silo(root), encoder=encoder, whose="public"),
+    "federated_attacks": lambda root, encoder: FederatedAttacks(
+        silos=root / "silos", encoder=encoder, whose="public", candidates=2
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_model_s_own_private_training_data_are_refused_as_public(name: str, trained: Path, tmp_path: Path) -> None:
+    of = "silo" if name in ("hard_negatives", "federated_attacks") else "log"
+    parts = no_parts(tmp_path / "out", make_datamodule=lambda: pairs(trained))
+    made = TASKS[name](trained, str(trained / "runs" / of / "run"))
+    if name == "inversion":  # which loads its encoder first
+        with pytest.raises(ConfigurationError, match=r"task\.whose=public"):
+            made._read(parts)
+        return
+    with pytest.raises(ConfigurationError, match=r"task\.(whose|queries)=public"):
+        made.run(parts)
+
+
+def test_another_encoder_measures_the_same_queries_as_declared(trained: Path, tmp_path: Path) -> None:
+    parts = no_parts(tmp_path / "out", make_datamodule=lambda: pairs(trained))
+    Evaluate(encoder="bm25", whose="public", split="train").run(parts)
+    assert (tmp_path / "out" / "evaluation.json").is_file()
