@@ -282,7 +282,6 @@ class PrivacyAccountant(Callback):
                     *declared_weights(module, self),
                     *(trusted_code(trainer, module, data) if mode.guarantee == "dp" else ()),
                 ],
-                "dataset_ledger": None if self._dataset is None else self._dataset.begin(),
                 "planted": planted,
                 **({"mode_facts": facts} if (facts := mode.recorded_facts()) else {}),
             },
@@ -292,6 +291,7 @@ class PrivacyAccountant(Callback):
                 files=partial(fingerprint_of_files, module),
             ),
             run_id=None if mode.noise_seed is None else "seeded",
+            dataset=self._dataset,
         )
         note_start(self._run.ledger, self.start())
         note_sweep(self._run.ledger, None if self.sweep is None else self.sweep.describe())

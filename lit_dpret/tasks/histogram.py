@@ -221,11 +221,11 @@ def counting_run(
             "planned_steps": plan.steps,
             "plan": plan.to_dict(),
             "plan_fingerprint": plan.fingerprint(),
-            "dataset_ledger": None if dataset is None else dataset.begin(),
             **described,
         },
         fingerprints=Fingerprints(data=data.data_fingerprint),
         run_id=None if seed is None else "seeded",
+        dataset=dataset,
     )
 
 

@@ -256,8 +256,18 @@ def test_a_run_does_not_leave_its_data_sets_ledger_on_resume(tmp_path: Path, oth
         with pytest.raises(ResumeError, match=r"without the privacy\.dataset_ledger that counts this run"):
             train(tmp_path / "a", module(tmp_path, **settings), resume=True)
     assert len(noise_keys(records(tmp_path / "a"))) == 2
+    assert other is None or not (tmp_path / other).exists()  # an empty one would give the next run the whole budget
     train(tmp_path / "a", module(tmp_path), resume=True)
     assert total(tmp_path).epsilon == pytest.approx(cost(tmp_path / "a"), rel=1e-12)
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_run_that_is_refused_begins_no_ledger_of_its_data_set(tmp_path: Path, resume: bool) -> None:
+    stopped(tmp_path / "a", module(tmp_path, **ALONE), after=2)
+    settings: dict[str, Any] = {"dataset_ledger": tmp_path / "new.jsonl", "total_eps": LIMIT, "max_grad_norm": 0.123}
+    with pytest.raises(ResumeError):
+        train(tmp_path / "a", module(tmp_path, **settings), resume=resume)
+    assert not (tmp_path / "new.jsonl").exists()
 
 
 def test_a_run_may_join_a_ledger_on_resume_and_is_counted_whole(tmp_path: Path) -> None:

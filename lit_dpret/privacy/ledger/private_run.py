@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_dpret.errors import ResumeError, schema_problem
+from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.ledger.run_ledger import Key, PrivacyLedger, counted_in, ledger_identity
 from lit_dpret.privacy.noise import NOISE_STREAM, KeyedStream
 
@@ -193,6 +194,7 @@ class PrivateRun:
         described: Mapping[str, Any],
         fingerprints: Fingerprints,
         run_id: str | None = None,
+        dataset: DatasetLedger | None = None,
     ) -> PrivateRun:
         """Begin a ledger, or go on with the one at ``path``.
 
@@ -204,6 +206,8 @@ class PrivateRun:
                 whether noise is drawn from SHAKE-256.
             fingerprints: Of the data set.
             run_id: Of a ledger that is begun; None for one that no other run has.
+            dataset: The ledger of the data set that counts the run; begun here, but not for a run that is refused: an
+                empty one where another had been would begin with the whole budget again.
 
         Raises:
             ResumeError: There is a ledger and ``resume`` is false, or none and it is true, or the ledger is about
@@ -238,13 +242,15 @@ class PrivateRun:
                 now["unplanted_fingerprint"] = fingerprints.unplanted(key)
             now["files_fingerprint"] = fingerprints.files(key)
             if earlier:
-                if counted_in(ledger.records) - {now.get("dataset_ledger")}:
+                there = {dataset.begin()} if dataset is not None and dataset.path.exists() else set()
+                if counted_in(ledger.records) - there:
                     raise ResumeError(
                         "resume=true without the privacy.dataset_ledger that counts this run, or with another one: "
                         "what it spends from here on would be missing there. Name that file, or start a new run in "
                         "another hydra.run.dir."
                     )
                 run._compare_with(earlier[-1], now)
+            now["dataset_ledger"] = None if dataset is None else dataset.begin()
             # With a nonce, no two ledgers have equal heads, even if they were begun in one moment.
             nonce = random_secrets.token_hex(16)
             ledger.append("plan", run_id=run_id, attempt=run.attempt, nonce=nonce, **now)

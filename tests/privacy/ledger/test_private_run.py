@@ -11,7 +11,9 @@ import pytest
 
 from lit_dpret.errors import ResumeError
 from lit_dpret.privacy.accounting.releases import NonPrivateRelease
+from lit_dpret.privacy.budget import PrivacyBudget
 from lit_dpret.privacy.ledger import chain
+from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.ledger.private_run import Fingerprints, Position, PrivateRun
 from lit_dpret.privacy.ledger.run_ledger import Key, PrivacyLedger, check_no_key_reuse
 
@@ -27,7 +29,9 @@ DESCRIBED = {
 }
 
 
-def open_run(folder: Path, *, secret: bytes = b"k" * 32, resume: bool = False, **described: Any) -> PrivateRun:
+def open_run(
+    folder: Path, *, secret: bytes = b"k" * 32, resume: bool = False, dataset: Any = None, **described: Any
+) -> PrivateRun:
     return PrivateRun.open(
         folder / "privacy_ledger.jsonl",
         resume=resume,
@@ -35,6 +39,7 @@ def open_run(folder: Path, *, secret: bytes = b"k" * 32, resume: bool = False, *
         described=DESCRIBED | described,
         fingerprints=Fingerprints(data=lambda key: "data"),
         run_id="run",
+        dataset=dataset,
     )
 
 
@@ -60,15 +65,20 @@ def test_two_runs_that_were_opened_in_one_moment_have_different_heads(
 
 
 def test_what_counts_a_run_is_remembered_from_any_of_its_plans(tmp_path: Path) -> None:
+    first, second, absent = (
+        DatasetLedger(tmp_path / f"{name}.jsonl", total_eps=8.0, budget=PrivacyBudget(eps=1.0, delta=1e-2))
+        for name in ("first", "second", "absent")
+    )
+    second.begin()
     opened(tmp_path)
-    opened(tmp_path, resume=True, dataset_ledger=None)
-    opened(tmp_path, resume=True, dataset_ledger="first")
+    opened(tmp_path, resume=True)
+    opened(tmp_path, resume=True, dataset=first)
     before = (tmp_path / "privacy_ledger.jsonl").read_bytes()
-    for other in ({}, {"dataset_ledger": None}, {"dataset_ledger": "second"}):
+    for other in (None, second, absent):
         with pytest.raises(ResumeError, match=r"privacy\.dataset_ledger"):
-            opened(tmp_path, resume=True, **other)
-    assert (tmp_path / "privacy_ledger.jsonl").read_bytes() == before
-    assert len(opened(tmp_path, resume=True, dataset_ledger="first")) == 4
+            opened(tmp_path, resume=True, dataset=other)
+    assert (tmp_path / "privacy_ledger.jsonl").read_bytes() == before and not absent.path.exists()
+    assert len(opened(tmp_path, resume=True, dataset=first)) == 4
 
 
 @pytest.mark.parametrize("seed", range(8))
