@@ -19,7 +19,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lit_dpret.callbacks.averages import averaged, describe
 from lit_dpret.callbacks.planning import accountant_of, ledger_of
-from lit_dpret.callbacks.retrieval_evaluation import SHARED_BY_CHANCE
+from lit_dpret.callbacks.retrieval_evaluation import SHARED_BY_CHANCE, train_queries
 from lit_dpret.cards.amendments import with_notes
 from lit_dpret.cards.card import CARD_NAME, CardFacts, RunFacts, build_card, inherit_card, subject_of, write_card
 from lit_dpret.cards.provenance import (
@@ -119,10 +119,9 @@ class PrivacyCard(Callback):
         Raises:
             ConfigurationError: More than a tenth of the queries that were declared public are train queries of the run.
         """
-        collection = getattr(data, "collection", None)
-        if not self._overlapping or module.privacy.guarantee != "dp" or collection is None:
+        if not self._overlapping or module.privacy.guarantee != "dp":
             return
-        trained = text_hashes(collection.queries[query] for query in collection.qrels.get("train", {}))
+        trained = text_hashes(train_queries(data))
         if len(self._overlapping & set(trained)) > SHARED_BY_CHANCE * len(self._overlapping):
             raise ConfigurationError(
                 "callbacks.card.pretraining_overlap was counted on queries declared public, and over a tenth of them "

@@ -9,7 +9,7 @@ since the claim may be about users who have queries in both.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal, get_args
 
@@ -260,12 +260,22 @@ class RetrievalEvaluation(Callback):
 def trains_on(data: Any, queries: Collection[str]) -> bool:
     """Return whether more of ``queries`` are train queries of ``data`` than chance explains, by their texts.
 
-    Data that are no collection of texts are taken on trust.
+    Data whose rows have no ``query`` are taken on trust.
     """
-    collection = getattr(data, "collection", None)
-    if collection is None:
-        return False
-    trained = {
-        normalise(collection.queries[query]) for query, judged in collection.qrels.get("train", {}).items() if judged
-    }
+    trained = set(map(normalise, train_queries(data)))
     return sum(normalise(text) in trained for text in queries) > SHARED_BY_CHANCE * len(queries)
+
+
+def train_queries(data: Any) -> Iterator[str]:
+    """Yield the texts of the train queries of a DataModule that is set up: of its collection, or else of its rows."""
+    if (collection := getattr(data, "collection", None)) is not None:
+        yield from (collection.queries[query] for query in collection.qrels.get("train", {}))
+        return
+    if not hasattr(data, "train_units"):
+        return
+    units = data.train_units()
+    for unit in range(len(units)):
+        for row in units.rows(unit):
+            if not isinstance(text := getattr(row, "query", None), str):
+                return  # rows of another kind, all of which it may cost much to read
+            yield text

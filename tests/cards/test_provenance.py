@@ -104,8 +104,24 @@ def test_what_was_counted_on_public_texts_stands_on_the_card(tmp_path: Path) -> 
     assert "sample.jsonl" in (run / "privacy_card.md").read_text(encoding="utf-8")
 
 
+class OwnRows:
+    """A data module without a collection, whose units are rows with a query."""
+
+    def train_units(self) -> Any:
+        return self
+
+    def __len__(self) -> int:
+        return 2
+
+    def rows(self, unit: int) -> list[Any]:
+        return [SimpleNamespace(query=f"query {unit + 3}")]
+
+
+@pytest.mark.parametrize("collected", [True, False])
 @pytest.mark.parametrize(("queries", "refused"), [("query 5", False), ("Query  3", True)])
-def test_an_overlap_of_the_runs_own_train_queries_is_refused(queries: str, refused: bool, tmp_path: Path) -> None:
+def test_an_overlap_of_the_runs_own_train_queries_is_refused(
+    queries: str, refused: bool, collected: bool, tmp_path: Path
+) -> None:
     hashes = text_hashes([*(f"other {i}" for i in range(5)), queries])
     card = PrivacyCard(pretraining_overlap=counted(tmp_path, queries_sha256=hashes))
     module = Memoriser(DPSGD(eps=2.0, delta=1e-5, noise_multiplier=2.0, secret_file=tmp_path / "secret"))
@@ -113,7 +129,7 @@ def test_an_overlap_of_the_runs_own_train_queries_is_refused(queries: str, refus
         queries={f"q{i}": f"query {i}" for i in range(9)}, qrels={"train": {"q3": {}, "q4": {}}}
     )
     with pytest.raises(ConfigurationError, match="pretraining_overlap") if refused else nullcontext():
-        card.refuse_protected(module, SimpleNamespace(collection=collection))
+        card.refuse_protected(module, SimpleNamespace(collection=collection) if collected else OwnRows())
 
 
 @pytest.mark.parametrize("changes", [{"whose": "private"}, {"not_covered": "Overlap of private queries"}])
