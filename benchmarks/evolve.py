@@ -6,12 +6,14 @@
 The sample is the quickstart's: all questions vote, 8,000 passages, cut at 64 tokens, are searched. From the shipped T5,
 untrained, come as many queries for passages in the public order (``untrained``), and the set of ``task=evolve`` with
 its defaults at ``--eps``. Each set is measured by the round trip (the share of queries whose own passage the zero-shot
-encoder ranks among the first 10, and of wrong passages), and by the retriever of the quickstart trained on the queries
-that pass it. ``--model smollm2`` asks SmolLM2 with the examples of `examples/few_shot.jsonl`.
+encoder ranks among the first 10, and of wrong passages), by the cosine of each test question to the nearest query of
+the set and of each query to the nearest question, and by the retriever of the quickstart trained on the queries that
+pass the round trip. ``--model smollm2`` asks SmolLM2 with the examples of `examples/few_shot.jsonl`.
 """
 
 from __future__ import annotations
 
+import shutil
 import statistics
 import tempfile
 from dataclasses import replace
@@ -23,6 +25,7 @@ from typing import Any, ClassVar
 import lightning as L
 from common import machine, options, say, write
 
+from lit_dpret.cards.file import CARD_NAME
 from lit_dpret.datamodules import InsuranceQADataModule, SyntheticDataModule
 from lit_dpret.modules import FrozenDualEncoder, OptimizerSpec, QueryGenerator
 from lit_dpret.modules.generator_folder import load_generator
@@ -42,7 +45,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "public_t5": {"max_passage_length": 64, "max_query_length": 32, "lower_case": True},
     "smollm2": {"max_passage_length": 384, "max_query_length": 24, "few_shot": ROOT / "examples" / "few_shot.jsonl"},
 }
-VARIANTS: dict[str, dict[str, Any]] = {"evolved": {}, "evolved, {query} {passage}": {"variation": "{query} {passage}"}}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "evolved": {},
+    "evolved, {query} {passage}": {"variation": "{query} {passage}"},
+    "evolved, fresh": {"fresh": 0.5, "vote_power": 0.0},
+}
 
 
 class Log(InsuranceQADataModule):
@@ -77,6 +84,8 @@ class Bench:
     def untrained(self, size: int, seed: int) -> Path:
         """Queries for the first passages of the public order, one for each."""
         place, texts = self.folder / f"untrained_{seed}", {}
+        if (place / "queries.jsonl").is_file():
+            return place
         source = self.generator(NoPrivacy()).save_model(self.folder / "model")
         for number, name in enumerate(islice(in_turn(Log.sampled), size)):
             texts[f"{name}#{number}"] = Log.sampled[name]
@@ -96,6 +105,8 @@ class Bench:
 
     def evolved(self, size: int, seed: int, eps: float, label: str, more: dict[str, Any]) -> Path:
         place = self.folder / f"{label.replace(' ', '_')}_{eps:g}_{seed}"
+        if (place / "synthetic" / CARD_NAME).is_file():
+            return place / "synthetic"
         mode = partial(DPSGD, eps=eps, secret_file=self.folder / "secret")
         task = Evolve(
             passages_are_public=True, population=size, temperature=TEMPERATURE, cache_dir=self.cache / "private", **more
@@ -104,7 +115,7 @@ class Bench:
         return place / "synthetic"
 
     def measured(self, folder: Path, seed: int, *, card: bool) -> dict[str, Any]:
-        """Round trip, and nDCG@10 and MRR@10 on the test questions of the retriever that learns from what passes it."""
+        """Round trip, nearness to people's questions, and scores of the retriever that learns from what passes."""
         encoder = partial(
             FrozenDualEncoder,
             optimizer=OptimizerSpec(lr=3e-4),
@@ -129,11 +140,18 @@ class Bench:
         trained = encoder(privacy=NoPrivacy())
         trained.prepare(data)
         place = folder.parent / f"{folder.name}_retriever"
+        shutil.rmtree(place, ignore_errors=True)
         train_retriever(
             trained, kept, place, parts=self.parts(place), steps=40, batch=1024, resume=False,
             callbacks=stage_callbacks(place, resume=False, label="retriever"),
         )  # fmt: skip
-        return {"queries": len(released), "round_trip": trip, **self.score(trained)}
+        asked = list(self.searched.evaluation_set(self.split)[0].values())
+        near = model.encode_queries(asked) @ model.encode_queries([query.text for query in released]).T
+        return {
+            "queries": len(released), "passages": len({query.passage_id for query in released}), "round_trip": trip,
+            "asked_to_set": float(near.max(1).values.mean()), "set_to_asked": float(near.max(0).values.mean()),
+            **self.score(trained),
+        }  # fmt: skip
 
     def score(self, model: Any) -> dict[str, float]:
         queries, qrels = self.searched.evaluation_set(self.split)
@@ -187,7 +205,10 @@ def main() -> None:
         name: {
             "round_trip": statistics.mean(one["round_trip"]["recall"][0] for one in found),
             "control": statistics.mean(one["round_trip"]["control"][0] for one in found),
-            **{metric: statistics.mean(one[metric] for one in found) for metric in zero_shot},
+            **{
+                name: statistics.mean(one[name] for one in found)
+                for name in ("queries", "passages", "asked_to_set", "set_to_asked", *zero_shot)
+            },
         }
         for name, found in rows.items()
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -309,7 +310,7 @@ class Evolve(SetDrawing):
         reserve: Any,
     ) -> np.ndarray:  # fmt: skip
         """Return the noised votes of one generation: those on the disk, where the ledger has released them."""
-        spec = sha256("\n".join(f"{each.name}\t{each.text}" for each in found).encode()).hexdigest()
+        spec = sha256(json.dumps([[each.name, each.text] for each in found]).encode()).hexdigest()
         bins = {"kind": "candidates", "sha256": spec, "encoder": shown(self.encoder)}
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / HISTOGRAM_NAME).is_file():
@@ -334,18 +335,7 @@ class Evolve(SetDrawing):
         queries = [each.query() for each in sorted(found, key=lambda each: (order[each.passage_id], each.draw))]
         configuration = drawing_facts(writer.place, passages, writer.how) | {
             "evolution": {
-                **picked(
-                    self,
-                    "generations",
-                    "population",
-                    "queries",
-                    "threshold",
-                    "keep",
-                    "fresh",
-                    "variation",
-                    "nearest",
-                    "max_votes",
-                ),
+                **picked(self, "generations", *_COMPARED, "max_votes"),
                 "encoder": shown(self.encoder),
             }
         }
