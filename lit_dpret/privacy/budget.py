@@ -66,23 +66,17 @@ class PrivacyBudget:
     norms, the noise secret, and under ``add_or_remove`` the size of the data set) never becomes a
     field of a budget.
 
-    Args:
-        eps: The epsilon of the whole run, positive and finite.
-        delta: The delta of the whole run, in (0, 1); below 1/n where n is public.
-        unit: Whose data one neighbouring data set lacks or changes.
-        neighbours: How it differs; an epsilon means nothing without this word beside it.
-        duplicates: Whether equal texts under different ids are units of their own, or one: ``datamodule.duplicates``,
-            as the plan finds it. A unit of the one kind is no unit of the other.
-
     Raises:
         ConfigurationError: A value is out of range; the message names the ``privacy.`` key.
     """
 
-    eps: float
-    delta: float
-    unit: Unit = "query"
-    neighbours: Neighbours = "zero_out"
+    eps: float  # of the whole run, positive and finite
+    delta: float  # of the whole run, in (0, 1); below 1/n where n is public
+    unit: Unit = "query"  # whose data one neighbouring data set lacks or changes
+    neighbours: Neighbours = "zero_out"  # how it differs; an epsilon means nothing without this word beside it
     duplicates: Duplicates = "keep"
+    """Whether equal texts under different ids are units of their own, or one: ``datamodule.duplicates``, as the plan
+    finds it. A unit of the one kind is no unit of the other."""
 
     def __post_init__(self) -> None:
         if not (isinstance(self.eps, (int, float)) and math.isfinite(self.eps) and self.eps > 0):

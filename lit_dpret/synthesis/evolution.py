@@ -29,19 +29,12 @@ _MARK = "#"
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A query that can be voted for.
+    """A query that can be voted for."""
 
-    Attributes:
-        passage_id: The passage that it was written for.
-        draw: Counts the candidates of that passage.
-        log_prob: As in `SyntheticQuery`.
-        finished: As in `SyntheticQuery`.
-    """
-
-    passage_id: str
-    draw: int
+    passage_id: str  # the passage that it was written for
+    draw: int  # counts the candidates of that passage
     text: str
-    log_prob: float | None = None
+    log_prob: float | None = None  # as in `SyntheticQuery`
     finished: bool = True
 
     @property

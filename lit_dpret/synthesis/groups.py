@@ -45,36 +45,23 @@ _CHUNK = 1024
 class Generation:
     """How a data set is drawn; plain values, so that they can be sent to a process.
 
-    Args:
-        queries_per_passage: Draws for each passage.
-        seed: Public; an experiment's seed, not the noise secret.
-        top_p, temperature, top_k, min_new_tokens: Of `Decoding`.
-        max_new_tokens: Longest query; null for the query length of training.
-        group_size: Passages decoded together.
-        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:0``.
-        precision: ``32-true`` or ``bf16-true``.
-        threads: Threads that PyTorch computes a group with; with another number the last bits differ, so it
-            belongs to what a set was begun with.
-        workers: Processes that draw groups, each with the generator in memory; 0 draws in this one.
-        groups_in_flight: Groups that each worker holds at once, computed or waiting.
-
     Raises:
         ConfigurationError: A setting is out of range.
     """
 
-    queries_per_passage: int = 1
-    seed: int = 0
-    top_p: float = 0.8
+    queries_per_passage: int = 1  # draws for each passage
+    seed: int = 0  # public; an experiment's seed, not the noise secret
+    top_p: float = 0.8  # like the four below, of `Decoding`
     temperature: float = 1.0
     top_k: int | None = None
-    max_new_tokens: int | None = None
+    max_new_tokens: int | None = None  # null for the query length of training
     min_new_tokens: int = 1
-    group_size: int = 64
-    device: str = "auto"
-    precision: str = "32-true"
-    threads: int = 1
-    workers: int = 0
-    groups_in_flight: int = 2
+    group_size: int = 64  # passages decoded together
+    device: str = "auto"  # ``auto``, ``cpu``, ``cuda`` or ``cuda:0``
+    precision: str = "32-true"  # ``32-true`` or ``bf16-true``
+    threads: int = 1  # of PyTorch; with another number the last bits differ, so it belongs to what a set was begun with
+    workers: int = 0  # processes that draw groups, each with the generator in memory; 0 draws in this one
+    groups_in_flight: int = 2  # groups that each worker holds at once, computed or waiting
 
     def __post_init__(self) -> None:
         require_whole("task", self, 1, "queries_per_passage", "group_size", "threads", "groups_in_flight")

@@ -67,17 +67,14 @@ class PairwiseLoss(ABC):
     lies in the range and depends on the records i and j alone, and so does m_ij gbar_ij, whose length is at
     most B. These are the premises of the unmasked bound, for every loss of the table, diagonal or not.
 
-    Args:
-        similarity: ``cosine``, or ``dot`` of embeddings that are no longer than ``radius``.
-        radius: With ``dot``, the largest length of an embedding, to which the caller projects them;
-            scores lie within plus and minus its square.
-
     Raises:
         ConfigurationError: A setting is out of its range.
     """
 
-    similarity: Literal["cosine", "dot"] = "cosine"
+    similarity: Literal["cosine", "dot"] = "cosine"  # ``dot`` of embeddings that are no longer than ``radius``
     radius: float | None = None
+    """With ``dot``, the largest length of an embedding, to which the caller projects them; scores lie within plus and
+    minus its square."""
 
     def __post_init__(self) -> None:
         require_choice("loss.similarity", self.similarity, ("cosine", "dot"))

@@ -54,20 +54,12 @@ class DeclaredPairLoss(PairwiseLoss):
         ... )
         >>> loss.sensitivity(32, relation="add_or_remove")
         4.0
-
-    Args:
-        row_loss: From a table ``(n, n)`` of scores to losses ``(n,)``, differentiable by autograd.
-        g1: Bound on the own row.
-        g2: Bound on the own column.
-        l: Bound on the movement of another row.
-        similarity: ``cosine`` or ``dot``.
-        radius: The largest length of an embedding, with ``dot``.
     """
 
-    row_loss: Callable[[Tensor], Tensor]
-    g1: Bound
-    g2: Bound
-    l: Bound  # noqa: E741
+    row_loss: Callable[[Tensor], Tensor]  # from scores ``(n, n)`` to losses ``(n,)``, differentiable by autograd
+    g1: Bound  # on the own row
+    g2: Bound  # on the own column
+    l: Bound  # noqa: E741 (on the movement of another row)
 
     @property
     def claim(self) -> LossClaim:

@@ -52,20 +52,12 @@ class SigmoidPairLoss(_SeparateLoss):
     **Bound** (head of this file): d = s(M / t - b) / t and o = a s(M / t + b) / ((n0 - 1) t), because s rises.
     Tight: S_nn = -M with S_nj = S_in = M is the configuration of `SoftmaxPairLoss`. Since s < 1, it is
     below (1 + 2 a m / (n0 - 1)) / t for *any* scores: with ``dot`` the radius may be left open.
-
-    Args:
-        temperature: Divides the similarity; positive.
-        bias: Added to the scores after division; SigLIP starts at -10. Public.
-        negative_weight: a, what a row's negatives weigh together against its positive.
-        n0: The public normaliser, above 1; null takes the expected size of a sub-batch.
-        similarity: ``cosine`` or ``dot``.
-        radius: The largest length of an embedding, with ``dot``; null for any length.
     """
 
-    temperature: float
-    bias: float = 0.0
-    negative_weight: float = 1.0
-    n0: float | None = None
+    temperature: float  # divides the similarity; positive
+    bias: float = 0.0  # added to the scores after division; SigLIP starts at -10. Public
+    negative_weight: float = 1.0  # a, what a row's negatives weigh together against its positive
+    n0: float | None = None  # the public normaliser, above 1; null takes the expected size of a sub-batch
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -109,18 +101,11 @@ class KernelPairLoss(_SeparateLoss):
 
     **Bound** (head of this file): d = 1 / t and o = k / (n0 t), together (1 + 2 k m / n0) / t. Tight:
     S_nj = S_in = M.
-
-    Args:
-        temperature: Divides the similarity; positive.
-        negative_weight: k, what a row's negatives can weigh together against its positive.
-        n0: The public normaliser, above 0; null takes the expected size of a sub-batch.
-        similarity: ``cosine`` or ``dot``.
-        radius: The largest length of an embedding, with ``dot``.
     """
 
-    temperature: float
-    negative_weight: float = 1.0
-    n0: float | None = None
+    temperature: float  # divides the similarity; positive
+    negative_weight: float = 1.0  # k, what a row's negatives can weigh together against its positive
+    n0: float | None = None  # the public normaliser, above 0; null takes the expected size of a sub-batch
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -162,16 +147,10 @@ class SpreadoutPairLoss(_SeparateLoss):
     survivors stay: 8 M for n >= 2. All tight as above. A fixed normaliser costs 4 M for add or remove.
 
     **The limit** is that of the realised normaliser, 6 M and 8 M; there is none with a fixed one.
-
-    Args:
-        normaliser: ``fixed`` or ``realised``.
-        n0: The fixed public normaliser, above 1; null takes the expected size of a sub-batch.
-        similarity: ``cosine`` or ``dot``.
-        radius: The largest length of an embedding, with ``dot``.
     """
 
     normaliser: Literal["fixed", "realised"] = "fixed"
-    n0: float | None = None
+    n0: float | None = None  # the fixed public normaliser, above 1; null takes the expected size of a sub-batch
 
     def __post_init__(self) -> None:
         super().__post_init__()

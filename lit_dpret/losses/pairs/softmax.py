@@ -36,7 +36,7 @@ from lit_dpret.settings import require_choice
 class _TemperedLoss(PairwiseLoss):
     """What the losses with a temperature share."""
 
-    temperature: float
+    temperature: float  # divides the similarity; positive
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -71,15 +71,9 @@ class SoftmaxPairLoss(_TemperedLoss):
     small (the own row) and where it must be large (the column). It is too small by
     2 (p_max - p_min) for every n >= 2, and a real encoder attains more. ``sensitivity_from=paper``
     selects it to reproduce their experiments; it is **no guarantee**, and `claim` says ``refuted``.
-
-    Args:
-        temperature: Divides the similarity; positive.
-        sensitivity_from: ``proof``, or ``paper`` for Lemma 4.5 as printed (``add_or_remove`` alone).
-        similarity: ``cosine`` or ``dot``.
-        radius: The largest length of an embedding, with ``dot``.
     """
 
-    sensitivity_from: Literal["proof", "paper"] = "proof"
+    sensitivity_from: Literal["proof", "paper"] = "proof"  # ``paper`` is Lemma 4.5 as printed (``add_or_remove`` alone)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -123,11 +117,6 @@ class SymmetricSoftmaxPairLoss(_TemperedLoss):
     owns row k and column k. A mean moves by at most the larger of the two. It is attained: the
     configuration of `SoftmaxPairLoss` is a symmetric table, and the two directions differ in it with the
     same sign at every pair.
-
-    Args:
-        temperature: Divides the similarity; positive.
-        similarity: ``cosine`` or ``dot``.
-        radius: The largest length of an embedding, with ``dot``.
     """
 
     def _row_losses(self, table: Tensor) -> Tensor:
@@ -172,17 +161,10 @@ class NullMassSoftmaxPairLoss(_TemperedLoss):
     end up to 4 percent lower, since W of the peak asks for scores that the own row does not want.
 
     **The limit** for large n and a fixed n0 is that of `SoftmaxPairLoss`.
-
-    Args:
-        temperature: Divides the similarity; positive.
-        negative_weight: k, how much negatives weigh against the constant; positive.
-        n0: The constant's public size, above 0; null takes the expected size of a sub-batch.
-        similarity: ``cosine`` or ``dot``.
-        radius: The largest length of an embedding, with ``dot``.
     """
 
-    negative_weight: float = 1.0
-    n0: float | None = None
+    negative_weight: float = 1.0  # k, how much negatives weigh against the constant; positive
+    n0: float | None = None  # the constant's public size, above 0; null takes the expected size of a sub-batch
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -116,8 +116,8 @@ class TruncatedPoisson(SamplingLaw):
 
 @dataclass(frozen=True, kw_only=True)
 class _OfOneSize(SamplingLaw):
-    batch_size: int
-    n: int
+    batch_size: int  # units in every batch, 1 to n
+    n: int  # units in the data set, a public number
 
     def __post_init__(self) -> None:
         require_whole(type(self).__name__, self, 1, "n", "batch_size")
@@ -131,12 +131,7 @@ class _OfOneSize(SamplingLaw):
 
 @dataclass(frozen=True, kw_only=True)
 class FixedSize(_OfOneSize):
-    """Each batch is a fresh uniform subset of exactly ``batch_size`` of the n units.
-
-    Args:
-        batch_size: Units in every batch, 1 to n.
-        n: Units in the data set, a public number.
-    """
+    """Each batch is a fresh uniform subset of exactly ``batch_size`` of the n units."""
 
     kind: ClassVar[str] = "fixed_size"
 
@@ -150,10 +145,6 @@ class Shuffle(_OfOneSize):
 
     The accountant charges one unsampled Gaussian per epoch begun. Every release in a list starts an
     epoch of its own: an epoch that goes on after a break is stated as one release.
-
-    Args:
-        batch_size: Units in a batch, 1 to n.
-        n: Units in the data set, a public number.
     """
 
     kind: ClassVar[str] = "shuffle"
