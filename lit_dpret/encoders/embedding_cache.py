@@ -50,15 +50,22 @@ def content_hash(facts: object, weights: Mapping[str, Tensor], texts: Iterable[s
     return digest.hexdigest()
 
 
+@dataclass(frozen=True)
+class Rows:
+    """How the rows of a file are computed and kept; its bytes depend on all of it."""
+
+    dtype: torch.dtype  # of a number in the file
+    batch_size: int = 64  # texts per forward pass
+    buffer_size: int = BUFFER  # texts sorted together
+
+
 def encode_to_file(
     encoding: OneSide,
     texts: Sequence[str],
     path: Path,
+    rows: Rows,
     *,
-    dtype: torch.dtype,
     facts: Mapping[str, Any],
-    batch_size: int = 64,
-    buffer_size: int = BUFFER,
     restart: bool = False,
     progress: Progress | None = None,
     job: Job | None = None,
@@ -74,10 +81,8 @@ def encode_to_file(
         encoding: The encoder and the side.
         texts: The texts.
         path: The file; what is unfinished lies beside it as ``.partial``, ``.journal`` and ``.parts``.
-        dtype: Of a number in the file.
-        facts: What the content depends on, besides texts and batches: plain JSON values.
-        batch_size: Texts per forward pass.
-        buffer_size: Texts sorted together.
+        rows: How they are computed and kept.
+        facts: What the content depends on, besides texts and ``rows``: plain JSON values.
         restart: Begin again where something else was begun here, instead of refusing.
         progress: Called with (texts done, texts in all), on the ranks that give it.
         job: The ranks that share the work; each calls this with the same arguments, and all see the folder of
@@ -91,18 +96,18 @@ def encode_to_file(
     """
     job = Job() if job is None else job
     begun = {  # everything that the bytes of the matrix depend on, as its journal keeps it
-        **facts, "rows": len(texts), "dim": encoding.dim, "dtype": str(dtype).removeprefix("torch."),
-        "batch_size": batch_size, "buffer_size": buffer_size,
+        **facts, "rows": len(texts), "dim": encoding.dim, "dtype": str(rows.dtype).removeprefix("torch."),
+        "batch_size": rows.batch_size, "buffer_size": rows.buffer_size,
     }  # fmt: skip
     key = json_sha256(begun)[:16]
-    matrix = SharedMatrix(job, path, dtype, encoding.dim, key)
+    matrix = SharedMatrix(job, path, rows, encoding.dim, key)
     try:
         with ExitStack() as stack:
             opened: list[Unfinished] = []  # on the first rank alone
             job.share(lambda: opened.append(stack.enter_context(Unfinished(path, begun, restart=restart))))
             file = opened[0] if job.is_first else None
             stack.enter_context(encoding)
-            matrix.fill(file, encoding, texts, batch_size=batch_size, buffer_size=buffer_size, progress=progress)
+            matrix.fill(file, encoding, texts, progress)
             if file is not None:
                 file.finish()
                 matrix.forget_parts()
@@ -118,11 +123,11 @@ def encode_to_file(
 class WindowGroups:
     """A window cut into the groups that are computed and vouched for at a time."""
 
-    def __init__(self, window: Window, window_at: int, batch_size: int, dtype: torch.dtype) -> None:
-        self._window, self.window_at, self._batch_size, self._dtype = window, window_at, batch_size, dtype
+    def __init__(self, window: Window, window_at: int, made: Rows) -> None:
+        self._window, self.window_at, self._made = window, window_at, made
         self._order = window.places.argsort(stable=True)
         self._sorted_places = window.places[self._order]
-        self._step = batch_size * _BATCHES_PER_GROUP
+        self._step = made.batch_size * _BATCHES_PER_GROUP
         self.starts = range(0, len(window), self._step)
 
     def __len__(self) -> int:
@@ -143,13 +148,13 @@ class WindowGroups:
             DataError: One holds a NaN or infinity.
         """
         places = self._window.places[self.rows(start)] - start
-        found = self._window.embed(start, start + self._step, self._batch_size)[places]
+        found = self._window.embed(start, start + self._step, self._made.batch_size)[places]
         if broken := int((~found.isfinite()).any(dim=1).sum()):
             raise DataError(
                 f"{broken} of {len(found)} embeddings hold a NaN or infinity. The encoder's weights are broken, or "
                 "its precision is too low for it: choose float32 or bfloat16."
             )
-        return found.to(self._dtype)
+        return found.to(self._made.dtype)
 
 
 class Unfinished:
@@ -243,7 +248,7 @@ class SharedMatrix:
 
     job: Job
     path: Path
-    dtype: torch.dtype
+    made: Rows
     dim: int
     key: str
 
@@ -252,16 +257,7 @@ class SharedMatrix:
         """Where ranks put what they made."""
         return self.path.with_name(self.path.name + ".parts")
 
-    def fill(
-        self,
-        file: Unfinished | None,
-        encoding: OneSide,
-        texts: Sequence[str],
-        *,
-        batch_size: int,
-        buffer_size: int,
-        progress: Progress | None,
-    ) -> None:
+    def fill(self, file: Unfinished | None, encoding: OneSide, texts: Sequence[str], progress: Progress | None) -> None:
         """Make what is missing; ``file`` is the matrix on the first rank, and None on the others.
 
         Raises:
@@ -269,11 +265,11 @@ class SharedMatrix:
             StorageError: A part cannot be written.
             WorkerError: Another rank died.
         """
-        for window_at in range(0, len(texts), buffer_size):
-            part = texts[window_at : window_at + buffer_size]
+        for window_at in range(0, len(texts), self.made.buffer_size):
+            part = texts[window_at : window_at + self.made.buffer_size]
             there = self.job.share(partial(_has_window, file, window_at, len(part)))
             if not there:
-                groups = WindowGroups(Window(encoding, part), window_at, batch_size, self.dtype)
+                groups = WindowGroups(Window(encoding, part), window_at, self.made)
                 self._window(file, groups, progress, len(texts))
             if progress is not None:
                 progress(window_at + len(part), len(texts))
@@ -294,7 +290,7 @@ class SharedMatrix:
 
     def _join(self, file: Unfinished, groups: WindowGroups) -> None:
         """Put the groups of a window in their place."""
-        joined = torch.empty(len(groups), self.dim, dtype=self.dtype)
+        joined = torch.empty(len(groups), self.dim, dtype=self.made.dtype)
         for start in groups.starts:
             data = self._part(groups, start)
             if data is None:
@@ -309,7 +305,7 @@ class SharedMatrix:
         for path in self.parts.glob(f"{self._begins(groups, start)}*.part"):
             data = path.read_bytes()
             if path.name.endswith(f"-{hashlib.sha256(data).hexdigest()}.part"):
-                return torch.frombuffer(bytearray(data), dtype=self.dtype).view(rows, self.dim)
+                return torch.frombuffer(bytearray(data), dtype=self.made.dtype).view(rows, self.dim)
         return None
 
     def _begins(self, groups: WindowGroups, start: int) -> str:

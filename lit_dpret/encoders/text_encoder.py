@@ -28,7 +28,7 @@ from lit_dpret.encoders.backbones import (
 )
 from lit_dpret.encoders.bulk import BUFFER, OneSide, Progress, encode_windows
 from lit_dpret.encoders.contract import Contract, Side, get_pooling
-from lit_dpret.encoders.embedding_cache import content_hash, encode_to_file, mapped
+from lit_dpret.encoders.embedding_cache import Rows, content_hash, encode_to_file, mapped
 from lit_dpret.errors import ConfigurationError, StorageError, UnsupportedModelError
 
 _BATCH = 64
@@ -231,10 +231,8 @@ class TextEncoder(nn.Module):
         path = folder / f"{key}.{str(self.wide).removeprefix('torch.')}"
         stored = mapped(path, len(texts), self.dim, self.wide)
         if stored is None:
-            encode_to_file(
-                one_side, texts, path, dtype=self.wide, facts={"key": key}, batch_size=size, restart=True,
-                progress=progress,
-            )  # fmt: skip
+            rows = Rows(dtype=self.wide, batch_size=size)
+            encode_to_file(one_side, texts, path, rows, facts={"key": key}, restart=True, progress=progress)
             stored = mapped(path, len(texts), self.dim, self.wide)
         if stored is None:
             raise StorageError(f"The cache entry {path} was changed while it was written.")

@@ -28,7 +28,7 @@ from lit_dpret.distributed.job import Job
 from lit_dpret.encoders import Progress, Side, TextEncoder, cut, load_towers
 from lit_dpret.encoders.backbones import resolve_folder
 from lit_dpret.encoders.bulk import in_order
-from lit_dpret.encoders.embedding_cache import content_hash, encode_to_file
+from lit_dpret.encoders.embedding_cache import Rows, content_hash, encode_to_file
 from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError, ResumeError, StorageError
 from lit_dpret.files import file_sha256, meant, read_json, settle_modes
 from lit_dpret.privacy.ledger.judgement import Assumption
@@ -352,9 +352,8 @@ def encode_folder(
                 tower.one_side(side, where),
                 in_order(texts),
                 folder / EMBEDDINGS,
-                dtype=STORAGES[how.storage],
+                Rows(dtype=STORAGES[how.storage], batch_size=how.batch_size),
                 facts=begun,
-                batch_size=how.batch_size,
                 progress=progress,
                 job=job,
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ from tiny_models import TEXTS, WORDS, tiny_bert, tiny_tokenizer
 
 from lit_dpret.encoders import Contract, TextEncoder
 from lit_dpret.encoders.bulk import ahead
-from lit_dpret.encoders.embedding_cache import encode_to_file, mapped
+from lit_dpret.encoders.embedding_cache import Rows, encode_to_file, mapped
 from lit_dpret.errors import ResumeError
 
 MANY = [f"{one} {two}" for one in WORDS[:12] for two in WORDS[:12]] + TEXTS * 3
-SETTINGS: dict[str, Any] = {"dtype": torch.float32, "facts": {"model": "tiny"}, "batch_size": 2, "buffer_size": 60}
+ROWS = Rows(dtype=torch.float32, batch_size=2, buffer_size=60)
+FACTS = {"model": "tiny"}
 
 
 def tiny_encoder() -> TextEncoder:
@@ -42,7 +44,7 @@ def write(path: Path, stop_after: int | None = None, **changed: Any) -> int:
         return embed(ids)
 
     side.embed = counted  # type: ignore[method-assign]
-    encode_to_file(side, MANY, path, **{**SETTINGS, **changed})
+    encode_to_file(side, MANY, path, **{"rows": ROWS, "facts": FACTS, **changed})
     return batches
 
 
@@ -53,7 +55,7 @@ def test_a_file_holds_the_rows_of_encode_in_the_order_of_the_texts(tmp_path: Pat
     assert torch.allclose(found, tiny_encoder().encode(MANY, "passage"), atol=1e-6)
     assert [path.name for path in tmp_path.iterdir()] == ["e"]
     assert mapped(tmp_path / "e", len(MANY) + 1, 16, torch.float32) is None
-    write(tmp_path / "half", dtype=torch.bfloat16)
+    write(tmp_path / "half", rows=replace(ROWS, dtype=torch.bfloat16))
     half = mapped(tmp_path / "half", len(MANY), 16, torch.bfloat16)
     assert half is not None and torch.equal(half, found.bfloat16())
 
@@ -86,12 +88,13 @@ def test_rows_that_were_damaged_on_the_disk_are_computed_again(tmp_path: Path) -
 
 
 def test_other_settings_are_not_mixed_into_a_file_that_was_begun(tmp_path: Path) -> None:
+    fours = replace(ROWS, batch_size=4)
     with pytest.raises(Stop):
         write(tmp_path / "e", 20)
     with pytest.raises(ResumeError, match="begun with another batch_size, model"):
-        write(tmp_path / "e", facts={"model": "other"}, batch_size=4)
-    write(tmp_path / "other", batch_size=4)
-    write(tmp_path / "e", batch_size=4, restart=True)
+        write(tmp_path / "e", facts={"model": "other"}, rows=fours)
+    write(tmp_path / "other", rows=fours)
+    write(tmp_path / "e", rows=fours, restart=True)
     assert (tmp_path / "e").read_bytes() == (tmp_path / "other").read_bytes()
 
 
@@ -109,7 +112,7 @@ def counted(ids):
         os.kill(os.getpid(), signal.SIGKILL)
     return embed(ids)
 side.embed = counted
-case.encode_to_file(side, case.MANY, path, **case.SETTINGS)
+case.encode_to_file(side, case.MANY, path, case.ROWS, facts=case.FACTS)
 """
 
 
