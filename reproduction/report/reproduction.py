@@ -276,6 +276,16 @@ def _table(paper: Mapping[str, Sequence[float]], *, relative: bool) -> Show:
     return show
 
 
+def _own_table(results: Path, _: Path) -> list[Block]:
+    """Return a table of our own runs and of encoders before any training, with nothing of the paper beside it."""
+    runs = read_runs(results / RUNS)
+    untrained = results / UNTRAINED_RUNS
+    judged = [*runs, *(read_runs(untrained) if untrained.is_file() else [])]
+    table = MetricsTable.of(judged, baseline=None)
+    said = " ".join(filter(None, (table.caption(relative=False), f"{sizes_of(runs)}.", ties_of(judged))))
+    return [table.grid(relative=False), Paragraph(said, small=True), *settings_shown(results, results)[:1]]
+
+
 def _shows() -> dict[str, Show]:
     """Return by number what shows each table and figure."""
     absolute, relative, confusions = PUBLISHED["table_3"], PUBLISHED["table_1"], _figure(figures.draw_confusions)
@@ -293,6 +303,7 @@ def _shows() -> dict[str, Show]:
         "Figure 5": _figure(figures.draw_runtime),
         "Table 4": _table(PUBLISHED["table_4"], relative=False),
         "Beyond the paper, equal negatives": equal_negatives,
+        "Beyond the paper, learning rate": _own_table,
         "Beyond the paper, settings": settings_shown,
     }
 
