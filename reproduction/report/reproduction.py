@@ -268,7 +268,7 @@ def _table(paper: Mapping[str, Sequence[float]], *, relative: bool) -> Show:
         table = MetricsTable.of(judged, baseline=base)
         said = table.caption(relative=relative and base is not None).replace(": mean / standard deviation", "")
         classes = len(runs[0].confusion or [])
-        more = (f"{sizes_of(runs)}; {classes} classes.", table.shares_of_the_gain(start=UNTRAINED), ties_of(judged))
+        more = (f"{sizes_of(runs)}. {classes} classes.", table.shares_of_the_gain(start=UNTRAINED), ties_of(judged))
         said = " ".join(filter(None, (said, *more)))
         grid = table.beside_the_paper(paper, relative=relative, marks=bounded_norms(results))
         return [grid, Paragraph(said, small=True)]

@@ -83,7 +83,7 @@ def sizes_of(runs: Iterable[VariantRun]) -> str:
         of = "" if batch is None else f" of {batch:,} examples"
         size = f"{len(steps)} run{'s' * (len(steps) > 1)} of {ends} step{'s' * (max(steps) > 1)}{of}"
         names.setdefault(size, []).append(variant)
-    return "; ".join(f"{', '.join(variants)}: {size}" for size, variants in names.items())
+    return ". ".join(f"{size}: {'; '.join(variants)}" for size, variants in names.items())
 
 
 def ties_of(runs: Sequence[VariantRun]) -> str:
@@ -94,7 +94,7 @@ def ties_of(runs: Sequence[VariantRun]) -> str:
 
     def means(metric: str, form: str) -> str:
         found = {v: statistics.fmean(run.metrics[metric] for run in group) for v, group in groups.items()}
-        return ", ".join(f"{variant} {value:{form}}" for variant, value in found.items())
+        return "; ".join(f"{variant} {value:{form}}" for variant, value in found.items())
 
     return (
         "k-NN: a tied vote goes to the nearest of the tied neighbours. "

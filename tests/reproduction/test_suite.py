@@ -284,14 +284,14 @@ def test_a_caption_tells_the_runs_that_its_figure_shows_and_no_others(tmp_path: 
         for item in papers.PAPERS["paper_002"].items
         if item.show is not None and item.number in ("Figure 1, left", "Figure 1, right", "Figure 2")
     }
-    assert "Naive-DP, Non-private: 2 runs of 3 steps of 100 examples." in says["Figure 1, left"]
-    assert "Naive-DP: 1 run of 30 steps of 10 examples" in says["Figure 1, right"]
-    assert "Naive-DP: 1 run of 3 steps of 100 examples" in says["Figure 1, right"]
-    assert "Naive-DP, Non-private: 1 run of 3 steps of 100 examples." in says["Figure 2"]
+    assert "2 runs of 3 steps of 100 examples: Naive-DP; Non-private." in says["Figure 1, left"]
+    assert "1 run of 30 steps of 10 examples: Naive-DP." in says["Figure 1, right"]
+    assert "1 run of 3 steps of 100 examples: Naive-DP." in says["Figure 1, right"]
+    assert "1 run of 3 steps of 100 examples: Naive-DP; Non-private." in says["Figure 2"]
     last_attempt = PartTold(name="x", sizes="", command="", results=tmp_path, seconds=0.4)
     told = _as_run(last_attempt)
     assert told.seconds == 4 * 3 + 30, "of all runs, each once, and not of the attempt that went on from them"
-    assert told.ran.startswith("Naive-DP, Non-private: 2 runs of 3 steps") and "30 steps of 10 examples." in told.ran
+    assert told.ran.startswith("2 runs of 3 steps") and told.ran.endswith("30 steps of 10 examples: Naive-DP.")
 
 
 def more(part: str, *settings: str) -> str:

@@ -40,10 +40,8 @@ def test_a_run_that_makes_no_sense_is_refused_by_name(fields: dict[str, Any], me
 def test_sizes_are_those_of_the_runs_that_are_shown() -> None:
     some = [run("a", 0), run("a", 1), run("b", 0), run("b", 1), run("a", 0, batch_size=10, losses=[1.0]),
             run("start", steps=[0], losses=[1.0], examples=(), seconds=())]  # fmt: skip
-    assert sizes_of(some) == "a, b: 2 runs of 3 steps of 100 examples; a: 1 run of 1 step of 10 examples"
-    assert sizes_of([run("a", 0), run("a", 1, losses=[2.0] * 1200, batch_size=100)]).startswith(
-        "a: 2 runs of 3 to 1,200"
-    )
+    assert sizes_of(some) == "2 runs of 3 steps of 100 examples: a; b. 1 run of 1 step of 10 examples: a"
+    assert sizes_of([run("a", 0), run("a", 1, losses=[2.0] * 1200, batch_size=100)]).startswith("2 runs of 3 to 1,200")
 
 
 def test_what_became_of_tied_votes_is_told_of_k_nn_and_of_nothing_else() -> None:
