@@ -249,6 +249,18 @@ def test_measures_are_withheld_whatever_becomes_of_them(spoil: Any, tmp_path: Pa
     assert heard["head"]["withheld"] is True
 
 
+@every_hostile
+@pytest.mark.parametrize("hidden", ["seal", "secure_sum"])
+def test_measures_that_are_shared_do_not_tell_that_a_query_failed(hidden: str, spoil: Any, tmp_path: Path) -> None:
+    settings = replace(SMALL, stage1=replace(SMALL.stage1, weighting="uniform"), **{hidden: True})
+    both = Neighbours(tmp_path, settings, share=True)
+    heard = both.ask_both("evaluate.retrieval", both.spoilt(spoil), system="stage1", split="train")
+    if "error" in heard:
+        assert spoil in TOO_LONG
+    else:
+        assert heard["head"]["withheld"] is False and heard["others"] == ["head", "measures"]
+
+
 @pytest.mark.parametrize("value", [1e38, 3e38, 1e20])
 def test_a_pool_whose_lengths_overflow_is_refused_before_a_query_is_looked_at(value: float, tmp_path: Path) -> None:
     both = Neighbours(tmp_path)
