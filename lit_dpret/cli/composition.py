@@ -18,7 +18,7 @@ from hydra import compose, initialize_config_module
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
-from hydra.errors import HydraException
+from hydra.errors import HydraException, InstantiationException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.utils import get_class, get_object, instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -60,7 +60,12 @@ def build_parts(cfg: DictConfig) -> Parts:
         with _plain_refusals():
             if not ready:
                 return instantiate(cfg[name], **rest)
-            return instantiate(cfg[name], _partial_=True, **rest)(**ready)
+            made = instantiate(cfg[name], _partial_=True, **rest)
+            try:
+                return made(**ready)
+            except Exception as error:  # as Hydra says it of what it calls itself
+                target = cfg[name]._target_
+                raise InstantiationException(f"Error in call to target '{target}'\nfull_key: {name}") from error
 
     def outline(**extra: Any) -> Any:
         target = str(cfg.model._target_)
