@@ -128,7 +128,6 @@ MODULES: dict[str, Made] = {
 }
 CALLBACKS = ("state_dict", "state named like a step", "hook", "of another")
 WAYS = (*MODULES, *(f"callback: {way}" for way in CALLBACKS), "data")
-SOME = ("hparams", "metric", "hook", "callback: state_dict")
 
 
 def attacked(way: str, folder: Path, *, leak: bool = False, mode: Any = None, **settings: Any) -> Any:
@@ -155,7 +154,7 @@ def test_a_checkpoint_with_a_private_number_is_refused_and_not_written(
     assert not checkpoints(tmp_path)
 
 
-@pytest.mark.parametrize("way", [pytest.param(way, marks=() if way in SOME else pytest.mark.slow) for way in WAYS])
+@pytest.mark.parametrize("way", WAYS)
 def test_a_declared_leak_passes_and_the_card_names_it(way: str, tmp_path: Path) -> None:
     attacked(way, tmp_path, leak=True, extra=[PrivacyCard(run_dir=tmp_path / "run")])
     card = read_card(tmp_path / "run")
@@ -165,7 +164,7 @@ def test_a_declared_leak_passes_and_the_card_names_it(way: str, tmp_path: Path) 
     assert checkpoints(tmp_path)
 
 
-@pytest.mark.parametrize("way", SOME)
+@pytest.mark.parametrize("way", ["hparams", "metric", "hook", "callback: state_dict"])
 def test_a_run_without_a_claim_keeps_what_it_likes(way: str, tmp_path: Path) -> None:
     attacked(way, tmp_path, mode=NoPrivacy())
     assert checkpoints(tmp_path)

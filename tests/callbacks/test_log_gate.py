@@ -93,12 +93,7 @@ WAYS: dict[str, Callable[[Any, float], None]] = {
     "progress_bar_metrics": lambda module, loss: module.trainer.progress_bar_metrics.update({SECRET: loss}),
 }
 HOOKS = ("on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end", "on_train_end")
-IN_HOOKS = [
-    pytest.param(hook, way, marks=() if hook == HOOKS[0] or way == "log_metrics" else pytest.mark.slow)
-    for hook in HOOKS for way in ("log", "log_metrics", "experiment", "callback_metrics")
-]  # fmt: skip
-#: What a run is told of a leak differs by how it is named: by its name, by the method that was called, or publicly.
-TOLD = ("log", "experiment", "a method of the logger", "a count that wraps around")
+IN_HOOKS = [(hook, way) for hook in HOOKS for way in ("log", "log_metrics", "experiment", "callback_metrics")]
 
 
 def texts(folder: Path) -> str:
@@ -148,7 +143,7 @@ def test_the_logger_that_the_owner_kept_is_watched_as_well(tmp_path: Path) -> No
     assert not logger.got
 
 
-@pytest.mark.parametrize("way", [pytest.param(way, marks=() if way in TOLD else pytest.mark.slow) for way in WAYS])
+@pytest.mark.parametrize("way", WAYS)
 def test_a_declared_leak_passes_and_the_card_names_it(way: str, tmp_path: Path) -> None:
     logger, run = Stamped(), tmp_path / "run"
     module = Leaky(way=WAYS[way], privacy=dp(tmp_path))

@@ -1,4 +1,4 @@
-"""A study's table in all its forms."""
+"""A study's table in all its forms, and its plots."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from reproduction.federated.study_page import (
     Measured,
     StudyPage,
     StudyRow,
+    draw_study,
     read_study,
     study_grid,
     write_study,
 )
 
 MEASURES = ("sentence/mrr@10", "sentence/success@1", "passage/success@1")
+PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def row(
@@ -83,6 +85,18 @@ def test_json_and_csv_say_what_the_page_says(tmp_path: Path) -> None:
     cells = dict(zip(header.split(","), line.split(","), strict=True))
     assert float(cells["sentence/success@1 paper"]) == 0.121 and float(cells["epsilon"]) == 7.5
     assert "7.5" in files["hubness.md"].read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", [LINES, BYTES, CLIENTS], ids=["lines", "bytes", "clients"])
+def test_each_form_of_plot_is_written_and_stands_in_the_page(page: StudyPage, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture, kind = draw_study(page, tmp_path / "plot"), "svg+xml" if page.gains else "png"
+    assert picture.read_bytes().startswith(b"<svg" if page.gains else PNG)
+    files = write_study(page, tmp_path, "study", picture=picture)
+    told = files["study.md"].read_text(encoding="utf-8")
+    assert f"]({picture.name})" in told and ("| 15 | +0.210" in told.replace("\\", "")) is bool(page.gains)
+    html = files["study.html"].read_text(encoding="utf-8")
+    assert f'src="data:image/{kind};base64,' in html and "http" not in html.partition("</style>")[2]
 
 
 @pytest.mark.parametrize("page", [LINES, BYTES, CLIENTS], ids=["lines", "bytes", "clients"])

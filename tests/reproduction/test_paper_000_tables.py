@@ -1,12 +1,42 @@
-"""Orders of paper 000 are called shown only where intervals are apart."""
+"""Tables of paper 000: ours beside the paper's in every form, and orders that are shown only where
+intervals are apart.
+"""
 
 from __future__ import annotations
+
+import csv
+import io
+import json
 
 import pytest
 
 from lit_dpret.retrieval.statistics import Interval
 from reproduction.paper_000.retrieval import Order
-from reproduction.paper_000.table import PaperRow
+from reproduction.paper_000.table import PaperRow, PaperTable
+
+NAN = float("nan")
+TABLE = PaperTable(
+    name="table_9",
+    title="Table 9: nothing",
+    columns={"ndcg": "nDCG@10", "bleu": "BLEU"},
+    rows=[
+        PaperRow(system="BM25", epsilon="public only", metrics={"ndcg": Interval(0.3, 0.2, 0.4)}, privacy="no queries"),
+        PaperRow(system="ours", epsilon="3", metrics={"ndcg": Interval(0.5, 0.4, 0.6), "bleu": Interval(0.1, NAN, NAN)},
+                 paper={"ndcg": 0.183}, beside="T5-Base, ε = 3", privacy="epsilon = 3 at delta = 1e-05"),
+        PaperRow(system="T5-XL", epsilon="3", paper={"ndcg": 0.1854}, beside="T5-XL, ε = 3", note="not run here"),
+    ],
+    caption="Something.",
+    notes=["A note."],
+)  # fmt: skip
+
+
+def test_every_number_is_in_the_spreadsheet_and_in_the_data() -> None:
+    head, *rows = csv.reader(io.StringIO(TABLE.sheet().csv()))
+    first = dict(zip(head, rows[1], strict=True))
+    assert [first[f"nDCG@10{end}"] for end in ("", " low", " high", " paper")] == ["0.5", "0.4", "0.6", "0.183"]
+    assert first["BLEU low"] == "" and first["privacy"] == "epsilon = 3 at delta = 1e-05"
+    row = json.loads(json.dumps(TABLE.facts(), allow_nan=False))["rows"][1]
+    assert row["ours"]["bleu"] == {"mean": 0.1, "low": None, "high": None} and row["papers_row"] == "T5-Base, ε = 3"
 
 
 def row(mean: float, reach: float, **more: object) -> PaperRow:

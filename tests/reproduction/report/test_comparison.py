@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import csv
+import json
 import math
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +15,7 @@ from scipy import stats
 from lit_dpret.errors import DataError
 from lit_dpret.retrieval.statistics import holm
 from reproduction.report.comparison import (
+    ComparisonReport,
     ModeRow,
     differences,
     gain_shares,
@@ -77,6 +82,32 @@ def test_rows_of_different_queries_are_refused() -> None:
     odd = ModeRow(name="odd", per_run={"nDCG@10": [0.1]}, per_query={"nDCG@10": [0.1]})
     with pytest.raises(DataError, match="different queries"):
         differences([*ROWS, odd], "nDCG@10")
+
+
+def test_the_files_say_the_same(tmp_path: Path) -> None:
+    written = ComparisonReport(
+        rows=ROWS, metrics=["nDCG@10"], evaluated_on="200 questions", command="python train.py <x>", private_runs=12
+    ).write(tmp_path)
+    assert set(written) == {
+        "compare_modes.html", "compare_modes.md", "compare_modes.json", "compare_modes.csv", "differences.csv",
+    }  # fmt: skip
+    facts = json.loads(written["compare_modes.json"].read_text(encoding="utf-8"))
+    with written["compare_modes.csv"].open(encoding="utf-8", newline="") as file:
+        table = list(csv.DictReader(file))
+    for shown, stated, given in zip(table, facts["rows"], ROWS, strict=True):
+        mean = float(np.mean(given.per_run["nDCG@10"]))
+        assert float(shown["nDCG@10 over runs"]) == pytest.approx(mean)
+        assert stated["metrics"]["nDCG@10"]["over_runs"]["mean"] == pytest.approx(mean)
+        assert (shown["nDCG@10 over runs low"] == "") == (len(given.per_run["nDCG@10"]) == 1)
+    assert len(facts["differences"]) == len(differences(ROWS, "nDCG@10"))
+    page = written["compare_modes.html"].read_text(encoding="utf-8")
+    assert "<script" not in page and "&lt;x&gt;" in page and "12 trainings on the same private queries" in page
+    assert page.count("<svg") == 1
+    assert "Every epsilon is at delta = 1e-05, unit = query." in page and "<td>epsilon = 8.000</td>" in page
+    other = replace(ROWS[2], name="other", privacy="epsilon = 3.000, delta = 1e-05, unit = user")
+    written = ComparisonReport(rows=[*ROWS, other], metrics=["nDCG@10"], evaluated_on="x", command="y").write(tmp_path)
+    page = written["compare_modes.html"].read_text(encoding="utf-8")
+    assert f"<td>{other.privacy}</td>" in page and "Every epsilon" not in page, "claims that differ stand in full"
 
 
 # -- shares of the gain
