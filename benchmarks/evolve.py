@@ -49,6 +49,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "evolved": {},
     "evolved, {query} {passage}": {"variation": "{query} {passage}"},
     "evolved, fresh": {"fresh": 0.5, "vote_power": 0.0},
+    "evolved, one a passage": {"per_passage": 1},
 }
 
 

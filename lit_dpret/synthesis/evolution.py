@@ -128,19 +128,36 @@ def votes(
         yield [choice[rank] for rank in range(min(count, len(candidates))) for choice in choices]
 
 
-def survivors(counts: np.ndarray, *, least: float, keep: int | None) -> list[int]:
-    """Return the places of the candidates with more than ``least`` noised votes, at most ``keep``, the best first.
+def survivors(counts: np.ndarray, *, least: float) -> list[int]:
+    """Return the places of the candidates with more than ``least`` noised votes, the best first.
 
     Raises:
         DataError: There is none.
     """
-    order = [int(place) for place in np.argsort(-counts, kind="stable") if counts[place] > least][:keep]
+    order = [int(place) for place in np.argsort(-counts, kind="stable") if counts[place] > least]
     if not order:
         raise DataError(
             f"No candidate has more than {least:.4g} noised votes (task.threshold): the noise hides them all. Take a "
             "smaller task.population, fewer task.generations, or more budget."
         )
     return order
+
+
+def at_most(sources: Sequence[str], most: int | None, held: Iterable[str] = ()) -> list[int]:
+    """Return the places of those passages that stand there no more than ``most`` times, the ones that are held counted.
+
+    Example:
+        >>> at_most(["a", "b", "a", "a"], 2, held=["b", "b"])
+        [0, 2]
+    """
+    if most is None:
+        return list(range(len(sources)))
+    taken, places = Counter(held), []
+    for place, source in enumerate(sources):
+        if taken[source] < most:
+            taken[source] += 1
+            places.append(place)
+    return places
 
 
 def offspring(weights: np.ndarray, total: int, *, seed: int) -> list[int]:

@@ -46,7 +46,7 @@ from lit_dpret.privacy.modes import GaussianMode
 from lit_dpret.privacy.plan import EVOLUTION, PrivacyPlan
 from lit_dpret.settings import picked, require_number, require_whole
 from lit_dpret.synthesis.dataset_folder import DataCard, check_passages
-from lit_dpret.synthesis.evolution import Candidate, distinct, in_turn, numbered, offspring, survivors, votes
+from lit_dpret.synthesis.evolution import Candidate, at_most, distinct, in_turn, numbered, offspring, survivors, votes
 from lit_dpret.synthesis.filters.bins import require_public_encoder
 from lit_dpret.synthesis.filters.released import shown
 from lit_dpret.synthesis.groups import Generation, canonical_groups
@@ -66,7 +66,7 @@ from lit_dpret.tasks.synthesize import SYNTHETIC, SetDrawing, public_sample
 
 GENERATOR, GENERATIONS = "generator", "generations"
 MOST_GENERATIONS = 50
-_COMPARED = ("population", "queries", "threshold", "keep", "vote_power", "fresh", "variation", "nearest")
+_COMPARED = ("population", "queries", "threshold", "keep", "vote_power", "fresh", "per_passage", "variation", "nearest")
 
 
 @dataclass(kw_only=True)
@@ -81,6 +81,7 @@ class Evolve(SetDrawing):
     keep: int | None = None
     vote_power: float = 1.0
     fresh: float = 0.0
+    per_passage: int | None = None
     variation: str = "{passage}"
     nearest: int = 1
     max_votes: int = 1
@@ -94,7 +95,7 @@ class Evolve(SetDrawing):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_whole("task", self, 1, "generations", "population", "nearest", "max_votes")
-        require_whole("task", self, 1, "queries", "keep", "max_passages", null=True)
+        require_whole("task", self, 1, "queries", "keep", "per_passage", "max_passages", null=True)
         require_number("task", self, "threshold", "vote_power", "fresh", zero=True)
         if self.fresh > 1:
             raise ConfigurationError(f"task.fresh={self.fresh} is a share of the new candidates, from 0 to 1.")
@@ -290,15 +291,20 @@ class Evolve(SetDrawing):
             found = distinct([*kept, *writer.draw(where, texts, label)])
             counts = self._voted(run, plan, step, where, found, voters, reserve)
             size = self.population if not last or self.queries is None else self.queries
-            best = survivors(counts, least=self.threshold * plan.noise_std, keep=self.keep)[:size]
+            best = survivors(counts, least=self.threshold * plan.noise_std)
+            best = [best[place] for place in at_most([found[index].passage_id for index in best], self.per_passage)]
+            best = best[: self.keep][:size]
             kept = [found[index] for index in best]
             # Nobody votes on the set, so that only what was selected has a say in it.
             fresh = 0 if last else round(self.fresh * (size - len(kept)))
-            texts = {name: passages[source] for name, source in _named(islice(untried, fresh), drawn)}
             numbers = offspring(
                 counts[best] ** self.vote_power, size - len(kept) - fresh, seed=run_seed(writer.how.seed, step)
             )
             parents = [parent for parent, number in zip(kept, numbers, strict=True) for _ in range(number)]
+            held = [one.passage_id for one in kept]
+            parents = [parents[place] for place in at_most([one.passage_id for one in parents], self.per_passage, held)]
+            fresh = 0 if last else size - len(kept) - len(parents)
+            texts = {name: passages[source] for name, source in _named(islice(untried, fresh), drawn)}
             for (name, source), parent in zip(
                 _named([parent.passage_id for parent in parents], drawn), parents, strict=True
             ):

@@ -58,10 +58,9 @@ def test_first_choices_of_all_queries_come_before_second_ones() -> None:
 
 def test_survivors_have_more_than_the_threshold_and_the_best_come_first() -> None:
     counts = np.array([3.0, 9.0, -4.0, 9.0, 3.5])
-    assert survivors(counts, least=3.0, keep=None) == [1, 3, 4]
-    assert survivors(counts, least=3.0, keep=2) == [1, 3]
+    assert survivors(counts, least=3.0) == [1, 3, 4]
     with pytest.raises(DataError, match=r"task\.threshold"):
-        survivors(counts, least=9.0, keep=None)
+        survivors(counts, least=9.0)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -406,6 +406,14 @@ def test_new_candidates_are_of_selected_passages_unless_fresh_ones_are_asked_for
     assert len(set(drawn_in(tmp_path / "none", 2))) <= 2
 
 
+def test_no_passage_has_more_candidates_than_it_may_and_others_get_the_places(world: Path, tmp_path: Path) -> None:
+    evolve(world, tmp_path / "run", {"per_passage": 1})
+    voted_on = [set(drawn_in(tmp_path / "run", generation)) for generation in (1, 2)]
+    assert len(voted_on[0]) == 12 and not voted_on[0] & voted_on[1] and len(voted_on[1]) >= 10
+    sources = [query.passage_id for query in load_released(tmp_path / "run" / "synthetic")]
+    assert len(set(sources)) == len(sources) > 0
+
+
 def test_a_variation_shows_the_model_the_query_that_it_varies(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -460,6 +468,7 @@ def test_merged_texts_are_told_on_the_card(world: Path, tmp_path: Path) -> None:
         ({"task": {"encoder_is_public": False}}, ConfigurationError, r"task\.encoder_is_public"),
         ({"task": {"top_p": 0.0}}, ConfigurationError, "top_p"),
         ({"task": {"vote_power": -1.0}}, ConfigurationError, r"task\.vote_power"),
+        ({"task": {"per_passage": 0}}, ConfigurationError, r"task\.per_passage"),
         ({"task": {"fresh": 1.5}}, ConfigurationError, r"task\.fresh=1\.5"),
         ({"task": {"variation": "{query}"}}, ConfigurationError, r"task\.variation"),
         ({"task": {"variation": "{passage} {0}"}}, ConfigurationError, r"task\.variation"),
