@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -132,11 +133,7 @@ def test_a_search_that_does_not_exist_or_is_not_installed_is_refused(monkeypatch
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigurationError, match=r"lit-dpret\[scann\]"):
         check_search("scann")
-
-    def absent(name: str) -> Any:
-        raise ImportError(name)
-
-    monkeypatch.setattr(importlib, "import_module", absent)
+    monkeypatch.setitem(sys.modules, "faiss", None)  # as if it were not installed
     with pytest.raises(ConfigurationError, match=r"lit-dpret\[faiss-cpu\]"):
         check_search("faiss:Flat")
 
