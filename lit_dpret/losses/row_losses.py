@@ -150,12 +150,7 @@ class PublicPoolSoftmaxLoss(_RowLoss):
     sensitivity ``max_grad_norm`` when one (query, positive) record is zeroed out, added or removed,
     and twice that when one is replaced, for any pool size and temperature.
 
-    Args:
-        temperature: Divides the similarity; positive.
-        similarity: ``cosine`` or ``dot``.
-
-    Raises:
-        ConfigurationError: The temperature is not positive, or the similarity unknown.
+    ``temperature`` and ``similarity`` are those of `InBatchSoftmaxLoss`.
     """
 
     def forward(
@@ -222,12 +217,7 @@ class HardNegativeSoftmaxLoss(_RowLoss):
         - Row i depends on no other row's ``own`` candidates.
         - With the other rows' passages as ``shared`` and nothing as ``own`` it is `InBatchSoftmaxLoss`.
 
-    Args:
-        temperature: Divides the similarity; positive.
-        similarity: ``cosine`` or ``dot``.
-
-    Raises:
-        ConfigurationError: The temperature is not positive, or the similarity unknown.
+    ``temperature`` and ``similarity`` are those of `InBatchSoftmaxLoss`.
     """
 
     def forward(
@@ -304,12 +294,7 @@ class MarginMSELoss(_RowLoss):
         - Row i depends on row i alone.
         - A row without any label has the loss 0 and no gradient.
 
-    Args:
-        temperature: Divides the similarity; positive.
-        similarity: ``cosine`` or ``dot``.
-
-    Raises:
-        ConfigurationError: The temperature is not positive, or the similarity unknown.
+    ``temperature`` and ``similarity`` are those of `InBatchSoftmaxLoss`.
     """
 
     def forward(

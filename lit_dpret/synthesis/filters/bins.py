@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -129,37 +130,28 @@ def _read_labels(path: Path) -> dict[str, str]:
     return found
 
 
+@dataclass(kw_only=True, eq=False)
 class TopicBins(Bins):
     """By the nearest centroid of public passages under a public encoder.
 
     The centroids are those of spherical k-means (Dhillon and Modha 2001), fitted to a sample of the passages that
     is chosen by a hash of their ids, from starting points chosen by the same.
-
-    Args:
-        topics: How many.
-        encoder: ``minilm``, a public encoder's folder, or a hub name.
-        encoder_is_public: Declares that nothing private went into another encoder than ``minilm``.
-        max_passages: Passages that are looked at.
-        rounds: Of k-means.
-        centroids: Given ones, shape ``(topics, dimension)``; nothing is fitted then.
     """
 
     kind = "topic"
 
-    def __init__(
-        self,
-        *,
-        topics: int = 20,
-        encoder: str = "minilm",
-        encoder_is_public: bool = False,
-        max_passages: int = 2000,
-        rounds: int = 20,
-        centroids: Sequence[Sequence[float]] | None = None,
-    ) -> None:
-        require_whole("task.bins", {"topics": topics, "max_passages": max_passages, "rounds": rounds}, 1)
-        self.trusts = require_public_encoder(encoder, encoder_is_public, knob="task.bins.encoder")
-        self.topics, self.encoder, self.max_passages, self.rounds = topics, str(encoder), max_passages, rounds
-        self._centroids = None if centroids is None else np.asarray(centroids, dtype=np.float32)
+    topics: int = 20
+    encoder: str = "minilm"  # or a public encoder's folder, or a hub name
+    encoder_is_public: bool = False  # declares that nothing private went into another encoder than ``minilm``
+    max_passages: int = 2000  # passages that are looked at
+    rounds: int = 20  # of k-means
+    centroids: Sequence[Sequence[float]] | None = None  # given ones, ``(topics, dimension)``; nothing is fitted then
+
+    def __post_init__(self) -> None:
+        require_whole("task.bins", self, 1, "topics", "max_passages", "rounds")
+        self.encoder = str(self.encoder)
+        self.trusts = require_public_encoder(self.encoder, self.encoder_is_public, knob="task.bins.encoder")
+        self._centroids = None if self.centroids is None else np.asarray(self.centroids, dtype=np.float32)
 
     def fit(self, passages: Mapping[str, str]) -> None:
         if self._centroids is not None:
