@@ -9,7 +9,7 @@ import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from lit_dpret import cli
+from lit_dpret import __version__, cli
 from lit_dpret.config import Choice, choices, configuration_page, groups, names, tasks_by_kind
 from lit_dpret.errors import ConfigurationError
 
@@ -46,6 +46,16 @@ def test_the_page_of_settings_has_a_row_for_every_key() -> None:
     for choice in ALL:
         for key in choice.keys:
             assert f"| `{key.name}` | " in page
+
+
+@pytest.mark.parametrize(("words", "told"), [(["--version"], f"lit-dpret {__version__}\n"), ([], "group.key=VALUE")])
+def test_the_version_and_a_bare_command_start_nothing(
+    words: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["lit-dpret", *words])
+    cli.main()
+    assert told in capsys.readouterr().out and not list(tmp_path.iterdir())
 
 
 def test_help_shows_every_task_once_under_a_heading(

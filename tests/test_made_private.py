@@ -533,6 +533,11 @@ def test_another_row_name_or_order_is_another_fingerprint() -> None:
     assert data(TensorDataset(x, y)).data_fingerprint(b"l" * 32) != whole
 
 
+def test_the_order_of_a_set_is_no_part_of_the_fingerprint() -> None:
+    one, other = set([0, 8]), set([8, 0])
+    assert list(one) != list(other) and content_of(one) == content_of(other)
+
+
 def test_random_augmentations_leave_the_fingerprint_and_the_generators_alone() -> None:
     class Augmented(Dataset[Any]):
         def __len__(self) -> int:

@@ -102,11 +102,6 @@ class Stage2:
         """Tell whether other clients are asked for negatives before a local epoch."""
         return self.negatives == "fed" and epoch % self.refresh_every == 0
 
-    @property
-    def refreshes(self) -> int:
-        """How often other clients are asked for negatives."""
-        return sum(self.asks(epoch) for epoch in range(self.epochs))
-
     def check(self) -> None:
         """Refuse values that are out of range, or that exclude each other."""
         require_switch("federated.stage2", self, "in_batch")

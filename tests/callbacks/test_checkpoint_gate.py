@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from lit_dpret.callbacks import PrivacyCard
 from lit_dpret.cards.card import read_card
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.modules.module_state import HookWatch
-from lit_dpret.privacy.modes import NoPrivacy
+from lit_dpret.privacy.modes import NoPrivacy, StepCounts
 
 SECRET = "loss_of_rows"
 
@@ -164,6 +165,15 @@ def test_a_declared_leak_passes_and_the_card_names_it(way: str, tmp_path: Path) 
     assert checkpoints(tmp_path)
 
 
+def test_a_declared_leak_is_kept_after_the_end_as_well(tmp_path: Path) -> None:
+    module = Keeping(privacy=dp(tmp_path))
+    module.log_private_loss = True
+    trainer = fit(tmp_path / "run", module, steps=1)
+    module.hparams[SECRET] = module.last
+    trainer.save_checkpoint(tmp_path / "later.ckpt")
+    assert (tmp_path / "later.ckpt").exists()
+
+
 @pytest.mark.parametrize("way", ["hparams", "metric", "hook", "callback: state_dict"])
 def test_a_run_without_a_claim_keeps_what_it_likes(way: str, tmp_path: Path) -> None:
     attacked(way, tmp_path, mode=NoPrivacy())
@@ -302,3 +312,17 @@ def test_a_trainer_that_fits_another_module_afterwards_is_left_alone(tmp_path: P
     trainer.strategy.connect(other)
     trainer.save_checkpoint(tmp_path / "other.ckpt")
     assert (tmp_path / "other.ckpt").exists()
+
+
+def test_a_mode_that_is_pickled_keeps_nothing_of_the_run(tmp_path: Path) -> None:
+    modes = []
+
+    class Pickling(Callback):
+        def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+            module.privacy.counts = StepCounts(units=3, clipped=2)  # as in the middle of a step
+            modes.extend([dict(vars(module.privacy)), vars(pickle.loads(pickle.dumps(module.privacy)))])
+
+    fit(tmp_path / "run", Regression(privacy=dp(tmp_path)), steps=1, extra=[Pickling()])
+    own, kept = modes
+    assert own["counts"] != kept["counts"] == StepCounts()
+    assert [any(name.startswith("_") for name in each) for each in modes] == [True, False]

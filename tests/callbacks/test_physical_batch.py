@@ -98,6 +98,15 @@ def test_sizes_double_until_one_does_not_fit(most: int, limit: int, expected: in
     assert largest_that_fits(attempt, most=most) == expected and made == tried
 
 
+def test_where_attempts_do_not_fail_doubling_stops_while_there_is_room() -> None:
+    """Ten bytes a row beside a hundred; 60 free: 2 rows took 20, and 4 would take more than half of what is left."""
+    made: list[int] = []
+    size = largest_that_fits(
+        made.append, most=64, room=lambda: (100 + 10 * max(made, default=0), 60 - 10 * max(made, default=0))
+    )
+    assert (size, made) == (2, [1, 2])
+
+
 def test_another_failure_is_raised_as_it_is() -> None:
     def attempt(size: int) -> None:
         raise RuntimeError("no such layer")

@@ -257,6 +257,13 @@ def test_what_is_protected_follows_from_unit_and_neighbours(tmp_path: Path) -> N
     assert zero_out["claim"]["user_level_epsilon"] is None
 
 
+def test_the_other_readings_of_the_same_noise_are_printed_beside_the_claim(run: Run) -> None:
+    card = run.card()
+    facts, releases = card["accounting"], charged_releases(run.ledger.records)
+    assert facts["epsilon_replace_one"] == epsilon(releases, "replace_one") > card["claim"]["epsilon"]
+    assert facts["epsilon_rdp"] == accounting.epsilon(releases, delta=DELTA, neighbours="zero_out", accountant="rdp")
+
+
 def test_the_central_limit_stands_on_the_card_as_no_guarantee_and_never_as_the_claim(tmp_path: Path, run: Run) -> None:
     card = run.card()
     value = card["accounting"]["epsilon_underreported_by_gdp"]
@@ -520,6 +527,16 @@ def test_private_tuning_of_a_derived_artefact_is_said_on_its_own_card(run: Run) 
     path = write_card(run.card(tuning={"data": "none"}), run.folder)
     child = inherit_card(path, CHILD, CardFacts(tuning={"data": "private", "n_trials": 3}), description="x")
     assert "NOT ACCOUNTED" in child["cautions"][0] and "synthetic queries" in child["not_covered"][0]
+
+
+def test_a_gap_that_parent_and_child_share_stands_on_the_card_once(run: Run) -> None:
+    path = write_card(run.card(), run.folder)
+    child = inherit_card(path, CHILD, description="x")
+    (run.folder / "child").mkdir()
+    kept = write_card(child, run.folder / "child")
+    grandchild = inherit_card(kept, CHILD, description="y", parent_ledger=run.path)
+    assert any(gap.startswith(f"{CHILD['name']}: ") for gap in child["not_covered"])
+    assert grandchild["not_covered"] == child["not_covered"]
 
 
 def test_a_false_assumption_of_the_child_ends_the_claim(run: Run) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lit_dpret.cards.knee import KNEE_FACTOR, LOOSENESS, batch_sizes, knee_table
+from lit_dpret.cards.knee import KNEE_FACTOR, LOOSENESS, batch_sizes, knee_table, least_noise
 from lit_dpret.privacy.accounting.accountant import calibrate_noise
 from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.accounting.releases import FullBatch, GaussianRelease, Poisson
@@ -37,6 +37,16 @@ def test_every_cell_keeps_the_budget_with_hardly_more_noise_than_that_takes(tabl
         least = calibrate_noise(eps=2.0, delta=DELTA, neighbours="zero_out", law=law, steps=cell["steps"])
         assert cell["noise_multiplier"] <= (1 + LOOSENESS) * least
         assert cell["noise_to_batch"] == cell["noise_multiplier"] / cell["batch"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("eps", "batch", "epochs"), [(0.5, 64, 90.0), (16.0, 64, 90.0), (3.0, 65_536, 3.0)])
+def test_cells_at_the_corners_are_as_close_under_replace_one(eps: float, batch: int, epochs: float) -> None:
+    law, promise = Poisson(sample_rate=batch / 532_000), {"delta": 0.5 / 532_000, "neighbours": "replace_one"}
+    steps = round(epochs / law.sample_rate)
+    found = least_noise(rate=law.sample_rate, steps=steps, eps=eps, start=1.0, **promise)
+    assert found is not None and found <= (1 + LOOSENESS) * calibrate_noise(law=law, steps=steps, eps=eps, **promise)
+    assert epsilon([GaussianRelease(noise_multiplier=found, law=law, count=steps)], **promise) <= eps
 
 
 def test_the_floor_is_what_as_many_steps_without_sampling_would_need(table: dict[str, Any]) -> None:

@@ -83,6 +83,14 @@ def test_every_level_is_the_group_epsilon_of_its_law(levels: dict[str, Any]) -> 
             assert ("why" in row) == (row["epsilon"] is None)
 
 
+@pytest.mark.slow
+def test_the_roomy_cap_keeps_nearly_the_epsilon_of_poisson_sampling(levels: dict[str, Any]) -> None:
+    assert levels["roomy_cap"] > TRUNCATED.cap
+    plain = GaussianRelease(noise_multiplier=NOISE, law=Poisson(sample_rate=0.02), count=STEPS)
+    for row in levels["columns"][1]["rows"]:
+        assert row["epsilon"] == pytest.approx(group_epsilon([plain], delta=DELTA, units=row["units"]), rel=1e-3)
+
+
 def test_where_units_are_private_only_what_needs_no_number_of_them_is_told() -> None:
     private = replace(PLAN, law=Poisson(sample_rate=0.02), n=None, neighbours="add_or_remove")
     assert {row["sampling"] for row in epsilon_matrix(private)} == {"poisson"}

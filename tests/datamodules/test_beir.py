@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lit_dpret.datamodules import BeirDataModule
-from lit_dpret.datamodules.beir_sets import beir_set
+from lit_dpret.datamodules.beir_sets import BEIR_SETS, beir_set
 from lit_dpret.errors import ConfigurationError, DataError
 
 
@@ -33,6 +33,13 @@ def evaluated(data: BeirDataModule, split: str | None = None) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return data.evaluation_set(split)
+
+
+def test_the_registry_knows_the_protocol_of_every_set() -> None:
+    public = [name for name in BEIR_SETS if "/" not in name]
+    assert {name for name in public if BEIR_SETS[name].split != "test"} == {"msmarco"}
+    assert {name for name in public if BEIR_SETS[name].drops_self_matches} == {"arguana", "quora"}
+    assert sum(BEIR_SETS[name].queries for name in BEIR_SETS["cqadupstack"].members) == 13_145  # as BEIR's paper counts
 
 
 def test_a_name_finds_its_folder_and_its_split(tmp_path: Path) -> None:

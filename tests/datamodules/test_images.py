@@ -60,6 +60,12 @@ def test_a_pickled_batch_keeps_channels_rows_and_columns(tmp_path: Path) -> None
     assert labels[2:4].tolist() == [2, 3]
 
 
+def test_the_hubs_struct_of_bytes_reads_like_plain_bytes(tmp_path: Path) -> None:
+    plain = ImagesDataModule(source="cifar10", folder=tiny.parquet(tmp_path / "a")).labelled("train")
+    struct = ImagesDataModule(source="cifar10", folder=tiny.parquet(tmp_path / "b", as_struct=True)).labelled("train")
+    assert torch.equal(plain[0], struct[0])
+
+
 def test_the_coarse_labels_of_cifar100_are_its_own(tmp_path: Path) -> None:
     data = ImagesDataModule(source="cifar100", folder=tiny.cifar100_pickles(tmp_path))
     fine, coarse = data.labelled("test")[1], data.labelled("test", labels="coarse")[1]
@@ -75,6 +81,18 @@ def test_a_stand_in_groups_labels_and_each_label_is_in_one_group(
     fine, coarse = data.labelled("train", labels="fine")[1].tolist(), data.labelled("train")[1].tolist()
     assert len(set(zip(fine, coarse, strict=True))) == len(set(fine)) == 10
     assert set(coarse) == set(range(groups)) and len(data.class_names()) == groups
+
+
+def test_the_groups_of_cifar10_put_like_with_like(tmp_path: Path) -> None:
+    data = ImagesDataModule(source="cifar10", folder=tiny.parquet(tmp_path))
+    names, groups = data.class_names("fine"), data.class_names("coarse")
+    pairs = zip(data.labelled("train")[1].tolist(), data.labelled("train", labels="coarse")[1].tolist(), strict=True)
+    found = {names[fine]: groups[coarse] for fine, coarse in pairs}
+    assert found["truck"] == found["automobile"] == "road vehicles"
+    assert found["airplane"] == found["ship"] == "craft"
+    assert found["cat"] == found["dog"] == "pets"
+    assert found["deer"] == found["horse"] == "hoofed animals"
+    assert found["bird"] == found["frog"] == "other animals"
 
 
 # -- public samples --------------------------------------------------------------------------

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable
+import tracemalloc
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -78,6 +79,25 @@ def test_threads_and_other_processes_read_the_same_store(store: PassageStore) ->
     with get_context("fork").Pool(2) as forked:
         assert forked.map(store.__getitem__, names) == list(PASSAGES.values())
     assert pickle.loads(pickle.dumps(store)) == PASSAGES  # as a spawned process gets it
+
+
+def test_texts_are_not_held(tmp_path: Path) -> None:
+    """What four times the passages take more is a few numbers for each, and not their texts."""
+
+    def passages(count: int) -> Iterator[tuple[str, str]]:
+        return ((f"p{i}", f"{i} " + "word " * 80) for i in range(count))
+
+    def peak(count: int) -> int:
+        tracemalloc.start()
+        store = build_store(tmp_path / str(count), passages(count), refuse)
+        assert sum(len(text) for text in store.values()) > 400 * count
+        assert len(store["p17"]) > 400
+        found = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return found
+
+    small, large = peak(2_000), peak(8_000)
+    assert large - small < 6_000 * 400 / 8, "at most 50 bytes of numbers for each passage"
 
 
 @pytest.mark.parametrize("spoil", [lambda whole: whole[:-4096], lambda whole: b"no database", lambda whole: b""])

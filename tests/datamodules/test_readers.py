@@ -111,6 +111,11 @@ def test_a_column_named_twice_is_refused(write: Write) -> None:
         list(RecordFile(write("x.csv", "a,a\n1,2\n")))
 
 
+def test_a_quote_that_never_ends_is_refused(write: Write) -> None:
+    with pytest.raises(DataError, match=r"line 2: not a readable table row"):
+        list(RecordFile(write("x.csv", 'a,b\n1,"two\n3,4\n')))
+
+
 def test_a_text_longer_than_the_csv_module_likes_is_read(write: Write) -> None:
     text = "x" * 200_000
     assert [record for _, record in RecordFile(write("x.tsv", f"a\tb\n1\t{text}\n"))] == [{"a": "1", "b": text}]

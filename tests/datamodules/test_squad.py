@@ -93,6 +93,11 @@ def test_a_folder_without_squad_is_refused(tmp_path: Path) -> None:
         SquadDataModule(folder=tmp_path).prepare_data()
 
 
+def test_a_beir_folder_is_read_as_one(harbour: Path) -> None:
+    data = SquadDataModule(folder=harbour)
+    assert data.evaluation_split == "test" and data.collection.users
+
+
 def spoilt(change: str) -> list[Any]:
     articles = copy.deepcopy(ARTICLES)
     asked = articles[0]["paragraphs"][0]["qas"]

@@ -40,6 +40,12 @@ def test_equal_texts_and_what_crosses_the_splits_are_found() -> None:
     assert found["shared_with_train"] == {"test": {"queries": 1, "positive_passages": 1}}
 
 
+def test_no_more_examples_than_asked_for() -> None:
+    found = find_duplicates(DATA, examples=1)
+    assert [len(found[side]["examples"]) for side in ("queries", "passages")] == [1, 1]
+    assert found["queries"]["texts"] == 2 and find_duplicates(DATA, examples=0)["queries"]["examples"] == []
+
+
 def test_lengths_are_quantiles_of_what_was_measured_and_the_share_that_is_cut() -> None:
     texts = {str(i): "word " * i for i in range(1, 101)}.values()
     assert measure_lengths(texts, count=count_words, limit=90, at_most=1000) == {

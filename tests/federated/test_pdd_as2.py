@@ -19,10 +19,11 @@ from lit_dpret.encoders import TextEncoder
 from lit_dpret.errors import BudgetExceededError, ConfigurationError, DataError, LedgerError, ResumeError
 from lit_dpret.federated.aggregation import client_weights, put_weights, take_weights, weighted_mean
 from lit_dpret.federated.data import merged_silo, planted_silos
+from lit_dpret.federated.data.planted import Planted
 from lit_dpret.federated.fitting import TowardsAnchor, fit_epochs
 from lit_dpret.federated.negatives import FedNegatives, FedPool
 from lit_dpret.federated.secure_mean import secure_mean
-from lit_dpret.federated.settings import PddAs2
+from lit_dpret.federated.settings import PddAs2, Stage1, Stage2
 from lit_dpret.federated.silo import SiloClient, public_places
 from lit_dpret.federated.transport import InProcessFederation
 from lit_dpret.modules import AS2DualEncoder, OptimizerSpec
@@ -298,6 +299,19 @@ def test_public_answers_are_made_of_public_sentences_alone(tmp_path: Path) -> No
     assert len(block.embeddings) <= 3
 
 
+@pytest.mark.slow
+def test_on_planted_dialects_a_personal_query_encoder_beats_the_shared_one(tmp_path: Path) -> None:
+    """Half of the dialect words mean something else at every client, which no shared encoder can know."""
+    size = Planted(clients=3, entities=12, attributes=6, told=6, questions=6, phrasings=3, shared=0.5)
+    settings = PddAs2(
+        stage1=Stage1(warmup_rounds=1, rounds=3, batch_size=16, bm25_n=4, static_n=4, top_k=20, lr=3e-3),
+        stage2=Stage2(epochs=5, batch_size=16, n=8, top_k=24, lr=3e-3, negatives="dynamic"),
+    )
+    result = federation(tmp_path, settings, size=size, dim=64, spread=0.1).run()
+    found = {system: result.mean(system, "sentence/success@1") for system in result.systems}
+    assert found["bm25"] < found["stage1"] < found["stage2"] - 0.1, found
+
+
 def test_a_run_without_a_budget_is_repeated_by_its_seed(tmp_path: Path) -> None:
     settings = replace(SMALL, stage1=replace(SMALL.stage1, warmup_rounds=0), stage2=replace(SMALL.stage2, epochs=0))
     two = replace(SIZE, clients=2, entities=4)
@@ -332,6 +346,17 @@ def test_a_client_without_answers_between_two_refreshes_says_so(tmp_path: Path) 
     run = federation(tmp_path, replace(SMALL, stage2=replace(SMALL.stage2, epochs=2, refresh_every=2)))
     with pytest.raises(DataError, match="missed a refresh"):
         run.clients["client0"].personalise(run.start, None, 1)
+
+
+@pytest.mark.slow
+def test_fewer_refreshes_leave_more_of_a_budget_for_training(tmp_path: Path) -> None:
+    def noise(every: int) -> Any:
+        stage = replace(PRIVATE.stage2, epochs=2, refresh_every=every)
+        run = federation(tmp_path, replace(PRIVATE, stage2=stage), state=f"every{every}")
+        return run.clients["client0"].account.noise
+
+    often, once = noise(1), noise(2)
+    assert once.request < often.request
 
 
 def test_a_silo_with_fewer_queries_than_a_batch_takes_all_of_them_and_under_a_budget_is_refused(tmp_path: Path) -> None:

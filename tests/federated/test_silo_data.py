@@ -266,6 +266,11 @@ def test_no_two_clients_mean_the_same_by_a_dialect_word_unless_it_is_shared() ->
     assert [meaning(shared, client)[:3] for client in range(3)] == [[0, 1, 2]] * 3
 
 
+def test_a_skewed_federation_has_clients_of_falling_size() -> None:
+    sizes = [silo.counts()["train"] for silo in planted_silos(Planted(clients=4, entities=40, skew=8))]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] >= 6 * sizes[-1]
+
+
 def test_common_entities_are_told_of_everywhere_and_no_two_clients_tell_the_same() -> None:
     size = Planted(clients=3, entities=8, attributes=9, told=3, common=True, duplicates=1, hubs=0)
     silos = planted_silos(size)

@@ -214,6 +214,12 @@ def test_a_generator_starts_from_the_public_folder_and_its_card_says_so(tmp_path
         study(tmp_path, **changes).run(parts(tmp_path, resume=True))
 
 
+def test_another_setting_makes_another_generator(tmp_path: Path) -> None:
+    known = generators(tmp_path)["tiny"]
+    prompted = replace(known, model=partial(generator, prompt_tuning={"num_virtual_tokens": 2}))
+    assert len({str(each.describe()) for each in (known, prompted, replace(known, steps=2))}) == 3
+
+
 # -- a teacher ---------------------------------------------------------------------------------
 
 

@@ -125,6 +125,12 @@ def test_the_row_of_the_untrained_encoder_promises_what_is_known_of_it(
     assert rows["zero-shot"] == promise and rows["BM25"] == PUBLIC
 
 
+def test_the_draws_of_a_run_are_those_of_its_seed() -> None:
+    variant = NegativesVariant(label="x", negatives={"random": partial(RandomNegatives, per_query=3)})
+    made = [variant.make(NoPrivacy(), seed=seed) for seed in (0, 1)]
+    assert [[getattr(source, "seed", None) for source in sources or ()] for sources in made] == [[None, 0], [None, 1]]
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -22,7 +22,7 @@ from lit_dpret.federated.synthetic import PUBLIC
 from lit_dpret.tasks.parts import Parts
 from reproduction import FederatedStudy
 from reproduction.federated.catalogue import STUDIES, Asked, Point, SiloChange, study_of
-from reproduction.federated.cells import Cells, changed_silos, divided, kept_shares, with_share
+from reproduction.federated.cells import Cells, changed_silos, divided, kept_shares, sizes, with_share
 from reproduction.federated.study import _promise
 
 SIZE = {"clients": 2, "entities": 6, "attributes": 4, "told": 2, "questions": 2, "hubs": 1}
@@ -239,6 +239,13 @@ def test_a_study_that_could_not_be_finished_is_refused_before_anything_is_traine
     with pytest.raises((ConfigurationError, DataError), match=message):
         FederatedStudy(**study, plot=False, min_free_mb=1).run(parts(tmp_path, **federation))
     assert not trained
+
+
+def test_sizes_reach_the_silos_that_are_trained(base: dict[str, Path], tmp_path: Path) -> None:
+    whole = sizes(base)
+    made = sizes(changed_silos(base, SiloChange(skew=3.0), tmp_path / "made", seed=0))
+    shares = kept_shares(base, SiloChange(skew=3.0), seed=0)
+    assert made == {name: math.ceil(round(shares[name] * whole[name], 9)) for name in base}
 
 
 @pytest.mark.slow

@@ -128,3 +128,13 @@ def test_a_root_without_any_of_the_sets_is_refused(tmp_path: Path) -> None:
         zero_shot(tmp_path, ["fiqa", "scifact"]).run(no_parts(tmp_path / "run"))
     with pytest.raises(DataError, match="does not exist"):
         zero_shot(tmp_path / "gone", ["fiqa"])
+
+
+def test_a_collection_that_is_no_set_of_beir_is_measured_beside_them_and_said_to_be_none(tmp_path: Path) -> None:
+    write_set(tmp_path / "scifact", found=4)
+    write_set(tmp_path / "mine", found=2)
+    told = zero_shot(tmp_path, ["scifact"], also=["mine", "absent"]).run(no_parts(tmp_path / "run"))
+    assert set(told) == {"scifact", "mine"} and told["mine"] < told["scifact"]
+    facts = json.loads((tmp_path / "run" / "zero_shot.json").read_text())
+    notes = {one["name"]: one["note"] for one in facts["sets"]}
+    assert notes["mine"] == "no set of BEIR's" and facts["missing"] == ["absent"]

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.retrieval.metrics import Metric
 from lit_dpret.retrieval.search import TopK, lexicographic_rank, search
 from lit_dpret.retrieval.trec_runs import Ranking, evaluate
 
@@ -124,6 +125,14 @@ def test_a_ranking_from_search_scores_as_its_run_does_in_trec_eval(seed: int) ->
     top = search(queries.float(), passages.float(), 100, tie_rank=lexicographic_rank(passage_ids))
     ranking = Ranking(query_ids=query_ids, passage_ids=passage_ids, top=top)
     assert_equals_trec_eval(ranking, ranking.to_run(), qrels, [m for m in METRICS if m != "ndcg@1000"])
+
+
+def test_a_metric_is_written_the_way_it_is_read() -> None:
+    read = {"NDCG@10": "ndcg@10", " mrr@5 ": "mrr@5", "hit@3": "success@3", "P@5": "precision@5"}
+    assert {name: str(Metric.parse(name)) for name in read} == read
+    for wrong in ("ndcg", "ndcg@0", "f1@10", "mrr@-1", "recall@1.5"):
+        with pytest.raises(ConfigurationError, match=wrong):
+            Metric.parse(wrong)
 
 
 def test_what_cannot_be_judged_is_refused() -> None:

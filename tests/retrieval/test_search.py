@@ -300,6 +300,13 @@ def test_what_cannot_be_searched_is_refused_by_name() -> None:
         lexicographic_rank(["b", "a", "b"])
 
 
+def test_arrays_of_numpy_are_searched_as_tensors_are() -> None:
+    torch.manual_seed(0)
+    queries, passages = torch.randn(3, 8), torch.randn(20, 8)
+    found, expected = search(queries.numpy(), passages.numpy(), 5), search(queries, passages, 5)
+    assert torch.equal(found.indices, expected.indices) and torch.equal(found.scores, expected.scores)
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_question_alone_gets_the_answer_that_it_gets_among_many(threads: int) -> None:
     """Few queries share out the passages over threads, many the queries; near-ties show what either leaves out."""

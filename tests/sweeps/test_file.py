@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -124,3 +125,8 @@ def test_a_sweep_that_is_shipped_is_found_by_its_name_from_anywhere_and_a_file_o
         SweepFile.read("quickstrat")
     written(tmp_path).rename("quickstart")
     assert SweepFile.read("quickstart").fingerprint() != shipped.fingerprint()
+
+
+def test_the_package_of_sweeps_needs_no_wandb() -> None:
+    code = "import sys; sys.modules['wandb'] = None; from lit_dpret.sweeps import *"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

@@ -168,3 +168,13 @@ def test_a_worker_refuses_in_its_own_words(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="weights are broken"):
         synthesize(broken, PASSAGES, tmp_path / "set", **SETTINGS, workers=1)
     assert not multiprocessing.active_children()
+
+
+@pytest.mark.slow
+def test_a_script_without_a_guard_is_told_so(source: Path, tmp_path: Path) -> None:
+    script = tmp_path / "naive.py"
+    script.write_text(job(source, tmp_path / "set", workers=2).replace('__name__ == "__main__"', "True"))
+    process = start(script)
+    _, errors = process.communicate(timeout=600)
+    assert process.returncode == 1
+    assert "WorkerError: Worker" in errors and 'if __name__ == "__main__":' in errors.splitlines()[-1]

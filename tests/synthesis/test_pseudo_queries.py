@@ -45,6 +45,11 @@ def test_the_queries_depend_on_the_passages_alone() -> None:
     assert list(pseudo_queries(PASSAGES, queries_per_passage=3)) == list(pseudo_queries(turned, queries_per_passage=3))
 
 
+def test_several_draws_take_several_sentences() -> None:
+    texts = [q.text for q in pseudo_queries(PASSAGES, queries_per_passage=2) if q.passage_id == "bread"]
+    assert len(set(texts)) == 2
+
+
 def test_the_folder_is_that_of_a_synthetic_set_and_says_that_nothing_private_was_read(tmp_path: Path) -> None:
     folder = write_pseudo_queries(PASSAGES, tmp_path / "set", queries_per_passage=2)
     queries = [json.loads(line) for line in (folder / "queries.jsonl").read_text().splitlines()]

@@ -83,6 +83,17 @@ def test_training_refuses_what_an_evaluation_only_counts(tmp_path: Path) -> None
         PairsDataModule(folder=folder).setup("fit")
 
 
+def test_the_words_of_bm25_are_settings_and_stand_in_the_result(tmp_path: Path) -> None:
+    folder = collection(tmp_path / "c", test=TEST)
+    plain = measured(folder, tmp_path / "a")
+    other = measured(folder, tmp_path / "b", bm25={"k1": 1.2, "stemmer": None})
+    assert plain["fingerprints"] == []
+    assert plain["bm25"] == {"k1": 0.9, "b": 0.4, "stemmer": "english", "stopwords": "en"}
+    assert other["bm25"] == {"k1": 1.2, "b": 0.4, "stemmer": None, "stopwords": "en"}
+    with pytest.raises(ConfigurationError, match=r"task\.bm25\.k2"):
+        Evaluate(encoder="bm25", bm25={"k2": 1.0})
+
+
 def test_an_evaluation_says_whose_its_queries_are_as_declared(tmp_path: Path) -> None:
     folder = collection(tmp_path / "data", test=TEST)
     data = {"drop_queries_without_passage": True}

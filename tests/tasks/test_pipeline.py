@@ -133,6 +133,19 @@ def test_a_declared_rate_is_that_of_every_private_row_and_what_divides_its_sum_i
         assert (plan["law"]["sample_rate"], plan["plan"]["denominator"]) == (0.2, batch), stage
 
 
+@pytest.mark.slow
+def test_the_filter_keeps_the_queries_that_find_their_passage_and_the_report_says_how_many(tmp_path: Path) -> None:
+    pipeline(round_trip_filter=5, queries_per_passage=2).run(parts(tmp_path))
+    run = tmp_path / "run"
+    kept = (run / "round_trip" / "kept_queries.txt").read_text(encoding="utf-8").split()
+    made = [json.loads(line)["_id"] for line in (run / "synthetic" / "data" / "queries.jsonl").read_text().splitlines()]
+    assert 0 < len(kept) < len(made) and set(kept) < set(made)
+    plan = next(r for r in PrivacyLedger.read(run / "from_synthetic" / "privacy_ledger.jsonl").records)
+    assert plan["law"]["n"] == len(kept)
+    assert f"{len(kept)} of {len(made)} synthetic queries" in (run / "report.html").read_text(encoding="utf-8")
+    assert claimed(run / "from_synthetic") == claimed(run / "generator"), "choosing by public means costs nothing"
+
+
 class Interrupt(Callback):
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if type(module).__name__ == "QueryGenerator" and batch.last and batch.step == 1:

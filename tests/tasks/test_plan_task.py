@@ -10,6 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 from tiny_generator import generator
+from tiny_tasks import write_log
 
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
@@ -87,3 +88,22 @@ def test_without_matplotlib_a_picture_is_refused_where_asked_for_and_left_out_wh
         Plan(units=UNITS, plot=True).run(parts(tmp_path))
     Plan(units=UNITS).run(parts(tmp_path))
     assert not (tmp_path / "run" / "plan.png").exists()
+
+
+@pytest.mark.slow
+def test_a_plan_of_data_that_are_read_cautions_of_lengths_that_cut_most_texts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = write_log(tmp_path / "log")
+    made = parts(
+        tmp_path,
+        make_datamodule=partial(PairsDataModule, folder=log, sampling="poisson", expected_batch_size=40),
+        make_privacy=partial(DPSGD, eps=8.0),
+        trained_settings=lambda: {"model.max_passage_length": 3, "model.max_query_length": 64},
+    )
+    Plan(plot=False).run(made)
+    told = " ".join(capsys.readouterr().out.split())
+    assert "model.max_passage_length=3" in told and "model.max_query_length" not in told
+    facts = json.loads((tmp_path / "run" / "plan.json").read_text(encoding="utf-8"))
+    assert len(facts["cautions"]) == 2 and all(" ".join(one.split()) in told for one in facts["cautions"])
+    assert "max_passage_length" not in json.dumps(facts["cautions"]), "a share of private texts is for the owner alone"

@@ -149,6 +149,15 @@ def test_the_trained_inverter_writes_the_texts_out(trained: dict[str, PrefixDeco
     assert found.exact > 0.4 > chance.exact and found.token_f1 > chance.token_f1 + 0.3
 
 
+def test_training_is_repeatable() -> None:
+    def weights() -> torch.Tensor:
+        made = decoder()
+        fit_decoder(made, Words(tokenizer(), 6).ids(TEXTS[:20]), VECTORS[:20], steps=3, batch_size=4, lr=1e-2, seed=5)
+        return next(made.parameters()).detach()
+
+    assert torch.equal(weights(), weights())
+
+
 def test_impossible_settings_and_missing_models_are_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
     with pytest.raises(ConfigurationError, match="how='nose'"):
         decoder("nose")

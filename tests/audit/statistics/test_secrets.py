@@ -43,6 +43,24 @@ def test_an_extrapolated_exposure_is_that_of_the_distribution_the_references_cam
 
 
 @pytest.mark.parametrize(
+    ("mean", "copies", "chance", "delta", "expected"),
+    [
+        (43, 10, 50, 0.0, 0.015082),
+        (32, 100, 50, 0.0, 0.004463),
+        (43, 10, None, 9.4e-7, 0.016075),
+        (60, 10, None, 0.0, 0.0),
+    ],
+)
+def test_the_papers_number_is_found_and_has_no_confidence(
+    mean: float, copies: int, chance: float | None, delta: float, expected: float
+) -> None:
+    found = mean_rank_point(mean, candidates=100, copies=copies, chance=chance, delta=delta)
+    assert found.eps_lower == pytest.approx(expected, abs=6e-7)
+    assert found.confidence is None
+    assert "a point value without confidence" in str(found)
+
+
+@pytest.mark.parametrize(
     ("trainings", "first", "second"),
     [(60, 0.0029, 0.0033), (100, 0.0065, 0.0036), (300, 0.0105, 0.0041), (1000, 0.0132, 0.0043)],
 )

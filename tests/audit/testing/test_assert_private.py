@@ -70,6 +70,12 @@ def test_any_module_with_a_loss_per_row_passes() -> None:
     assert_private(module, {"token": torch.arange(5)}, 1.0, DELTA, per_row_loss=module.per_row, trials=FEW)
 
 
+def test_a_module_in_float64_passes() -> None:
+    module = regression().double()
+    rows = {name: value.double() for name, value in module.collate_rows(lines()).items()}
+    assert assert_private(module, rows, 1.0, DELTA, trials=FEW).sensitivity <= 1 + 1e-6
+
+
 def test_the_module_is_left_as_it_was() -> None:
     module = regression()
     module.net[0].eval()
@@ -85,7 +91,15 @@ def test_the_module_is_left_as_it_was() -> None:
     assert set(module.__dict__) == attributes and module._guard is None
 
 
+@pytest.mark.slow
+def test_the_same_seed_gives_the_same_result_and_another_one_another() -> None:
+    first, again = (assert_private(regression(), lines(), 1.0, DELTA, trials=FEW) for _ in range(2))
+    other = assert_private(regression(), lines(), 1.0, DELTA, trials=FEW, seed=1)
+    assert first == again and other.noise != first.noise
+
+
 def test_a_mode_that_promises_nothing_is_no_private_one() -> None:
+    assert issubclass(PrivacyViolation, AssertionError)
     with pytest.raises(PrivacyViolation, match="privacy=none adds no noise"):
         assert_private(Regression(privacy=NoPrivacy()), lines(), 1.0, DELTA)
 

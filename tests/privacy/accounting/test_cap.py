@@ -69,6 +69,16 @@ def test_a_hundredth_of_the_cap_gives_five_and_ten_copies_a_number_at_the_quicks
 
 
 @pytest.mark.slow
+def test_a_cap_that_cannot_help_ten_copies_for_a_hundredth_helps_as_many_as_it_can(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    law = {"sample_rate": 128 / 12_889, "steps": 120, "noise": 0.6237}
+    bare, wider = (chosen(monkeypatch, copies=copies, **law) for copies in ((), accounting.COPIES))
+    assert (of_copies(bare, 5, **law), of_copies(wider, 10, **law)) == (math.inf, math.inf)
+    assert bare < wider <= 1.01 * bare and of_copies(wider, 5, **law) < 16
+
+
+@pytest.mark.slow
 def test_a_cap_stays_as_it_is_where_copies_would_cost_more_or_have_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     few = {"n": 1000, "sample_rate": 0.03, "steps": 60, "noise": 0.9}
     caps = [chosen(monkeypatch, copies=copies, **few) for copies in ((), (10, 5, 2))]

@@ -78,10 +78,25 @@ def test_a_difference_that_single_runs_do_not_carry_is_not_significant_however_m
     assert pair.holds_over_queries() and not pair.is_significant()
 
 
+def test_the_same_mode_is_compared_with_itself_at_another_budget() -> None:
+    found = [each for each in differences(ROWS, "nDCG@10") if each.budget is None]
+    assert [(each.first, each.second) for each in found] == [("a at 8", "a")]
+
+
 def test_rows_of_different_queries_are_refused() -> None:
     odd = ModeRow(name="odd", per_run={"nDCG@10": [0.1]}, per_query={"nDCG@10": [0.1]})
     with pytest.raises(DataError, match="different queries"):
         differences([*ROWS, odd], "nDCG@10")
+
+
+def test_without_budgets_all_rows_are_one_family() -> None:
+    rows = [row("x", [0.5, 0.52, 0.51], budget=None), row("y", [0.4, 0.41, 0.43], budget=None), ROWS[0]]
+    found = differences(rows, "nDCG@10")
+    assert [(each.first, each.second, each.budget) for each in found] == [
+        ("x", "y", None),
+        ("x", "zero-shot", None),
+        ("zero-shot", "y", None),
+    ]
 
 
 def test_the_files_say_the_same(tmp_path: Path) -> None:

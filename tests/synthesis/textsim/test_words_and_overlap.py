@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from scipy.stats import beta
 
+from lit_dpret.assets.overlap import without_punctuation
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.synthesis.textsim.diversity import (
     distinct_n,
@@ -11,11 +13,18 @@ from lit_dpret.synthesis.textsim.diversity import (
     lengths,
     question_type,
     question_types,
+    total_variation,
 )
 from lit_dpret.synthesis.textsim.overlap import Share, overlap
-from lit_dpret.synthesis.textsim.words import ngrams
+from lit_dpret.synthesis.textsim.words import ngrams, words
 
 # -- words ---------------------------------------------------------------------------------------
+
+
+def test_the_words_joined_are_the_normalised_text() -> None:
+    text = "What’s  GEICO's co-pay_rate, ＦＩＮＥ?"
+    assert words(text) == ["whats", "geicos", "co", "pay", "rate", "fine"]
+    assert "".join(words(text)) == without_punctuation(text)
 
 
 def test_ngrams_are_the_runs_in_order() -> None:
@@ -24,6 +33,13 @@ def test_ngrams_are_the_runs_in_order() -> None:
 
 
 # -- shares --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("k", "n"), [(0, 10), (1, 10), (10, 10), (3, 1000)])
+def test_the_interval_is_clopper_and_pearsons(k: int, n: int) -> None:
+    share = Share(k, n)
+    assert share.low == pytest.approx(0.0 if k == 0 else beta.ppf(0.025, k, n - k + 1))
+    assert share.high == pytest.approx(1.0 if k == n else beta.ppf(0.975, k + 1, n - k))
 
 
 def test_a_share_of_nothing_has_no_value_and_the_widest_bounds() -> None:
@@ -51,6 +67,13 @@ def test_distinct_n_is_different_ngrams_over_all() -> None:
     assert distinct_n(texts, 4) == 0.0
 
 
+def test_lengths_are_counted_in_words() -> None:
+    texts = ["", "one two three", "one two", " ".join(["long"] * 40)]
+    shares = {name: share for name, share in length_histogram(texts).items() if share}
+    assert shares == {"0": 0.25, "2": 0.25, "3": 0.25, "30+": 0.25}
+    assert lengths(texts)["median"] == 2.5 and lengths(texts)["mean"] == pytest.approx(45 / 4)
+
+
 @pytest.mark.parametrize(
     ("text", "kind"),
     [
@@ -68,6 +91,11 @@ def test_distinct_n_is_different_ngrams_over_all() -> None:
 )
 def test_a_question_is_typed_by_its_first_word(text: str, kind: str) -> None:
     assert question_type(text) == kind
+
+
+def test_total_variation_is_the_share_that_would_have_to_move() -> None:
+    assert total_variation({"a": 0.5, "b": 0.5}, {"a": 0.25, "c": 0.75}) == 0.75
+    assert total_variation({"a": 1.0}, {"a": 1.0}) == 0.0
 
 
 @pytest.mark.parametrize("measure", [lengths, length_histogram, question_types, lambda texts: distinct_n(texts, 1)])
@@ -97,6 +125,10 @@ def test_eight_words_in_a_row_are_a_copy_and_seven_are_not() -> None:
 def test_a_text_counts_once_however_often_it_is_found() -> None:
     found = overlap([ORIGINAL[0]], ORIGINAL * 5)
     assert (found.exact.positives, found.ngram.positives, found.references) == (1, 1, 10)
+
+
+def test_texts_without_words_are_not_copies_of_each_other() -> None:
+    assert overlap(["?", "..."], ["!", "a"]).exact.positives == 0
 
 
 def test_an_empty_list_and_no_words_in_a_row_are_refused() -> None:
