@@ -9,7 +9,7 @@ drawn, and the ledger, which is asked for a permit after the last batch, never h
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -27,11 +27,12 @@ class PhysicalBatches:
     Guarantees:
         - Each unit of the step contributes exactly once to the sum that is released, however often the step began; with
           ``drops`` one that fails alone does not.
-        - The smaller size stays for the steps that follow: it is found once.
+        - The size that fits into memory is found once and stays. What is cut smaller because a unit failed is cut so in
+          its step alone.
         - A failure other than for want of memory is raised as it is, but with ``drops``.
 
     Args:
-        contribute: Adds one physical batch; ``piece`` counts the pieces that a batch of the loader fell into.
+        contribute: Adds one physical batch; the number is the place of its first unit in the batch of the loader.
         forget: Forgets everything that was added since the step began.
 
     Attributes:
@@ -42,11 +43,12 @@ class PhysicalBatches:
         self.limit: int | None = None
         self._contribute, self._forget = contribute, forget
         self._step: list[UnitBatch] = []
-        self._dropped: set[tuple[int, int]] = set()  # of this step: the batch and the place of a unit
+        # Of this step, by the part of a batch in which a unit failed: the slots that do not fail, as they are cut.
+        self._sound: dict[int, list[slice]] = {}
 
     def begin(self) -> None:
         """Forget the batches of a step that an earlier training broke off; the size that fits stays."""
-        self._step, self._dropped = [], set()
+        self._step, self._sound = [], {}
 
     def add(self, batch: UnitBatch, *, may_split: bool, advice: str, drops: bool = False) -> None:
         """Contribute ``batch``, the next one of its step.
@@ -57,59 +59,92 @@ class PhysicalBatches:
             advice: What to do where a single unit, or a batch that may not be split, does not fit.
             drops: Where units may be taken apart: leave out one that fails alone, for whatever reason, and say so in
                 the log alone. Then no failure tells anybody of private rows, and each unit still adds what follows from
-                itself, or nothing.
+                itself, or nothing. It is found by bisection, which takes time.
 
         Raises:
             DeviceMemoryError: It does not fit, however small.
         """
         if self._step and (batch.attempt, batch.step) != (self._step[0].attempt, self._step[0].step):
-            self._step, self._dropped = [], set()  # of a step that was never finished
+            self.begin()  # after a step that was never finished
         if may_split:
             self._step.append(_copy(batch))
         due = [batch]
-        while True:
-            largest = self._tried(due, drops=drops and may_split)
-            if largest is None:
-                break
+        while (failed := self._tried(due, drops=drops and may_split)) is not None:
             give_back_memory()
-            if largest and (not may_split or self.limit == 1):
-                what = "a single unit" if may_split else f"a physical batch of {largest} units"
+            self._forget()
+            at, slots, lacks_memory = failed
+            if drops and may_split:
+                self._set_aside(next(each for each in self._step if each.part == at), slots, lacks_memory)
+            elif not may_split or self.limit == 1:
+                what = "a single unit" if may_split else f"a physical batch of {slots.stop - slots.start} units"
                 raise DeviceMemoryError(
                     f"Memory ran out on {what} of step {batch.step}, before the step was noised or charged. {advice} "
                     "Then go on with resume=true."
                 )
-            self.limit = max(1, largest // 2)
-            # Not a logger of metrics, nor the ledger: that memory ran out here says something about private lengths.
-            _log.warning("Memory ran out, or a unit failed; the step begins again with at most %d at once.", self.limit)
-            self._forget()
+            else:
+                self._lower_limit(max(1, (slots.stop - slots.start) // 2))
             due = [_copy(each) for each in self._step]
         if batch.last:
-            self._step, self._dropped = [], set()
+            self.begin()
 
-    def _tried(self, due: list[UnitBatch], *, drops: bool) -> int | None:
-        """Contribute all of ``due``, but for dropped units.
+    def _lower_limit(self, most: int) -> None:
+        self.limit = most
+        # Not a logger of metrics, nor the ledger: that memory ran out here says something about private lengths.
+        _log.warning("Memory ran out; a step begins again with at most %d units at once.", self.limit)
+
+    def _slots(self, batch: UnitBatch) -> list[slice]:
+        """Return how a batch is cut in this step."""
+        found = self._sound.get(batch.part)
+        return slots_of(batch, self.limit) if found is None else found
+
+    def _tried(self, due: list[UnitBatch], *, drops: bool) -> tuple[int, slice, bool] | None:
+        """Contribute all of ``due``.
 
         Returns:
-            The units of the piece that failed, 0 where it is dropped from now on; None where nothing failed.
+            The part of the batch that failed, its slots, and whether for want of memory; None where nothing failed.
         """
-        piece, at = None, (0, 0)
+        for batch in due:
+            for slots in self._slots(batch):
+                if (error := self._failure(batch, slots, drops=drops)) is not None:
+                    return batch.part, slots, error
+        return None
+
+    def _failure(self, batch: UnitBatch, slots: slice, *, drops: bool) -> bool | None:
+        """Contribute some slots of a batch; return None, or where that failed whether for want of memory."""
         try:
-            for batch in due:
-                for number, piece in enumerate(pieces_of(batch, self.limit)):
-                    at = batch.part, number
-                    if at not in self._dropped:
-                        self._contribute(piece, number)
+            self._contribute(piece_of(batch, slots), slots.start)
         except Exception as error:
-            if not drops and not is_out_of_memory(error):
+            lacks_memory = is_out_of_memory(error)
+            if not drops and not lacks_memory:
                 raise
             if drops:
                 _log.error("Kept on this machine: %s: %s", type(error).__name__, error)
-                if self.limit == 1:
-                    self._dropped.add(at)
-                    return 0
             # Returned, not handled here: the traceback keeps what the broken pass had allocated alive.
-            return 1 if piece is None else len(piece.mask)
+            return lacks_memory
         return None
+
+    def _set_aside(self, batch: UnitBatch, failed: slice, lacks_memory: bool) -> None:
+        """Cut what failed into parts that do not, without the units that fail alone."""
+        cut, sound = self._slots(batch), self._bisected(batch, failed)
+        sizes = [slots.stop - slots.start for slots in sound]
+        if lacks_memory and sum(sizes) == failed.stop - failed.start:
+            self._lower_limit(max(sizes))  # no unit failed alone, so it was memory
+        at = cut.index(failed)
+        self._sound[batch.part] = [*cut[:at], *sound, *cut[at + 1 :]]
+
+    def _bisected(self, batch: UnitBatch, failed: slice) -> list[slice]:
+        """Return the largest parts of a failed one that do not fail; each is contributed alone and forgotten."""
+        if failed.stop - failed.start <= 1:
+            return []
+        middle = (failed.start + failed.stop) // 2
+        found: list[slice] = []
+        for half in (slice(failed.start, middle), slice(middle, failed.stop)):
+            fails = self._failure(_copy(batch), half, drops=True) is not None
+            self._forget()
+            if fails:
+                give_back_memory()
+            found += self._bisected(batch, half) if fails else [half]
+        return found
 
 
 def memory_advice(may_split: bool) -> str:
@@ -125,25 +160,29 @@ def memory_advice(may_split: bool) -> str:
     )
 
 
-def pieces_of(batch: UnitBatch, limit: int | None) -> Iterator[UnitBatch]:
-    """``batch`` in pieces of at most ``limit`` units; every slot is in one piece, those without rows included.
+def slots_of(batch: UnitBatch, limit: int | None) -> list[slice]:
+    """Return the slots of a batch in pieces of at most ``limit``, those without rows included."""
+    size = len(batch.mask)
+    return [slice(0, size)] if limit is None or size <= limit else list(rows_in_turn(size, limit))
+
+
+def piece_of(batch: UnitBatch, slots: slice) -> UnitBatch:
+    """Return ``batch`` with these of its slots alone; itself, where that is all of them.
 
     A batch of fixed shape may end in a slot that nobody fills (`FixedShape.of`): it ends every piece.
     """
-    if limit is None or len(batch.mask) <= limit:
-        yield batch
-        return
-    for slots in rows_in_turn(len(batch.mask), limit):
-        inside = ((batch.unit_ids >= slots.start) & (batch.unit_ids < slots.stop)).nonzero().flatten()
-        unit_ids, mask = batch.unit_ids[inside] - slots.start, batch.mask[slots]
-        data_rows = None if batch.data_rows is None else batch.data_rows[inside]
-        if data_rows is not None and len(inside):
-            end = (batch.unit_ids == len(batch.mask) - 1).nonzero().flatten()
-            unit_ids = torch.cat([unit_ids, torch.full_like(end, len(mask))])
-            inside, mask = torch.cat([inside, end]), torch.cat([mask, mask.new_zeros(1)])
-            data_rows = torch.cat([data_rows, data_rows.new_zeros(len(end))])
-        rows = None if batch.rows is None or not len(inside) else take_rows(batch.rows, inside)
-        yield replace(batch, rows=rows, unit_ids=unit_ids, mask=mask, data_rows=data_rows, alone=None)
+    if slots.start == 0 and slots.stop >= len(batch.mask):
+        return batch
+    inside = ((batch.unit_ids >= slots.start) & (batch.unit_ids < slots.stop)).nonzero().flatten()
+    unit_ids, mask = batch.unit_ids[inside] - slots.start, batch.mask[slots]
+    data_rows = None if batch.data_rows is None else batch.data_rows[inside]
+    if data_rows is not None and len(inside):
+        end = (batch.unit_ids == len(batch.mask) - 1).nonzero().flatten()
+        unit_ids = torch.cat([unit_ids, torch.full_like(end, len(mask))])
+        inside, mask = torch.cat([inside, end]), torch.cat([mask, mask.new_zeros(1)])
+        data_rows = torch.cat([data_rows, data_rows.new_zeros(len(end))])
+    rows = None if batch.rows is None or not len(inside) else take_rows(batch.rows, inside)
+    return replace(batch, rows=rows, unit_ids=unit_ids, mask=mask, data_rows=data_rows, alone=None)
 
 
 def _copy(batch: UnitBatch) -> UnitBatch:

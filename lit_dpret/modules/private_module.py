@@ -381,10 +381,10 @@ class PrivateModule(Checkpointed):
         """Whether the units of a physical batch may be taken apart: not where they are compared with each other."""
         return self.privacy.sub_batches is None and not self.coupled_loss
 
-    def _add_piece(self, batch: UnitBatch, piece: int) -> None:
-        """Contribute a physical batch, or a piece of one, with dropout masks of its own."""
+    def _add_piece(self, batch: UnitBatch, first: int) -> None:
+        """Contribute a physical batch, or a piece of one from its unit ``first`` on, with dropout masks of its own."""
         guard = self._counted_by
-        self._contribute(batch, guard.stream.model_seed(guard.attempt, batch.step, batch.part) + piece)
+        self._contribute(batch, guard.stream.model_seed(guard.attempt, batch.step, batch.part) + first)
 
     def _forget_step(self) -> None:
         """Forget what was added since the logical step began; nothing of it was released."""

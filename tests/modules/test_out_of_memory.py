@@ -16,7 +16,7 @@ from lit_dpret.callbacks import PrivacyAccountant
 from lit_dpret.errors import DeviceMemoryError, ResumeError, UnsupportedModelError
 from lit_dpret.memory import is_out_of_memory
 from lit_dpret.modules import OptimizerSpec
-from lit_dpret.modules.physical_batches import PhysicalBatches, pieces_of
+from lit_dpret.modules.physical_batches import PhysicalBatches, piece_of, slots_of
 from lit_dpret.modules.private_module import PrivateModule
 from lit_dpret.privacy.batches import UnitBatch
 from lit_dpret.privacy.clipping.ghost import GhostClipping
@@ -258,6 +258,60 @@ def test_where_failures_are_kept_here_each_unit_adds_itself_once_or_fails_alone(
         step()
 
 
+@pytest.mark.parametrize(("fails", "most"), [((0,), 20), ((63,), 20), ((5, 6), 30), ((0, 21, 42, 63), 60), ((), 1)])
+def test_a_unit_that_fails_is_found_by_bisection_and_costs_the_next_step_nothing(
+    fails: tuple[int, ...], most: int
+) -> None:
+    calls: list[list[int]] = []
+    physical = PhysicalBatches(lambda piece, first: tries(piece, first), lambda: None)
+    failing = set(fails)
+
+    def tries(piece: UnitBatch, first: int) -> None:
+        units = [] if piece.rows is None else piece.rows["x"].tolist()
+        assert units[0] == first
+        calls.append(units)
+        if failing & set(units):
+            raise ValueError("a private row")
+
+    def step(number: int) -> list[list[int]]:
+        calls.clear()
+        physical.add(one_batch(64, number), may_split=True, advice="", drops=True)
+        return list(calls)
+
+    assert len(step(0)) <= most  # and not 64
+    failing.clear()
+    assert step(1) == [list(range(64))] and physical.limit is None
+
+
+def one_batch(units: int, step: int) -> UnitBatch:
+    """A step in one physical batch."""
+    count = torch.arange(units)
+    return UnitBatch(rows={"x": count}, unit_ids=count, mask=torch.ones(units).bool(), step=step, part=0, last=True)
+
+
+def test_the_size_that_fits_memory_stays_also_where_units_fail() -> None:
+    added: list[int] = []
+    sizes: list[int] = []
+
+    def contribute(piece: UnitBatch, first: int) -> None:
+        units = [] if piece.rows is None else piece.rows["x"].tolist()
+        sizes.append(len(units))
+        if len(units) > 4:
+            raise CUDA
+        added.extend(units)
+        if 7 in units and fails:
+            raise ValueError("a private row")
+
+    physical = PhysicalBatches(contribute, added.clear)
+    for step, fails in enumerate([True, False, True, False]):
+        added.clear()
+        sizes.clear()
+        physical.add(one_batch(16, step), may_split=True, advice="", drops=True)
+        assert sorted(added) == [unit for unit in range(16) if unit != 7 or not fails]
+        assert physical.limit == (None if step == 0 else 4)
+    assert sizes == [4] * 4
+
+
 def test_a_run_goes_on_with_another_physical_batch_size_under_one_claim(
     undisturbed: tuple[Path, Tensor, int], tmp_path: Path
 ) -> None:
@@ -316,18 +370,21 @@ def test_another_failure_is_not_taken_for_a_lack_of_memory(tmp_path: Path) -> No
 
 
 def test_pieces_hold_every_slot_once_also_those_without_a_row() -> None:
+    def pieces_of(batch: UnitBatch, limit: int | None) -> list[UnitBatch]:
+        return [piece_of(batch, slots) for slots in slots_of(batch, limit)]
+
     batch = UnitBatch(
         rows={"x": torch.arange(5)}, unit_ids=torch.tensor([0, 0, 2, 5, 5]),
         mask=torch.tensor([True, True, True, False, True, True]), step=3, part=1, last=True,
     )  # fmt: skip
-    pieces = list(pieces_of(batch, 2))
+    pieces = pieces_of(batch, 2)
     assert torch.equal(torch.cat([piece.mask for piece in pieces]), batch.mask)
     assert [piece.unit_ids.tolist() for piece in pieces] == [[0, 0], [0], [1, 1]]
     assert [piece.rows["x"].tolist() for piece in pieces] == [[0, 1], [2], [3, 4]]
     lonely = UnitBatch(rows=None, unit_ids=torch.zeros(0, dtype=torch.long), mask=torch.ones(3, dtype=torch.bool),
                        step=0, part=0, last=True)  # fmt: skip
     assert [piece.rows for piece in pieces_of(lonely, 2)] == [None, None]
-    assert list(pieces_of(batch, None)) == [batch] and list(pieces_of(batch, 6)) == [batch]
+    assert pieces_of(batch, None) == [batch] and pieces_of(batch, 6) == [batch]
 
 
 @pytest.mark.slow

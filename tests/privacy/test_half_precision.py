@@ -25,7 +25,7 @@ from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.modules import FrozenDualEncoder
 from lit_dpret.modules.coupling_check import _Passes
-from lit_dpret.modules.physical_batches import pieces_of
+from lit_dpret.modules.physical_batches import piece_of, slots_of
 from lit_dpret.negatives import BM25Negatives, DynamicNegatives, NegativeSource, RandomNegatives, StaticNegatives
 from lit_dpret.privacy.accounting.releases import NonPrivateRelease, Poisson
 from lit_dpret.privacy.batches import PADDING, Draw, FixedShape, copied_rows
@@ -363,7 +363,7 @@ def test_pieces_of_a_batch_keep_its_shape_and_end_in_a_slot_that_nobody_fills(li
     def summed(log: Log, size: int | None) -> Any:
         batch = collate([(Draw(unit, 0, 0, True), log.rows(unit)) for unit in range(16)])
         engine, widths = GhostClipping(module, max_grad_norm=1e-2), set()
-        for piece in pieces_of(batch, size):
+        for piece in (piece_of(batch, slots) for slots in slots_of(batch, size)):
             assert not piece.mask[-1] and not piece.data_rows[piece.unit_ids == len(piece.mask) - 1].any()
             widths.add((len(piece.mask), *piece.rows["input_ids"].shape))
             engine.add(module.unit_loss(piece), piece.unit_ids, piece.mask)
