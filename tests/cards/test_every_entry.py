@@ -341,7 +341,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "own", [pytest.param(data, marks=() if data in ("public", "private") else pytest.mark.slow) for data in DATA]
+    "own", [pytest.param(data, marks=pytest.mark.slow if data in ("synthetic", "unknown") else ()) for data in DATA]
 )
 @pytest.mark.parametrize("earlier", DATA)
 def test_a_card_hides_no_choice_that_the_run_it_started_from_made(

@@ -84,12 +84,15 @@ def test_training_refuses_what_an_evaluation_only_counts(tmp_path: Path) -> None
 
 
 def test_the_words_of_bm25_are_settings_and_stand_in_the_result(tmp_path: Path) -> None:
-    folder = collection(tmp_path / "c", test=TEST)
+    folder = collection(tmp_path / "c", test="q1\tp1\t1\n")
+    corpus = folder / "corpus.jsonl"
+    corpus.write_text(corpus.read_text().replace("flood ", "floods "))
     plain = measured(folder, tmp_path / "a")
     other = measured(folder, tmp_path / "b", bm25={"k1": 1.2, "stemmer": None})
     assert plain["fingerprints"] == []
     assert plain["bm25"] == {"k1": 0.9, "b": 0.4, "stemmer": "english", "stopwords": "en"}
     assert other["bm25"] == {"k1": 1.2, "b": 0.4, "stemmer": None, "stopwords": "en"}
+    assert [found["metrics"]["mrr@1"]["mean"] for found in (plain, other)] == [1.0, 0.0], "no word is the query's"
     with pytest.raises(ConfigurationError, match=r"task\.bm25\.k2"):
         Evaluate(encoder="bm25", bm25={"k2": 1.0})
 
