@@ -47,7 +47,6 @@ def test_no_train_question_has_a_say_and_the_others_stay_to_measure_with(silo: S
     assert (made.sentences, made.passages) == (silo.sentences, silo.passages)
 
 
-@pytest.mark.slow
 def test_what_trains_on_them_is_the_same_whoever_asked_and_leaves_no_copy(tmp_path: Path) -> None:
     own = PddAs2(stage1=Stage1(warmup_rounds=0, rounds=1, batch_size=4, bm25_n=1, static_n=1, top_k=4, lr=3e-3))
 
