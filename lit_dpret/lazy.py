@@ -7,8 +7,6 @@ from importlib import import_module
 from shlex import quote
 from typing import Any
 
-from lit_dpret.errors import ConfigurationError
-
 
 def lazy_names(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
     """Return a package's ``__getattr__``, which imports a public name's submodule at its first use.
@@ -42,6 +40,8 @@ def optional(module: str, user: str, install: str, *, package: str = "", instead
     try:
         return import_module(module)
     except ImportError as error:
+        from lit_dpret.errors import ConfigurationError  # lazy names alone load nothing
+
         raise ConfigurationError(
             f"{user} needs {package or module}, which is not installed. Run: pip install {quote(install)}."
             f"{instead and f' {instead}'}"

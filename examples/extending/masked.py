@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lit_dpret.privacy.modes import DPSGD
+from lit_dpret.privacy.modes import DPSGD, PrivacyMode
 
 
 class Masked(DPSGD):
@@ -23,6 +23,7 @@ class Masked(DPSGD):
     """
 
     name: ClassVar[str] = "masked"
+    strategies = PrivacyMode.strategies  # one device: what was tested
 
     def __init__(self, *, mask_seed: int = 0, **settings: Any) -> None:
         super().__init__(**settings)

@@ -189,7 +189,7 @@ class DatasetLedger:
     Guarantees:
         - A reservation that would bring the total past the limit is refused, and changes nothing;
           also when several processes reserve at once, their reservations together stay within it.
-        - A run is charged what it reserved until it settles, and then what its own ledger charges.
+        - A run is charged what it reserved until it settles, and then what its own ledger promises (`judgement`).
         - Delta, unit, neighbours, policy on duplicates and limit are those that the file was begun with.
           Another unit, policy or relation, whose epsilons do not add up, and another limit, which would
           break an earlier promise, are refused; another delta is not: the total is stated at the file's.
