@@ -100,7 +100,7 @@ def run(command: list[str], log: Path, limit: float | None = None) -> str:
 
 
 def epsilon_of(folder: Path) -> float:
-    """Return what a run's card claims, or what it spent where nothing is claimed."""
+    """Return the epsilon that the card of a private run claims."""
     card: dict[str, Any] = json.loads((folder / "privacy_card.json").read_text(encoding="utf-8"))
     return float(card["claim"]["epsilon"])
 
