@@ -15,6 +15,7 @@ _MODULES = {
     "CanaryStudy": "canary_study",
     "CompareModes": "ablate",
     "CompareNegatives": "compare_negatives",
+    "EndToEnd": "paper_000.end_to_end",
     "FederatedStudy": "federated.study",
     "Paper000": "paper_000",
     "SecondTask": "second_task",

@@ -35,7 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     # What a ledger lets one say.
     "cards": {"files", "privacy", "audit.statistics"},
     # What is trained, on what, and what comes out.
-    "encoders": {"files", "distributed", "evaluation_mode"},
+    "encoders": {"files", "distributed", "evaluation_mode", "assets"},
     "negatives": {"files", "progress", "privacy", "retrieval", "encoders"},
     "datamodules": {
         "files", "privacy.batches", "privacy.budget", "privacy.content", "privacy.sampling", "privacy.user_generators",

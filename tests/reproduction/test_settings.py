@@ -15,6 +15,7 @@ from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.tasks.audit import Measurement
 from reproduction import SuitePart
 from reproduction.compare_negatives import NegativesVariant
+from reproduction.paper_000.end_to_end_table import Regime
 from reproduction.recipe import Recipe
 from reproduction.variant_study import Variant
 
@@ -23,6 +24,9 @@ POSSIBLE: dict[str, dict[str, Any]] = {
     "CanaryStudy": {"generator": dict, "canaries": CanarySuite(), "measure": Measurement()},
     "CompareModes": {"retriever": dict, "variants": RECIPES},
     "CompareNegatives": {"retriever": dict, "variants": {"in_batch": NegativesVariant()}, "steps": 1, "batch": 4},
+    "EndToEnd": {
+        "regimes": {"bert": Regime(label="a", retriever=dict, ways=RECIPES)}, "generator": None, "eps": [3.0, None],  # type: ignore[arg-type]
+    },
     "FederatedStudy": {"study": "hubness"},
     "Paper000": dict.fromkeys(("pipeline", "similarity", "zero_shot", "overlap", "canaries"), dict)
     | {"shrink": None, "grid": None, "sizes": {"whole": "a", "copy": "b"}, "eps": [3.0, None]},
@@ -41,6 +45,10 @@ IMPOSSIBLE: dict[str, list[dict[str, Any]]] = {
         {"only": ["dp_sgd"]}, {"only": []}, {"eps": []}, {"eps": [3.0, -1.0]}, {"seeds": 0}, {"round_trip_filter": 0},
     ],
     "CompareNegatives": [{"steps": 0}, {"batch": 0}],
+    "EndToEnd": [
+        {"only": ["none"]}, {"only": []}, {"eps": [3.0, 3.0]}, {"eps": []}, {"seeds": 0}, {"max_passages": 0},
+        {"rates": [0.0]}, {"rates": [0.1], "eps": [None]},
+    ],
     "FederatedStudy": [
         {"study": "speed"}, {"study": None}, {"seeds": [0, 0]}, {"split": "train"}, {"systems": ["central"]},
         {"values": [5, 50]}, {"study": "data_ratio", "values": [0.5, 1.5]}, {"study": "communication", "values": [10]},

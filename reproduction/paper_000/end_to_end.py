@@ -1,0 +1,501 @@
+"""`task=end_to_end`: the comparison of paper 000 as it was made, with dual encoders of which every weight is trained.
+
+Retrievers learn from the original queries directly under DP, or from queries that a DP generator wrote, in several
+regimes: an encoder that has never learnt retrieval, which is the paper's situation, and one that has. A generator is
+trained once for each epsilon and its queries serve every regime and seed. Each training is a stage, and the page is
+written again after each of them: it says which seeds a row has, and what was not run.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any, ClassVar
+
+import lightning as L
+import numpy as np
+
+from lit_dpret.callbacks import ProgressLine
+from lit_dpret.cards.blocks import Banner, Block, Code, Grid, Paragraph, Section
+from lit_dpret.cards.card import read_card
+from lit_dpret.cards.text import privacy_line
+from lit_dpret.datamodules import PairsDataModule, SyntheticDataModule
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.modules import DualEncoder
+from lit_dpret.privacy.modes import NoPrivacy
+from lit_dpret.report.page import Page
+from lit_dpret.report.table import plain
+from lit_dpret.retrieval.trec_runs import EvaluationResult
+from lit_dpret.settings import require_number, require_whole
+from lit_dpret.synthesis.filters import load_released
+from lit_dpret.synthesis.pseudo_queries import write_pseudo_queries
+from lit_dpret.tasks.fit import refuse_several_ranks
+from lit_dpret.tasks.parts import Parts, require_budgets, say, some_of
+from lit_dpret.tasks.pipeline import METRIC_NAMES, privacy_of_encoder
+from lit_dpret.tasks.pipeline_stages import KEPT, check_round_trip, stage_callbacks, train_retriever
+from lit_dpret.tasks.ranking import score_bm25, score_embeddings
+from lit_dpret.tasks.stages import settings_fingerprint
+from lit_dpret.tasks.synthesize import public_sample
+from reproduction.paper_000.end_to_end_table import FIRST, Cell, Finished, Regime, Run, budget_name
+from reproduction.paper_000.table import shown, write_tables
+from reproduction.recipe import GeneratorRecipe, Recipe, draw, made_by, refuse_other_training, train_generator
+from reproduction.spent import spent_under
+from reproduction.study import Study
+
+NAME = "end_to_end"
+_TITLE = "Paper 000, its comparison end to end: synthetic queries beside direct DP training of whole dual encoders"
+_ABOUT = (
+    "All weights of each retriever are trained, as in the paper. Ours beside the paper's, on other data, with other "
+    "models and sizes: compare orders, not levels. The paper's row for direct training stands beside "
+    "per_example_duplicated, which clips what the paper clipped and adds the noise that this really needs; the "
+    "other ways to train directly are not the paper's."
+)
+_INTERNAL = (
+    "Internal: these numbers were computed on queries that nobody declared public. No guarantee covers them; keep the "
+    "page where the queries are kept."
+)
+_HOW_NOT_WHAT = ("hydra.run.dir=", "task.only=", "task.report_only=", "privacy.secret_file=")
+# What `Recipe.describe` says of heads, which these retrievers have not.
+_OF_HEADS = ("head", "head_dim", "passages_of_a_query", "per_passage", "pseudo_labels")
+
+
+def _trip(regime: str, k: int, eps: float | None) -> str:
+    """Name the stage that looks which queries find their passage."""
+    return f"round_trip{k}-{regime}-{budget_name(eps)}"
+
+
+@dataclass(kw_only=True, eq=False)
+class EndToEnd(Study):
+    """Train every regime in every way at every budget under several seeds, and say where the paper's order holds.
+
+    Guarantees:
+        - A finished training is not done again, and an interrupted one goes on: what was made with other settings is
+          refused by name, and nothing else is touched.
+        - All rows of one seed are trained before those of the next one, of these the smallest budget and no privacy
+          first, and the page is written after each training.
+        - With ``rates`` no private query is learned from or judged by: words of public passages stand in their place.
+    """
+
+    growing: ClassVar[frozenset[str]] = Study.growing | {
+        "regimes", "generator", "eps", "seeds", "only", "report_only", "originals_are_public", "tuning_note",
+        "tuning_data", "note", "chosen",
+    }  # fmt: skip
+
+    regimes: Mapping[str, Regime]
+    generator: GeneratorRecipe
+    eps: Sequence[float | None] = (3.0, 8.0, 16.0, None)
+    seeds: int = 3
+    max_passages: int | None = None
+    written_passages: int | None = None
+    split: str = "test"
+    rates: Sequence[float] | None = None
+    rate_queries: int = 400
+    originals_are_public: bool = False
+    tuning_note: str | None = None
+    tuning_data: str = "unknown"
+    note: str = ""
+    only: Sequence[str] | None = None
+    report_only: bool = False
+    min_free_mb: float = 3000
+
+    def __post_init__(self) -> None:
+        known = [f"{regime}-{way}" for way in self._all_ways() for regime in self.regimes if way in self._ways(regime)]
+        self.chosen = some_of("task.only", self.only, known)
+        require_budgets("task.eps", self.eps, some=True)
+        require_whole("task", self, 1, "seeds", "rate_queries")
+        require_whole("task", self, 1, "max_passages", "written_passages", null=True)
+        if self.rates is not None:
+            require_number("task", {f"rates[{i}]": rate for i, rate in enumerate(self.rates)})
+            if self.finite == []:
+                raise ConfigurationError(f"task.eps={list(self.eps)} names no budget, at which task.rates are tried.")
+
+    def _all_ways(self) -> list[str]:
+        return list(dict.fromkeys(way for regime in self.regimes.values() for way in regime.ways))
+
+    def _ways(self, regime: str) -> Mapping[str, Recipe]:
+        return self.regimes[regime].ways
+
+    @property
+    def finite(self) -> list[float]:
+        """The epsilons that promise something, the smallest first."""
+        return sorted(eps for eps in self.eps if eps is not None)
+
+    def recipe(self, cell: Cell) -> Recipe:
+        """Return how a row is trained."""
+        return self._ways(cell.regime)[cell.way]
+
+    def cells(self) -> list[Cell]:
+        """Return all rows, whatever ``only`` says: the smallest budget and no privacy first, the regimes in turn."""
+        early = [eps for eps in (*self.finite[:1], None) if eps in self.eps]
+        found = []
+        for budgets in (early, self.finite[1:]):
+            for way, eps, regime in product(self._all_ways(), budgets, self.regimes):
+                guarantee = self._ways(regime)[way].guarantee if way in self._ways(regime) else None
+                if guarantee == "inherited" or guarantee == ("none" if eps is None else "dp"):
+                    found.append(Cell(regime, way, eps))
+        return found
+
+    def _asked(self) -> list[Cell]:
+        """Return the rows that ``only`` lets be trained."""
+        return [cell for cell in self.cells() if f"{cell.regime}-{cell.way}" in self.chosen]
+
+    def run(self, parts: Parts) -> dict[str, float]:
+        """Train what is not done yet, and report; returns nDCG@10 of each row that has a run."""
+        refuse_several_ranks(parts.make_trainer(logger=False))
+        self._parts = parts
+        self.begin(parts, fingerprint=settings_fingerprint(self, but=self.growing, seed=parts.seed))
+        self._searched = self._data(max_passages=self.max_passages)
+        read = self._searched.collection
+        self._stages.on_data(read.queries, read.passages, read.qrels, read.users).begin()
+        self._searched.use_unit("query")
+        if self.rates is not None:
+            return self._try_rates()
+        self._judged = self._searched.evaluation_set(self.split)
+        self._refuse_other_generators()
+        todo = [] if self.report_only else list(self._todo())
+        self.in_turn(todo, lambda one: one[0].run(one[1]), self._do, label="training runs")
+        told = self._tell()
+        say(f"written: {self._parts.run_dir / 'report' / NAME}.html")
+        return told
+
+    def _todo(self) -> Iterator[tuple[Cell, int]]:
+        """Yield every training, all of one seed before those of the next."""
+        for seed, cell in product(self._all_seeds(), self._asked()):
+            yield cell, seed
+
+    def _all_seeds(self) -> list[int]:
+        return [self._parts.seed + i for i in range(self.seeds)]
+
+    def _refuse_other_generators(self) -> None:
+        """Refuse to go on where what is finished learned from another generator than the one that is there."""
+        run_dir = self._parts.run_dir
+        for eps in self.eps:
+            made = f"made-{budget_name(eps)}"
+            learned = [cell for cell in self.cells() if cell.eps == eps and self.recipe(cell).learns_from_synthetic]
+            rows = [cell.run(seed) for cell, seed in product(learned, self._all_seeds())]
+            refuse_other_training(
+                self._stages, run_dir, f"generator-{budget_name(eps)}",
+                cards={made: run_dir / made / "data"} | {row: run_dir / row for row in rows},
+                readers=[_trip(regime, k, eps) for regime, k in self._filters()],
+            )  # fmt: skip
+
+    def _filters(self) -> list[tuple[str, int]]:
+        found = [(r, k) for r in self.regimes for way in self._ways(r).values() if (k := way.round_trip_filter)]
+        return list(dict.fromkeys(found))
+
+    def _do(self, one: tuple[Cell, int]) -> str:
+        cell, seed = one
+        if self.recipe(cell).learns_from_synthetic and not self._stages.is_done(cell.run(seed)):
+            self._synthetic(cell)  # here, so that the time of a training is its own
+        told = f"{FIRST} {np.mean(self._trained(*one)[FIRST]):.4f}"
+        self._tell()
+        return told
+
+    # -- data --------------------------------------------------------------------------------
+
+    def _data(self, **changes: Any) -> PairsDataModule:
+        made: PairsDataModule = self._parts.make_datamodule(
+            **{"expected_batch_size": None, "sample_rate": None, "rows_per_unit": "one"} | changes
+        )
+        made.prepare_data()
+        made.setup("fit")
+        return made
+
+    def _made(self, eps: float | None) -> Path:
+        """Return the queries of the generator of one budget, trained and drawn if need be."""
+        source, tuning = f"generator-{budget_name(eps)}", {"data": self.tuning_data, "note": self.tuning_note or ""}
+        seed, settings = self._parts.seed, self.generator.describe()
+
+        def train(folder: Path, resume: bool) -> dict[str, Any]:
+            privacy = NoPrivacy() if eps is None else self.generator.privacy(eps=eps, delta=self._delta())
+            return train_generator(
+                self.generator, privacy, folder, parts=self._parts, seed=seed, resume=resume, tuning=self._tuning()
+            )
+
+        def write(folder: Path, resume: bool) -> dict[str, Any]:
+            trained = self._parts.run_dir / source
+            return draw(self.generator, trained, self._to_write_for(), folder, count=1, seed=seed, tuning=tuning)
+
+        self.once(source, settings, train, knob="task.generator")
+        self.once(f"made-{budget_name(eps)}", settings, write, knob="task.generator")
+        return self._parts.run_dir / f"made-{budget_name(eps)}" / "data"
+
+    def _to_write_for(self) -> dict[str, str]:
+        return public_sample(dict(self._data(max_passages=None).public_passages()), self.written_passages)
+
+    def _synthetic(self, cell: Cell) -> SyntheticDataModule:
+        """Return the queries that a row learns from: all, or those that find their passage."""
+        folder, k, keep = self._made(cell.eps), self.recipe(cell).round_trip_filter, None
+        if k is not None:
+            stage = _trip(cell.regime, k, cell.eps)
+
+            def work(place: Path, resume: bool) -> dict[str, Any]:
+                start, released = self._untrained(cell.regime), load_released(folder)
+                return check_round_trip(start, released, place, k=k, seed=self._parts.seed) | made_by(folder)
+
+            settings = described_retriever(self.regimes[cell.regime])
+            self.once(stage, settings, work, knob=f"task.regimes.{cell.regime}.retriever")
+            keep = self._parts.run_dir / stage / KEPT
+        return SyntheticDataModule(folder=folder, evaluation=self._searched, keep=keep)
+
+    # -- one training --------------------------------------------------------------------------
+
+    def _delta(self) -> float:
+        return 1.0 / (2 * self._searched.n_units)
+
+    def _tuning(self) -> dict[str, Any]:
+        return {"tuning_data": self.tuning_data, "tuning_note": self.tuning_note}
+
+    def _trained(self, cell: Cell, seed: int) -> Any:
+        """Return each metric's value for every test question, trained if need be."""
+        recipe = self.recipe(cell)
+
+        def work(folder: Path, resume: bool) -> dict[str, Any]:
+            data = self._synthetic(cell) if recipe.learns_from_synthetic else self._data(max_passages=None)
+            model = self._fit(recipe, cell, data, folder, seed=seed, resume=resume)
+            return {"per_query": _per_query(self._score(model, *self._judged))}
+
+        settings = [recipe, described_retriever(self.regimes[cell.regime])]
+        if recipe.learns_from_synthetic:
+            settings.append(self.generator.describe())
+        knob = f"task.regimes.{cell.regime}.ways.{cell.way}"
+        return self.once(cell.run(seed), repr(settings), work, knob=knob)["per_query"]
+
+    def _fit(
+        self, recipe: Recipe, cell: Cell, data: PairsDataModule, folder: Path, *, seed: int, resume: bool
+    ) -> DualEncoder:
+        L.seed_everything(seed, verbose=False)
+        privacy = recipe.make_privacy(eps=cell.eps, delta=self._delta(), seed=seed, noise_multiplier=None)
+        model = self._encoder(cell.regime, privacy, optimizer=recipe.optimizer, temperature=recipe.temperature)
+        data.physical_batch_size = 2 * recipe.batch
+        callbacks = stage_callbacks(
+            folder, resume=resume, label=folder.name, save_every=max(1, recipe.steps // 2),
+            tuning_trials=recipe.trials, **self._tuning(),
+        )  # fmt: skip
+        train_retriever(
+            model, data, folder, parts=self._parts, steps=recipe.steps, batch=recipe.batch, callbacks=callbacks,
+            resume=resume,
+        )  # fmt: skip
+        for name in ("model", "checkpoints"):  # an encoder is large, and the results are kept
+            shutil.rmtree(folder / name, ignore_errors=True)
+        return model
+
+    def _encoder(self, regime: str, privacy: Any, **settings: Any) -> DualEncoder:
+        return self.regimes[regime].retriever(privacy=privacy, **settings)
+
+    def _untrained(self, regime: str) -> DualEncoder:
+        return self._encoder(regime, NoPrivacy())
+
+    def _score(
+        self, model: DualEncoder, queries: Mapping[str, str], qrels: Mapping[str, Mapping[str, int]]
+    ) -> EvaluationResult:
+        passages = dict(sorted(self._searched.public_passages().items()))
+        with ProgressLine("encoding passages") as progress:
+            found = model.encode_passages(list(passages.values()), progress=progress)
+        return score_embeddings(
+            list(queries), model.encode_queries(list(queries.values())), list(passages), found, qrels
+        )
+
+    # -- the search for learning rates, on public texts ------------------------------------------
+
+    def _try_rates(self) -> dict[str, float]:
+        """Train each way at each rate on pseudo-queries, and judge by those of other passages; nothing else is done."""
+        eps, rates = self.finite[0], list(self.rates or ())
+        folder = self._parts.run_dir / "pseudo"
+        self._stages.run("pseudo", self._write_pseudo)
+        judged = self._data(folder=folder / "data", max_passages=None).evaluation_set("test")
+        cells = [c for c in self._asked() if c.eps in (eps, None) and not self.recipe(c).learns_from_synthetic]
+        todo = [(cell, rate) for cell in cells for rate in rates]
+
+        def name(one: tuple[Cell, float]) -> str:
+            return f"{one[0].name}-rate{one[1]:g}"
+
+        def result(one: tuple[Cell, float]) -> dict[str, Any]:
+            (cell, rate) = one
+            recipe = self.recipe(cell)
+            recipe = replace(recipe, optimizer=replace(recipe.optimizer, lr=rate))
+
+            def work(place: Path, resume: bool) -> dict[str, Any]:
+                data = self._data(folder=folder / "data", max_passages=None)
+                model = self._fit(recipe, cell, data, place, seed=self._parts.seed, resume=resume)
+                return {"means": dict(self._score(model, *judged).means)}
+
+            settings = repr([recipe, described_retriever(self.regimes[cell.regime])])
+            knob = f"task.regimes.{cell.regime}.ways.{cell.way}"
+            return dict(self.once(name(one), settings, work, knob=knob)["means"])
+
+        def told(one: tuple[Cell, float]) -> str:
+            return f"nDCG@10 {result(one)['ndcg@10']:.4f}"
+
+        self.in_turn(todo, name, told, label="trials on pseudo-queries")
+        start = {regime: self._score(self._untrained(regime), *judged).means["ndcg@10"] for regime in self.regimes}
+        header = ["regime", "way", "epsilon", "rate", "nDCG@10", "untrained"]
+        body = [
+            (cell.regime, cell.way, shown(cell.eps), f"{rate:g}", f"{result((cell, rate))['ndcg@10']:.4f}",
+             f"{start[cell.regime]:.4f}")
+            for cell, rate in todo
+        ]  # fmt: skip
+        grid = Grid(header, body, frozenset({2, 3, 4, 5}))
+        about = (
+            f"Learning rates, tried on public pseudo-queries: each way is trained on {self._searched.n_units} of them, "
+            f"as many as there are private queries, and judged by {len(judged[0])} of other passages. No private query "
+            "is learned from or judged by."
+        )
+        page = Page(
+            name="rates", title="Learning rates, tried on public texts", lead=[Paragraph(about)],
+            sections=[Section("Trials", [grid]), Section("How to get this again", [Code(self._command())])],
+            facts={"about": about, "header": header, "trials": body}, tables={"rates.csv": grid}, owner_only=False,
+        )  # fmt: skip
+        page.write(self._parts.run_dir / "report")
+        return {name(one): float(result(one)["ndcg@10"]) for one in todo}
+
+    def _write_pseudo(self, folder: Path, resume: bool) -> dict[str, Any]:
+        """Write as many pseudo-queries as there are private queries, and others to judge by."""
+        everything = dict(self._data(max_passages=None).public_passages())
+        searched = self._searched.public_passages()
+        held = set(public_sample(dict(searched), self.rate_queries))
+        rest = {name: text for name, text in everything.items() if name not in held}
+        chosen = set(public_sample(rest, self._searched.n_units)) | held | set(searched)
+        write_pseudo_queries({name: text for name, text in everything.items() if name in chosen}, folder / "data")
+        train = folder / "data" / "qrels" / "train.tsv"
+        head, *lines = train.read_text(encoding="utf-8").splitlines(keepends=True)
+        tests = [line for line in lines if line.split("\t")[1] in held]
+        kept = [line for line in lines if line.split("\t")[1] not in held][: self._searched.n_units]
+        train.write_text("".join([head, *kept]), encoding="utf-8")
+        (train.parent / "test.tsv").write_text("".join([head, *tests]), encoding="utf-8")
+        return {"train": len(kept), "test": len(tests)}
+
+    # -- the page ------------------------------------------------------------------------------
+
+    def _command(self) -> str:
+        return self._parts.command_again(*_HOW_NOT_WHAT)
+
+    def _known(self, cell: Cell) -> dict[int, Any]:
+        """Return the finished runs of a row by seed, each metric's values for every test question."""
+        done = [seed for seed in self._all_seeds() if self._stages.is_done(cell.run(seed))]
+        return {seed: self._trained(cell, seed) for seed in done}
+
+    def _tell(self) -> dict[str, float]:
+        """Write the page of what is there; returns the first number of each row that has a run."""
+        known = {cell: self._known(cell) for cell in self.cells()}
+        tables = [self._finished(regime, known).table() for regime in self.regimes]
+        folder, hidden = self._parts.run_dir / "report", not self.originals_are_public
+        spent = spent_under(self._parts.run_dir).text
+        lead: list[Block] = [Banner(_INTERNAL)] if hidden else []
+        lead += [*([Banner(spent, "caution")] if spent else []), Paragraph(_ABOUT)]
+        missing = self._missing(known)
+        lead += [Paragraph(text) for text in (self.note, missing) if text]
+        queries, passages = self._judged[0], self._searched.public_passages()
+        judged = f"Judged on {len(queries)} {self.split} questions over {len(passages)} passages."
+        sections = [
+            *write_tables(tables, folder, owner_only=hidden),
+            Section("How each row was trained", [Paragraph(judged), self._settings(known)]),
+            Section("The generators and their queries", [self._generators()]),
+            Section("How to get this again", [Code(self._command()), Paragraph(self._hours())]),
+        ]
+        if self.tuning_note:
+            sections.insert(-1, Section("How the settings were chosen", [Paragraph(self.tuning_note)]))
+        facts = {
+            "title": _TITLE, "public": not hidden, "about": _ABOUT, "spent": spent, "not_run": missing,
+            "judged": judged, "note": self.note, "tuning_note": self.tuning_note, "command": self._command(),
+            "seconds": {name: round(value, 1) for name, value in self._stages.seconds.items()},
+            "per_run": {
+                cell.name: {seed: {m: float(np.mean(v)) for m, v in run.items()} for seed, run in runs.items()}
+                for cell, runs in known.items()
+            },
+            "tables": [table.facts() for table in tables],
+        }  # fmt: skip
+        Page(name=NAME, title=_TITLE, lead=lead, sections=sections, facts=facts, owner_only=hidden).write(folder)
+        return {cell.name: float(np.mean([np.mean(r[FIRST]) for r in runs.values()])) for cell, runs in known.items()
+                if runs}  # fmt: skip
+
+    def _missing(self, known: Mapping[Cell, Mapping[int, Any]]) -> str:
+        lacks = {seed: [cell.name for cell, runs in known.items() if seed not in runs] for seed in self._all_seeds()}
+        told = [
+            f"seed {seed} ({'not one row' if len(cells) == len(known) else ', '.join(cells)})"
+            for seed, cells in lacks.items()
+            if cells
+        ]
+        if not told:
+            return ""
+        return f"Not run yet: {'; '.join(told)}. The same command with resume=true goes on."
+
+    def _hours(self) -> str:
+        seconds = self._stages.seconds.values()
+        return f"{sum(seconds) / 3600:.1f} hours of work in {len(seconds)} stages."
+
+    def _finished(self, regime: str, known: Mapping[Cell, Mapping[int, Run]]) -> Finished:
+        runs = {cell: found for cell, found in known.items() if cell.regime == regime}
+        places = {cell: self._parts.run_dir / cell.run(next(iter(found))) for cell, found in runs.items() if found}
+        start = self._untrained(regime)
+        return Finished(
+            name=regime, regime=self.regimes[regime], runs=runs, start=self._start(regime), bm25=self._bm25(),
+            claims={cell: privacy_line(read_card(place)) for cell, place in places.items()},
+            start_privacy=privacy_of_encoder(start.pretrained, start),
+        )  # fmt: skip
+
+    def _bm25(self) -> Any:
+        def work(folder: Path, resume: bool) -> dict[str, Any]:
+            queries, qrels = self._judged
+            return {"per_query": _per_query(score_bm25(queries, self._searched.public_passages(), qrels))}
+
+        return self._stages.run("bm25", work)["per_query"]
+
+    def _start(self, regime: str) -> Any:
+        """Return what the encoder reaches before any training, for every test question."""
+
+        def work(folder: Path, resume: bool) -> dict[str, Any]:
+            return {"per_query": _per_query(self._score(self._untrained(regime), *self._judged))}
+
+        settings = described_retriever(self.regimes[regime])
+        return self.once(f"{regime}-untrained", settings, work, knob=f"task.regimes.{regime}.retriever")["per_query"]
+
+    def _generators(self) -> Grid:
+        """Return what each generator promises, how long it took, and how many of its queries passed a filter."""
+        body = []
+        for eps in self.eps:
+            trained, made = f"generator-{budget_name(eps)}", f"made-{budget_name(eps)}"
+            if not (self._stages.is_done(trained) and self._stages.is_done(made)):
+                continue
+            count = self._stages.result(made)["passages"]
+            self._stages.result(trained)
+            seconds = [f"{self._stages.seconds[stage]:.0f}" for stage in (trained, made)]
+            claim = privacy_line(read_card(self._parts.run_dir / trained))
+            body.append((shown(eps), claim, count, *seconds, "; ".join(self._trips(eps))))
+        header = ["ε", "what the generator promises", "queries", "seconds to train", "to draw", "find their passage"]
+        return Grid(header, body, frozenset({2, 3, 4}))
+
+    def _trips(self, eps: float | None) -> Iterator[str]:
+        """Say for each filter how many queries of a generator it kept."""
+        for regime, k in self._filters():
+            if self._stages.is_done(stage := _trip(regime, k, eps)):
+                found = self._stages.result(stage)
+                yield f"{regime}: {found['kept']} of {found['queries']} among the first {k}"
+
+    def _settings(self, known: Mapping[Cell, Mapping[int, Any]]) -> Grid:
+        lines = []
+        for cell, runs in known.items():
+            if runs:
+                seed = next(iter(runs))
+                told = self.recipe(cell).describe(read_card(self._parts.run_dir / cell.run(seed)))
+                told = {name: value for name, value in told.items() if name not in _OF_HEADS}
+                lines.append((cell, told | {"seconds": round(self._stages.seconds[cell.run(seed)])}))
+        names = list(lines[0][1]) if lines else []
+        body = [[cell.regime, cell.way, *(plain(told.get(name)) for name in names)] for cell, told in lines]
+        return Grid(["regime", "way", *(name.replace("_", " ") for name in names)], body)
+
+
+def described_retriever(regime: Regime) -> str:
+    """Return the settings of an encoder, without those that each recipe sets."""
+    made = regime.retriever
+    if not isinstance(made, partial):
+        return repr(made)
+    return repr({name: value for name, value in sorted(made.keywords.items()) if name != "optimizer"})
+
+
+def _per_query(result: EvaluationResult) -> dict[str, list[float]]:
+    return {title: [float(v) for v in result.per_query[name]] for name, title in METRIC_NAMES.items()}
