@@ -307,7 +307,7 @@ class EndToEnd(Study):
         eps, rates = self.finite[0], list(self.rates or ())
         folder = self._parts.run_dir / "pseudo"
         self._stages.run("pseudo", self._write_pseudo)
-        judged = self._data(folder=folder / "data", max_passages=None).evaluation_set("test")
+        judged = self._pseudo_data(folder).evaluation_set("test")
         cells = [c for c in self._asked() if c.eps in (eps, None) and not self.recipe(c).learns_from_synthetic]
         todo = [(cell, rate) for cell in cells for rate in rates]
 
@@ -320,7 +320,7 @@ class EndToEnd(Study):
             recipe = replace(recipe, optimizer=replace(recipe.optimizer, lr=rate))
 
             def work(place: Path, resume: bool) -> dict[str, Any]:
-                data = self._data(folder=folder / "data", max_passages=None)
+                data = self._pseudo_data(folder)
                 model = self._fit(recipe, cell, data, place, seed=self._parts.seed, resume=resume)
                 return {"means": dict(self._score(model, *judged).means)}
 
@@ -352,6 +352,10 @@ class EndToEnd(Study):
         )  # fmt: skip
         page.write(self._parts.run_dir / "report")
         return {name(one): float(result(one)["ndcg@10"]) for one in todo}
+
+    def _pseudo_data(self, folder: Path) -> PairsDataModule:
+        # Of some passages the query is neither learned from nor judged by.
+        return self._data(folder=folder / "data", max_passages=None, drop_queries_without_passage=True)
 
     def _write_pseudo(self, folder: Path, resume: bool) -> dict[str, Any]:
         """Write as many pseudo-queries as there are private queries, and others to judge by."""

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from tiny_generator import generator
 from tiny_models import tiny_bert, tiny_tokenizer
-from tiny_tasks import parts
+from tiny_tasks import parts, write_log
 
 from lit_dpret.cards.card import read_card
+from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.encoders import Contract, TextEncoder
 from lit_dpret.errors import ResumeError
 from lit_dpret.modules import DualEncoder, OptimizerSpec
@@ -137,14 +138,15 @@ def test_rates_are_tried_on_public_texts_alone(tmp_path: Path, monkeypatch: pyte
         train(model, data, *rest, **more)
 
     monkeypatch.setattr(end_to_end, "train_retriever", watched)
+    few = partial(PairsDataModule, folder=write_log(tmp_path / "log"), sampling="poisson", max_train_queries=12)
     told = study(tmp_path, rates=[0.1, 0.2], rate_queries=4, only=["whole-original", "whole-batches"]).run(
-        parts(tmp_path)
+        parts(tmp_path, make_datamodule=few)
     )
     assert set(told) == {
         f"whole-{way}-rate{rate}" for way in ("original-none", "batches-eps8") for rate in ("0.1", "0.2")
     }
-    log = parts(tmp_path).read_data(expected_batch_size=None)
+    log = parts(tmp_path, make_datamodule=few).read_data(expected_batch_size=None)
     private = {row.query for split in ("train", "test") for row in log.pair_rows(split)}
-    assert len(read) == 4 and not any(texts & private for texts in read)
+    assert len(read) == 4 and {len(texts) for texts in read} == {12} and not any(texts & private for texts in read)
     assert not list((tmp_path / "run").glob("generator*"))
     assert len(facts(tmp_path, "rates")["trials"]) == 4
