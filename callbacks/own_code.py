@@ -15,12 +15,11 @@ import torch
 from lightning.pytorch.core.hooks import DataHooks
 from torch import Tensor
 
-from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError
+from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.privacy.batches import ALONE, Draw, SeededDraws, UnitOwners, answer_of, names_its_unit, row_keys
 from lit_dpret.privacy.content import content_of
 from lit_dpret.privacy.ledger.trained import objects_in
 from lit_dpret.privacy.sampling import PrivateBatchSampler
-from lit_dpret.privacy.state_watch import checksums
 from lit_dpret.privacy.user_generators import kept_generators, own_generators
 
 _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
@@ -132,51 +131,6 @@ def _own_code(roots: Sequence[Any], *, apart: type) -> Iterator[str]:
 def _is_library(module: str | None) -> bool:
     root = str(module).partition(".")[0]
     return root in _LIBRARIES or root in sys.stdlib_module_names
-
-
-#: To what a precision plugin casts all weights and buffers after `noted`.
-_CASTS = {"bf16-true": torch.bfloat16, "64-true": torch.float64}
-
-
-def noted(module: Any, precision: str, state: Mapping[str, Any] | None = None) -> dict[str, int]:
-    """Return checksums of what a module holds, before its hooks and those of callbacks have private rows at hand.
-
-    Args:
-        module: Of the run. What it makes of public passages later (``made_of_public``) is left out.
-        precision: Of the Trainer.
-        state: A state dict that is loaded into the module, to take its values in the place of the module's.
-    """
-    made_later = getattr(module, "made_of_public", ())
-    held = {name: tensor.detach() for name, tensor in _tensors_of(module) if name not in made_later}
-    if state is not None:
-        held = {name: state[name].detach().to(tensor.dtype) for name, tensor in held.items() if name in state}
-    kind = _CASTS.get(precision)
-    cast = (tensor.to(kind) if kind and tensor.is_floating_point() else tensor for tensor in held.values())
-    return dict(zip(held, checksums(cast), strict=True))
-
-
-def refuse_written_early(module: Any, before: Mapping[str, int] | None, precision: str) -> None:
-    """Refuse weights and buffers that ``setup`` or a hook has written since they were `noted`.
-
-    Tensors in attributes are compared from the first batch on.
-    """
-    if before is None:
-        return
-    public = set(getattr(module, "public_metrics", ()))
-    for name, found in noted(module, precision).items():
-        if before.get(name) != found and public.isdisjoint({name, *name.split(".")}):
-            raise UnsupportedModelError(
-                f"{name} of {type(module).__name__} was written before the first batch, by a hook of the module or of "
-                "a callback, such as setup. Private rows are at hand there, and no noise covers it. Set it in the "
-                "constructor from public data, or list its name in public_metrics of the module if no private row is "
-                "behind it.",
-                trap="T11",
-            )
-
-
-def _tensors_of(module: Any) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
 
 
 def refuse_saved_data(module: Any, data: Any) -> None:

@@ -9,7 +9,6 @@ that ledger, never from the configuration.
 from __future__ import annotations
 
 import math
-import sys
 import warnings
 from functools import partial
 from pathlib import Path
@@ -25,32 +24,31 @@ from lit_dpret.callbacks.checkpoints import (
     CheckpointGate,
     count_by_steps,
     hide_batches,
-    newest_checkpoint,
 )
 from lit_dpret.callbacks.fixed_shapes import attach_batches, place_early, precision_assumptions, tie_again
 from lit_dpret.callbacks.log_gate import LogGate, tell
 from lit_dpret.callbacks.origins import OwnWeights, claim_of, declared_weights, refuse_called, refuse_other_weights
 from lit_dpret.callbacks.own_code import (
-    noted,
     refuse_other_units,
     refuse_remembering_collation,
     refuse_replaced_sampler,
-    refuse_written_early,
     trusted_code,
 )
 from lit_dpret.callbacks.physical_batch import fit_physical_batch
 from lit_dpret.callbacks.planning import PlannedRun, fingerprint_of_files, plan_run, require_agreement
 from lit_dpret.callbacks.refusals import refuse_broken_claims, refuse_protected_queries, takes_whole_epochs
+from lit_dpret.callbacks.resuming import refuse_checkpoint_of_other_run, refuse_other_positions, tell_repeated
 from lit_dpret.callbacks.strategies import (
     keep_the_sampler,
     note_sigterm_quietly,
     refuse_own_optimizers,
     strategy_name,
 )
+from lit_dpret.callbacks.unseen_writes import UnseenWrites
 from lit_dpret.callbacks.updates import UpdateCounter
 from lit_dpret.cards.start import Start, note_start, read_start
 from lit_dpret.distributed.ranks import Ranks
-from lit_dpret.errors import ConfigurationError, DataError, ResumeError, UnsupportedModelError, told
+from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError
 from lit_dpret.privacy.ledger.dataset_account import DatasetAccount, require_room
 from lit_dpret.privacy.ledger.dataset_file import EarlierRun
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger, note_sweep
@@ -58,7 +56,7 @@ from lit_dpret.privacy.ledger.gate import ReleaseGate, SharedGate, undeclared_me
 from lit_dpret.privacy.ledger.judgement import PRIVATE_LOG_EVENT, UNITS_UNNAMED
 from lit_dpret.privacy.ledger.private_run import Fingerprints, Position, PrivateRun, state_hash
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, ledger_identity
-from lit_dpret.privacy.ledger.trained import TrainedIn, mark_trained, values_of
+from lit_dpret.privacy.ledger.trained import TrainedIn, values_of
 from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.noise import KeyedStream, load_secret, published_secret
 from lit_dpret.privacy.plan import PrivacyPlan
@@ -145,7 +143,6 @@ class PrivacyAccountant(Callback):
         self._restored: Position | None = None
         self.log_gate: LogGate | None = None
         self._checkpoint_gate: CheckpointGate | None = None
-        self._looked_at_start = False
         self._weights: OwnWeights | None = None
         self._noted: set[str] = set()
         self._begun = self._ended = self._in_batch = self._counts_epochs = False
@@ -236,9 +233,7 @@ class PrivacyAccountant(Callback):
 
         self._attach(trainer, module, data, stream)
         whole = mode.guarantee == "dp" and strategy in ("one_device", "ddp")
-        self._saves_whole = whole
-        # On rank 0 alone: the others get its weights before the first batch.
-        self._held_before = noted(module, str(trainer.precision)) if whole and ranks.is_first else None
+        self._writes = UnseenWrites(trainer, module, ranks, whole=whole)
         self._between = BetweenSteps(trainer, module, self._complete)
         if mode.guarantee == "dp":
             declare = self._note_private if module.log_private_loss else None
@@ -355,21 +350,9 @@ class PrivacyAccountant(Callback):
         position = Position.among(checkpoint.get("callbacks", {}), place="The checkpoint")
         if position is not None and takes_whole_epochs(trainer):
             count_by_steps(checkpoint, position.steps_done, self.sampler)
-        if self._held_before is not None:
-            state = checkpoint.get("current_model_state", checkpoint.get("state_dict", {}))
-            self._held_before |= noted(module, str(trainer.precision), state)
-        if self.counted_by_others or module.privacy.guarantee == "none":
-            return
-        if position is None or position.run_id != self._gate.position.run_id:
-            mark_trained(pl_module, [TrainedIn("another checkpoint", "unknown")], whole=True)
-            whose = "no run that was counted" if position is None else f"run {position.run_id}"
-            raise ResumeError(
-                f"The checkpoint belongs to {whose}, and the ledger in {self.run_dir} to run "
-                f"{self._gate.position.run_id}: what trained its weights would stand on no card. Go on from a "
-                "checkpoint of this run folder, start from the other run by init_from, or leave "
-                "trainer.fit(ckpt_path=) out. The module holds those weights now: build it anew.",
-                trap="T30",
-            )
+        self._writes.expect(checkpoint)
+        if not self.counted_by_others and module.privacy.guarantee != "none":
+            refuse_checkpoint_of_other_run(module, position, self._gate.position, self.run_dir)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         refuse_replaced_sampler(trainer.train_dataloader, self.sampler)
@@ -399,7 +382,8 @@ class PrivacyAccountant(Callback):
             return
         self._begun = True
         module: Any = pl_module
-        self._refuse_other_checkpoints(trainer)
+        run: PrivateRun | None = vars(self).get("_run")
+        refuse_other_positions(trainer, self._restored, run, self.run_dir, self._ranks)
         if self._restored is None:  # weights of its own checkpoint are known to the ledger
             self._ranks.together(lambda: refuse_other_weights(module, self, self._data))
         inherited = module.privacy.guarantee == "inherited"
@@ -419,75 +403,17 @@ class PrivacyAccountant(Callback):
             state_hash, pl_module, optimizer, summed=(self.sampler.physical_batch_size, self._ranks.world_size)
         )
         self._gate.begin(self._restored, state if replays else None)
-        if self.resume and self._ranks.is_first:
-            self._tell_repeated()
+        if self.resume and run is not None:
+            tell_repeated(run, self._gate.steps_done)
         if module.privacy.guarantee == "dp":
             declare = self._note_kept if module.log_private_loss else None
             self._checkpoint_gate = CheckpointGate(trainer, module, self._between.put_together(False), declare)
         self._ranks.share(self._reserve)
 
-    def _tell_repeated(self) -> None:
-        """Say which steps a resume makes once more, and whether they are charged again; epsilon alone would alarm."""
-        begun, first = self._run.intents, self._gate.steps_done
-        free = (self._run.attempt, first) in begun  # as far as this attempt came; another had other keys
-        last = max((step for attempt, step in begun if not free or attempt == self._run.attempt), default=-1) + 1
-        if last > first:
-            how = "with the same noise, at no further cost" if free else "with fresh noise, and are charged again"
-            steps = f"steps {first + 1}-{last} are repeated {how}"
-            sys.stderr.write(told(f"resume=true goes on after step {first}: {steps}\n"))
-
-    def _look_at_start(self, trainer: L.Trainer, module: Any) -> None:
-        """Refuse, once, what was written since `setup`, or since the run's own checkpoint was read."""
-        if not self._looked_at_start:
-            self._looked_at_start = True
-            precision = str(trainer.precision)
-            self._ranks.together(lambda: refuse_written_early(module, self._held_before, precision))
-
-    def refuse_unseen_writes(self, trainer: L.Trainer, module: Any) -> None:
-        """Refuse what a hook wrote after the last batch, and what is saved beside weights and no noise covers.
-
-        Raises:
-            UnsupportedModelError: Something was written; the message names it.
-            ConfigurationError: The state of the module holds something else that changed since training began.
-        """
-        if module.privacy.guarantee == "dp":
-            self._look_at_start(trainer, module)  # a run that went on from its very last step has no batch
-            self._ranks.together(lambda: self._look_before_saving(trainer, module))
-
-    def _look_before_saving(self, trainer: L.Trainer, module: Any) -> None:
-        self._look_at_last_hooks(trainer, module)
-        if self._checkpoint_gate is not None and self._saves_whole and hasattr(module, "save_model"):
-            self._checkpoint_gate.check({"state_dict": module.state_dict()})
-
-    def _look_at_last_hooks(self, trainer: L.Trainer, module: Any) -> None:
-        if hasattr(module, "look_at_last_hooks"):
-            module.look_at_last_hooks(trained=averaging(trainer) is None)
-
-    def _refuse_other_checkpoints(self, trainer: L.Trainer) -> None:
-        found = self._ranks.gather(self._restored)
-        for rank, position in enumerate(found):
-            if position != found[0]:
-                raise ResumeError(
-                    f"Rank {rank} went on from another checkpoint than rank 0: all must read the same file. Put the "
-                    "run folder where every machine of the job sees it."
-                )
-        begun = self._ranks.share(lambda: bool(self._run.intents))
-        if self._restored is None and begun and trainer.global_step > 0:
-            raise ResumeError("The checkpoint holds no accountant state, but the ledger holds releases.")
-        if self._restored is None and begun and (own := self._ranks.share(lambda: self._own_checkpoint(trainer))):
-            raise ResumeError(
-                f"The ledger in {self.run_dir} holds releases, and no checkpoint was given to trainer.fit: all steps "
-                f"would be made and charged once more. Give trainer.fit(ckpt_path={own!r}) beside resume=true."
-            )
-
-    def _own_checkpoint(self, trainer: Any) -> str | None:
-        """Return a checkpoint of this run that lies where its callbacks, or Lightning, put them."""
-        kept = {Path(callback.dirpath) for callback in trainer.checkpoint_callbacks if callback.dirpath}
-        root = Path(self.run_dir or ".")  # no deeper: it may be a project, with other runs below it
-        for folder in sorted(kept | {root, root / "checkpoints", *root.glob("lightning_logs/*/checkpoints")}):
-            if (found := newest_checkpoint(folder, run_id=self._run.run_id, quiet=True)) is not None:
-                return str(found)
-        return None
+    def refuse_unseen_writes(self) -> None:
+        """Refuse, before weights are saved, what was written outside a step (`UnseenWrites.refuse_before_saving`)."""
+        if self._module.privacy.guarantee == "dp":
+            self._writes.refuse_before_saving(self._checkpoint_gate)
 
     def _reserve(self) -> None:
         """Reserve the run's steps in the ledger of its data set, on rank 0."""
@@ -503,7 +429,7 @@ class PrivacyAccountant(Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._look_at_start(trainer, pl_module)
+        self._writes.refuse_before_first_batch()
         if (watch := getattr(pl_module, "watch_hooks", None)) is not None:
             watch()
         self._in_batch = True
@@ -532,26 +458,13 @@ class PrivacyAccountant(Callback):
         """Refuse an update that nobody granted, as a ``training_step`` of one's own makes it, and the claim."""
         if self.plan is None or updates <= self._gate.granted:
             return
-        self._forfeit_alone()
+        self._gate.forfeit()
         raise ConfigurationError(
             f"An optimizer makes update {updates}, and {self._gate.granted} steps were granted: it carries no noise "
             f"and is in no ledger. Give {type(self._module).__name__} a per_row_loss, and leave training_step and "
             "automatic_optimization as PrivateModule has them.",
             trap="T7",
         )
-
-    @property
-    def _forfeited(self) -> str:
-        """The word that a rank without a ledger leaves where it found out that the claim of the attempt is false."""
-        position = self._gate.position
-        return f"forfeited/{position.run_id}/{position.attempt}"
-
-    def _forfeit_alone(self) -> None:
-        """Give up the claim of this attempt, on a rank that found out why; the others may not have found it."""
-        if self._ranks.is_first:
-            self._gate.own.void_attempt()
-        else:
-            self._ranks.leave_word(self._forfeited)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -611,7 +524,7 @@ class PrivacyAccountant(Callback):
             # After an error, the other ranks may not have met it.
             ranks = Ranks() if trainer.interrupted else self._ranks
             if not (trainer.interrupted or self._ended):
-                ranks.together(lambda: self._look_at_last_hooks(trainer, self._module))
+                ranks.together(self._writes.refuse_after_last_batch)
             ranks.together(lambda: gate.check(checkpoint))
 
     # -- the end -----------------------------------------------------------------------------
@@ -626,15 +539,10 @@ class PrivacyAccountant(Callback):
 
     def _finish(self, reason: str) -> None:
         """Settle with the ledger of the data set, and end the run's own."""
-        self._take_word()
+        self._gate.take_forfeits()
         if self._account is not None:
             self._account.settle()
         self.ledger.append("end", reason=reason, steps=self._gate.steps_done)
-
-    def _take_word(self) -> None:
-        """Forfeit the claim where another rank, which may be gone by now, left word that it has to be."""
-        if self._ranks.word_was_left(self._forfeited):
-            self._gate.own.void_attempt()
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """End a run that went on from its very last step: Lightning then skips training, and ``on_train_end``."""
@@ -652,10 +560,10 @@ class PrivacyAccountant(Callback):
         late = begun and isinstance(exception, UnsupportedModelError) and self.plan is not None
         try:
             if late and self._gate.steps_done:
-                self._forfeit_alone()
+                self._gate.forfeit()
             if begun and hasattr(self, "_run"):  # this rank holds the ledger
                 if isinstance(exception, OSError):  # nothing more may fit on the disk; an end can be written on resume
-                    self._take_word()
+                    self._gate.take_forfeits()
                 else:
                     self._finish(type(exception).__name__)
         finally:

@@ -171,7 +171,7 @@ class PrivacyCard(Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         module: Any = pl_module
         if (accountant := accountant_of(trainer)) is not None:
-            accountant.refuse_unseen_writes(trainer, module)
+            accountant.refuse_unseen_writes()
         assembled = module.assembled() if hasattr(module, "assembled") else nullcontext()  # not every module is ours
         with averaged(trainer, pl_module), assembled:
             Ranks.here().share(lambda: self._write(trainer, pl_module, finished=True))

@@ -54,10 +54,10 @@ class Watch:
     """A profiler that counts calls and kills its own process at a moment, or notes how many there were."""
 
     def __init__(self, folder: Path, moment: dict[str, Any] | None) -> None:
+        from lit_dpret.callbacks.checkpoint_files import WholeCheckpoints
         from lit_dpret.privacy.ledger.chain import ChainedFile
         from lit_dpret.privacy.ledger.gate import ReleaseGate
         from lit_dpret.privacy.ledger.private_run import PrivateRun
-        from lit_dpret.tasks.checkpoints import WholeCheckpoints
 
         self.folder, self.moment = folder, moment
         self.starts = {

@@ -65,7 +65,7 @@ PLACES = {
     "calibrating": "lit_dpret.callbacks.privacy_accountant:plan_run",
     "clipping": "lit_dpret.modules.private_module:PrivateModule._add_piece",
     "updating": "lit_dpret.modules.private_module:PrivateModule._logical_step",
-    "writing": "lit_dpret.tasks.checkpoints:WholeCheckpoints.save_checkpoint",
+    "writing": "lit_dpret.callbacks.checkpoint_files:WholeCheckpoints.save_checkpoint",
 }
 
 

@@ -13,7 +13,7 @@ from cards import Run, make_plan, rewrite_chain
 from stand_ins import Regression, dp, fit
 
 from lit_dpret.callbacks import PrivacyAccountant
-from lit_dpret.callbacks.checkpoints import newest_checkpoint
+from lit_dpret.callbacks.checkpoint_files import WholeCheckpoints, newest_checkpoint
 from lit_dpret.cards.card import read_card, write_card
 from lit_dpret.cards.file import checksum
 from lit_dpret.datamodules import SyntheticDataModule
@@ -22,7 +22,6 @@ from lit_dpret.modules.generator_folder import load_generator
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 from lit_dpret.synthesis.shards import ShardStore
-from lit_dpret.tasks.checkpoints import WholeCheckpoints
 from lit_dpret.tasks.index_folder import IndexFolder
 
 FIXTURES = Path(__file__).resolve().parent / "data" / "schema"

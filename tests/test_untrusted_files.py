@@ -12,7 +12,7 @@ import torch
 from stand_ins import Regression
 from tiny_models import tiny_bert, tiny_tokenizer
 
-from lit_dpret.callbacks.checkpoints import newest_checkpoint
+from lit_dpret.callbacks.checkpoint_files import newest_checkpoint
 from lit_dpret.encoders.backbones import load_transformer
 from lit_dpret.errors import LitDpretError
 from lit_dpret.tasks.export import load_module

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from lit_dpret.callbacks.checkpoints import newest_checkpoint
+from lit_dpret.callbacks.checkpoint_files import newest_checkpoint
 from lit_dpret.cards.card import CardFacts, inherit_card, read_card, subject_of, write_card
 from lit_dpret.cards.file import CARD_FILES, CARD_NAME, PROVENANCE, README
 from lit_dpret.cards.hub import (

@@ -19,7 +19,7 @@ from lit_dpret.audit.attacks.coins import COINS_NAME, Coins
 from lit_dpret.audit.canaries import CanarySuite
 from lit_dpret.audit.canaries.suite import EVALUATION_SPLITS, plant_blanks, plant_in_run
 from lit_dpret.callbacks import MetricsFile, PrivacyAccountant
-from lit_dpret.callbacks.checkpoints import newest_checkpoint, remove_drafts
+from lit_dpret.callbacks.checkpoint_files import WholeCheckpoints, newest_checkpoint, remove_drafts
 from lit_dpret.callbacks.planning import plan_run
 from lit_dpret.callbacks.refusals import refuse_broken_claims
 from lit_dpret.cards.card import CARD_NAME, read_card
@@ -33,7 +33,6 @@ from lit_dpret.privacy.accounting.releases import Release
 from lit_dpret.privacy.ledger.private_run import require_run
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, forthcoming_releases
 from lit_dpret.privacy.plan import PrivacyPlan
-from lit_dpret.tasks.checkpoints import WholeCheckpoints
 from lit_dpret.tasks.parts import Parts, check_run_dir, say
 
 

@@ -17,7 +17,7 @@ from lightning.pytorch.trainer.connectors import signal_connector
 from rank_runs import REFUSED, Server, told, weights
 from stand_ins import Numbers, Regression, dp, fit, granted, records
 
-from lit_dpret.callbacks.checkpoints import newest_checkpoint
+from lit_dpret.callbacks.checkpoint_files import newest_checkpoint
 from lit_dpret.errors import ResumeError
 
 STEPS = 6

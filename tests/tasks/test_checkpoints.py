@@ -15,8 +15,8 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from planned_sweeps import STEPS, trial_parts
 from stand_ins import Numbers, Regression, StopAfter, dp
 
-from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
-from lit_dpret.callbacks.checkpoints import newest_checkpoint
+from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard, checkpoint_files
+from lit_dpret.callbacks.checkpoint_files import WholeCheckpoints, newest_checkpoint
 from lit_dpret.cards.card import read_card, verify_card
 from lit_dpret.errors import LedgerError, ResumeError, StorageError
 from lit_dpret.privacy.accounting.composition import epsilon
@@ -24,8 +24,7 @@ from lit_dpret.privacy.ledger.chain import ChainedFile
 from lit_dpret.privacy.ledger.gate import ReleaseGate
 from lit_dpret.privacy.ledger.private_run import Position
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases, check_no_key_reuse, noise_keys
-from lit_dpret.tasks import Fit, checkpoints
-from lit_dpret.tasks.checkpoints import WholeCheckpoints
+from lit_dpret.tasks import Fit
 from lit_dpret.tasks.fit import Training, train
 
 
@@ -97,7 +96,7 @@ class Photographs:
         patch.setattr(ReleaseGate, "authorise", authorise)
         patch.setattr(ReleaseGate, "record", record)
         patch.setattr(ChainedFile, "_write", write)
-        patch.setattr(checkpoints.os, "replace", replace)
+        patch.setattr(checkpoint_files.os, "replace", replace)
 
     def take(self, name: str, *, at: int, after: bytes | Path = b"") -> None:
         """Copy the folder at the ``at``-th call, with a torn ledger line or half of a draft."""

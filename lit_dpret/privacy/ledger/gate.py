@@ -534,6 +534,23 @@ class SharedGate:
         """As `ReleaseGate.void_attempt`; called by all ranks."""
         self.ranks.share(lambda: self.own.void_attempt(), quick=True)
 
+    def forfeit(self) -> None:
+        """Give up the claim of this attempt, on a rank that found out why; the others may not have found it."""
+        if self._own is not None:
+            self._own.void_attempt()
+        else:
+            self.ranks.leave_word(self._forfeited)
+
+    def take_forfeits(self) -> None:
+        """Give up the claim, on rank 0, where another rank, which may be gone by now, left word that it has to be."""
+        if self.ranks.word_was_left(self._forfeited):
+            self.own.void_attempt()
+
+    @property
+    def _forfeited(self) -> str:
+        """The word that a rank without a ledger leaves."""
+        return f"forfeited/{self._run_id}/{self.attempt}"
+
     def share_epsilon(self) -> float:
         """Epsilon spent so far, asked for by all ranks."""
         self._last_epsilon = self.ranks.share(lambda: self.own.epsilon())

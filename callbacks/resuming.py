@@ -1,0 +1,92 @@
+"""From which checkpoint a run goes on, and which of its steps are made once more."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+
+from lit_dpret.callbacks.checkpoint_files import newest_checkpoint
+from lit_dpret.distributed.ranks import Ranks
+from lit_dpret.errors import ResumeError, told
+from lit_dpret.privacy.ledger.private_run import Position, PrivateRun
+from lit_dpret.privacy.ledger.trained import TrainedIn, mark_trained
+
+
+def refuse_checkpoint_of_other_run(module: Any, found: Position | None, own: Position, run_dir: Path | None) -> None:
+    """Refuse a checkpoint whose weights were trained by somebody else; the module, which has them by now, is marked.
+
+    Args:
+        module: Of the run, under a claim.
+        found: Where the checkpoint was taken; None where no accountant took part.
+        own: Where the run is.
+        run_dir: Of the run, for the message.
+    """
+    if found is not None and found.run_id == own.run_id:
+        return
+    mark_trained(module, [TrainedIn("another checkpoint", "unknown")], whole=True)
+    whose = "no run that was counted" if found is None else f"run {found.run_id}"
+    raise ResumeError(
+        f"The checkpoint belongs to {whose}, and the ledger in {run_dir} to run {own.run_id}: what trained its weights "
+        "would stand on no card. Go on from a checkpoint of this run folder, start from the other run by init_from, or "
+        "leave trainer.fit(ckpt_path=) out. The module holds those weights now: build it anew.",
+        trap="T30",
+    )
+
+
+def refuse_other_positions(
+    trainer: L.Trainer, restored: Position | None, run: PrivateRun | None, run_dir: Path | None, ranks: Ranks
+) -> None:
+    """Refuse ranks that read different checkpoints, and a start over where the ledger holds releases.
+
+    Args:
+        trainer: Of the fit.
+        restored: Where this rank's checkpoint was taken; None without one.
+        run: On rank 0; None on the others.
+        run_dir: Of the run.
+        ranks: Who takes part.
+
+    Raises:
+        ResumeError: It is one of these; a run of which no checkpoint is left may start over, and is charged again.
+    """
+    for rank, position in enumerate(positions := ranks.gather(restored)):
+        if position != positions[0]:
+            raise ResumeError(
+                f"Rank {rank} went on from another checkpoint than rank 0: all must read the same file. Put the run "
+                "folder where every machine of the job sees it."
+            )
+    begun = ranks.share(lambda: run is not None and bool(run.intents))
+    if restored is not None or not begun:
+        return
+    if trainer.global_step > 0:
+        raise ResumeError("The checkpoint holds no accountant state, but the ledger holds releases.")
+    if (own := ranks.share(lambda: None if run is None else _own_checkpoint(trainer, run, run_dir))) is not None:
+        raise ResumeError(
+            f"The ledger in {run_dir} holds releases, and no checkpoint was given to trainer.fit: all steps would be "
+            f"made and charged once more. Give trainer.fit(ckpt_path={own!r}) beside resume=true."
+        )
+
+
+def _own_checkpoint(trainer: Any, run: PrivateRun, run_dir: Path | None) -> str | None:
+    """Return a checkpoint of this run that lies where its callbacks, or Lightning, put them."""
+    kept = {Path(callback.dirpath) for callback in trainer.checkpoint_callbacks if callback.dirpath}
+    root = Path(run_dir or ".")  # no deeper: it may be a project, with other runs below it
+    for folder in sorted(kept | {root, root / "checkpoints", *root.glob("lightning_logs/*/checkpoints")}):
+        if (found := newest_checkpoint(folder, run_id=run.run_id, quiet=True)) is not None:
+            return str(found)
+    return None
+
+
+def tell_repeated(run: PrivateRun, first: int) -> None:
+    """Say which steps, from ``first`` on, a resume makes once more, and whether they are charged again.
+
+    Epsilon alone would alarm.
+    """
+    begun = run.intents
+    free = (run.attempt, first) in begun  # as far as this attempt came; another had other keys
+    last = max((step for attempt, step in begun if not free or attempt == run.attempt), default=-1) + 1
+    if last > first:
+        how = "with the same noise, at no further cost" if free else "with fresh noise, and are charged again"
+        sys.stderr.write(told(f"resume=true goes on after step {first}: steps {first + 1}-{last} are repeated {how}\n"))

@@ -1,0 +1,100 @@
+"""Writes that no noise covers: by hooks before the first batch or after the last, and beside the saved weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import chain
+from typing import Any
+
+import lightning as L
+import torch
+
+from lit_dpret.callbacks.averages import averaging
+from lit_dpret.callbacks.checkpoints import CheckpointGate
+from lit_dpret.distributed.ranks import Ranks
+from lit_dpret.errors import UnsupportedModelError
+from lit_dpret.privacy.state_watch import checksums
+
+#: To what a precision plugin casts all weights and buffers after they were noted.
+_CASTS = {"bf16-true": torch.bfloat16, "64-true": torch.float64}
+
+
+class UnseenWrites:
+    """Refuses what a hook of the module or of a callback writes outside a step, where private rows are at hand.
+
+    Between two steps the module looks by itself (`HookWatch`).
+
+    Args:
+        trainer: Of the fit.
+        module: As it is in ``setup`` of the fit.
+        ranks: Who takes part.
+        whole: Whether this process holds whole weights under a guarantee; else what is written early is not seen.
+    """
+
+    def __init__(self, trainer: L.Trainer, module: Any, ranks: Ranks, *, whole: bool) -> None:
+        self._trainer, self._module, self._ranks, self._whole = trainer, module, ranks, whole
+        self._looked_at_start = False
+        # On rank 0 alone: the others get its weights before the first batch.
+        self._before = self._held() if whole and ranks.is_first else None
+
+    def expect(self, checkpoint: Mapping[str, Any]) -> None:
+        """Take what the run's own checkpoint puts into the module for what was there before."""
+        if self._before is not None:
+            self._before |= self._held(checkpoint.get("current_model_state", checkpoint.get("state_dict", {})))
+
+    def refuse_before_first_batch(self) -> None:
+        """Refuse, once, what was written since `setup`, or since the run's own checkpoint was read.
+
+        Tensors in attributes are compared from the first batch on.
+        """
+        if not self._looked_at_start:
+            self._looked_at_start = True
+            self._ranks.together(self._refuse_early)
+
+    def refuse_after_last_batch(self) -> None:
+        """Refuse what a hook wrote after the last batch; on this rank."""
+        if hasattr(self._module, "look_at_last_hooks"):
+            self._module.look_at_last_hooks(trained=averaging(self._trainer) is None)
+
+    def refuse_before_saving(self, gate: CheckpointGate | None) -> None:
+        """Refuse, before weights are saved, all of this, and with ``gate`` what a state dict holds beside them.
+
+        Raises:
+            UnsupportedModelError: Something was written; the message names it.
+            ConfigurationError: The state of the module holds something else that changed since training began.
+        """
+        self.refuse_before_first_batch()  # a run that went on from its very last step has no batch
+        self._ranks.together(lambda: self._look_before_saving(gate))
+
+    def _look_before_saving(self, gate: CheckpointGate | None) -> None:
+        self.refuse_after_last_batch()
+        if gate is not None and self._whole and hasattr(self._module, "save_model"):
+            gate.check({"state_dict": self._module.state_dict()})
+
+    def _refuse_early(self) -> None:
+        if self._before is None:
+            return
+        public = set(getattr(self._module, "public_metrics", ()))
+        for name, found in self._held().items():
+            if self._before.get(name) != found and public.isdisjoint({name, *name.split(".")}):
+                raise UnsupportedModelError(
+                    f"{name} of {type(self._module).__name__} was written before the first batch, by a hook of the "
+                    "module or of a callback, such as setup. Private rows are at hand there, and no noise covers it. "
+                    "Set it in the constructor from public data, or list its name in public_metrics of the module if "
+                    "no private row is behind it.",
+                    trap="T11",
+                )
+
+    def _held(self, state: Mapping[str, Any] | None = None) -> dict[str, int]:
+        """Return checksums of what the module holds; what it makes of public passages later is left out.
+
+        ``state`` is a state dict that is loaded into it, to take its values in the place of the module's.
+        """
+        made_later = getattr(self._module, "made_of_public", ())
+        tensors = chain(self._module.named_parameters(), self._module.named_buffers())
+        held = {name: tensor.detach() for name, tensor in tensors if name not in made_later}
+        if state is not None:
+            held = {name: state[name].detach().to(tensor.dtype) for name, tensor in held.items() if name in state}
+        kind = _CASTS.get(str(self._trainer.precision))
+        cast = (tensor.to(kind) if kind and tensor.is_floating_point() else tensor for tensor in held.values())
+        return dict(zip(held, checksums(cast), strict=True))
