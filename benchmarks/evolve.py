@@ -37,8 +37,9 @@ from lit_dpret.synthesis.filters import load_released
 from lit_dpret.synthesis.groups import Generation, canonical_groups, draw_groups
 from lit_dpret.tasks import Evolve
 from lit_dpret.tasks.parts import Parts
-from lit_dpret.tasks.pipeline_stages import KEPT, check_round_trip, stage_callbacks, train_retriever
+from lit_dpret.tasks.pipeline_stages import stage_callbacks, train_retriever
 from lit_dpret.tasks.ranking import score_embeddings
+from lit_dpret.tasks.round_trip import KEPT, check_round_trip
 
 ROOT = Path(__file__).resolve().parents[1]
 PASSAGES, TEMPERATURE = 8000, 0.7

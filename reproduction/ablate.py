@@ -33,8 +33,8 @@ from lit_dpret.synthesis.filters import ReleasedQueries, load_released
 from lit_dpret.synthesis.filters.pseudo_labels import LABELS
 from lit_dpret.synthesis.pseudo_queries import write_pseudo_queries
 from lit_dpret.tasks.parts import Parts, say
-from lit_dpret.tasks.pipeline_stages import KEPT, check_round_trip
 from lit_dpret.tasks.ranking import score_embeddings
+from lit_dpret.tasks.round_trip import KEPT, check_round_trip
 from lit_dpret.tasks.synthesize import public_sample
 from reproduction.recipe import (
     PSEUDO,

@@ -249,7 +249,7 @@ def train_generator(
     before = resident(here)
     reset_peak(here)
     callbacks = stage_callbacks(
-        folder, resume=resume, label=f"generator {folder.name}", tuning_trials=recipe.trials, start=start, **tuning
+        folder, resume=resume, label=f"generator {folder.name}", tuning_trials=recipe.trials, accountant=start, **tuning
     )
     make_trainer = partial(parts.make_trainer, max_steps=recipe.steps)
     train(model, data, Training(run_dir=folder, make_trainer=make_trainer, callbacks=callbacks, resume=resume))

@@ -20,10 +20,10 @@ from typing import Any, Literal, get_args
 import lightning as L
 import numpy as np
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard, StepProgress
+from lit_dpret.callbacks import PrivacyAccountant
 from lit_dpret.cards.card import read_card
 from lit_dpret.datamodules import ImagesDataModule
 from lit_dpret.datamodules.images import ImageRow
@@ -36,7 +36,7 @@ from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
 from lit_dpret.settings import require_choice, require_number, require_whole
 from lit_dpret.tasks.fit import Training, train
 from lit_dpret.tasks.parts import Parts, say, some_of
-from lit_dpret.tasks.pipeline_stages import is_begun
+from lit_dpret.tasks.pipeline_stages import stage_callbacks
 from reproduction.report.variant_runs import UNTRAINED, VariantRun
 from reproduction.report.variants import Finished, write_study
 from reproduction.study import Study
@@ -216,7 +216,10 @@ class VariantStudy(Study):
         data.expected_batch_size = batch
         data.physical_batch_size = data.n_units  # without sub-batches, a batch of any size stays in one piece
         steps = max(1, round(self.epochs * data.n_units / batch))
-        accountant = PrivacyAccountant(run_dir=folder, resume=is_begun(folder, resume), eps_log_points=1)
+        callbacks = stage_callbacks(
+            folder, resume=resume, label=f"{variant.label}, seed {seed}", accountant={"eps_log_points": 1},
+            tuning_note=self.tuning_note, tuning_data=self.tuning_data,
+        )  # fmt: skip
         curve_file = folder / "curve.jsonl"
         train(
             module,
@@ -224,15 +227,7 @@ class VariantStudy(Study):
             Training(
                 run_dir=folder,
                 make_trainer=lambda **settings: self._parts.make_trainer(max_steps=steps, max_epochs=-1, **settings),
-                callbacks=[
-                    accountant,
-                    PrivacyCard(run_dir=folder, tuning_note=self.tuning_note, tuning_data=self.tuning_data),
-                    ModelCheckpoint(
-                        dirpath=folder / "checkpoints", every_n_train_steps=5, save_last=True, save_top_k=1
-                    ),
-                    CurveRecorder(curve_file, held_out=self._held_out),
-                    StepProgress(f"{variant.label}, seed {seed}"),
-                ],
+                callbacks=[*callbacks, CurveRecorder(curve_file, held_out=self._held_out)],
                 loggers=self._parts.make_loggers(run_dir=folder),
                 resume=resume,
             ),
@@ -252,7 +247,7 @@ class VariantStudy(Study):
             confusion=knn.confusion.tolist(),
             batch_size=batch,
         )
-        return {"run": asdict(run), "facts": self._facts(module, accountant, folder, curve)}
+        return {"run": asdict(run), "facts": self._facts(module, callbacks[0], folder, curve)}
 
     def _facts(self, module: Any, accountant: PrivacyAccountant, folder: Path, curve: Curve) -> dict[str, Any]:
         """Return what was done, as the plan and the ledger have it."""

@@ -39,8 +39,9 @@ from lit_dpret.synthesis.pseudo_queries import write_pseudo_queries
 from lit_dpret.synthesis.writer import synthesize
 from lit_dpret.tasks.fit import PlannedFit, Training, plan_fit, refuse_several_ranks, train
 from lit_dpret.tasks.parts import Parts, by_hash, check_run_dir, say, some_of
-from lit_dpret.tasks.pipeline_stages import KEPT, check_round_trip, set_batch, stage_callbacks, train_retriever
+from lit_dpret.tasks.pipeline_stages import set_batch, stage_callbacks, train_retriever
 from lit_dpret.tasks.ranking import score_bm25, score_embeddings
+from lit_dpret.tasks.round_trip import KEPT, check_round_trip
 from lit_dpret.tasks.stages import Stages, settings_fingerprint
 
 
@@ -253,8 +254,10 @@ class Pipeline:
         return self._data(max_passages=self.max_passages, **rate)
 
     def _callbacks(self, folder: Path, resume: bool, label: str) -> list[Any]:
-        tuning: dict[str, Any] = {"tuning_note": self.tuning_note, "tuning_data": self.tuning_data}
-        return stage_callbacks(folder, resume=resume, label=label, trial_of=self._parts.trial_of, **tuning)
+        return stage_callbacks(
+            folder, resume=resume, label=label, accountant={"trial_of": self._parts.trial_of},
+            tuning_note=self.tuning_note, tuning_data=self.tuning_data,
+        )  # fmt: skip
 
     def _trainer(self, steps: int) -> Callable[..., Any]:
         return lambda **settings: self._parts.make_trainer(max_steps=steps, **settings)

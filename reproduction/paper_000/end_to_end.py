@@ -36,8 +36,9 @@ from lit_dpret.synthesis.pseudo_queries import write_pseudo_queries
 from lit_dpret.tasks.fit import refuse_several_ranks
 from lit_dpret.tasks.parts import Parts, require_budgets, say, some_of
 from lit_dpret.tasks.pipeline import METRIC_NAMES, privacy_of_encoder
-from lit_dpret.tasks.pipeline_stages import KEPT, check_round_trip, stage_callbacks, train_retriever
+from lit_dpret.tasks.pipeline_stages import stage_callbacks, train_retriever
 from lit_dpret.tasks.ranking import score_bm25, score_embeddings
+from lit_dpret.tasks.round_trip import KEPT, check_round_trip
 from lit_dpret.tasks.stages import settings_fingerprint
 from lit_dpret.tasks.synthesize import public_sample
 from reproduction.paper_000.end_to_end_table import FIRST, Cell, Finished, Regime, Run, budget_name

@@ -21,7 +21,7 @@ from lit_dpret.privacy.ledger.trained import NOTE_NAME, TRAINED_KEY, TrainedIn, 
 from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.synthesis.filters import load_released
 from lit_dpret.tasks import Pipeline
-from lit_dpret.tasks.pipeline_stages import KEPT, check_round_trip
+from lit_dpret.tasks.round_trip import KEPT, check_round_trip
 from lit_dpret.tasks.stages import MARK, Stages
 
 LENGTHS: dict[str, Any] = {"max_passage_length": 10, "max_query_length": 8}

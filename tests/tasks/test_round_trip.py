@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.synthesis.round_trip import hits, wrong_sources
+from lit_dpret.tasks.round_trip import hits, wrong_sources
 
 SOURCES = {f"q{n}": f"p{n % 7}" for n in range(21)}
 

@@ -1,0 +1,113 @@
+"""Does a synthetic query find the passage it was written for?
+
+Round-trip recall is the share of synthetic queries whose source passage is among the first k that a
+retriever ranks for them. It needs no private data, so it may be computed, tuned on and published
+freely. Its number means little alone: a retriever that loves some passages finds them for any query.
+The control asks the same queries for a wrong passage each, in a derangement of the passages, and is
+to be read beside it. (Round-trip consistency: Alberti et al., 2019; as a filter, Dai et al., 2022.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.modules import DualEncoder, FrozenDualEncoder
+from lit_dpret.retrieval.statistics import bootstrap_interval
+from lit_dpret.synthesis.filters import ReleasedQueries
+from lit_dpret.synthesis.filters.released import require_covered, require_released
+from lit_dpret.tasks.ranking import rank_embeddings
+
+
+def hits(sources: Mapping[str, str], ranked: Mapping[str, Sequence[str]], k: int = 10) -> dict[str, bool]:
+    """Return for each query id whether its source passage is among the first ``k`` ids ranked for it.
+
+    A query without a ranking has no hit; it is not left out.
+
+    Example:
+        >>> hits({"q1": "a", "q2": "b"}, {"q1": ["c", "a"], "q2": ["c", "a"]}, k=2)
+        {'q1': True, 'q2': False}
+    """
+    if k < 1:
+        raise ConfigurationError(f"k={k} must be at least 1.")
+    return {query: passage in ranked.get(query, ())[:k] for query, passage in sources.items()}
+
+
+def wrong_sources(sources: Mapping[str, str], seed: int = 0) -> dict[str, str]:
+    """Return each query with a passage that is not its own, every passage's queries moving together.
+
+    The distinct passages are permuted by one random cycle (Sattolo's algorithm), so none stays in place.
+
+    Raises:
+        DataError: There are fewer than two passages.
+    """
+    passages = sorted(set(sources.values()))
+    if len(passages) < 2:
+        raise DataError(f"A shuffled control needs two passages with queries; there are {len(passages)}.")
+    coins = np.random.Generator(np.random.Philox(key=seed))
+    cycle = list(range(len(passages)))
+    for last in range(len(cycle) - 1, 0, -1):
+        other = int(coins.integers(last))
+        cycle[last], cycle[other] = cycle[other], cycle[last]
+    moved = {passage: passages[place] for passage, place in zip(passages, cycle, strict=True)}
+    return {query: moved[passage] for query, passage in sources.items()}
+
+
+KEPT = "kept_queries.txt"
+
+
+def check_round_trip(
+    model: DualEncoder | FrozenDualEncoder, released: ReleasedQueries, folder: Path, *, k: int, seed: int
+) -> dict[str, Any]:
+    """Measure the round trip of released queries; ``folder/kept_queries.txt`` lists the ids of those that pass.
+
+    Args:
+        model: A retriever that saw neither the private nor the synthetic queries.
+        released: Synthetic queries with their sources; all their passages are searched.
+        folder: Where the list is written.
+        k: How far down the list a source may stand.
+        seed: Of the control, in which every query is held against a wrong passage.
+
+    Returns:
+        ``recall`` and ``control`` as [mean, low, high], ``k``, ``queries`` and ``kept``, as JSON values.
+
+    Raises:
+        DataError: No query passes.
+        PrivateDataError: ``released`` is something else, or the model was trained on other private data.
+    """
+    require_released(released, "check_round_trip")
+    if model.pretrained is not None:  # without a trace of a run it is public, as everywhere in training
+        require_covered(model.pretrained, released, declared_public=True, knob="model.encoder")
+    queries = {query.query_id: query.text for query in released}
+    sources = {query.query_id: query.passage_id for query in released}
+    names = list(released.passages)
+    ranking = rank_embeddings(
+        list(queries),
+        model.encode_queries(list(queries.values())),
+        names,
+        model.encode_passages(list(released.passages.values())),
+        k=k,
+    )
+    places = zip(queries, ranking.top.indices.tolist(), strict=True)
+    ranked = {query: [names[i] for i in row if i >= 0] for query, row in places}
+    found = hits(sources, ranked, k=k)
+    wrong = hits(wrong_sources(sources, seed=seed), ranked, k=k)
+    kept = [query for query, hit in found.items() if hit]
+    if not kept:
+        raise DataError(
+            f"None of {len(found)} synthetic queries finds its own passage among the first {k} results: they say "
+            "nothing about their passages. Train the generator longer, or set task.round_trip_filter=null."
+        )
+    (folder / KEPT).write_text("".join(f"{query}\n" for query in kept), encoding="utf-8")
+    recall, control = (bootstrap_interval([float(hit) for hit in each.values()]) for each in (found, wrong))
+    return {
+        "recall": [recall.mean, recall.low, recall.high],
+        "control": [control.mean, control.low, control.high],
+        "k": k,
+        "queries": len(found),
+        "kept": len(kept),
+    }
