@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from common import machine, options, say, timed, write
+from common import in_turns, machine, median_ratio, options, say, write
 
 from lit_dpret.privacy.budget import NoiseName
 from lit_dpret.privacy.noise import BLOCK, KeyedStream, noise_source
@@ -72,32 +72,21 @@ def main() -> None:
         "privacy.noise=gaussian, drawn and added": (added("gaussian"), few),
         "privacy.noise=discrete, drawn and added": (added("discrete"), few),
     }
-    rates: dict[str, list[float]] = {name: [] for name in ways}
-    work: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(arguments.rounds):
-        for name, (draw, size) in ways.items():
-            _, spent = timed(draw)
-            rates[name].append(size / spent["seconds"])
-            work[name].append(size / spent["processor_seconds"])
-    base = "a parameter at once"
-    rows = {
-        name: {
-            "normals_per_second": round(statistics.median(found)),
-            "ratio_to_a_parameter_at_once": _ratio(found, rates[base]),
-            "normals_per_processor_second": round(statistics.median(work[name])),
-            "processor_ratio": _ratio(work[name], work[base]),
-            "processor_seconds_for_t5_xl": round(T5_XL / statistics.median(work[name]), 1),
-        }
-        for name, found in rates.items()
-    }
+    rounds = in_turns({name: draw for name, (draw, _) in ways.items()}, arguments.rounds)
+    units, rows = ("seconds", "processor_seconds"), {}
+    for name, (_, size) in ways.items():
+        rate, work = (statistics.median(size / each[name][unit] for each in rounds) for unit in units)
+        ratio, work_ratio = (
+            round(size / count * median_ratio(rounds, "a parameter at once", name, unit), 2) for unit in units
+        )
+        rows[name] = {
+            "normals_per_second": round(rate), "ratio_to_a_parameter_at_once": ratio,
+            "normals_per_processor_second": round(work), "processor_ratio": work_ratio,
+            "processor_seconds_for_t5_xl": round(T5_XL / work, 1),
+        }  # fmt: skip
     say(json.dumps(rows, indent=1))
     facts = {"rows": rows, "count": count, "block": BLOCK, "rounds": arguments.rounds, **machine("numpy")}
     write(facts, arguments.out)
-
-
-def _ratio(found: list[float], base: list[float]) -> float:
-    """Return the median of the ratios in each round."""
-    return round(statistics.median(a / b for a, b in zip(found, base, strict=True)), 2)
 
 
 if __name__ == "__main__":

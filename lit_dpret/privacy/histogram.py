@@ -158,13 +158,12 @@ def release_histogram(
     max_count: int,
     spec: str,
     step: int = 0,
-    distinct: bool = False,
     grant: Callable[[], None] = lambda: None,
 ) -> np.ndarray:
     """Count, announce in the ledger, add noise, and confirm.
 
     Guarantees:
-        - No unit adds more than ``max_count`` counts, and with ``distinct`` more than one to a bin, whatever
+        - No unit adds more than ``max_count`` counts, and under a plan of votes more than one to a bin, whatever
           ``contributions`` holds.
         - The ledger on the disk announces the release before its noise is drawn.
         - Made again after an interruption, on the same counts, it gives the same numbers and is charged once; on
@@ -173,13 +172,12 @@ def release_histogram(
 
     Args:
         run: The run, its ledger open.
-        plan: From `histogram_plan`.
+        plan: From `histogram_plan` or `votes_plan`.
         contributions: The bins of each unit's counts, in an order that depends on nothing but the unit.
         bins: How many bins there are.
         max_count: Counts of a unit that are taken; the rest is left out.
         spec: A fingerprint of the bins; another one never shares noise with this one.
         step: Which release of the plan it is.
-        distinct: Count several of one unit in one bin once.
         grant: Called before a release is announced that the ledger does not hold yet; it may refuse.
 
     Returns:
@@ -189,6 +187,7 @@ def release_histogram(
         BudgetExceededError: It was not announced before, and the budget does not cover it.
         ConfigurationError: The plan is of less sensitivity.
     """
+    distinct = plan.mode == EVOLUTION  # several votes of one unit for one candidate count once
     bound = histogram_sensitivity(max_count, plan.budget.neighbours, distinct=distinct)
     if plan.sensitivity < with_rounding_paid(bound, plan.noise):
         raise ConfigurationError(

@@ -328,7 +328,7 @@ class Evolve(SetDrawing):
                 return counts
         noised = release_histogram(
             run, plan, voters.votes([each.text for each in found]), bins=len(found), max_count=self.max_votes,
-            spec=spec, step=step, distinct=True, grant=lambda: reserve(step),
+            spec=spec, step=step, grant=lambda: reserve(step),
         )  # fmt: skip
         ReleasedHistogram(
             names=tuple(each.name for each in found), counts=tuple(map(float, noised)), bins=bins,

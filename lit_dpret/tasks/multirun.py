@@ -16,7 +16,7 @@ from lit_dpret.errors import LitDpretError
 from lit_dpret.files import write_whole
 from lit_dpret.privacy.budget import show_delta
 from lit_dpret.privacy.ledger.dataset_file import Charge, compose_across_runs, composed
-from lit_dpret.report.table import Table
+from lit_dpret.report.table import Table, plain
 from lit_dpret.sweeps.report import claimed_epsilon
 from lit_dpret.tasks.fit import Fit, PlannedFit
 from lit_dpret.tasks.parts import ComposedRun, Parts, say
@@ -138,8 +138,8 @@ class Outcomes:
         metrics = _differing([row["metrics"] for row in self.rows if not row["error"]])[:_MOST_RESULTS]
         failed = any(row["error"] for row in self.rows)
         lines = [
-            [row["run"], *(row["settings"].get(name, "") for name in settings), _shown(row["epsilon"]),
-             *(_shown(row["metrics"].get(name)) for name in metrics), *([row["error"]] if failed else [])]
+            [row["run"], *(row["settings"].get(name, "") for name in settings), plain(row["epsilon"]),
+             *(plain(row["metrics"].get(name)) for name in metrics), *([row["error"]] if failed else [])]
             for row in self.rows
         ]  # fmt: skip
         numeric = frozenset(range(1 + len(settings), 2 + len(settings) + len(metrics)))
@@ -150,7 +150,3 @@ def _differing(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the names whose values are not the same in all rows; all names where there is one row."""
     names = dict.fromkeys(name for row in rows for name in row)
     return [name for name in names if len(rows) == 1 or len({str(row.get(name)) for row in rows}) > 1]
-
-
-def _shown(value: Any) -> str:
-    return "–" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -207,7 +207,7 @@ def test_releases_of_one_plan_have_noise_of_their_own_and_none_beyond_them_is_an
     run = opened(tmp_path, plan)
 
     def voted(step: int, units: list[list[int]]) -> np.ndarray:
-        return release_histogram(run, plan, units, bins=400, max_count=1, spec="b", step=step, distinct=True)
+        return release_histogram(run, plan, units, bins=400, max_count=1, spec="b", step=step)
 
     first, second = voted(0, [[0], [1]]), voted(1, [[0], [1]])
     assert not np.array_equal(first, second)

@@ -31,6 +31,15 @@ class PrivacyReport:
     delta: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """How much is tried."""
+
+    max_units: int = 8  # how many units are tried one by one
+    trials: int = 500  # releases of each of two neighbouring inputs in the statistical audit
+    seed: int = 0  # keys all randomness: the same seed gives the same result
+
+
 def assert_private(
     module: nn.Module,
     batch: Any,
@@ -40,9 +49,7 @@ def assert_private(
     per_row_loss: Callable[[Any], Tensor] | None = None,
     privacy: DPSGD | None = None,
     unit_ids: Tensor | None = None,
-    max_units: int = 8,
-    trials: int = 500,
-    seed: int = 0,
+    **effort: int,
 ) -> PrivacyReport:
     """Put the training step of a module to the test, as it is, on a few rows of data.
 
@@ -71,9 +78,7 @@ def assert_private(
         per_row_loss: For a module that is no ``PrivateModule``: the loss of each row, ``(rows,)``.
         privacy: With ``per_row_loss``: the mode; ``DPSGD(eps=eps)`` if left out.
         unit_ids: The unit of each row, ``(rows,)``, from 0 without gaps; each row its own if left out.
-        max_units: How many units are tried one by one.
-        trials: Releases of each of two neighbouring inputs in the statistical audit.
-        seed: Keys all randomness: the same seed gives the same result.
+        effort: ``max_units``, ``trials`` and ``seed`` of `Effort`.
 
     Returns:
         What was measured.
@@ -93,6 +98,7 @@ def assert_private(
         >>> report.eps_lower_bound <= 1.0
         True
     """
+    tried = Effort(**effort)
     tested = _private_module(module, per_row_loss, privacy, eps)
     mode: Any = tested.privacy
     if mode.guarantee != "dp":
@@ -115,13 +121,13 @@ def assert_private(
         engine=mode.engine,
         mode=mode.name,
     )
-    with probing(tested, inputs, plan, seed) as probe:
+    with probing(tested, inputs, plan, tried.seed) as probe:
         noise = check_noise_of_empty_steps(probe)
         check_noise_of_full_steps(probe, (None, 2))
-        quiet = quiet_weights(probe, range(min(max_units, inputs.units)))
+        quiet = quiet_weights(probe, range(min(tried.max_units, inputs.units)))
         check_independence(probe, quiet)
         sensitivity, unit = check_sensitivity(probe, quiet)
-        found = check_epsilon(probe, unit, quiet[unit], eps, delta, trials)
+        found = check_epsilon(probe, unit, quiet[unit], eps, delta, tried.trials)
     return PrivacyReport(sensitivity, noise, found, float(eps), float(delta))
 
 
