@@ -1,4 +1,4 @@
-"""Batches of one shape, for a device that compiles and for low precision, and the module in place in time.
+"""Batches of one shape, for a device that compiles and for low precision, and modules moved there in time.
 
 In low precision the gradient of a row is another one when the batch has another shape, or when texts are padded
 further. A bound on what one unit moves rests on the other units' gradients being the same without it. So under a

@@ -1,4 +1,4 @@
-"""How often an optimizer has updated the weights, by Lightning's count and by its own.
+"""Count how often an optimizer has updated the weights, by Lightning's count and by its own.
 
 A ``training_step`` of one's own may step an optimizer as often as it likes. The accountant compares each count with
 the steps that were granted: an update more carries no noise and stands in no ledger.

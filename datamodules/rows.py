@@ -1,4 +1,4 @@
-"""The words that readers, DataModules and modules share: a row and a split.
+"""A row and a split: the terms that readers, DataModules and modules share.
 
 A *row* is one (query, passage) pair as training sees it. Everything in it beyond the passage's
 text is private: the query, and which passage was chosen for it. Its ``repr`` therefore shows

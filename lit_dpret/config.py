@@ -1,4 +1,4 @@
-"""The choices of the command line: the files of `configs/`, read as a reader would.
+"""Read the files of `configs/` for ``list``, ``--help`` and the documentation: choices, settings, comments.
 
 ``lit-dpret list`` prints it, and `configuration_page` writes it as a page of the documentation, so that neither can
 fall behind the files.

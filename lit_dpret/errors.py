@@ -1,4 +1,4 @@
-"""The words in which this project refuses.
+"""Errors that a user can cause and mend, and the words by which their messages name the settings.
 
 A refusal is one sentence that names the value, the reason and the knob, written in the words of the
 command line. The command line prints it alone, without a traceback, and exits with status 2;

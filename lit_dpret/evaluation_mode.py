@@ -1,4 +1,4 @@
-"""Evaluation or training mode for a while."""
+"""Set evaluation or training mode, and go back."""
 
 from __future__ import annotations
 

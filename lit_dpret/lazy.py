@@ -1,4 +1,4 @@
-"""What is imported when it is first asked for: names of a package (PEP 562), and packages that not everybody has."""
+"""Imports at first use: names of a package (PEP 562), and packages that not everybody has."""
 
 from __future__ import annotations
 

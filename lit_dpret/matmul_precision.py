@@ -1,4 +1,4 @@
-"""Whether products of float32 matrices are computed in whole float32, and how to have them so for a while.
+"""Find out whether products of float32 matrices are computed in whole float32, and have them so for a while.
 
 PyTorch has two ways to say it: ``torch.set_float32_matmul_precision`` (for cuDNN ``allow_tf32``), and since 2.9
 ``fp32_precision`` of its backends. Once the second was used, reading the first raises a RuntimeError.

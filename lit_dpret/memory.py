@@ -1,4 +1,4 @@
-"""When memory runs out: how that is recognised, and how to get some of it back."""
+"""Recognise that memory ran out, and get some of it back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Progress in words that fit a terminal and a log file: how far, how fast, how long still."""
+"""Lines of progress that fit a terminal and a log file: how far, how fast, how long still."""
 
 from __future__ import annotations
 

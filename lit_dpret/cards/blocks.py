@@ -1,4 +1,4 @@
-"""Documents that read alike on a screen, on paper and in a terminal.
+"""Blocks of a document (paragraphs, tables, banners), each of which is written as HTML and as Markdown.
 
 A document is a list of sections, a section a list of blocks, and each block can say itself in HTML
 and in Markdown, so that the two never tell different stories. The HTML is one file: no script, no

@@ -1,4 +1,4 @@
-"""A card held against the ledger that it was made from, as any reader can.
+"""Check a card against the ledger that it was made from, as any reader can.
 
 `verify_card` checks the claim. `recheck` compares everything that follows from the ledger (ceilings of attacks, groups
 of units, the noise, the assumptions as well): a card on which one of those was made more pleasant is false too.

@@ -1,4 +1,4 @@
-"""How much a larger batch is worth: the ratio of noise to batch, over batch sizes and passes.
+"""The ratio of noise to batch size over batch sizes and epochs: how much a larger batch is worth.
 
 What an optimizer sees of the noise is its multiplier over the expected batch size, and at a fixed
 epsilon a larger batch makes that ratio smaller. Up to a point: a small batch pays for sampling, because

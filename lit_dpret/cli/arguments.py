@@ -1,4 +1,4 @@
-"""What is typed: a word for the task, paths by their place, values that Hydra would not read, and the command again."""
+"""Arguments of the command line: a word for the task, paths by position, quoted values, and the command to repeat."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes of a private step, by what has to be there at the same time.
+"""The peak memory of a private step, from what is held at the same time.
 
 While batches are clipped, there are the weights, the optimizer's states, the sum of clipped gradients, and what the
 phases of clipping hold (`lit_dpret.privacy.clipping.ghost`), each so much for each row of the physical batch and so

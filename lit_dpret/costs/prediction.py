@@ -1,4 +1,4 @@
-"""A private step on an accelerator that is not here: what each class of its work takes at the maker's rates.
+"""Predict a private step on an accelerator that is not here, from the maker's rates for each kind of work.
 
 One rate for everything would be wrong by a factor: forward and backward products run in bfloat16, norms and weighted
 sums in float32 (`lit_dpret.privacy.clipping.ghost`), what lies between is bound by memory, noise is drawn on the

@@ -1,4 +1,4 @@
-"""Time and memory of a model that is too large to try, from slices of it that are not.
+"""Time and memory of a model that is too large to try, extrapolated from slices of it that are not.
 
 A slice is the model with one or three layers on a side, at its full width and lengths. What a physical batch takes is
 very nearly linear in the number of layers, so three slices tell what the whole would take: what is there once

@@ -1,4 +1,4 @@
-"""Who takes the finished gradients of a step, and what part of the sums each rank finishes.
+"""How finished gradients reach the optimizer, and what part of the sums each rank finishes.
 
 A strategy that leaves parameters, gradients and optimizer to PyTorch (one device, DDP) takes them in ``.grad``. One
 that has an engine of its own says here how a clipping pass sees whole parameters, how sums come together, and where

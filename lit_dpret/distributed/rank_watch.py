@@ -1,4 +1,4 @@
-"""Processes that the command line starts for one job: they end together, soon, and in words.
+"""Watch the processes that the command line starts for one job: all end soon when one fails, and say why.
 
 Lightning starts the ranks of a machine by repeating the command. A rank that dies takes the others with it, but what
 is then said is for developers, or nothing: the first process is killed by a thread that watches its children. And

@@ -1,4 +1,4 @@
-"""XLA (for TPUs): a device that computes nothing until it is asked to.
+"""XLA (for TPUs), which computes nothing until it is asked to: when to ask, and how to read what it computed.
 
 An XLA tensor is a promise. Operations are written down, and what was written down since the last *cut* is compiled
 as one graph and run. Two things follow. A value that is read in the middle cuts there, and a graph that was not

@@ -1,4 +1,4 @@
-"""What this project takes from transformers: a folder by its name, an encoder stack, a tokenizer.
+"""Load an encoder stack and its tokenizer with transformers, by name or from a folder.
 
 Everything that knows how another library names its parts, or what it forgets to say, is here: which
 class holds T5's encoder, where positions end, which weights no embedding uses.

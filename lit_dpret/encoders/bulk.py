@@ -1,4 +1,4 @@
-"""Many texts at once: sorted by length, so that little is padded, a buffer at a time, so that little is held.
+"""Encode many texts: sorted by length, so that little is padded, a buffer at a time, so that little is held.
 
 Texts are taken 50,000 at a time. Within such a *window* they are tokenised, equal ones are joined, and
 the longest go first: a batch then pads to a length that nearly all of it has, and one that does not fit

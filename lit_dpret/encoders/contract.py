@@ -1,4 +1,4 @@
-"""What decides an embedding besides weights and vocabulary: a contract as plain data, and pooling.
+"""The contract of an encoder, which decides an embedding beside weights and vocabulary, as plain data; and pooling.
 
 In pooling, the mask says which positions hold a token; what stands at the others never reaches the result, not even
 as a NaN. A text without any token becomes the zero vector.

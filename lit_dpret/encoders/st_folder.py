@@ -1,4 +1,4 @@
-"""Model folders: reading what one promises, writing one that others can load.
+"""Read and write model folders in the layout of sentence-transformers.
 
 An embedding is decided by more than weights: prefixes, lengths, pooling and normalisation are part
 of the model, and a model whose folder does not say them is a model that scores 0.02 elsewhere. We

@@ -1,4 +1,4 @@
-"""From texts to embeddings: a transformer with everything that decides what comes out.
+"""`TextEncoder`: a transformer with its tokenizer and contract, from texts to embeddings.
 
 A `TextEncoder` is weights, a tokenizer and a `Contract`: pooling, normalisation, prefixes, lengths.
 It keeps the three together from loading to saving, because a prefix or a cut-off that lives on a

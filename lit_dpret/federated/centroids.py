@@ -1,4 +1,4 @@
-r"""Centroids of private embeddings under differential privacy, which are asked or answered with in their place.
+r"""Private centroids of embeddings, which are sent in their place as requests and answers.
 
 Noise on every query's own embedding drowns it: at epsilon 8 and 768 dimensions the noise is thirty times as long as
 the signal. A centroid of fifty is worth more, because all fifty add to it and noise is added once. The centroids are

@@ -1,4 +1,4 @@
-"""The seam between a federation and what carries its messages: one function of a `FederationRun`, found by its name.
+"""Transports: the functions, found by name, that carry the messages of a federation (`FederationRun`).
 
 ``inprocess`` is the default and needs no server. A transport of your own is registered as a function, or as
 ``package.module:function``, which is imported at its first use.

@@ -1,4 +1,4 @@
-"""Checkpoints that know what they are of: the class, and the plain arguments that built it."""
+"""Checkpoints that name the class of their module and the plain arguments that built it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Query and passage into one space, by transformers that are trained end to end.
+"""`DualEncoder`: queries and passages into one space, by transformers that are trained end to end.
 
 Where a query's negatives come from is the privacy mode's to say, because that decides what can be
 promised. With ``none``, ``synthetic``, ``batch_clip`` and ``logit_dp`` they are the passages of the other

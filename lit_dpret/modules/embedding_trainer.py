@@ -1,4 +1,4 @@
-r"""Any net into one embedding space: images by two views of each, or texts by their pairs.
+r"""Train any net into one embedding space: images by two views of each, or texts by their pairs.
 
 The class of paper 002 (Kong, Munoz Medina and Ribero, 2310.03104, section 5.1): a record is a pair of
 inputs, and its loss compares their embeddings with those of the other records. Where a text encoder

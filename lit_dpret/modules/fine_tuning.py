@@ -1,4 +1,4 @@
-"""What of a model is trained: parameters by name, low-rank adapters, or virtual tokens before every passage.
+"""Choose what of a model is trained: parameters by name, low-rank adapters, or virtual tokens before a passage.
 
 Adapters are merged into the weights after training. Virtual tokens cannot be, but they can be merged into the
 vocabulary: a saved generator is a plain model with so many rows of embeddings more.

@@ -1,4 +1,4 @@
-"""A generator is weights, a tokenizer and a contract, and the three travel together.
+"""Save and load a generator: weights, tokenizer and contract in one folder.
 
 A prompt dropped on the way, or a passage cut at another length, changes what a model writes without
 any error. So the prompt, the two lengths and the case folding are saved beside the weights, and

@@ -1,4 +1,4 @@
-"""Passages that a teacher compared with a row's own, for a module whose passages keep their embeddings.
+"""Train on a teacher's margins between passages, for a module whose passages keep their embeddings.
 
 They are named for the rows of a batch before the step, as for any dual encoder (`lit_dpret.negatives`), and stand in
 it as places in the public list, whose embeddings exist already.

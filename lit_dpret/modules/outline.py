@@ -1,4 +1,4 @@
-"""A generator without its weights: enough to plan a run of one, however large it is.
+"""`GeneratorOutline`: a generator without its weights, enough to plan a run of one, however large it is.
 
 The model is built on PyTorch's ``meta`` device, where a tensor has a shape and no memory, so that a
 3B model is planned on a laptop. The shapes of the published T5s are known here by their hub names,

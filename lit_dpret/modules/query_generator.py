@@ -1,4 +1,4 @@
-"""Passage in, query out: the model that learns to ask, and the only part that sees a private query.
+"""`QueryGenerator`: a language model that learns to write the query that a passage answers.
 
 Fine-tuning a language model on (passage, query) pairs under DP-SGD gives a model that may write as many
 queries as one likes: they are post-processing (papers: "query-level privacy for deep retrieval",

@@ -1,4 +1,4 @@
-"""What every source of negatives says about itself, and what one that names passages is asked.
+"""The interface of sources of negatives: what each says about itself, and what one that names passages is asked.
 
 A source is judged by two questions. Does it make a row's loss depend on another row? Then clipping each
 row bounds nothing. Does it remember something of private rows between steps? Then a step is no longer a

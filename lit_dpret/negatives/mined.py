@@ -1,4 +1,4 @@
-"""Negatives that were looked for: the passages that rank high for a query and do not answer it.
+"""Mined negatives: passages that rank high for a query and do not answer it.
 
 What is mined for a query is a function of its text, of public passages and of weights that are public or
 were released, so it couples no rows. Answers are left out by what the row itself says of them: another

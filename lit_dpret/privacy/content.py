@@ -1,4 +1,4 @@
-"""The bytes by which two rows of a data set of any kind are told apart."""
+"""Write rows of any data set as bytes that are equal for equal rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who takes part in a step is decided by coins, and by nothing else.
+"""Sample who takes part in a step: decided by keyed coins, and by nothing else.
 
 An accountant's number holds for one *law*: how the units of a logical batch were drawn. Here the
 law is an object, the sampler is built from it, and the sampler can say what it really did, so

@@ -1,4 +1,4 @@
-"""What every figure shares: one look, told apart by dashes and markers as well as by colour, and one way to a PNG.
+"""Figures: one look, told apart by dashes and markers as well as by colour, and one way to a PNG.
 
 Drawn with matplotlib, which is an extra (``pip install "lit-dpret[plot]"``). The colours are those of Okabe and Ito
 (2008), which people with the common forms of colour blindness can tell apart.

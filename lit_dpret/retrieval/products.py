@@ -1,4 +1,4 @@
-"""The matrix products that find candidates, and what they can be wrong by.
+"""Matrix products that propose candidates, and bounds on their rounding errors.
 
 A product that only proposes may be as coarse as its error is known. Processors with instructions for
 bfloat16 multiply it more than twice as fast as float32. What rounding the embeddings to bfloat16 did is

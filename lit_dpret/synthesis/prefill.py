@@ -1,4 +1,4 @@
-"""Passages that a generator has read: the work that all queries of a passage share, done once.
+"""Let a generator read each passage once, for all queries of it.
 
 An encoder-decoder model keeps its encoder's hidden states. A decoder-only one keeps the key-value cache of the
 prompts, padded at the left, so that every query begins at the same place. From either, `begin` writes new queries and

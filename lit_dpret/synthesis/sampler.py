@@ -1,4 +1,4 @@
-r"""Sampling whose every random number belongs to one query, and to no batch.
+r"""Nucleus sampling in which every random number belongs to one query, and to no batch.
 
 A draw is made by inverting the distribution function of the nucleus at a number u in [0, 1). The
 numbers of query (passage, draw) are a stream of their own, keyed by a hash of (seed, passage id,

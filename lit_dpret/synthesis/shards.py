@@ -1,4 +1,4 @@
-"""Work that survives being killed: finished groups on disk, each provably whole.
+"""Shards of a generation on disk: finished groups, each verified as whole, so that a killed run goes on.
 
 The state of a generation is a folder of shards and a manifest. A shard is written beside its name,
 synced and renamed, so a name never stands for half a file; its SHA-256 then goes into the manifest,

@@ -1,4 +1,4 @@
-"""Points of studies as runs that are kept under what they depend on: what two points or two studies share is run once.
+"""Run points of studies, and keep them under what they depend on: what two points or studies share is run once.
 
 A cell is a point with a seed. Its name is a hash of its silos, model and settings, so nothing has to be said about
 which cells are the same: stage 1 of a study of stage 2 is one cell for all of its points, and a second study in the

@@ -1,4 +1,4 @@
-"""One core, a fixed time: batches by tokens, bf16 products, a learning rate that is zero when the time is up.
+"""Train on one core for a fixed time: batches by tokens, bf16 products, a learning rate that ends at zero.
 
 The schedule follows the clock and not the step count, so the run always ends annealed, on any machine and
 whatever else that machine does; the price is that two runs with one seed are alike, not identical.

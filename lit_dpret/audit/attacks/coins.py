@@ -1,4 +1,4 @@
-"""A fair coin for each query decides whether it is trained on: the only way to members and others of one law.
+"""A fair coin for each query decides whether it is trained on, so that members and others have one distribution.
 
 A membership attack is measured on queries that were trained on and on queries that were not. Where these come from
 another split, from later weeks say, the attack may tell weeks apart instead of members. So the target of an honest

@@ -1,4 +1,4 @@
-"""What an estimator is asked for and what it returns: a lower bound, how sure it is, and what it assumes."""
+"""Input and result of an estimator: a lower bound, how sure it is, and what it assumes."""
 
 from __future__ import annotations
 

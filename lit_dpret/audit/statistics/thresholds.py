@@ -1,4 +1,4 @@
-"""From which score on is a canary taken for a member? Whoever picks the best threshold has to pay for the choice.
+"""Choose the score from which on a canary is taken for a member, and pay for the choice of the best one.
 
 A bound holds with its confidence for one threshold that was chosen without the labels it is then judged by. Three
 ways to have one: name it beforehand, divide the allowed error among all that are tried (Bonferroni), or choose by a

@@ -1,4 +1,4 @@
-"""How good an embedding is, asked of its nearest neighbours: exact k-NN with cosine similarity.
+"""Exact k-NN classification by cosine similarity, which tells how good an embedding is.
 
 Paper 002 scores its encoders by k-NN with k = 3 (section 5.1), and does not say how it breaks ties. With ten classes
 three neighbours often have three labels: of an untrained net two thirds of the votes are ties. scikit-learn gives them

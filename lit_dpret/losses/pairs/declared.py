@@ -1,4 +1,4 @@
-"""A loss of one's own, with bounds that its author declares: Theorem 4.2 of paper 002 as a seam."""
+"""A loss over pairs of one's own, with bounds that its author declares (Theorem 4.2 of paper 002)."""
 
 from __future__ import annotations
 

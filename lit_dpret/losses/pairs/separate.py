@@ -1,4 +1,4 @@
-r"""Losses that are a sum of one term for every pair: no share couples the pairs of a row.
+r"""Losses that are a sum of one term for every pair, without a softmax that couples the pairs of a row.
 
 With a fixed public normaliser the coefficient c_ij is a function of S_ij alone, so surviving pairs do
 not move at all, and what one record does is what it owns: with d the most that a diagonal coefficient

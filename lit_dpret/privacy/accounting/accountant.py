@@ -1,4 +1,4 @@
-"""`Accountant`, and what is searched for with it: noise for a budget, steps that it covers, a cap that costs little.
+"""`Accountant`, and searches with it: the noise for a budget, the steps that it covers, a cap that costs little.
 
 An `Accountant` is the arithmetic; the callback `PrivacyAccountant` is who feeds it from a ledger. Every answer
 is one of `composition.epsilon`, the function that states the claim, at the same discretisation. One evaluation can take

@@ -1,4 +1,4 @@
-"""Ceilings on every attack, whatever it is and whatever it knows.
+"""Upper bounds on the success of every attack, whatever it is and whatever it knows.
 
 An epsilon is hard to picture; the rate at which an attacker can be right is not. An event that has probability f when
 one unit is absent has probability at most min over e of exp(e) f + delta(e) when it is there, with delta(e) the

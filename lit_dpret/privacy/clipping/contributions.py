@@ -1,4 +1,4 @@
-r"""Norms and weighted sums of gradients that are never written out, or only where that is cheap.
+r"""Norms and weighted sums of gradients of rows, which are written out only where that is cheap.
 
 A use of a parameter contributes, to the gradient of row r,
 

@@ -1,4 +1,4 @@
-"""Watching one forward pass, and leaving no trace: what each covered module's gradient will need, row by row.
+"""Record, in one forward pass, what the gradient of each covered module will need, row by row; leave no trace.
 
 While a recorder is active, each covered module runs its own, unchanged forward with fresh leaf aliases in place of its
 parameters, and every call is written down: the input, and the place in the graph where the output's gradient will

@@ -1,4 +1,4 @@
-"""The only inputs of a computation that costs no privacy: released artefacts.
+"""Load released artefacts, the only inputs of a computation that costs no privacy.
 
 A function of released artefacts and public data is post-processing: the claim of what was released covers
 its result (Dwork and Roth 2014, proposition 2.1). A function that also looks at private records is not,

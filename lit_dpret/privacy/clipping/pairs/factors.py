@@ -1,4 +1,4 @@
-r"""Jacobians of embeddings, held as what they are made from, and the products of them that pair norms need.
+r"""Jacobians of embeddings as factors, and the products of them that pair norms need.
 
 Of a linear layer, row i of one side has the Jacobian :math:`\sum_t D_{ikt} a_{it}^\top`, one matrix for
 each coordinate k of its embedding: the inputs ``a`` are the same for all k, the output gradients ``D``
