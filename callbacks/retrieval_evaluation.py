@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import lightning as L
@@ -37,6 +38,7 @@ DevData = Literal["public", "synthetic", "private"]
 SHARED_BY_CHANCE = 0.1
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class RetrievalEvaluation(Callback):
     """Rank the passages for one split's queries every so many steps, and log the means as ``val/ndcg@10``.
 
@@ -66,33 +68,32 @@ class RetrievalEvaluation(Callback):
         ConfigurationError: A setting is out of range, or two contradict each other.
     """
 
-    def __init__(
-        self,
-        *,
-        data: DevData | None = None,
-        card_entry: bool = False,
-        datamodule: Any = None,
-        split: str = "dev",
-        every_n_steps: int = 100,
-        metrics: Sequence[str] = DEFAULT_METRICS,
-        top_k: int = 100,
-        max_queries: int | None = None,
-        prefix: str = "val",
-    ) -> None:
+    data: DevData | None = None
+    card_entry: bool = False
+    datamodule: Any = None
+    split: str = "dev"
+    every_n_steps: int = 100
+    metrics: Sequence[str] = DEFAULT_METRICS
+    top_k: int = 100
+    max_queries: int | None = None
+    prefix: str = "val"
+
+    def __post_init__(self) -> None:
         knob = "callbacks.evaluation"
-        if data is not None:
-            require_choice(f"{knob}.data", data, get_args(DevData))
-        if card_entry and data != "private":
-            raise ConfigurationError(f"{knob}.card_entry=true is for data=private; with data={data} nothing leaks.")
-        require_whole(knob, {"every_n_steps": every_n_steps}, 1)
-        require_whole(knob, {"max_queries": max_queries}, 1, null=True)
-        parsed = [Metric.parse(name) for name in metrics]
-        if not parsed or top_k < max(metric.cutoff for metric in parsed):
+        if self.data is not None:
+            require_choice(f"{knob}.data", self.data, get_args(DevData))
+        if self.card_entry and self.data != "private":
             raise ConfigurationError(
-                f"{knob}.top_k={top_k} cannot answer metrics={list(metrics)}: name at least one, none deeper than that."
+                f"{knob}.card_entry=true is for data=private; with data={self.data} nothing leaks."
             )
-        self.data, self.card_entry, self.datamodule, self.split = data, card_entry, datamodule, split
-        self.every_n_steps, self.top_k, self.max_queries, self.prefix = every_n_steps, top_k, max_queries, prefix
+        require_whole(knob, self, 1, "every_n_steps")
+        require_whole(knob, self, 1, "max_queries", null=True)
+        parsed = [Metric.parse(name) for name in self.metrics]
+        if not parsed or self.top_k < max(metric.cutoff for metric in parsed):
+            raise ConfigurationError(
+                f"{knob}.top_k={self.top_k} cannot answer metrics={list(self.metrics)}: name at least one, none deeper "
+                "than that."
+            )
         self.metrics = tuple(str(metric) for metric in parsed)
         self.last: EvaluationResult | None = None
         self._loaded: tuple[dict[str, str], dict[str, dict[str, int]], dict[str, str]] | None = None

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_dpret.datamodules.beir_sets import BeirSet, beir_set
 from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.layouts import find_part, folder_parts
-from lit_dpret.datamodules.pairs import PairsDataModule, PairSettings
+from lit_dpret.datamodules.pairs import PairsDataModule
 from lit_dpret.datamodules.readers import Complain, ir_records, refuse
 from lit_dpret.errors import ConfigurationError, DataError
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class BeirDataModule(PairsDataModule):
     """One public BEIR set, out of ``root/NAME`` or of ``root`` itself.
 
@@ -30,37 +32,34 @@ class BeirDataModule(PairsDataModule):
         download: Take the evaluation split from ir-datasets (extra ``beir``) instead, which downloads what it does not
             have yet. There is no train split then.
         only_evaluation: Read only the split that is evaluated; train queries of large sets take their time.
-        settings: As for `PairsDataModule`; ``allow_empty_passages`` is true unless set, for several sets have some.
+        allow_empty_passages: As for `PairsDataModule`, and true unless set, for several sets have some.
 
     Raises:
         ConfigurationError: The name is unknown or stands for several sets, or neither or both of ``root`` and
             ``download`` are given.
     """
 
-    def __init__(
-        self,
-        *,
-        name: str,
-        root: str | Path | None = None,
-        download: bool = False,
-        only_evaluation: bool = False,
-        **settings: Unpack[PairSettings],
-    ) -> None:
-        self.set = beir_set(name)
+    name: str
+    root: str | Path | None = None
+    download: bool = False
+    only_evaluation: bool = False
+    allow_empty_passages: bool = True
+
+    def __post_init__(self) -> None:
+        self.set = beir_set(self.name)
         if self.set.members:
             raise ConfigurationError(
-                f"datamodule.name={name} is the mean of {len(self.set.members)} sets: choose one of them, as "
+                f"datamodule.name={self.name} is the mean of {len(self.set.members)} sets: choose one of them, as "
                 f"datamodule.name={self.set.members[0]}, or task=zero_shot, which takes the mean."
             )
-        if (root is None) == (not download):
+        if (self.root is None) == (not self.download):
             raise ConfigurationError(
-                f"datamodule.root={root} and datamodule.download={str(download).lower()}: name the folder that holds "
-                f"{self.set.name}, or let download=true fetch it, and not both."
+                f"datamodule.root={self.root} and datamodule.download={str(self.download).lower()}: name the folder "
+                f"that holds {self.set.name}, or let download=true fetch it, and not both."
             )
-        self.root, self.download, self.only_evaluation = root, download, only_evaluation
-        settings.setdefault("allow_empty_passages", True)
-        settings["drop_queries_without_passage"] = True
-        super().__init__(folder=self.set.source if root is None else root, **settings)
+        self.drop_queries_without_passage = True
+        self.folder = self.set.source if self.root is None else self.root
+        super().__post_init__()
 
     @property
     def evaluation_split(self) -> str:

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.layouts import open_corpus
 from lit_dpret.datamodules.pair_file import PairColumns, PairReader
-from lit_dpret.datamodules.pairs import PairsDataModule, PairSettings
+from lit_dpret.datamodules.pairs import PairsDataModule
 from lit_dpret.datamodules.readers import FORMATS, Complain, RecordFile, Records, one_line, refuse
 from lit_dpret.datamodules.rows import SPLIT_NAMES, SPLITS, TextUnit
 from lit_dpret.errors import ConfigurationError, DataError
@@ -55,6 +56,7 @@ class HubRows(Records):
             yield number, dict(row)
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class HuggingFaceDataModule(PairsDataModule):
     """Rows with a query and a passage, whatever their columns are called.
 
@@ -78,59 +80,44 @@ class HuggingFaceDataModule(PairsDataModule):
         user_column: Ids of users, for ``privacy.unit=user``.
         split_column: The split of each row, instead of that of its file.
         corpus: A local corpus file, the public list of passages.
-        passages_are_public: As for `PairsDataModule`.
-        settings: As for `PairsDataModule`.
 
     Raises:
         ConfigurationError: Settings that contradict each other; ``datasets`` is needed and not installed.
     """
 
-    def __init__(
-        self,
-        *,
-        path: str | Path,
-        name: str | None = None,
-        revision: str | None = None,
-        splits: Mapping[str, str] | None = None,
-        streaming: bool = False,
-        max_rows: int | None = None,
-        query_column: str = "query",
-        passage_column: str = "passage",
-        query_id_column: str | None = None,
-        passage_id_column: str | None = None,
-        user_column: str | None = None,
-        split_column: str | None = None,
-        corpus: str | Path | None = None,
-        passages_are_public: bool = False,
-        **settings: Unpack[PairSettings],
-    ) -> None:
-        self.path, self.name, self.revision = str(path), name, revision
-        self.splits, self.streaming, self.max_rows = splits, streaming, max_rows
-        super().__init__(pairs=path, corpus=corpus, passages_are_public=passages_are_public, **settings)
+    path: str | Path
+    name: str | None = None
+    revision: str | None = None
+    splits: Mapping[str, str] | None = None
+    streaming: bool = False
+    max_rows: int | None = None
+    query_column: str = "query"
+    passage_column: str = "passage"
+    query_id_column: str | None = None
+    passage_id_column: str | None = None
+    user_column: str | None = None
+    split_column: str | None = None
+
+    def __post_init__(self) -> None:
+        self.path, self.pairs = str(self.path), self.path
+        super().__post_init__()
+        ids = (self.query_id_column, self.passage_id_column, self.user_column, self.split_column)
         self.pair_columns = PairColumns(
-            query=query_column,
-            passage=passage_column,
-            query_id=query_id_column or "",
-            passage_id=passage_id_column or "",
-            user=user_column or "",
-            domain="",
-            split=split_column or "",
-            required=tuple(
-                column for column in (query_id_column, passage_id_column, user_column, split_column) if column
-            ),
-        )
+            query=self.query_column, passage=self.passage_column, query_id=ids[0] or "", passage_id=ids[1] or "",
+            user=ids[2] or "", domain="", split=ids[3] or "", required=tuple(filter(None, ids)),
+        )  # fmt: skip
         require_whole("datamodule", self, 1, "max_rows", null=True)
-        if streaming and max_rows is None:
+        if self.streaming and self.max_rows is None:
             raise ConfigurationError(
                 "datamodule.streaming=true fetches rows as they are read, and training reads all it is given: say how "
                 "many with datamodule.max_rows, or set datamodule.streaming=false."
             )
-        if splits is not None and split_column is not None:
+        if self.splits is not None and self.split_column is not None:
             raise ConfigurationError(
                 "datamodule.splits and datamodule.split_column both say which row is in which split; set one."
             )
-        if splits is not None and not set(splits) <= set(SPLITS):
-            raise ConfigurationError(f"datamodule.splits={dict(splits)}: the keys are {', '.join(SPLITS)}.")
+        if self.splits is not None and not set(self.splits) <= set(SPLITS):
+            raise ConfigurationError(f"datamodule.splits={dict(self.splits)}: the keys are {', '.join(SPLITS)}.")
 
     @property
     def is_local(self) -> bool:
@@ -151,7 +138,7 @@ class HuggingFaceDataModule(PairsDataModule):
             rank_zero_warn(f"{self.path} is read without datamodule.revision, so it may change from run to run.")
         self._rows(refuse)
 
-    def columns(self) -> dict[str, tuple[str, ...]]:
+    def file_columns(self) -> dict[str, tuple[str, ...]]:
         """The columns of the first row of each split."""
         return {split: records[0].columns() for split, records in self._rows(refuse).items()}
 
@@ -164,7 +151,7 @@ class HuggingFaceDataModule(PairsDataModule):
             for records in sources:
                 taken = reader.add(records, split=split, limit=left)
                 left = None if left is None else left - taken
-        return reader.collection(self.path)
+        return reader.collection(str(self.path))
 
     def _rows(self, complain: Complain) -> dict[str, list[Records]]:
         if not self.is_local:
@@ -176,7 +163,7 @@ class HuggingFaceDataModule(PairsDataModule):
         }
 
     def _hub_rows(self, complain: Complain) -> dict[str, list[Records]]:
-        if not _HUB_NAME.fullmatch(self.path):
+        if not _HUB_NAME.fullmatch(str(self.path)):
             raise DataError(f"{self.path} does not exist; check datamodule.path.", kind="missing file")
         user = f"datamodule.path={self.path} is no file or folder here, and reading it from the hub"
         library = optional("datasets", user, "lit-dpret[hf]")

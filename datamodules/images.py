@@ -14,7 +14,7 @@ import hmac
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Unpack, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from torch.utils.data import Dataset
 
 from lit_dpret.datamodules.image_sources import SOURCES, ImageSplit, RawSplit, SourceName, read_hub, read_source
 from lit_dpret.datamodules.rows import stable_hash
-from lit_dpret.datamodules.sampled import SampledDataModule, SamplingSettings, UnitItems
+from lit_dpret.datamodules.sampled import PhysicalBatchSize, SampledDataModule, UnitItems
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.privacy.batches import Draw
 from lit_dpret.settings import require_whole
@@ -90,6 +90,7 @@ class _Split:
     names: dict[str, tuple[str, ...]]
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class ImagesDataModule(SampledDataModule):
     """CIFAR-10, CIFAR-100, Fashion-MNIST or a folder of classes; each train image is one private unit.
 
@@ -105,35 +106,26 @@ class ImagesDataModule(SampledDataModule):
         max_images: Train on a public sample of so many images, those whose ids hash lowest under ``seed``;
             refused under ``add_or_remove``.
         max_test_images: The same of the test split.
-        sampled: As for `SampledDataModule`; ``physical_batch_size`` is 256 unless set.
+        physical_batch_size: As for `SampledDataModule`, and 256 unless set.
 
     Raises:
         ConfigurationError: A setting is out of range or contradicts another; the message names it.
     """
 
-    def __init__(
-        self,
-        *,
-        source: SourceName,
-        folder: str | Path | None = None,
-        hub: str | None = None,
-        labels: Labels = "fine",
-        image_size: int | None = None,
-        max_images: int | None = None,
-        max_test_images: int | None = None,
-        **sampled: Unpack[SamplingSettings],
-    ) -> None:
-        sampled.setdefault("physical_batch_size", 256)
-        super().__init__(**sampled)
-        self.source = source
-        self.hub = hub
-        self.labels = labels
-        self.image_size = image_size
-        self.max_images = max_images
-        self.max_test_images = max_test_images
+    source: SourceName
+    folder: str | Path | None = None
+    hub: str | None = None
+    labels: Labels = "fine"
+    image_size: int | None = None
+    max_images: int | None = None
+    max_test_images: int | None = None
+    physical_batch_size: PhysicalBatchSize = 256
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._check_choices(source=SourceName, labels=Labels)
         require_whole("datamodule", self, 1, "image_size", "max_images", "max_test_images", null=True)
-        self.folder = self._folder(folder)
+        self.folder = self._folder(self.folder)
         self._splits: dict[ImageSplit, _Split] = {}
         self._unit: str | None = None
 
@@ -163,7 +155,7 @@ class ImagesDataModule(SampledDataModule):
 
     def prepare_data(self) -> None:
         """Look whether the folder is there; the hub's data sets are fetched by `setup`."""
-        if self.folder is not None and not self.folder.is_dir():
+        if self.folder is not None and not Path(self.folder).is_dir():
             raise DataError(f"datamodule.folder={self.folder} is not a folder. {SOURCES[self.source].missing}")
 
     def setup(self, stage: str | None = None) -> None:
@@ -177,7 +169,7 @@ class ImagesDataModule(SampledDataModule):
             if self.folder is None:
                 raw = read_hub(self.source, str(self.hub), split)
             else:
-                raw = read_source(self.source, self.folder, split, image_size=self.image_size)
+                raw = read_source(self.source, Path(self.folder), split, image_size=self.image_size)
             self._splits[split] = self._sampled(raw, split)
         return self._splits[split]
 

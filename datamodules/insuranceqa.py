@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import importlib.util
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 from lit_dpret.datamodules.collection import Collection
-from lit_dpret.datamodules.pairs import PairsDataModule, PairSettings
+from lit_dpret.datamodules.pairs import PairsDataModule
 from lit_dpret.datamodules.readers import Complain, parse_json_file, refuse
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.texts import collapse_whitespace
@@ -23,6 +24,7 @@ _PACKAGE = "insuranceqa_data"
 _SPLITS = {"train": "train", "valid": "dev", "test": "test"}
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class InsuranceQADataModule(PairsDataModule):
     """InsuranceQA from the installed package, or from a folder.
 
@@ -33,15 +35,17 @@ class InsuranceQADataModule(PairsDataModule):
     Args:
         folder: A BEIR folder, or a folder with the package's ``train.json.gz``, ``valid.json.gz``,
             ``test.json.gz`` and ``answers.json.gz``. None takes the installed package.
-        settings: As for `PairsDataModule`; ``lower_case_queries`` is true unless set.
+        lower_case_queries: As for `PairsDataModule`, and true unless set.
 
     Raises:
         ConfigurationError: The package is not installed, or is a version without data.
     """
 
-    def __init__(self, *, folder: str | Path | None = None, **settings: Unpack[PairSettings]) -> None:
-        settings.setdefault("lower_case_queries", True)
-        super().__init__(folder=folder or _package_folder(), **settings)
+    lower_case_queries: bool = True
+
+    def __post_init__(self) -> None:
+        self.folder = self.folder or _package_folder()
+        super().__post_init__()
 
     def _sources(self) -> dict[str, Any]:
         folder = Path(str(self.folder))
@@ -55,11 +59,11 @@ class InsuranceQADataModule(PairsDataModule):
                 )
         return {name: folder / f"{name}.json.gz" for name in names}
 
-    def columns(self) -> dict[str, tuple[str, ...]]:
+    def file_columns(self) -> dict[str, tuple[str, ...]]:
         """Return the keys that are read, by file."""
         files = self._sources()
         if "answers" not in files:
-            return super().columns()
+            return super().file_columns()
         return {name: ("en",) if name == "answers" else ("en", "domain", "answers") for name in files}
 
     def read_collection(self, complain: Complain = refuse) -> Collection:

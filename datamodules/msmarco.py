@@ -20,13 +20,13 @@ has downloaded and checks its hashes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Unpack, get_args
+from typing import Any, Literal, get_args
 
 from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.layouts import CorpusSettings, find_part, open_corpus, read_qrels, read_queries
-from lit_dpret.datamodules.pairs import PairsDataModule, PairSettings
+from lit_dpret.datamodules.pairs import PairsDataModule
 from lit_dpret.datamodules.passage_store import build_store, cached_store
 from lit_dpret.datamodules.readers import Complain, ir_records, refuse
 from lit_dpret.errors import ConfigurationError, DataError
@@ -39,6 +39,7 @@ _TEXT_COLUMNS = ("id", "text")
 _QRELS_COLUMNS = ("query_id", "iteration", "passage_id", "grade")
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class MSMarcoDataModule(PairsDataModule):
     """MS MARCO passage ranking: ``train`` and ``dev``.
 
@@ -49,7 +50,6 @@ class MSMarcoDataModule(PairsDataModule):
         download: Take the data from ir-datasets instead, which downloads what it does not have yet.
         dev: Which development queries: ``small``, on which numbers are published, or ``full``.
         only_evaluation: Read no train queries.
-        settings: As for `PairsDataModule`.
 
     Raises:
         ConfigurationError: Settings that contradict each other; neither or both of ``folder`` and ``download``.
@@ -57,24 +57,18 @@ class MSMarcoDataModule(PairsDataModule):
 
     evaluation_split = "dev"
 
-    def __init__(
-        self,
-        *,
-        folder: str | Path | None = None,
-        download: bool = False,
-        dev: Dev = "small",
-        only_evaluation: bool = False,
-        **settings: Unpack[PairSettings],
-    ) -> None:
-        if (folder is None) == (not download):
+    download: bool = False
+    dev: Dev = "small"
+    only_evaluation: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.folder is None) == (not self.download):
             raise ConfigurationError(
-                f"datamodule.folder={folder} and datamodule.download={str(download).lower()}: name the folder with "
-                "MS MARCO's files, or let download=true fetch them, and not both."
+                f"datamodule.folder={self.folder} and datamodule.download={str(self.download).lower()}: name the "
+                "folder with MS MARCO's files, or let download=true fetch them, and not both."
             )
-        self.download = download
-        self.dev = dev
-        self.only_evaluation = only_evaluation
-        super().__init__(folder=folder or _SOURCE, **settings)
+        self.folder = self.folder or _SOURCE
+        super().__post_init__()
         self._check_choices(dev=Dev)
 
     def prepare_data(self) -> None:
@@ -114,7 +108,7 @@ class MSMarcoDataModule(PairsDataModule):
             )
         return found
 
-    def columns(self) -> dict[str, tuple[str, ...]]:
+    def file_columns(self) -> dict[str, tuple[str, ...]]:
         """The columns that the files have by their layout."""
         return (
             {}

@@ -5,14 +5,15 @@ from __future__ import annotations
 import hmac
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Unpack, get_args
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, get_args
 
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
 from lit_dpret.datamodules.readers import as_id
-from lit_dpret.datamodules.sampled import SampledDataModule, SamplingSettings
+from lit_dpret.datamodules.sampled import SampledDataModule
 from lit_dpret.datamodules.unit_dataset import Planted
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.privacy.budget import Unit
@@ -48,6 +49,7 @@ class OwnUnits:
         return None
 
 
+@dataclass(eq=False, repr=False)
 class UnitDataModule(SampledDataModule):
     """Any map-style data set; a unit of privacy, a *record*, is all rows that bear one name.
 
@@ -60,22 +62,21 @@ class UnitDataModule(SampledDataModule):
         unit_of: Names the unit of a row, given its number: a text or a whole number, as in ``users.__getitem__``; the
             claim is then about one user. None makes every row a unit of its own.
         unit_name: What all rows of one name are, such as ``user``; the card says it in the place of ``record``.
-        sampled: As for `SampledDataModule`; one of ``expected_batch_size`` and ``sample_rate`` is needed.
+        expected_batch_size: As for `SampledDataModule`; it or ``sample_rate`` is needed.
 
     Raises:
         ConfigurationError: A setting is out of range; the message names it.
         DataError: The data set has no length, or no row.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        *,
-        unit_of: Callable[[int], Any] | None = None,
-        unit_name: str | None = None,
-        **sampled: Unpack[SamplingSettings],
-    ) -> None:
-        super().__init__(**sampled)
+    dataset: Any
+    _: KW_ONLY
+    unit_of: Callable[[int], Any] | None = None
+    unit_name: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        dataset, unit_of, unit_name = self.dataset, self.unit_of, self.unit_name
         kind = type(dataset).__name__
         if isinstance(dataset, IterableDataset) or not (
             hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
@@ -100,7 +101,6 @@ class UnitDataModule(SampledDataModule):
                 f"word in small letters, such as user, beside a unit_of, and none of {', '.join(_OTHER_UNITS)}, which "
                 "mean other units on every card. Without unit_of every row is a unit of its own."
             )
-        self.dataset, self.unit_of, self.unit_name = dataset, unit_of, unit_name
         self._units: OwnUnits | None = None
 
     def use_unit(self, unit: str, neighbours: str | None = None) -> None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Container, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Unpack, get_args
+from typing import Any, get_args
 
 from lit_dpret.datamodules import preparation
 from lit_dpret.datamodules.collection import Collection
@@ -28,29 +28,14 @@ from lit_dpret.datamodules.pair_file import PairColumns, read_pairs
 from lit_dpret.datamodules.passage_store import PassageStore
 from lit_dpret.datamodules.readers import Complain, RecordFile, refuse
 from lit_dpret.datamodules.rows import SPLIT_NAMES, Row, TextUnit
-from lit_dpret.datamodules.sampled import SampledDataModule, SamplingSettings
+from lit_dpret.datamodules.sampled import SampledDataModule
 from lit_dpret.datamodules.unit_dataset import GroupedUnitDataset, Planted
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.privacy.budget import Duplicates
 from lit_dpret.settings import require_whole
 
 
-class PairSettings(SamplingSettings, total=False):
-    """Arguments of `PairsDataModule`, apart from where its data is; DataModules of other sources take them too."""
-
-    lower_case_queries: bool
-    duplicates: Duplicates
-    max_rows_per_unit: int | None
-    drop_overlap: bool
-    drop_queries_without_passage: bool
-    allow_empty_passages: bool
-    in_memory: InMemory
-    cache_dir: str | Path | None
-    max_passages: int | None
-    max_train_queries: int | None
-    max_eval_queries: int | None
-
-
+@dataclass(kw_only=True, eq=False, repr=False)
 class PairsDataModule(SampledDataModule):
     """Pairs from a BEIR folder, from separate files, or from one file of pairs.
 
@@ -89,60 +74,45 @@ class PairsDataModule(SampledDataModule):
             user has, how many copies each text. Refused under ``add_or_remove``, and under ``replace_one`` unless the
             unit is a query and duplicates are kept.
         max_eval_queries: At most so many queries of each evaluation split.
-        sampled: As for `SampledDataModule`.
 
     Raises:
         ConfigurationError: Arguments that contradict each other; the message names them.
     """
 
-    def __init__(
-        self,
-        *,
-        folder: str | Path | None = None,
-        corpus: str | Path | None = None,
-        queries: str | Path | None = None,
-        qrels: str | Path | Mapping[str, str | Path] | None = None,
-        pairs: str | Path | None = None,
-        columns: Mapping[str, str] | None = None,
-        repeated_judgements: Repeated = "refuse",
-        passages_are_public: bool = False,
-        lower_case_queries: bool = False,
-        duplicates: Duplicates = "keep",
-        max_rows_per_unit: int | None = None,
-        drop_overlap: bool = False,
-        drop_queries_without_passage: bool = False,
-        allow_empty_passages: bool = False,
-        in_memory: InMemory = "auto",
-        cache_dir: str | Path | None = None,
-        max_passages: int | None = None,
-        max_train_queries: int | None = None,
-        max_eval_queries: int | None = None,
-        **sampled: Unpack[SamplingSettings],
-    ) -> None:
-        super().__init__(**sampled)
-        self.folder, self.corpus, self.queries, self.qrels, self.pairs = folder, corpus, queries, qrels, pairs
-        self.pair_columns = PairColumns() if columns is None else PairColumns.renamed(columns)
-        if columns is not None and pairs is None:
-            raise ConfigurationError(f"datamodule.columns={dict(columns)} names columns of datamodule.pairs: set that.")
-        self.repeated_judgements = repeated_judgements
-        self.passages_are_public = passages_are_public
-        self.lower_case_queries = lower_case_queries
-        self.duplicates = duplicates
-        self.max_rows_per_unit = max_rows_per_unit
-        self.drop_overlap = drop_overlap
-        self.drop_queries_without_passage = drop_queries_without_passage
-        self.allow_empty_passages = allow_empty_passages
-        self.in_memory, self.cache_dir = in_memory, cache_dir
-        self.max_passages = max_passages
-        self.max_train_queries = max_train_queries
-        self.max_eval_queries = max_eval_queries
+    folder: str | Path | None = None
+    corpus: str | Path | None = None
+    queries: str | Path | None = None
+    qrels: str | Path | Mapping[str, str | Path] | None = None
+    pairs: str | Path | None = None
+    columns: Mapping[str, str] | None = None
+    repeated_judgements: Repeated = "refuse"
+    passages_are_public: bool = False
+    lower_case_queries: bool = False
+    duplicates: Duplicates = "keep"
+    max_rows_per_unit: int | None = None
+    drop_overlap: bool = False
+    drop_queries_without_passage: bool = False
+    allow_empty_passages: bool = False
+    in_memory: InMemory = "auto"
+    cache_dir: str | Path | None = None
+    max_passages: int | None = None
+    max_train_queries: int | None = None
+    max_eval_queries: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.pair_columns = PairColumns() if self.columns is None else PairColumns.renamed(self.columns)
+        if self.columns is not None and self.pairs is None:
+            raise ConfigurationError(
+                f"datamodule.columns={dict(self.columns)} names columns of datamodule.pairs: set that."
+            )
         self._unit: TextUnit | None = None
         self._collection: Collection | None = None
         self._units: GroupedUnitDataset | None = None
         self._left_out: LeftOut | None = None
         self._check_choices(duplicates=Duplicates, repeated_judgements=Repeated)
-        if not isinstance(in_memory, bool) and in_memory != "auto":
-            raise ConfigurationError(f"datamodule.in_memory={in_memory!r} is not one of true, false, auto.")
+        if not isinstance(self.in_memory, bool) and self.in_memory != "auto":
+            raise ConfigurationError(f"datamodule.in_memory={self.in_memory!r} is not one of true, false, auto.")
         limits = ("max_rows_per_unit", "max_passages", "max_train_queries", "max_eval_queries")
         require_whole("datamodule", self, 1, *limits, null=True)
         self._check_one_source()
@@ -231,7 +201,7 @@ class PairsDataModule(SampledDataModule):
             how = replace(how, allow_empty=True)
         return read_parts(**found, how=how, complain=complain, repeated=repeated, left_out=left_out)
 
-    def columns(self) -> dict[str, tuple[str, ...]]:
+    def file_columns(self) -> dict[str, tuple[str, ...]]:
         """Return the columns of each file, by the part that it holds; the first record shows them.
 
         Raises:

@@ -9,7 +9,8 @@ has heard of.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, Protocol, TypedDict, get_args
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from lightning.pytorch import LightningDataModule
@@ -51,19 +52,7 @@ class UnitItems(Dataset[tuple[Any, Sequence[Any]]]):
         return draw, (() if draw.unit == PADDING else self.units.rows(draw.unit))
 
 
-class SamplingSettings(TypedDict, total=False):
-    """Arguments of `SampledDataModule`."""
-
-    sampling: SamplingName
-    expected_batch_size: int | None
-    sample_rate: float | None
-    physical_batch_size: PhysicalBatchSize
-    cap: int | None
-    rows_per_unit: RowsPerUnit
-    seed: int
-    num_workers: int
-
-
+@dataclass(kw_only=True, eq=False, repr=False)
 class SampledDataModule(LightningDataModule):
     """A private data set that is drawn by the privacy plan and by nobody else.
 
@@ -92,28 +81,20 @@ class SampledDataModule(LightningDataModule):
         ConfigurationError: A setting is out of range; the message names it.
     """
 
-    def __init__(
-        self,
-        *,
-        sampling: SamplingName = "truncated_poisson",
-        expected_batch_size: int | None = None,
-        sample_rate: float | None = None,
-        physical_batch_size: PhysicalBatchSize = UNTIL_FOUND,
-        cap: int | None = None,
-        rows_per_unit: RowsPerUnit = "one",
-        seed: int = 0,
-        num_workers: int = 0,
-    ) -> None:
+    sampling: SamplingName = "truncated_poisson"
+    expected_batch_size: int | None = None
+    sample_rate: float | None = None
+    physical_batch_size: PhysicalBatchSize = UNTIL_FOUND
+    cap: int | None = None
+    rows_per_unit: RowsPerUnit = "one"
+    seed: int = 0
+    num_workers: int = 0
+
+    def __post_init__(self) -> None:
         super().__init__()
-        self.sampling = sampling
-        self.expected_batch_size = expected_batch_size
-        self.sample_rate = sample_rate
-        self.finds_physical_batch_size = physical_batch_size == "auto"
-        self.physical_batch_size = UNTIL_FOUND if physical_batch_size == "auto" else physical_batch_size
-        self.cap = cap
-        self.rows_per_unit = rows_per_unit
-        self.seed = seed
-        self.num_workers = num_workers
+        self.finds_physical_batch_size = self.physical_batch_size == "auto"
+        if self.finds_physical_batch_size:
+            self.physical_batch_size = UNTIL_FOUND
         self._batch_sampler: Iterable[list[Any]] | None = None
         self._collate_fn: Callable[[list[Any]], Any] | None = None
         self._planted: Planted | None = None

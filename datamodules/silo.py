@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 from lit_dpret.datamodules.collection import Collection
-from lit_dpret.datamodules.pairs import PairsDataModule, PairSettings
+from lit_dpret.datamodules.pairs import PairsDataModule
 from lit_dpret.datamodules.readers import Complain, refuse
 from lit_dpret.datamodules.silo_folder import Silo, read_silo
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class SiloDataModule(PairsDataModule):
     """The folder of one client (`lit_dpret.datamodules.silo_folder`).
 
@@ -20,14 +22,15 @@ class SiloDataModule(PairsDataModule):
 
     Args:
         folder: ``.../clients/NAME``.
-        settings: As for `PairsDataModule`.
 
     Raises:
         ConfigurationError: Settings that contradict each other.
     """
 
-    def __init__(self, *, folder: str | Path, **settings: Unpack[PairSettings]) -> None:
-        super().__init__(folder=folder, **settings)
+    folder: str | Path = field()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._silo: Silo | None = None
 
     @property
@@ -40,7 +43,7 @@ class SiloDataModule(PairsDataModule):
     def _sources(self) -> dict[str, Any]:
         return {"silo": Path(str(self.folder))}
 
-    def columns(self) -> dict[str, tuple[str, ...]]:
+    def file_columns(self) -> dict[str, tuple[str, ...]]:
         """Return the keys that are read, by file."""
         return {"sentences": ("sid", "pid", "text"), "queries": ("qid", "text", "pos_sids", "split")}
 

@@ -11,12 +11,13 @@ Ids: questions keep theirs, a paragraph's comes from its text.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Unpack
+from typing import Any, Literal
 
 from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.layouts import find_part
-from lit_dpret.datamodules.pairs import PairsDataModule, PairSettings
+from lit_dpret.datamodules.pairs import PairsDataModule
 from lit_dpret.datamodules.readers import NOT_UNICODE, Complain, is_unicode, parse_json_file, refuse
 from lit_dpret.datamodules.rows import stable_hash
 from lit_dpret.errors import DataError
@@ -27,6 +28,7 @@ Unanswerable = Literal["drop", "refuse"]
 _VERSIONS = ("v1.1", "v2.0")
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class SquadDataModule(PairsDataModule):
     """SQuAD out of its JSON files, or a BEIR folder made from them.
 
@@ -35,17 +37,16 @@ class SquadDataModule(PairsDataModule):
             .gz), or a BEIR folder; or one such JSON file, which is the dev split if its name begins with ``dev``, else
             the train split.
         unanswerable: What to do about questions that version 2 marks as impossible: ``drop`` or ``refuse`` them.
-        settings: As for `PairsDataModule`.
 
     Raises:
         ConfigurationError: Settings that contradict each other.
     """
 
-    def __init__(
-        self, *, folder: str | Path, unanswerable: Unanswerable = "drop", **settings: Unpack[PairSettings]
-    ) -> None:
-        self.unanswerable = unanswerable
-        super().__init__(folder=folder, **settings)
+    folder: str | Path = field()
+    unanswerable: Unanswerable = "drop"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._check_choices(unanswerable=Unanswerable)
 
     @property
@@ -69,10 +70,14 @@ class SquadDataModule(PairsDataModule):
             )
         return files
 
-    def columns(self) -> dict[str, tuple[str, ...]]:
+    def file_columns(self) -> dict[str, tuple[str, ...]]:
         """Return the keys that are read, by file."""
         files = self._sources()
-        return super().columns() if "corpus" in files else dict.fromkeys(files, ("title", "context", "id", "question"))
+        return (
+            super().file_columns()
+            if "corpus" in files
+            else dict.fromkeys(files, ("title", "context", "id", "question"))
+        )
 
     def read_collection(self, complain: Complain = refuse) -> Collection:
         """The paragraphs, and the questions that have an answer among them."""

@@ -7,20 +7,22 @@ known, so a folder without a card is refused.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.layouts import Passages, folder_parts, open_corpus, read_parts
-from lit_dpret.datamodules.pairs import PairsDataModule, PairSettings
+from lit_dpret.datamodules.pairs import PairsDataModule
 from lit_dpret.datamodules.readers import Complain, parse_json_file, refuse
 from lit_dpret.errors import ConfigurationError, DataError, schema_problem
 from lit_dpret.files import CARD_NAME, SUMMARY_NAME, SYNTHETIC_SCHEMA
+from lit_dpret.privacy.budget import SamplingName
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class SyntheticDataModule(PairsDataModule):
     """A folder of synthetic queries: ``queries.*``, ``qrels/train.*``, ``privacy_card.json``, often ``corpus.*``.
 
@@ -36,35 +38,28 @@ class SyntheticDataModule(PairsDataModule):
             been chosen by public means (their round trip, say), which the card names as declared; null for all.
         require_privacy_card: False accepts a folder without a card. What is trained on it then has
             no claim to inherit.
-        settings: As for `PairsDataModule`; ``sampling`` is ``shuffle`` unless set.
+        sampling: As for `SampledDataModule`, and ``shuffle`` unless set.
 
     Raises:
         ConfigurationError: ``drop_overlap`` with ``evaluation``.
         DataError: The folder is missing, or holds no readable privacy card.
     """
 
-    def __init__(
-        self,
-        *,
-        folder: str | Path,
-        corpus: str | Path | None = None,
-        evaluation: PairsDataModule | None = None,
-        keep: str | Path | None = None,
-        require_privacy_card: bool = True,
-        **settings: Unpack[PairSettings],
-    ) -> None:
-        settings.setdefault("sampling", "shuffle")
-        super().__init__(folder=folder, corpus=corpus, **settings)
-        if evaluation is not None and self.drop_overlap:
+    folder: str | Path = field()
+    evaluation: PairsDataModule | None = None
+    keep: str | Path | None = None
+    require_privacy_card: bool = True
+    sampling: SamplingName = "shuffle"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.evaluation is not None and self.drop_overlap:
             raise ConfigurationError(
                 "datamodule.drop_overlap=true cannot go with datamodule.evaluation: its queries would decide which "
                 "synthetic queries are trained on, and the claim of the folder does not cover them. Set "
                 "datamodule.drop_overlap=false; where the evaluation queries are public, datamodule.keep can list the "
                 "queries to train on."
             )
-        self.evaluation = evaluation
-        self.keep = keep
-        self.require_privacy_card = require_privacy_card
 
     @property
     def privacy_card_path(self) -> Path | None:

@@ -170,7 +170,7 @@ class SecondTask(Classifier, Study):
 
     def _second_data(self, parts: Parts) -> tuple[ImagesDataModule, Labels]:
         """Return what is classified, and by which labels."""
-        if self.data is not None and (self.data.folder is None or self.data.folder.is_dir()):
+        if self.data is not None and (self.data.folder is None or Path(self.data.folder).is_dir()):
             return self.data, self.data.labels
         return parts.make_datamodule(), "coarse"
 

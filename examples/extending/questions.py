@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.datamodules.collection import Collection
-from lit_dpret.datamodules.pairs import PairSettings
 from lit_dpret.datamodules.readers import Complain, RecordFile, refuse
 from lit_dpret.errors import DataError
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class QuestionsDataModule(PairsDataModule):
     """Read a CSV file with the columns ``question``, ``answer`` and, if there is one, ``split``.
 
@@ -19,14 +20,16 @@ class QuestionsDataModule(PairsDataModule):
 
     Args:
         file: The CSV file.
-        settings: As for `PairsDataModule`.
     """
 
-    def __init__(self, *, file: str | Path, **settings: Unpack[PairSettings]) -> None:
-        super().__init__(pairs=file, passages_are_public=True, **settings)
-        self.file = Path(file)
+    file: Path
+    passages_are_public: bool = True
 
-    def columns(self) -> dict[str, tuple[str, ...]]:
+    def __post_init__(self) -> None:
+        self.pairs = self.file = Path(self.file)
+        super().__post_init__()
+
+    def file_columns(self) -> dict[str, tuple[str, ...]]:
         return {"file": RecordFile(self.file, knob="datamodule.file").columns()}
 
     def read_collection(self, complain: Complain = refuse) -> Collection:

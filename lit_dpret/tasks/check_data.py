@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -16,7 +16,7 @@ import numpy as np
 from lit_dpret.cards.file import refuse_another_claim
 from lit_dpret.cards.forecast import LARGE_DELTA, large_delta
 from lit_dpret.datamodules.collection import Collection, TextData
-from lit_dpret.datamodules.pairs import PairsDataModule, PairSettings
+from lit_dpret.datamodules.pairs import PairsDataModule
 from lit_dpret.datamodules.readers import Problems
 from lit_dpret.datamodules.splitting import SplitBy, checked_fractions, split_collection, write_split
 from lit_dpret.datamodules.survey import (
@@ -202,7 +202,7 @@ class CheckData:
             DataError: A file that was named is not there.
         """
         try:
-            columns: dict[str, Any] = getattr(data, "columns", dict)()
+            columns: dict[str, Any] = getattr(data, "file_columns", dict)()
             facts["columns"] = {part: list(names) for part, names in columns.items()}
             return data.read_collection(problems)
         except DataError as error:
@@ -300,6 +300,12 @@ def _says(data: TextData, name: str) -> bool:
     return bool(getattr(data, name, False))
 
 
+# Settings of a DataModule that stay where its data are read from other files; the others say where the data are.
+_KEPT = {one.name for one in fields(PairsDataModule)} - {
+    "folder", "corpus", "queries", "qrels", "pairs", "columns", "repeated_judgements", "passages_are_public",
+}  # fmt: skip
+
+
 def _command(given: str, read_by: Mapping[str, str], more: Mapping[str, str]) -> str:
     """Return the command that trains: the given one without its task, reading ``read_by`` where that is not empty."""
     try:
@@ -313,7 +319,7 @@ def _command(given: str, read_by: Mapping[str, str], more: Mapping[str, str]) ->
         if key.partition(".")[0] in ("task", "hydra", "run_dir") or key in more:
             continue
         group, _, name = key.partition(".")
-        if read_by and group == "datamodule" and name not in PairSettings.__annotations__:
+        if read_by and group == "datamodule" and name not in _KEPT:
             continue
         shown.append(override)
     if read_by:

@@ -9,7 +9,7 @@ for its owner alone.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import torch
@@ -32,32 +32,26 @@ from lit_dpret.tasks.uncovered import Whose, check_synthetic
 BLEU = "val/bleu"
 
 
+@dataclass(kw_only=True)
 class FitScored(Fit):
     """Train as ``task=fit`` does, then draw a query for passages of a validation split and compare."""
 
-    def __init__(
-        self,
-        *,
-        data: Whose | None = None,
-        datamodule: Any = None,
-        split: str = "dev",
-        max_passages: int | None = 500,
-        top_p: float = 0.8,
-        temperature: float = 1.0,
-        group_size: int = 64,
-        min_free_mb: float = 200,
-    ) -> None:
-        super().__init__(min_free_mb=min_free_mb)
-        if data is None:
+    data: Whose | None = None
+    datamodule: Any = None
+    split: str = "dev"
+    max_passages: int | None = 500
+    top_p: float = 0.8
+    temperature: float = 1.0
+    group_size: int = 64
+
+    def __post_init__(self) -> None:
+        if self.data is None:
             raise ConfigurationError(
                 "task.data=null: say whose the validation queries are. public and synthetic cost nothing; a score on "
                 "private ones stays in the run folder, and choosing settings by it has a cost (docs/sweeps.md)."
             )
-        require_choice("task.data", data, get_args(Whose))
+        require_choice("task.data", self.data, get_args(Whose))
         need("sacrebleu")  # before hours of training
-        self.data, self.datamodule, self.split, self.max_passages = data, datamodule, split, max_passages
-        self.decoding = {"top_p": top_p, "temperature": temperature}
-        self.group_size = group_size
         require_whole("task", self, 1, "group_size")
         require_whole("task", self, 1, "max_passages", null=True)
 
@@ -107,7 +101,7 @@ class FitScored(Fit):
         place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         generator.model.to(place)
         decoding = Decoding(
-            top_p=self.decoding["top_p"], temperature=self.decoding["temperature"], top_k=None,
+            top_p=self.top_p, temperature=self.temperature, top_k=None,
             max_new_tokens=generator.contract.max_query_length, min_new_tokens=1,
         )  # fmt: skip
         made: list[tuple[str, str]] = []

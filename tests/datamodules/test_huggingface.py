@@ -55,7 +55,10 @@ def test_the_files_of_a_folder_are_read_by_split_and_column(folder: Path) -> Non
         "dev": [("Who paints?", "The crew.")],
     }
     assert len(data.collection.passages) == 2 and len(data.collection.queries) == 3
-    assert data.columns() == {"train": ("question", "answer", "person", "part", "key"), "dev": ("question", "answer")}
+    assert data.file_columns() == {
+        "train": ("question", "answer", "person", "part", "key"),
+        "dev": ("question", "answer"),
+    }
 
 
 def test_a_column_can_say_the_split(write: Write) -> None:
