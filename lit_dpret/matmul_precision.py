@@ -46,6 +46,19 @@ def whole_convolutions() -> Iterator[None]:
 
 
 @contextmanager
+def tf32_products() -> Iterator[None]:
+    """Let CUDA round the factors of float32 matrices to TF32, inside of `whole_products` too."""
+    matmul: Any = torch.backends.cuda.matmul
+    setting, short = ("fp32_precision", "tf32") if hasattr(torch.backends, "fp32_precision") else ("allow_tf32", True)
+    before = getattr(matmul, setting)
+    setattr(matmul, setting, short)
+    try:
+        yield
+    finally:
+        setattr(matmul, setting, before)
+
+
+@contextmanager
 def _whole(names: Sequence[str], get: Callable[[], Any], put: Callable[[Any], None], whole: Any) -> Iterator[None]:
     """``get`` and ``put`` are the first way, in which ``whole`` asks for all digits; ``names`` are of the second."""
     said, before = _said(get), {name: _precision(name) for name in names}

@@ -63,11 +63,13 @@ def outline(name: str, *, lora: bool = False) -> GeneratorOutline:
     )
 
 
-def predicted(model: GeneratorOutline, device: str, world: int, strategy: str) -> dict[str, Any]:
+def predicted(model: GeneratorOutline, device: str, world: int, strategy: str, engine: str = "ghost") -> dict[str, Any]:
     """Return the prediction with noise at the rate of benchmarks/results, so that the page is the same anywhere."""
     path = ROOT / "benchmarks" / "results" / "noise_cpu.json"
     rate = json.loads(path.read_text(encoding="utf-8"))["rows"]["blocks, 1 thread"]["normals_per_processor_second"]
-    return predict(model, batch=BATCH, device=device, world=world, strategy=strategy, seconds_of_a_normal=1 / rate)
+    return predict(
+        model, batch=BATCH, device=device, world=world, strategy=strategy, engine=engine, seconds_of_a_normal=1 / rate
+    )
 
 
 def training_rows(device_name: str) -> list[list[str]]:
@@ -91,6 +93,17 @@ def parts_rows(device_name: str) -> list[list[str]]:
     """Return what each class of work takes of a step on eight devices under FSDP2."""
     told = predicted(outline("google-t5/t5-3b"), device_name, 8, "fsdp")
     return [[name, duration(each["at_peak"]), duration(each["assumed"])] for name, each in told["seconds"].items()]
+
+
+def engines_rows(device_name: str) -> list[list[str]]:
+    """Return the same step by the engine of its norms and sums: products at their peak and assumed, and the whole."""
+    model, found = outline("google-t5/t5-3b"), []
+    for engine in ("ghost", "ghost_tf32", "ghost_bf16"):
+        told = predicted(model, device_name, 8, "fsdp", engine)
+        products = [each for name, each in told["seconds"].items() if name.endswith("products")]
+        sums = [sum(each[how] for each in products) for how in ("at_peak", "assumed")]
+        found.append([f"`{engine}`", " to ".join(map(duration, sums)), range_of(told)])
+    return found
 
 
 def epochs_rows(device_name: str) -> list[list[str]]:
@@ -182,6 +195,7 @@ def page() -> str:
     facts = {
         "shares": ", ".join(f"{share:g} for {name}" for name, share in ASSUMED.items()),
         "parts": table(["part", "at its peak", "assumed"], parts_rows("h100-80gb")),
+        "engines": table(["`privacy.engine`", "all products", "a step"], engines_rows("h100-80gb")),
         "batch": BATCH,
         "epochs": EPOCHS,
         "dim": DIM,

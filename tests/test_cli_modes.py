@@ -35,6 +35,7 @@ MODES: dict[str, tuple[list[str], float]] = {
         BOUND * SigmoidPairLoss(temperature=1.0, n0=4.0).sensitivity(N_MAX, relation="add_or_remove"),
     ),
     "public_passages": (["privacy.pool_size=8", "privacy.delta=0.001"], BOUND),
+    "public_passages ghost_bf16": (["privacy.pool_size=8", "privacy.delta=0.001", "privacy.engine=ghost_bf16"], BOUND),
 }
 
 
@@ -62,6 +63,8 @@ def check(folder: Path, case: str) -> None:
     assert card["claim"]["guarantee"] == "dp" and 0 < card["claim"]["epsilon"] <= 3.0
     assert mechanism["noise_std"] == pytest.approx(mechanism["noise_multiplier"] * mechanism["sensitivity"])
     assert (folder / "model" / "privacy_card.json").exists()
+    low = case.partition(" ")[2].startswith("ghost")  # what the device is assumed to do stands on the card
+    assert any("2^22" in each["text"] for each in card["assumptions"]) == low
 
 
 def composed(folder: Path, overrides: list[str]) -> Any:

@@ -1,7 +1,8 @@
 """Predict a private step on an accelerator that is not here, from the maker's rates for each kind of work.
 
 One rate for everything would be wrong by a factor: forward and backward products run in bfloat16, norms and weighted
-sums in float32 (`lit_dpret.privacy.clipping.ghost`), what lies between is bound by memory, noise is drawn on the
+sums in float32 (`lit_dpret.privacy.clipping.ghost`) or, where the engine says so, with inputs of fewer digits
+(`lit_dpret.privacy.clipping.low_precision`), what lies between is bound by memory, noise is drawn on the
 processor, and ranks exchange sums and weights. So each class has a rate of its own, and a step is told as a range: from
 every class at its peak, which nothing passes, to every class at an assumed share of it. Nothing here was measured on a
 GPU.
@@ -20,7 +21,10 @@ from lit_dpret.costs.work import PASSES, Work, accelerator, work_of
 from lit_dpret.privacy.budget import NoiseName
 from lit_dpret.privacy.clipping.contributions import norm_multiplications
 
-ASSUMED = {"bfloat16 products": 0.3, "float32 products": 0.5, "memory": 0.5, "update": 0.5, "messages": 0.5}
+ASSUMED = {
+    "bfloat16 products": 0.3, "tf32 products": 0.3, "float32 products": 0.5, "memory": 0.5, "update": 0.5,
+    "messages": 0.5,
+}  # fmt: skip
 """Assumed: shares of the peak that a private step reaches. Nothing supports them but that none is near one."""
 
 _UPDATE_BYTES = 40
@@ -44,6 +48,7 @@ def predict(
     world: int,
     strategy: str,
     noise: NoiseName = "gaussian",
+    engine: str = "ghost",
     seconds_of_a_normal: float | None = None,
 ) -> dict[str, Any]:
     """Return one step of ``batch`` rows on ``world`` devices, with bfloat16 weights and float32 copies.
@@ -55,6 +60,7 @@ def predict(
         world: How many of them.
         strategy: One of `lit_dpret.costs.memory.STRATEGIES`.
         noise: That of the plan, which each rank draws on its processor.
+        engine: That of the plan; any but ``ghost_tf32`` and ``ghost_bf16`` is taken for ``ghost``.
         seconds_of_a_normal: How long one takes there; None measures it here.
 
     Returns:
@@ -87,12 +93,13 @@ def predict(
     drawing = seconds_per_normal(torch.device("cpu"), noise) if seconds_of_a_normal is None else seconds_of_a_normal
     share = 1 / world if strategy != "ddp" else 1.0
     on_one = batch / world
-    half, full = products_of(work, again=outline.gradient_checkpointing)
+    half, low, full = products_of(work, again=outline.gradient_checkpointing, engine=engine)
     values = work.linear_values + work.scores + work.logits
     passes = PASSES * (4 / 3 if outline.gradient_checkpointing else 1) * 2 * values  # two bytes each
     sent = _sent(outline, strategy, world, batches=math.ceil(on_one / rows))
     peak = {
-        "bfloat16 products": on_one * half / known.bf16_flops,
+        "bfloat16 products": on_one * (half + (low if engine == "ghost_bf16" else 0)) / known.bf16_flops,
+        **({"tf32 products": on_one * low / known.tf32_flops} if engine == "ghost_tf32" else {}),
         "float32 products": on_one * full / known.fp32_flops,
         "memory": on_one * passes / known.bandwidth,
         "update": _UPDATE_BYTES * outline.trained * share / known.bandwidth,
@@ -108,18 +115,29 @@ def predict(
     }
 
 
-def products_of(work: Work, *, again: bool, size: int = 2) -> tuple[int, int]:
-    """Return the operations of a private row: forward and to the inputs, which may be half precision; and in float32.
+#: By engine, how many products stand for one of a weighted sum (`low_precision.Format.parts`).
+_PARTS = {"ghost_tf32": 1, "ghost_bf16": 2}
 
-    The second are each unit's norm, from pairs or written out, whichever the engine takes, and the weighted sum.
+
+def products_of(work: Work, *, again: bool, size: int = 2, engine: str = "ghost") -> tuple[int, int, int]:
+    """Return the operations of a private row: of passes, of products in the engine's low precision, and in float32.
+
+    The first are forward and to the inputs, and may be half precision. The others are each unit's norm, from pairs or
+    written out, whichever the engine takes, and the weighted sum; what is tied to an embedding, or small enough to be
+    written out for both, is in float32 always.
     ``again``: the forward pass is made twice (gradient checkpointing); ``size``: bytes of a value of the passes.
     """
-    sums = norms = 0
+    sums = low = full = 0
     for product, count in work.products.items():
-        if product.trained:
-            sums += 2 * count * product.size
-            norms += 2 * count * norm_multiplications(product.tokens, product.outputs, product.inputs, size=size)
-    return work.model_flops - sums + (work.forward_flops if again else 0), sums + norms
+        if not product.trained:
+            continue
+        norm = norm_multiplications(product.tokens, product.outputs, product.inputs, size=size)
+        sums += 2 * count * product.size
+        if engine in _PARTS and norm and not product.tied:
+            low += 2 * count * (_PARTS[engine] * product.size + norm)
+        else:
+            full += 2 * count * (product.size + norm)
+    return work.model_flops - sums + (work.forward_flops if again else 0), low, full
 
 
 def _sent(outline: Any, strategy: str, world: int, *, batches: int) -> float:

@@ -21,6 +21,7 @@ class Product:
     inputs: int
     outputs: int
     trained: bool = True
+    tied: bool = False  # its weight is that of an embedding as well
 
     @property
     def size(self) -> int:
@@ -101,6 +102,7 @@ def work_of(outline: Outline) -> Work:
     def field(*names: str) -> int:
         return int(next(fields[name] for name in names if fields.get(name) is not None))
 
+    embedding = getattr(model.get_input_embeddings(), "weight", None)
     heads = field("num_heads", "encoder_attention_heads", "num_attention_heads", "n_head")
     width = field("d_model", "hidden_size", "n_embd")
     head_width = int(fields.get("d_kv") or fields.get("head_dim") or width // heads)
@@ -119,7 +121,7 @@ def work_of(outline: Outline) -> Work:
         else:
             tokens = target if layer is head else source + target - 1
         outputs, inputs = layer.weight.shape if isinstance(layer, nn.Linear) else layer.weight.shape[::-1]
-        products[Product(tokens, inputs, outputs, layer.weight.requires_grad)] += 1
+        products[Product(tokens, inputs, outputs, layer.weight.requires_grad, layer.weight is embedding)] += 1
     return Work(
         products=dict(products),
         scores=scores,
@@ -148,6 +150,7 @@ class Accelerator:
 
     name: str
     bf16_flops: float  # peak operations per second of dense bfloat16 products
+    tf32_flops: float  # of dense products with TF32 inputs; the next where it has none
     fp32_flops: float  # of float32 products, without TF32
     bandwidth: float  # bytes per second of its memory
     memory: float
@@ -161,16 +164,16 @@ ACCELERATORS: Mapping[str, Accelerator] = {
     each.name: each
     for each in (
         Accelerator(
-            "v100-32gb", 125e12, 15.7e12, 0.9e12, 32 * _GIB, 150e9,
+            "v100-32gb", 125e12, 15.7e12, 15.7e12, 0.9e12, 32 * _GIB, 150e9,
             "NVIDIA V100 datasheet (float16: it has no bfloat16)",
         ),
-        Accelerator("a100-40gb", 312e12, 19.5e12, 1.555e12, 40 * _GIB, 300e9, "NVIDIA A100 datasheet, SXM"),
-        Accelerator("a100-80gb", 312e12, 19.5e12, 2.039e12, 80 * _GIB, 300e9, "NVIDIA A100 datasheet, SXM"),
-        Accelerator("h100-80gb", 989e12, 67e12, 3.35e12, 80 * _GIB, 450e9, "NVIDIA H100 datasheet, SXM"),
-        Accelerator("h200-141gb", 989e12, 67e12, 4.8e12, 141 * _GIB, 450e9, "NVIDIA H200 datasheet, SXM"),
-        Accelerator("l4-24gb", 121e12, 30.3e12, 0.3e12, 24 * _GIB, 32e9, "NVIDIA L4 datasheet, PCIe 4"),
+        Accelerator("a100-40gb", 312e12, 156e12, 19.5e12, 1.555e12, 40 * _GIB, 300e9, "NVIDIA A100 datasheet, SXM"),
+        Accelerator("a100-80gb", 312e12, 156e12, 19.5e12, 2.039e12, 80 * _GIB, 300e9, "NVIDIA A100 datasheet, SXM"),
+        Accelerator("h100-80gb", 989e12, 494.5e12, 67e12, 3.35e12, 80 * _GIB, 450e9, "NVIDIA H100 datasheet, SXM"),
+        Accelerator("h200-141gb", 989e12, 494.5e12, 67e12, 4.8e12, 141 * _GIB, 450e9, "NVIDIA H200 datasheet, SXM"),
+        Accelerator("l4-24gb", 121e12, 60.5e12, 30.3e12, 0.3e12, 24 * _GIB, 32e9, "NVIDIA L4 datasheet, PCIe 4"),
         Accelerator(
-            "tpu-v4", 275e12, 275e12 / 6, 1.2e12, 32 * _GIB, 150e9,
+            "tpu-v4", 275e12, 275e12 / 6, 275e12 / 6, 1.2e12, 32 * _GIB, 150e9,
             "Google Cloud TPU v4 documentation (float32 as six bfloat16 products)",
         ),
     )

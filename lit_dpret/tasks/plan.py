@@ -141,6 +141,7 @@ class Plan:
                 world=self.world_size,
                 strategy=self.strategy,
                 noise=plan.noise,
+                engine=plan.engine,
             )
         if self.measure == "slices":
             costs["slices"] = from_slices(outline, plan, device, precision=precision, progress=progress)

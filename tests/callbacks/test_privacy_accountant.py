@@ -209,6 +209,7 @@ def test_a_step_that_does_not_repeat_bit_by_bit_is_refused_and_then_charged(tmp_
         ({"noise_multiplier": 5.0}, "noise_multiplier"),
         ({"max_grad_norm": 2.0}, "max_grad_norm"),
         ({"clip_groups": "per_layer"}, "clip_groups"),
+        ({"engine": "ghost_bf16"}, "engine"),
         ({"eps": 4.0}, "eps"),
         ({"secure_rng": True}, "secure_rng"),
     ],

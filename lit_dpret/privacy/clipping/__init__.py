@@ -10,23 +10,28 @@ from lit_dpret.privacy.budget import ClipGroups
 from lit_dpret.privacy.clipping.base import ClippedSum, ClipStats
 from lit_dpret.privacy.clipping.ghost import GhostClipping
 from lit_dpret.privacy.clipping.loop import LoopClipping
+from lit_dpret.privacy.clipping.low_precision import Bf16GhostClipping, Tf32GhostClipping
 from lit_dpret.privacy.clipping.opacus import OpacusClipping
 from lit_dpret.privacy.clipping.vmap import VmapClipping
 from lit_dpret.settings import require_choice
 
 __all__ = [
+    "Bf16GhostClipping",
     "ClipGroups",
     "ClipStats",
     "ClippedSum",
     "GhostClipping",
     "LoopClipping",
     "OpacusClipping",
+    "Tf32GhostClipping",
     "VmapClipping",
     "make_engine",
 ]
 
 ENGINES: dict[str, type[ClippedSum]] = {
     "ghost": GhostClipping,
+    "ghost_tf32": Tf32GhostClipping,
+    "ghost_bf16": Bf16GhostClipping,
     "vmap": VmapClipping,
     "opacus": OpacusClipping,
     "loop": LoopClipping,
@@ -37,7 +42,8 @@ def make_engine(name: str, module: nn.Module, **settings: Any) -> ClippedSum:
     """The engine called ``name``, for ``module``.
 
     Args:
-        name: ``ghost`` (the default of the package), ``vmap``, ``opacus`` or ``loop``; ``privacy.engine``.
+        name: ``ghost`` (the default of the package), ``ghost_tf32``, ``ghost_bf16``, ``vmap``, ``opacus`` or ``loop``;
+            ``privacy.engine``.
         module: What is trained.
         settings: ``max_grad_norm``, ``clip``, ``gamma``, ``clip_groups``, and what the engine has of its own.
 

@@ -215,7 +215,7 @@ class GhostClipping(ClippedSum):
             parameter, group = self.parameters[name], self.group_of[name]
             uses, dtype = contributions.pop(name), accumulator_dtype(parameter)
             total = self._sums.get(name)
-            total = add_weighted(
+            total = self._add_rows(
                 uses, cast[dtype][group], total, parameter.shape, dtype, rows=rows[group], fixed=batch.fixed
             )
             if (singled := alone[group]) is not None:
@@ -302,6 +302,13 @@ class GhostClipping(ClippedSum):
             for local, contribution in found_here:
                 found.setdefault(use.site.parameters[local], []).append(contribution)
         return found
+
+    def _add_rows(
+        self, uses: Sequence[Contribution], coefficients: Tensor, total: Tensor | None, shape: torch.Size,
+        dtype: torch.dtype, *, rows: Tensor | None, fixed: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """`add_weighted`, or what stands for it."""
+        return add_weighted(uses, coefficients, total, shape, dtype, rows=rows, fixed=fixed)
 
     def _dtype(self, use: Use) -> torch.dtype:
         return accumulator_dtype(self.parameters[next(iter(use.site.parameters.values()))])

@@ -213,6 +213,10 @@ def _grid_assumption(plan: PrivacyPlan) -> Assumption:
     )
 
 
+#: What the products of an engine take, where it is not float32 (`lit_dpret.privacy.clipping.low_precision`).
+_INPUTS = {"ghost_tf32": "TF32", "ghost_bf16": "bfloat16"}
+
+
 def _bound_assumption(plan: PrivacyPlan) -> Assumption:
     """How far one unit moves the sum, and who says so."""
     coupling = plan.coupling
@@ -230,7 +234,13 @@ def _bound_assumption(plan: PrivacyPlan) -> Assumption:
         bound = "the clipping bound"
         if plan.clip_fraction_budget:
             bound = f"{plan.sensitivity:g}, its clipped gradient and its place in the count of clipped units together"
-        return Assumption(f"One unit moves the sum of a step by at most {bound} (engine: {plan.engine}).", "unverified")
+        engine = plan.engine
+        if engine in _INPUTS:
+            engine += (
+                f"; its products take {_INPUTS[engine]} inputs, norms are bounded from above, and the device is assumed"
+                " to add up n of them with an error of at most n / 2^22 of the sum of their sizes"
+            )
+        return Assumption(f"One unit moves the sum of a step by at most {bound} (engine: {engine}).", "unverified")
     text = f"One unit moves the sum of a step by at most {plan.sensitivity:g}: {coupling.describe(plan.max_grad_norm)}"
     if coupling.claim == "refuted":
         return Assumption(f"{text}. That number is refuted: there are data that exceed it.", "refuted")

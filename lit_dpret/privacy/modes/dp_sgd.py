@@ -22,7 +22,7 @@ from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan, SamplingRequest
 from lit_dpret.settings import require_choice, require_number
 
-Engine = Literal["ghost", "vmap", "opacus", "loop"]
+Engine = Literal["ghost", "ghost_tf32", "ghost_bf16", "vmap", "opacus", "loop"]
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -39,7 +39,8 @@ class DPSGD(GaussianMode):
     Args:
         max_grad_norm: L2 bound on one unit's gradient. The command line sets 0.1 (``configs/privacy/dp_sgd.yaml``),
             which suits the text models here; 1.0 is what other libraries take.
-        engine: ``ghost`` (fast, exact), ``vmap`` (the same, and torch.func for layers that ghost
+        engine: ``ghost`` (fast, exact), ``ghost_tf32`` or ``ghost_bf16`` (its products with inputs of few digits, for
+            accelerators; norms bounded from above), ``vmap`` (as ghost, and torch.func for layers that ghost
             refuses), ``opacus`` or ``loop`` (to check against).
         clip: ``abadi`` scales by min(1, C/norm), ``automatic`` by C/(norm + 0.01).
         clip_groups: ``flat`` clips the gradient of all parameters together to C = ``max_grad_norm``;

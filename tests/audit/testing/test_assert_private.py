@@ -29,7 +29,7 @@ def regression(**settings: Any) -> Regression:
     return Regression(privacy=DPSGD(**{"eps": 3.0, "max_grad_norm": 0.5} | settings))
 
 
-@pytest.mark.parametrize("engine", ["ghost", "loop"])
+@pytest.mark.parametrize("engine", ["ghost", "ghost_tf32", "ghost_bf16", "loop"])
 def test_a_private_module_passes_with_its_own_rows(engine: str) -> None:
     report = assert_private(regression(engine=engine), lines(), 1.0, DELTA, trials=FEW)
     assert 0.99 < report.sensitivity <= 1.001, "a loud unit must reach the bound, or clipping was not tested"
