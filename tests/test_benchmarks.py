@@ -48,6 +48,16 @@ def test_clipping_measures_every_variant_and_says_what_opacus_refuses(tmp_path: 
 
 
 @pytest.mark.slow
+def test_norms_from_products_of_few_digits_are_told_beside_exact_ones(tmp_path: Path) -> None:
+    report = results("low_precision", "--quick", "--threads", 1, out=tmp_path / "low_precision.json")
+    assert len(report["rows"]) == 3
+    for row in report["rows"].values():
+        for found in row.values():
+            assert 0.999 < found["norm_over_exact"]["least"] <= found["norm_over_exact"]["most"] < 1.05
+            assert found["sum_from_ghost"] < 0.05
+
+
+@pytest.mark.slow
 def test_logit_dp_measures_every_way_with_memory_and_time(tmp_path: Path) -> None:
     report = results("logit_dp", "--quick", "--rounds", 1, out=tmp_path / "logit_dp.json")
     ways = {"plain", "vmap", "brute_force", "pair_ghost", "jacobian", "k_blocks", "k_blocks_towers"}
