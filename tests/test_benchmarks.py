@@ -48,7 +48,7 @@ def test_clipping_measures_every_variant_and_says_what_opacus_refuses(tmp_path: 
 
 
 @pytest.mark.slow
-def test_norms_from_products_of_few_digits_are_told_beside_exact_ones(tmp_path: Path) -> None:
+def test_norms_from_low_precision_products_are_told_beside_exact_ones(tmp_path: Path) -> None:
     report = results("low_precision", "--quick", "--threads", 1, out=tmp_path / "low_precision.json")
     assert len(report["rows"]) == 3
     for row in report["rows"].values():

@@ -1,7 +1,7 @@
 """Predict a private step on an accelerator that is not here, from the maker's rates for each kind of work.
 
 One rate for everything would be wrong by a factor: forward and backward products run in bfloat16, norms and weighted
-sums in float32 (`lit_dpret.privacy.clipping.ghost`) or, where the engine says so, with inputs of fewer digits
+sums in float32 (`lit_dpret.privacy.clipping.ghost`) or, where the engine says so, with low-precision inputs
 (`lit_dpret.privacy.clipping.low_precision`), what lies between is bound by memory, noise is drawn on the
 processor, and ranks exchange sums and weights. So each class has a rate of its own, and a step is told as a range: from
 every class at its peak, which nothing passes, to every class at an assumed share of it. Nothing here was measured on a

@@ -73,7 +73,7 @@ def test_float32_products_take_most_of_the_time_of_all_products_at_a_fifteenth_o
 
 
 @pytest.mark.parametrize("engine", ["ghost_tf32", "ghost_bf16"])
-def test_products_of_few_digits_take_the_place_of_most_float32_products(engine: str) -> None:
+def test_low_precision_products_take_the_place_of_most_float32_products(engine: str) -> None:
     before, after = told(), told(engine=engine)
     full = [found["seconds"]["float32 products"]["at_peak"] for found in (before, after)]
     assert full[1] < 0.05 * full[0]

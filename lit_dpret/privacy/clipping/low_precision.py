@@ -1,4 +1,4 @@
-r"""Clip by products of few digits: norms from above, and sums whose rounding is inside the bound.
+r"""Clip by low-precision products: norms from above, and sums whose rounding is inside the bound.
 
 Norms and weighted sums of linear weights are the largest part of a private step that runs in IEEE float32. Here their
 products take TF32 or bfloat16 inputs and are added up in float32, which accelerators do 7 to 15 times faster. What that
@@ -333,7 +333,7 @@ def add_scaled(
 
 
 class LowPrecisionGhostClipping(GhostClipping):
-    """`GhostClipping` whose products take inputs of few digits, with norms bounded from above.
+    """`GhostClipping` whose products take low-precision inputs, with norms bounded from above.
 
     Guarantees, beyond those of `GhostClipping`:
         - A unit's clip factor is at most what the exact norm of the gradient that is added for it would give, and what

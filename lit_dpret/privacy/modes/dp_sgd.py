@@ -39,7 +39,7 @@ class DPSGD(GaussianMode):
     Args:
         max_grad_norm: L2 bound on one unit's gradient. The command line sets 0.1 (``configs/privacy/dp_sgd.yaml``),
             which suits the text models here; 1.0 is what other libraries take.
-        engine: ``ghost`` (fast, exact), ``ghost_tf32`` or ``ghost_bf16`` (its products with inputs of few digits, for
+        engine: ``ghost`` (fast, exact), ``ghost_tf32`` or ``ghost_bf16`` (its products with low-precision inputs, for
             accelerators; norms bounded from above), ``vmap`` (as ghost, and torch.func for layers that ghost
             refuses), ``opacus`` or ``loop`` (to check against).
         clip: ``abadi`` scales by min(1, C/norm), ``automatic`` by C/(norm + 0.01).

@@ -1,4 +1,4 @@
-"""Products of few digits: the norm that a unit is clipped by is never below that of what the unit adds to the sum.
+"""Low-precision products: the norm that a unit is clipped by is never below that of what the unit adds to the sum.
 
 Each bound is attacked by the arithmetic of this device, by that of a tensor core that cuts where it should round, and
 by the worst products that the bound permits, with which no term of it can be left out.
