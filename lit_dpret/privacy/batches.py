@@ -1,4 +1,4 @@
-"""Batches of units: what a draw becomes on its way to ``training_step``.
+"""Batches of units: the form of a draw on its way to ``training_step``.
 
 A *logical* batch is what one optimizer step sees. It falls into *physical* batches that fit the device; a logical batch
 may be empty, and then it still takes its step.
@@ -40,17 +40,17 @@ def _named(row: Any, fields: Iterable[str]) -> list[Any]:
 
 
 def names_its_unit(row: Any, unit: str) -> bool:
-    """Whether ``row`` has all names by which rows of one ``unit`` are known."""
+    """Return whether ``row`` has all the keys that identify a ``unit``."""
     return None not in _named(row, NAMES[unit])
 
 
 def row_keys(rows: Iterable[Any], unit: str, *, or_row: bool) -> tuple[int, ...]:
-    """The `row_key` of each row that has one."""
+    """Return the `row_key` of each row that has one."""
     return tuple(key for row in rows if (key := row_key(row, unit, or_row=or_row)) is not None)
 
 
 def row_key(row: Any, unit: str, *, or_row: bool) -> int | None:
-    """A number for what may stand in one unit alone; None where the row has no name.
+    """Return a number for keys that may occur in one unit only; None if the row has no key.
 
     That is the name of the unit (``query_id`` under ``privacy.unit=query``). With ``or_row`` a row without it is known
     by its query and passage, or its image, so that at least the same row in two units is noticed.
@@ -66,7 +66,7 @@ def row_key(row: Any, unit: str, *, or_row: bool) -> int | None:
 
 
 class UnitOwners:
-    """Remembers which unit each query, user, image or row came for.
+    """Record in which unit each query, user, image or row appeared.
 
     A data set is asked for a unit by its number. Nothing keeps it from counting rows as units where a query is one, or
     from answering with another unit: ``index % n``, a cache, a wrapper that repeats or mixes units. Then one query or
@@ -84,7 +84,7 @@ class UnitOwners:
         self._unit_of: dict[int, int] = {}
 
     def note(self, unit: int, keys: Iterable[int]) -> None:
-        """Remember whose rows these are, by their `row_key`.
+        """Record the owners of these rows, by their `row_key`.
 
         Raises:
             DataError: One of them came for another unit before.
@@ -123,7 +123,7 @@ class FixedShape:
         spare: int = 0,
         ragged: Sequence[str] = (),
     ) -> FixedShape:
-        """The shape that a DataModule asks for, with ``spare`` slots that nobody ever fills.
+        """Return the shape that a DataModule asks for, with ``spare`` slots that stay empty.
 
         Raises:
             ConfigurationError: All rows of a unit are drawn, and nothing says how many these can be.
@@ -144,7 +144,7 @@ class FixedShape:
         return self.slots * self.rows_of_a_slot
 
     def places(self, slots: Sequence[int]) -> list[int]:
-        """The place of each row among those of the shape, given the slot of each, in order.
+        """Return the place of each row within the shape, given the slot of each, in order.
 
         Raises:
             DataError: There are more slots, or more rows of one, than the shape has room for.
@@ -166,7 +166,7 @@ class FixedShape:
         return found
 
     def filled(self, features: Any, slots: Sequence[int]) -> tuple[Any, Tensor]:
-        """Return features as rows of this shape, given the slot of each, and which rows are data, ``(rows,)``."""
+        """Return features as rows of this shape, given each row's slot, and a mask ``(rows,)`` of real rows."""
         places = self.places(slots)
         data_rows = torch.zeros(self.rows, dtype=torch.bool).index_fill_(0, torch.tensor(places), True)
         placed = self.place_rows(features, places, self.rows)
@@ -210,7 +210,7 @@ ALONE = 2
 
 @dataclass(frozen=True)
 class Draw:
-    """One slot of a physical batch: which unit fills it, in which logical step.
+    """One slot of a physical batch: the unit that fills it, and the logical step.
 
     ``pick`` is a keyed random number that chooses a row where a unit has several and the mode
     takes one of them per step. ``seed`` is the keyed number by which the global generators are seeded while the rows of
@@ -228,7 +228,7 @@ class Draw:
 
 
 class SeededDraws(list[Draw]):
-    """The draws of a physical batch, in a loop over which the global generators are seeded for the draw at hand.
+    """Iterate over the draws of a physical batch, seeding the global generators for each draw.
 
     A loader fetches ``[dataset[draw] for draw in draws]``, in a worker process or here: so what ``dataset[draw]`` draws
     from torch, ``random`` or numpy is the unit's own, whichever data set and loader it is. After the loop the
@@ -247,7 +247,7 @@ class SeededDraws(list[Draw]):
 
 @dataclass
 class UnitBatch:
-    """A physical batch, as ``training_step`` receives it."""
+    """A physical batch, the argument of ``training_step``."""
 
     rows: Any  # what the module's ``collate_rows`` made of the rows; None where no slot is real
     unit_ids: Tensor  # the slot of each row's unit, shape ``(rows,)``
@@ -269,7 +269,7 @@ class UnitBatch:
     origin: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     def owners_of_rows(self) -> tuple[Tensor, Tensor]:
-        """Whose gradient each row's is, ``(rows,)``, and which slots are real, for a clipping engine.
+        """Return the unit slot of each row, ``(rows,)``, and which slots are real, for a clipping engine.
 
         Rows that fill the batch up stand in a slot of nobody, one more than ``mask`` has. Their loss is zero and their
         gradient may yet be NaN, zero times infinity; in a unit's slot that would drop the unit.
@@ -281,7 +281,7 @@ class UnitBatch:
         return torch.where(self.data_rows, self.unit_ids, nobody), torch.cat([self.mask, self.mask.new_zeros(1)])
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> UnitBatch:
-        """Move every tensor to ``device``; to an XLA device the rows alone, and who they are of stays."""
+        """Move every tensor to ``device``; for an XLA device only the rows, not their owners."""
 
         def move(value: Any) -> Any:
             return value.to(device) if hasattr(value, "to") else value
@@ -300,19 +300,19 @@ class UnitBatch:
 
 
 def map_rows(function: Callable[[Any], Any], rows: Any) -> Any:
-    """``function`` of every leaf of nested dicts; the dicts keep their types."""
+    """Apply ``function`` to every leaf of nested dicts; the dicts keep their types."""
     if isinstance(rows, dict):
         return type(rows)({key: map_rows(function, value) for key, value in rows.items()})
     return function(rows)
 
 
 def take_rows(rows: Any, index: slice | Tensor) -> Any:
-    """Some rows of a tensor, or of nested dicts of tensors whose first axis is the rows."""
+    """Select rows of a tensor, or of nested dicts of tensors whose first axis is the rows."""
     return map_rows(lambda tensor: tensor[index], rows)
 
 
 def digests_of(rows: Any, path: str = "rows") -> dict[str, tuple[torch.dtype, int]]:
-    """A type and a checksum of some thousand values of each tensor in nested dicts, by its path."""
+    """Return, by path, a type and checksum of a few thousand values of each tensor in nested dicts."""
     if isinstance(rows, dict):
         return {name: found for key in rows for name, found in digests_of(rows[key], f"{path}[{key!r}]").items()}
     if not isinstance(rows, Tensor):
@@ -322,13 +322,13 @@ def digests_of(rows: Any, path: str = "rows") -> dict[str, tuple[torch.dtype, in
 
 
 def rows_in_turn(count: int, at_once: int) -> Iterator[slice]:
-    """Slices of at most ``at_once`` that cover ``count`` rows."""
+    """Yield slices of at most ``at_once`` rows that cover ``count`` rows."""
     for first in range(0, count, at_once):
         yield slice(first, min(first + at_once, count))
 
 
 def split_batch(batch: UnitBatch, *, units_at_once: int) -> Iterator[UnitBatch]:
-    """A physical batch in smaller ones, no unit split between two; parts without a row are passed over.
+    """Split a physical batch into smaller ones, without splitting a unit; parts without rows are skipped.
 
     The rows of a batch stand in the order of their units, as `UnitCollator` puts them.
     """

@@ -1,4 +1,4 @@
-"""The guarantee that a run must not exceed, and the words that it is stated in."""
+"""The guarantee that a run must not exceed, and its wording."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ROUNDING_SHARE = 2.0**-16
 
 
 def show_delta(value: float) -> str:
-    """A delta rounded up to three significant digits: a smaller one would be a stronger claim.
+    """Format a delta rounded up to three significant digits: rounding down would be a stronger claim.
 
     Example:
         >>> show_delta(1e-5), show_delta(3.8711e-5), show_delta(0)
@@ -48,7 +48,7 @@ def show_delta(value: float) -> str:
 
 
 def with_rounding_paid(sensitivity: float, noise: NoiseName) -> float:
-    """Return the sensitivity of what is noised, where that of the sum is given: rounding is paid for."""
+    """Return the charged sensitivity of the noised sum, including rounding to the noise grid."""
     return sensitivity * (1 + ROUNDING_SHARE) if noise == "discrete" else sensitivity
 
 

@@ -1,4 +1,4 @@
-r"""The share of units whose gradient was clipped, as one more coordinate of the sum that is noised anyway.
+r"""The share of clipped units, released as one more coordinate of the noised sum.
 
 How often clipping bites says whether ``max_grad_norm`` is set well, and it is a function of private gradients: it must
 not be logged as it is. Andrew et al. (1905.03871, section 2) give the count noise of its own and account for both
@@ -32,7 +32,7 @@ MOST = 0.1
 
 
 def check_budget(share: float) -> None:
-    """Refuse a share that is no number in (0, `MOST`].
+    """Refuse a share that is not a number in (0, `MOST`].
 
     Raises:
         ConfigurationError: Naming ``privacy.clip_fraction_budget``.
@@ -45,7 +45,7 @@ def check_budget(share: float) -> None:
 
 
 def sensitivity(max_grad_norm: float, share: float) -> float:
-    """How far one unit moves the sum (L2), the count included; ``max_grad_norm`` where ``share`` is 0.
+    """Return how far one unit moves the sum (L2), including the count; ``max_grad_norm`` if ``share`` is 0.
 
     Example:
         >>> sensitivity(0.6, 0.0)
@@ -63,13 +63,13 @@ def _scale(max_grad_norm: float, share: float) -> float:
 
 
 def coordinate(clipped: int, within: int, *, max_grad_norm: float, share: float) -> float:
-    """The coordinate of ``clipped`` units with a norm above the bound and ``within`` units with another above 0."""
+    """Return the coordinate for ``clipped`` units above the bound and ``within`` units between 0 and the bound."""
     # Plus and minus instead of 1 and 0: the same reach with half the movement of a missing unit.
     return _scale(max_grad_norm, share) * (clipped - within)
 
 
 def estimate(noised: float, *, max_grad_norm: float, share: float, denominator: float) -> float:
-    """The share of clipped units that a noised coordinate speaks of; noise may bring it below 0 or above 1.
+    """Estimate the share of clipped units from a noised coordinate; noise may move it below 0 or above 1.
 
     Unbiased for a batch in which ``denominator`` units have a gradient; more or fewer shift it, by half of the
     difference at most: towards a half where units lack rows.
@@ -78,7 +78,7 @@ def estimate(noised: float, *, max_grad_norm: float, share: float, denominator: 
 
 
 def coordinate_of(fraction: float, *, max_grad_norm: float, share: float, denominator: float) -> float:
-    """The noised coordinate that `estimate` made ``fraction`` of: what was released, as it was noised."""
+    """Invert `estimate`: return the noised coordinate, as it was released, from ``fraction``."""
     return (2 * fraction - 1) * _scale(max_grad_norm, share) * denominator
 
 

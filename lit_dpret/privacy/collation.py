@@ -1,4 +1,4 @@
-"""Collation of drawn units into a physical batch, each unit's coins its own.
+"""Collate drawn units into a physical batch, with separate random draws for each unit.
 
 A module's ``collate_rows`` may draw random numbers, and a batch may have one shape whatever was drawn
 (`lit_dpret.privacy.batches.FixedShape`). In either case no unit may change what the others give.
@@ -23,7 +23,7 @@ Collate = Callable[[list[Any]], Any]
 
 
 class RowsAlone:
-    """Features of rows that are made one by one, for a module that says nothing of texts or their lengths.
+    """Collate rows one by one, for a module without text lengths.
 
     Args:
         collate_rows: The module's.
@@ -34,7 +34,7 @@ class RowsAlone:
         self._collate_rows, self._name = collate_rows, name
 
     def __call__(self, rows: list[Any]) -> Any:
-        """The features of some rows.
+        """Return the features of some rows.
 
         Raises:
             ConfigurationError: Rows have features of several shapes: filled up to the largest of a batch, a row's

@@ -1,4 +1,4 @@
-"""Write rows of any data set as bytes that are equal for equal rows."""
+"""Serialise rows of any data set so that equal rows give equal bytes."""
 
 from __future__ import annotations
 

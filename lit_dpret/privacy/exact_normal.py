@@ -1,4 +1,4 @@
-r"""Normal variates, rounded to a grid, drawn exactly: in integers, from a cryptographic stream.
+r"""Draw normal variates, rounded to a grid, exactly: with integers, from a cryptographic stream.
 
 A rounded normal of standard deviation :math:`2^b` is the integer nearest to :math:`2^b Z`, Z standard normal: it is k
 with probability :math:`\Phi((k + 1/2) / 2^b) - \Phi((k - 1/2) / 2^b)`. What is drawn here has exactly that
@@ -103,7 +103,7 @@ def _kept(seed: bytes, candidates: int, bits: int) -> np.ndarray:
 
 
 def decide(seed: bytes, place: int, *, x: int, k: int, v: int) -> tuple[int, bool]:
-    """Return the whole part of a candidate and whether it is kept, from as many more bits as that takes.
+    """Return the integer part of a candidate and whether it is kept, using as many more bits as needed.
 
     Args:
         seed: Of the stream.

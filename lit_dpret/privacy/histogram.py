@@ -50,7 +50,7 @@ SCHEMA = "lit-dpret/private-histogram/1"
 
 
 def histogram_sensitivity(max_count: int, neighbours: Neighbours, *, distinct: bool = False) -> float:
-    """The bound C of the module's text for units of at most ``max_count`` counts, in different bins if ``distinct``.
+    """Return the bound C (see the module) for at most ``max_count`` counts per unit, distinct if ``distinct``.
 
     Example:
         >>> histogram_sensitivity(1, "zero_out"), round(2 * histogram_sensitivity(1, "replace_one"), 6)
@@ -73,7 +73,7 @@ def histogram_plan(
     max_units_per_user: int | None = None,
     noise: NoiseName = "gaussian",
 ) -> PrivacyPlan:
-    """The plan of one histogram.
+    """Return the plan of one histogram.
 
     Args:
         budget: What this release alone may cost, and for whom.
@@ -117,7 +117,7 @@ def votes_plan(
     max_units_per_user: int | None = None,
     noise: NoiseName = "gaussian",
 ) -> PrivacyPlan:
-    """The plan of ``releases`` histograms in turn, to each of which a unit adds at most ``max_votes`` distinct votes.
+    """Return the plan of ``releases`` histograms, with at most ``max_votes`` distinct votes per unit in each.
 
     Args:
         budget: What all of them together may cost, and for whom.
@@ -231,7 +231,7 @@ def release_histogram(
 def exact_counts(
     contributions: Iterable[Sequence[int]], *, bins: int, max_count: int, distinct: bool = False
 ) -> torch.Tensor:
-    """Return the counts without noise, of which a unit adds at most ``max_count``; private, shape ``(bins,)``.
+    """Return the counts without noise, at most ``max_count`` per unit; private, shape ``(bins,)``.
 
     Guarantees:
         - The counts of neighbours are no further apart than `histogram_sensitivity` says.
@@ -264,7 +264,7 @@ def _require_budget(run: PrivateRun, plan: PrivacyPlan, release: GaussianRelease
 
 
 def shares(counts: np.ndarray) -> np.ndarray:
-    """Noised counts as a distribution: what is below zero is taken for zero, and the rest is normalised.
+    """Return noised counts as a distribution: negative counts become zero, and the rest is normalised.
 
     Example:
         >>> shares(np.array([6.0, -2.0, 2.0])).tolist()
@@ -283,7 +283,7 @@ def shares(counts: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class ReleasedHistogram:
-    """A released histogram, as its file holds it."""
+    """A released histogram, as stored in its file."""
 
     names: tuple[str, ...]  # of the bins
     counts: tuple[float, ...]  # noised counts, as released; some may be below zero
@@ -296,7 +296,7 @@ class ReleasedHistogram:
         return shares(np.array(self.counts))
 
     def write(self, folder: Path) -> Path:
-        """Write it as JSON; returns the file."""
+        """Write the histogram as JSON; return the file."""
         facts = {
             "schema": SCHEMA,
             "names": list(self.names),
@@ -313,7 +313,7 @@ class ReleasedHistogram:
 
     @classmethod
     def read(cls, folder: Path) -> ReleasedHistogram:
-        """What `write` wrote.
+        """Read what `write` wrote.
 
         Raises:
             DataError: There is none, or it is malformed or of a newer version.

@@ -1,4 +1,4 @@
-r"""Noise and coins that nobody can replay without the secret, and that the run itself never reuses.
+r"""Noise and coins that cannot be replayed without the secret, and that the run itself never reuses.
 
 Every random number that a privacy claim rests on comes from a *keyed stream*: a generator whose
 seed is a hash of (secret, purpose, run, attempt, step, parameter, block). Two different keys give
@@ -79,13 +79,13 @@ _KEY_CONSTANT = 0
 
 
 def default_secret_file() -> Path:
-    """Where the secret lies when ``privacy.secret_file`` is null: the user's state folder."""
+    """Return the path of the secret if ``privacy.secret_file`` is null: in the user's state folder."""
     state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
     return Path(state) / "lit-dpret" / "privacy_secret"
 
 
 def load_secret(path: str | Path | None, *, run_dir: Path | None = None) -> bytes:
-    """Read the secret, or make one with mode 0600 where there is none yet.
+    """Read the secret, or create one with mode 0600.
 
     Raises:
         ConfigurationError: The file lies inside the run folder (which gets published), can be read
@@ -119,7 +119,7 @@ def load_secret(path: str | Path | None, *, run_dir: Path | None = None) -> byte
 
 
 def published_secret(seed: int) -> bytes:
-    """The key of a run whose noise anybody may compute who knows ``seed``: for development, without a claim."""
+    """Return a key that anyone can derive from ``seed``: for development, without a claim."""
     return hashlib.blake2b(f"published noise seed {seed}".encode(), digest_size=SECRET_BYTES).digest()
 
 
@@ -167,7 +167,7 @@ class KeyedStream:
         return hashlib.blake2b(message, key=self._secret, digest_size=size).digest()
 
     def tag(self, purpose: str, *parts: bytes | memoryview) -> str:
-        """A keyed fingerprint of private bytes: equal inputs are recognised, nothing else is learnt."""
+        """Return a keyed fingerprint of private bytes, which reveals only equality."""
         # The tag is of a private sum, so it needs a key: a plain hash could be compared with guesses.
         mac = hmac.new(self._digest(purpose, size=32), digestmod=hashlib.blake2b)
         for part in parts:
@@ -175,17 +175,17 @@ class KeyedStream:
         return mac.hexdigest()[:32]
 
     def coins(self, attempt: int, step: int, purpose: str = "sampling") -> np.random.Generator:
-        """The generator for the sampling coins of one logical step."""
+        """Return the generator for the sampling coins of one logical step."""
         # These 128 bits are Philox's key as they are, with no `SeedSequence` in between.
         seed = int.from_bytes(self._digest(purpose, attempt, step, size=16), "little")
         return np.random.Generator(np.random.Philox(key=seed))
 
     def model_seed(self, attempt: int, step: int, part: int) -> int:
-        """A seed of 256 bits for dropout in one physical batch, so that a replayed step draws the same masks."""
+        """Return a 256-bit seed for dropout in one physical batch, so that a replayed step draws the same masks."""
         return int.from_bytes(self._digest("dropout", attempt, step, part), "little")
 
     def unit_seed(self, attempt: int, step: int, unit: int) -> int:
-        """A seed of 256 bits for what is drawn while one unit's rows are fetched and collated for one logical step."""
+        """Return a 256-bit seed for random draws while one unit is fetched and collated in one logical step."""
         return int.from_bytes(self._digest("unit", attempt, step, unit), "little")
 
     def normal(
@@ -200,7 +200,7 @@ class KeyedStream:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        """Standard normal noise of ``shape`` for one parameter in one step, drawn in fp32 or wider on the CPU.
+        """Return standard normal noise of ``shape`` for one parameter and step, in fp32 or wider on the CPU.
 
         Guarantees:
             - What lies at flat index i depends on the key and on i alone: a part of a parameter, from
@@ -237,7 +237,7 @@ class KeyedStream:
         start: int = 0,
         device: torch.device | str = "cpu",
     ) -> Tensor:
-        """Normals of standard deviation ``2**bits``, rounded to whole numbers, int64, exactly and from SHAKE-256.
+        """Return exact normals of standard deviation ``2**bits``, rounded to int64, from SHAKE-256.
 
         Guarantees what `normal` does, and that the numbers are the same on every machine
         (`lit_dpret.privacy.exact_normal`).
@@ -306,7 +306,7 @@ _AT_ONCE = 256 * BLOCK
 
 
 def grid_bits(noise_multiplier: float, coordinates: int) -> int:
-    """Return b of the module's text: one deviation of the noise is ``2**b`` grid steps.
+    """Return b (see the module): one noise deviation is ``2**b`` grid steps.
 
     Example:
         >>> grid_bits(1.0, 1_000_000)
@@ -328,12 +328,12 @@ def grid_bits(noise_multiplier: float, coordinates: int) -> int:
 
 
 class NoiseSource(Protocol):
-    """Adds the noise of one run to its sums."""
+    """Add the noise of one run to its sums."""
 
     def noised(
         self, total: Tensor, *, std: float, attempt: int, step: int, parameter: str, salt: str = "", start: int = 0
     ) -> Tensor:
-        """Return ``total`` with noise of deviation ``std``, in the type of ``total``; the rest keys the noise."""
+        """Return ``total`` with noise of deviation ``std``, in its dtype; the other arguments key the noise."""
 
 
 @dataclass(frozen=True)
@@ -354,7 +354,7 @@ class FloatNoise:
 
 @dataclass(frozen=True)
 class GridNoise:
-    """Whole numbers: the sum rounded to the grid, and an exactly rounded normal."""
+    """Integer noise: the sum rounded to the grid, and an exactly rounded normal."""
 
     stream: KeyedStream  # of the run
     bits: int  # from `grid_bits`, for all coordinates of the sum together
@@ -378,7 +378,7 @@ class GridNoise:
 
 
 def noise_source(noise: NoiseName, stream: KeyedStream, *, noise_multiplier: float, coordinates: int) -> NoiseSource:
-    """Return the source of that name, its grid fit for ``coordinates`` coordinates in all.
+    """Return the noise source called ``name``, with a grid for ``coordinates`` coordinates in total.
 
     Raises:
         ConfigurationError: As `grid_bits` does.

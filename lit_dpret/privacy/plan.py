@@ -1,4 +1,4 @@
-"""Everything that a private run makes public about itself, decided before it starts.
+"""The public plan of a private run, decided before it starts.
 
 Sampler, clipper, noise and accounting are built from one `PrivacyPlan`, so they cannot disagree. A
 plan holds public values only: under ``add_or_remove``, where the number of units is private, no
@@ -49,7 +49,7 @@ EVOLUTION = "private_evolution"
 
 
 class SamplingRequest(Protocol):
-    """How a DataModule asks for batches to be drawn; the plan turns it into a law."""
+    """A DataModule's request for drawing batches; the plan turns it into a law."""
 
     sampling: str
     expected_batch_size: int | None
@@ -61,7 +61,7 @@ class SamplingRequest(Protocol):
 
 @dataclass(kw_only=True)
 class PlainSamplingRequest:
-    """A `SamplingRequest` where there is no DataModule, as in a test of one step."""
+    """A `SamplingRequest` without a DataModule, as in a test of one step."""
 
     sampling: str
     expected_batch_size: int | None = None
@@ -73,7 +73,7 @@ class PlainSamplingRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class PrivacyPlan:
-    """The promise of a run and how it will be kept; frozen, public, serialisable.
+    """The guarantee of a run and its mechanism; frozen, public, serialisable.
 
     Raises:
         ConfigurationError: A value is out of range; the message names it.
@@ -155,7 +155,7 @@ class PrivacyPlan:
         accountant: AccountantName = "pld",
         **fields: Any,
     ) -> PrivacyPlan:
-        """Resolve what was asked for: the law with its cap, and the noise that the budget needs.
+        """Resolve a request: the law with its cap, and the noise that the budget needs.
 
         Guarantees:
             - The planned steps stay within the budget: a given noise that would not is refused, with
@@ -247,7 +247,7 @@ class PrivacyPlan:
         return GaussianRelease(noise_multiplier=self.noise_multiplier, law=self.law, count=count)
 
     def holds_under(self, law: SamplingLaw, neighbours: Neighbours) -> bool:
-        """Whether the noise of this plan may be read under another law and relation; always, without a coupling."""
+        """Return whether this plan's noise is valid under another law and relation; always without coupling."""
         return self.coupling is None or holds_under(
             self.coupling,
             planned=(self.law, self.budget.neighbours),
@@ -259,18 +259,18 @@ class PrivacyPlan:
 
     @property
     def proved(self) -> bool:
-        """Whether an epsilon may be stated; False where the sensitivity is known to be too small."""
+        """Whether an epsilon may be stated; False if the sensitivity is known to be too small."""
         return self.coupling is None or self.coupling.claim != "refuted"
 
     def epsilon(self) -> float:
-        """Epsilon after all planned steps, at the budget's delta; infinite where none may be stated."""
+        """Return epsilon after all planned steps, at the budget's delta; infinite if none may be stated."""
         if not self.proved:
             return math.inf
         counter = Accountant(delta=self.budget.delta, neighbours=self.budget.neighbours, name=self.accountant)
         return counter.epsilon([self.release(self.steps)])
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as plain JSON values; `from_dict` gives the same plan back."""
+        """Return the plan as plain JSON values; `from_dict` restores it."""
         return asdict(self) | {"budget": self.budget.to_dict(), "law": self.law.to_dict()}
 
     @classmethod
@@ -291,7 +291,7 @@ class PrivacyPlan:
             raise ConfigurationError(f"A recorded privacy plan is malformed: {error}.") from error
 
     def fingerprint(self) -> str:
-        """SHA-256 of the canonical JSON: equal plans have equal fingerprints."""
+        """Return the SHA-256 of the canonical JSON: equal plans have equal fingerprints."""
         text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 

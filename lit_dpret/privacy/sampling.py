@@ -1,4 +1,4 @@
-"""Sample who takes part in a step: decided by keyed coins, and by nothing else.
+"""Sample the participants of each step by keyed coins alone.
 
 An accountant's number holds for one *law*: how the units of a logical batch were drawn. Here the
 law is an object, the sampler is built from it, and the sampler can say what it really did, so
@@ -41,20 +41,20 @@ class Row(Protocol):
 
 
 class TrainingData(SamplingRequest, Protocol):
-    """A DataModule, beside the hooks of Lightning; `lit_dpret.datamodules.PairsDataModule` has it all."""
+    """The interface of a DataModule, besides Lightning's hooks; `lit_dpret.datamodules.PairsDataModule` has it."""
 
     @property
     def n_units(self) -> int:
-        """How many units there are, after `use_unit`."""
+        """The number of units, after `use_unit`."""
 
     def use_unit(self, unit: str, neighbours: str | None = None) -> None:
         """Group the rows by ``privacy.unit``; called before anything is planned."""
 
     def data_fingerprint(self, key: bytes) -> str:
-        """Return a keyed hash of the training rows, so that a resumed run finds the data that it left."""
+        """Return a keyed hash of the training rows, so that a resumed run can detect changed data."""
 
     def attach(self, batch_sampler: Any, collate_fn: Callable[..., Any]) -> None:
-        """Keep both for the loader of `train_dataloader`."""
+        """Store both for the loader of `train_dataloader`."""
 
     def train_dataloader(self) -> Any:
         """Return a loader with that sampler, whose ``dataset[draw]`` is the draw and the rows of ``draw.unit``."""
@@ -67,12 +67,12 @@ OFFERED = (
 
 
 def not_offered(data: Any) -> list[str]:
-    """The names of `TrainingData` that ``data`` lacks."""
+    """Return the names of `TrainingData` that ``data`` lacks."""
     return [name for name in OFFERED if not hasattr(type(data), name) and name not in vars(data)]
 
 
 def steps_per_epoch(request: SamplingRequest, public_units: int | None) -> int:
-    """How many logical steps make one pass over the units, on average under Poisson sampling.
+    """Return how many logical steps make one pass over the units, on average under Poisson sampling.
 
     Args:
         request: How batches are to be drawn.
@@ -108,7 +108,7 @@ def steps_per_epoch(request: SamplingRequest, public_units: int | None) -> int:
 
 
 class PrivateBatchSampler(Sampler[list[Draw]]):
-    """Draw logical batches by a law and hand them out as physical batches.
+    """Draw logical batches by a law and return them as physical batches.
 
     Guarantees:
         - Under the Poisson laws each unit takes part in each step by a coin of its own; under the
@@ -174,7 +174,7 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
         self._owners = UnitOwners(unit)
 
     def draw(self, step: int) -> np.ndarray:
-        """The units of logical step ``step``, in random order, shape ``(drawn,)``."""
+        """Return the units of logical step ``step``, in random order, shape ``(drawn,)``."""
         coins = self._stream.coins(self.attempt, step)
         law = self.law
         if isinstance(law, (Poisson, TruncatedPoisson)):
@@ -201,7 +201,7 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
 
     @property
     def physical_batches_per_step(self) -> int | None:
-        """How many physical batches make a step on each rank; None where it would tell what may be private.
+        """Physical batches per step on each rank; None if that may be private.
 
         Under plain Poisson sampling it varies with the draw, and of a full batch it tells how many units there are.
         """
@@ -217,7 +217,7 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
         return max(1, math.ceil(math.ceil(units / self.ranks.world_size) / self.physical_batch_size))
 
     def physical_batches(self, step: int) -> list[list[Draw]]:
-        """This rank's part of logical step ``step`` as a list of physical batches, never empty."""
+        """Return this rank's part of step ``step`` as a list of physical batches, never empty."""
         units = self.draw(step)
         # Of a purpose of its own, so that which row is taken does not follow from who was drawn.
         picks = self._stream.coins(self.attempt, step, purpose="rows").integers(0, 2**62, size=len(units))
@@ -296,7 +296,7 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
                 yield SeededDraws(batch)
 
     def require_drawn(self, batch: UnitBatch) -> None:
-        """Refuse a batch that holds other units than were handed out for it.
+        """Refuse a batch with units other than those drawn for it.
 
         Raises:
             DataError: The data set changed the draws, or gave the rows of one unit for another.

@@ -1,4 +1,4 @@
-"""The check that a forward pass of private rows writes no parameter and no buffer.
+"""Check that a forward pass on private rows writes no parameter and no buffer.
 
 Whatever is written there during the pass is published with the model, and no noise covers it: a moving
 average, a codebook, an embedding that renormalises the rows that occurred. Most writes show at
@@ -35,7 +35,7 @@ class _Seen(NamedTuple):
 
 
 class StateWatch:
-    """Compares the parameters and buffers of a module before and after a forward pass.
+    """Compare the parameters and buffers of a module before and after a forward pass.
 
     Guarantees:
         - A parameter or buffer that was replaced, added, removed or written in place is refused, frozen
@@ -61,7 +61,7 @@ class StateWatch:
         self._seen, self._read = {name: self._look(tensor) for name, tensor in now.items()}, self._read_values(now)
 
     def after(self) -> None:
-        """Compare with what was noted, and forget it.
+        """Compare with the stored values, and discard them.
 
         Raises:
             UnsupportedModelError: The pass wrote a parameter or a buffer; the message names it.
@@ -149,7 +149,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16:
 
 
 def checksums(tensors: Iterable[Tensor]) -> list[int]:
-    """Of each tensor a number that changes with any single value and with almost any order of the values.
+    """Return for each tensor a number that changes with any single value and almost any order of the values.
 
     A tensor without memory of its own counts as 0.
     """
@@ -163,24 +163,24 @@ def checksums(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether the values lie in one piece of memory of their own."""
+    """Return whether the values are in one separate block of memory."""
     return tensor.layout == torch.strided and not tensor.is_meta and not is_lazy(tensor.device)
 
 
 def bits_of(tensor: Tensor) -> Tensor:
-    """The values as integers, flat, so that a NaN equals itself."""
+    """Return the values as flat integers, so that a NaN equals itself."""
     return tensor.detach().reshape(-1).view(_INTEGERS[tensor.element_size()])
 
 
 def same_values(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors hold the same values, of which NaN is one: a broken row is no difference."""
+    """Return whether two tensors hold the same values, where NaN equals NaN."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     return bool(torch.isclose(one, other, rtol=0.0, atol=0.0, equal_nan=True).all())
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """A number, modulo 2^64, that changes with any single value and with almost any order of the values."""
+    """Return a number, modulo 2^64, that changes with any single value and almost any order of the values."""
     bits = bits_of(tensor)
     if len(bits) * bits.element_size() % 8 == 0 and bits.storage_offset() * bits.element_size() % 8 == 0:
         bits = bits.view(torch.int64)  # fewer to multiply

@@ -1,4 +1,4 @@
-"""The global generators of torch, ``random`` and numpy, which code of the user's draws from.
+"""The global generators of torch, ``random`` and numpy, which user code draws from.
 
 A row's coins must not follow from other rows. Where rows take numbers from one generator in turn, a unit with one
 word more moves the coins of all rows after it, in this step and in later ones, and who knows the seed can tell. So the
@@ -43,7 +43,7 @@ def _uses_cuda() -> bool:
 
 
 def seed_generators(seed: int) -> None:
-    """Seed the global generators by a whole number from 0: on the CPU, and on CUDA devices that this process uses."""
+    """Seed the global generators with a non-negative integer: on the CPU, and on CUDA devices in use."""
     _draw_every_number()
     seed_torch(torch.default_generator, seed)
     if _uses_cuda():
@@ -54,7 +54,7 @@ def seed_generators(seed: int) -> None:
 
 
 def seed_everywhere(seed: int) -> None:
-    """Seed the global generators as `seed_generators` does, and those of every accelerator that torch knows."""
+    """Seed the global generators as `seed_generators` does, and those of every accelerator."""
     torch.manual_seed(seed & _DEVICE_SEED)
     seed_generators(seed)
 
@@ -135,20 +135,20 @@ def _draws_one_word(name: str) -> bool:
 
 
 def python_and_numpy_now() -> tuple[object, ...]:
-    """Return the state of ``random`` and ``numpy.random``, to be compared."""
+    """Return the state of ``random`` and ``numpy.random``, for comparison."""
     name, keys, *rest = np.random.get_state()
     return random.getstate(), name, np.asarray(keys).tobytes(), *rest
 
 
 def generators_now() -> tuple[object, ...]:
-    """Return the state of every generator that `seed_generators` seeds, to be compared."""
+    """Return the state of every generator that `seed_generators` seeds, for comparison."""
     states = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if _uses_cuda() else ())]
     return *(state.numpy().tobytes() for state in states), *python_and_numpy_now()
 
 
 @contextmanager
 def kept_generators() -> Iterator[None]:
-    """Leave every global generator as it was found."""
+    """Restore every global generator at the end of the block."""
     python, numpy = random.getstate(), np.random.get_state()
     devices = range(torch.cuda.device_count()) if _uses_cuda() else ()
     try:
@@ -160,7 +160,7 @@ def kept_generators() -> Iterator[None]:
 
 
 def own_generators(objects: Iterable[Any]) -> tuple[bytes | str, ...]:
-    """Return the states of the generators among some objects, to be compared."""
+    """Return the states of the generators among some objects, for comparison."""
     found: list[bytes | str] = []
     for each in objects:
         if isinstance(each, torch.Generator):

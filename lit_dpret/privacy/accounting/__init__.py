@@ -1,1 +1,1 @@
-"""From releases to epsilon: composition, truncated sampling, calibrated noise, groups, and choosing among runs."""
+"""Turn releases into epsilon: composition, truncated sampling, calibrated noise, groups, and selection among runs."""

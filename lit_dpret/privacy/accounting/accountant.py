@@ -1,4 +1,4 @@
-"""`Accountant`, and searches with it: the noise for a budget, the steps that it covers, a cap that costs little.
+"""`Accountant`, and searches with it: the noise for a budget, the steps within a budget, a cap of negligible cost.
 
 An `Accountant` is the arithmetic; the callback `PrivacyAccountant` is who feeds it from a ledger. Every answer
 is one of `composition.epsilon`, the function that states the claim, at the same discretisation. One evaluation can take
@@ -21,7 +21,7 @@ from lit_dpret.privacy.budget import AccountantName, Neighbours, show_delta
 
 
 class DecimalGrid:
-    """The decimals of ``digits + 1`` significant digits, in order: index 0 is 1.0, the next is 1.001 for 3 digits.
+    """Ascending decimals with ``digits + 1`` significant digits: for 3 digits, index 0 is 1.0 and index 1 is 1.001.
 
     Example:
         >>> grid = DecimalGrid(digits=3)
@@ -38,7 +38,7 @@ class DecimalGrid:
         return float(f"{mantissa + self._low}e{exponent - self._digits}")
 
     def index(self, value: float) -> int:
-        """The index of the least decimal of the grid that is at least ``value``."""
+        """Return the index of the least decimal of the grid that is at least ``value``."""
         # A guess that floats may put one off; the loop below ends at the right one.
         exponent = math.floor(math.log10(value))
         index = exponent * 9 * self._low + math.floor(value / 10.0 ** (exponent - self._digits)) - self._low - 1
@@ -50,7 +50,7 @@ class DecimalGrid:
 def boundary(
     value: Callable[[int], float], target: float, *, good: int, bad: int, place: Callable[[int], float] = float
 ) -> int:
-    """The last integer from ``good`` towards ``bad`` whose value is at most ``target``.
+    """Return the last integer from ``good`` towards ``bad`` whose value is at most ``target``.
 
     Interpolates on logarithms, where epsilon is almost a straight line in steps and in noise, and
     bisects where that closes in too slowly.
@@ -85,7 +85,7 @@ def boundary(
 def least(
     value: Callable[[int], float], target: float, *, start: int, most: int, stride: int, place: Callable[[int], float]
 ) -> int | None:
-    """The least integer whose value is at most ``target``, where values fall; None where ``most`` is too small.
+    """Return the least integer whose value is at most ``target``, for falling values; None if ``most`` is too small.
 
     Args:
         value: Decreasing, and above ``target`` somewhere.
@@ -133,20 +133,20 @@ MOST_FOR_COPIES = 0.01
 
 @dataclass(frozen=True)
 class Accountant:
-    """One way of counting, fixed for a run: delta, relation and library."""
+    """A way of accounting, fixed for a run: delta, relation and library."""
 
     delta: float  # the delta of every epsilon it states
     neighbours: Neighbours  # the relation of every epsilon it states
     name: AccountantName = "pld"  # ``pld``, ``rdp`` or ``prv``
 
     def epsilon(self, releases: Iterable[Release]) -> float:
-        """The epsilon of all ``releases`` together; see the function of that name."""
+        """Return the epsilon of all ``releases`` together; see the function of that name."""
         return epsilon(releases, delta=self.delta, neighbours=self.neighbours, accountant=self.name)
 
     def max_steps(
         self, release: Release, eps: float, *, already: Iterable[Release] = (), at_most: int = MOST_STEPS
     ) -> int:
-        """How many more times ``release`` can be made before epsilon passes ``eps``.
+        """Return how many more times ``release`` can be made before epsilon exceeds ``eps``.
 
         Guarantees:
             - ``epsilon`` of what was made already plus the answer is at most ``eps``, by the same
@@ -220,7 +220,7 @@ def calibrate_noise(
     tolerance: float = 1e-3,
     already: Iterable[Release] = (),
 ) -> float:
-    """The least noise multiplier with which ``steps`` releases by ``law`` stay within ``eps``.
+    """Return the least noise multiplier with which ``steps`` releases by ``law`` stay within ``eps``.
 
     Guarantees:
         - ``epsilon`` of the result, with ``already`` composed in, is at most ``eps``.
@@ -283,7 +283,7 @@ def calibrate_noise(
 
 
 def truncation_delta(law: TruncatedPoisson, steps: int) -> float:
-    """An upper bound on what truncation adds to delta over ``steps`` steps.
+    """Return an upper bound on what truncation adds to delta over ``steps`` steps.
 
     A step in which the batch was cut and the unit in question was left in it can at worst give that
     unit away, and in every other step the unit is as hidden as by plain Poisson sampling or better.
@@ -313,7 +313,7 @@ def choose_cap(
     max_increase: float = 0.005,
     noise_multiplier: float | None = None,
 ) -> int:
-    """The cap of a truncated Poisson law that costs next to nothing and pads as little as that allows.
+    """Choose the cap of a truncated Poisson law with negligible cost in epsilon and little padding.
 
     `truncation_delta` says which cap is certainly enough; from there the search goes down on a coarse
     distribution, in steps of an eighth of the batch's standard deviation, and the result is held

@@ -1,4 +1,4 @@
-"""Upper bounds on the success of every attack, whatever it is and whatever it knows.
+"""Upper bounds on the success of every attack, with any prior knowledge.
 
 An epsilon is hard to picture; the rate at which an attacker can be right is not. An event that has probability f when
 one unit is absent has probability at most min over e of exp(e) f + delta(e) when it is there, with delta(e) the
@@ -30,7 +30,7 @@ def attack_ceilings(
     delta: float = 1e-9,
     false_positive_rates: Sequence[float] = FALSE_POSITIVE_RATES,
 ) -> dict[str, Any]:
-    """Upper bounds on the success of any attack on the releases and everything made from them.
+    """Return upper bounds on the success of any attack on the releases and everything derived from them.
 
     Guarantees:
         - Every entry is a bound: a coarser search for the minimum could only raise it.
@@ -75,7 +75,7 @@ _POINTS = 1500
 
 
 class SecretCeiling:
-    """How often any attack can name a secret that stands several times in the data.
+    """Bounds on identifying a secret that occurs several times in the data, for any attack.
 
     The absent event is that the secret is named although none of its copies took part: its prior probability. With
     all ``copies`` it is at most min over e of exp(e) prior + delta_k(e), the curve that of `group_delta_at`.
@@ -93,11 +93,11 @@ class SecretCeiling:
         self._odds = np.exp(np.array(points))
 
     def success(self, prior: float) -> float:
-        """The largest probability of naming it, where a guess without the releases has ``prior``."""
+        """Return the largest probability of naming the secret, if a guess without the releases has ``prior``."""
         return float(min(1.0, (self._odds * prior + self._deltas).min()))
 
     def mean_rank(self, candidates: int) -> float:
-        """The smallest expected rank of the secret among ``candidates``, from which it was drawn uniformly.
+        """Return the smallest expected rank of the secret, drawn uniformly from ``candidates``.
 
         E[rank] is 1 and the sum of P[rank > r] from r = 1, and P[rank <= r] at most the success of naming the secret
         with prior r / candidates.

@@ -1,4 +1,4 @@
-"""The epsilon of a list of releases, and which combinations the accounting libraries cannot judge.
+"""Compute the epsilon of a list of releases, and refuse combinations that the accounting libraries do not support.
 
 One function, `epsilon`, at one discretisation, gives every number that this project states. The mathematics is that of
 dp-accounting for privacy loss distributions (``pld``) and Rényi divergences (``rdp``), and of Opacus for privacy random
@@ -79,7 +79,7 @@ _LEAST_NOISE: dict[type[SamplingLaw], float] = {Poisson: 0.1, TruncatedPoisson: 
 
 
 def simplest_law(law: SamplingLaw) -> SamplingLaw:
-    """The simplest law that draws exactly as ``law`` does: a cap at n cuts nothing, a rate of 1 samples nothing."""
+    """Return the simplest equivalent law: a cap at n truncates nothing, a rate of 1 samples nothing."""
     if isinstance(law, TruncatedPoisson) and law.cap == law.n:
         law = Poisson(sample_rate=law.sample_rate)
     everyone = isinstance(law, Poisson) and law.sample_rate == 1
@@ -113,7 +113,7 @@ def check_supported(law: SamplingLaw, accountant: AccountantName, neighbours: Ne
 
 @dataclass(frozen=True)
 class Part:
-    """Releases that a library judges in one call: ``count`` of them by one law at one noise level."""
+    """Releases that a library accounts in one call: ``count`` of them by one law at one noise level."""
 
     law: SamplingLaw
     noise_multiplier: float
@@ -121,7 +121,7 @@ class Part:
 
 
 def composable_parts(releases: Iterable[Release]) -> tuple[Part, ...] | None:
-    """The releases, labels dropped, in an order that does not depend on theirs; None when one is not private.
+    """Return the releases without labels, in a canonical order; None if one is not private.
 
     The shuffled steps of a release become the epochs they begin, and all unsampled Gaussians become
     one: n of noise multiplier s are one of s / sqrt(n), and precisions add up.
@@ -160,7 +160,7 @@ def _mean_loss(part: Part, neighbours: Neighbours) -> float:
 
 
 def beyond_reach(parts: Sequence[Part], neighbours: Neighbours) -> bool:
-    """Whether epsilon is above `LARGEST_EPSILON`, or the noise too small for any accountant to tell."""
+    """Return whether epsilon is above `LARGEST_EPSILON`, or the noise too small for any accountant."""
     # So little noise has losses of thousands, and grids of gigabytes.
     if any(part.noise_multiplier < _LEAST_NOISE.get(type(part.law), 0.0) for part in parts):
         return True
@@ -187,7 +187,7 @@ def _part_pld(part: Part, neighbours: Neighbours, interval: float) -> Any:
 
 @lru_cache(maxsize=1)
 def composed_pld(parts: tuple[Part, ...], neighbours: Neighbours, interval: float = FINE) -> Any:
-    """The privacy loss distribution of at least one part, all of them composed."""
+    """Return the privacy loss distribution of at least one part, all of them composed."""
     total = _part_pld(parts[0], neighbours, interval)
     for part in parts[1:]:
         total = compose_with(total, _part_pld(part, neighbours, interval))
@@ -195,7 +195,7 @@ def composed_pld(parts: tuple[Part, ...], neighbours: Neighbours, interval: floa
 
 
 def rdp_event(part: Part, neighbours: Neighbours) -> Any:
-    """One release of ``part`` as dp-accounting's Rényi accountant wants it."""
+    """Return one release of ``part`` as an event for dp-accounting's Rényi accountant."""
     # RdpAccountant takes "standard deviation over the sensitivity of the sum" under every relation;
     # replacing one unit moves a sum of terms bounded by C by up to 2C.
     shrink = 0.5 if neighbours == "replace_one" else 1.0
@@ -208,7 +208,7 @@ def rdp_event(part: Part, neighbours: Neighbours) -> Any:
 
 
 def composed_rdp(parts: tuple[Part, ...], neighbours: Neighbours) -> Any:
-    """dp-accounting's Rényi accountant with all parts composed."""
+    """Return dp-accounting's Rényi accountant with all parts composed."""
     accountant = RdpAccountant(neighboring_relation=RELATIONS[neighbours])
     for part in parts:
         accountant.compose(rdp_event(part, neighbours), part.count)
@@ -253,7 +253,7 @@ def _gaussian_epsilon(noise: float, delta: float, neighbours: Neighbours) -> flo
 def epsilon_of(
     parts: tuple[Part, ...], delta: float, neighbours: Neighbours, accountant: AccountantName, interval: float = FINE
 ) -> float:
-    """The epsilon of at least one part; infinite above `LARGEST_EPSILON`.
+    """Return the epsilon of at least one part; infinite above `LARGEST_EPSILON`.
 
     Only a first guess may use another ``interval`` than `FINE`, the discretisation of the PLD.
     """
@@ -277,7 +277,7 @@ def epsilon_of(
 def epsilon(
     releases: Iterable[Release], *, delta: float, neighbours: Neighbours, accountant: AccountantName = "pld"
 ) -> float:
-    """The epsilon that all ``releases`` together satisfy at ``delta``.
+    """Return the epsilon that all ``releases`` together satisfy at ``delta``.
 
     Guarantees:
         - An upper bound: ``pld`` rounds pessimistically and adds what floating point may have lost, ``prv`` is the
@@ -299,7 +299,7 @@ def epsilon(
 
 
 def rough_epsilon(releases: Iterable[Release], delta: float, neighbours: Neighbours) -> float:
-    """An epsilon for first guesses only, ten times as fast; never stated."""
+    """Approximate epsilon ten times as fast, for initial guesses only; never reported."""
     parts = _checked_parts(list(releases), neighbours, "pld")
     if parts is None:
         return math.inf
@@ -313,7 +313,7 @@ def delta_at(
     neighbours: Neighbours,
     accountant: AccountantName = "pld",
 ) -> list[float]:
-    """The delta that the releases satisfy at each epsilon, given in ascending order; ``pld`` and ``rdp`` only."""
+    """Return the delta of the releases at each epsilon, given in ascending order; ``pld`` and ``rdp`` only."""
     releases = list(releases)
     if accountant == "prv":
         raise UnsupportedAccountingError(
@@ -338,7 +338,7 @@ def epsilon_curve(
     accountant: AccountantName = "pld",
     deltas: Sequence[float] = (1e-4, 1e-5, 1e-6, 1e-7, 1e-8, 1e-9, 1e-10),
 ) -> list[tuple[float, float]]:
-    """Pairs (epsilon, delta) that hold all at once: one mechanism, read at several deltas.
+    """Return pairs (epsilon, delta) that hold simultaneously: one mechanism, read at several deltas.
 
     A delta so small that ``prv`` cannot tell it from rounding errors has none.
     """
@@ -350,7 +350,7 @@ def epsilon_curve(
 
 
 def epsilon_if_shuffled(releases: Iterable[Release], *, delta: float, neighbours: Neighbours) -> float:
-    """Return the epsilon of the same noise if batches had come from shuffled passes instead of coins.
+    """Return the epsilon of the same noise if batches had come from shuffled passes instead of Poisson draws.
 
     Each pass over the data that the steps amount to is charged as one unsampled Gaussian. This is
     what is left of a claim whose Poisson sampling was only asserted, so the card prints it.

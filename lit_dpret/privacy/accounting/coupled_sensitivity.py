@@ -1,4 +1,4 @@
-r"""Losses that couple the units of a batch: who sees whom, and how far one unit then reaches.
+r"""Sensitivity of losses that couple the units of a batch: which units interact, and how far one unit moves the sum.
 
 With in-batch negatives every row of a batch depends on every unit in it. A private mode for such a
 loss bounds something else than a unit's own gradient, and one unit moves more than its own term.
@@ -49,7 +49,7 @@ _MARGIN = 6.0
 
 @dataclass(frozen=True, kw_only=True)
 class Coupling:
-    """The quantity that a mode for coupled losses bounds, and how far one unit reaches.
+    """The quantity that a mode for coupled losses bounds, and the sub-batches that limit the effect of one unit.
 
     Raises:
         ConfigurationError: A value is out of range.
@@ -69,7 +69,7 @@ class Coupling:
         require_whole("privacy", self, 1, "sub_batches", "n_max")
 
     def describe(self, bound: float) -> str:
-        """Return what is clipped, and among how many units, as a phrase."""
+        """Return as a phrase what is clipped, and among how many units."""
         parts = "one sub-batch" if self.sub_batches == 1 else f"{self.sub_batches} sub-batches"
         loss = f", under {self.loss}" if self.loss else ""
         return f"{BOUNDED_TEXTS[self.bounded]} is clipped to {bound:g}, in {parts} of at most {self.n_max} units{loss}"
@@ -83,7 +83,7 @@ class Coupling:
 
 
 def largest_batch(law: SamplingLaw, units: int | None = None) -> int | None:
-    """The most units that a logical batch of this law can hold; None where it has no bound.
+    """Return the most units that a logical batch of this law can hold; None if there is no bound.
 
     Args:
         law: The law.
@@ -99,7 +99,7 @@ def largest_batch(law: SamplingLaw, units: int | None = None) -> int | None:
 def resolve_n_max(
     n_max: int | None, *, law: SamplingLaw, sub_batches: int, expected: float, units: int | None = None
 ) -> int:
-    """The bound on a sub-batch: as declared, or one that is hardly ever reached.
+    """Return the bound on a sub-batch: as declared, or one that is hardly ever reached.
 
     Guarantees:
         - The number depends on public facts alone.
@@ -133,7 +133,7 @@ def resolve_n_max(
 
 
 def least_n_max(law: SamplingLaw, *, sub_batches: int, steps: int, units: int, delta: float) -> int:
-    """The least bound on a sub-batch at which cuts do not touch amplification, under ``zero_out`` and ``replace_one``.
+    """Return the least sub-batch bound that keeps amplification valid under ``zero_out`` and ``replace_one``.
 
     *Why.* Off the event that the unit is drawn into a sub-batch that is cut, a step is dominated by the pair of plain
     sampling: either nobody was left out, or both neighbours show the batch without the unit. The event is one of
@@ -165,7 +165,7 @@ def least_n_max(law: SamplingLaw, *, sub_batches: int, steps: int, units: int, d
 
 
 def change_of_a_sub_batch(neighbours: Neighbours, law: SamplingLaw, *, n_max: int) -> Relation:
-    """By what two sub-batches of neighbouring data differ at most, where one of them has the unit and one has not.
+    """Return how a sub-batch of neighbouring data can differ, if only one side contains the unit.
 
     Args:
         neighbours: Of the claim.
@@ -192,7 +192,7 @@ def holds_under(
     units: int | None,
     delta: float,
 ) -> bool:
-    """Whether the planned sensitivity of a coupled loss bounds what a unit does under another law and relation.
+    """Return whether the planned sensitivity of a coupled loss is valid under another law and relation.
 
     Without coupling it always does: one unit's own gradient is bounded, whoever else is there. Here it is that of
     one change in a sub-batch of ``n_max`` units, and another law or relation may mean another change.

@@ -1,4 +1,4 @@
-"""The guarantee for somebody who contributed several units, or for a text that stands there several times.
+"""The guarantee for a person with several units, or for a text that occurs several times.
 
 Group privacy turns an epsilon for one unit into one for k units by counting k times, and loses nearly
 everything to amplification on the way. The mechanism itself is kinder: of a user's k units a
@@ -71,7 +71,7 @@ _MOST_TERMS = 4_000_000
 def group_epsilon(
     releases: Iterable[Release], *, delta: float, units: int, neighbours: Neighbours = "zero_out"
 ) -> float:
-    """The epsilon of all ``releases`` together for somebody who contributed up to ``units`` units.
+    """Return the epsilon of all ``releases`` for a person with up to ``units`` units.
 
     Guarantees:
         - An upper bound, discretised pessimistically.
@@ -100,7 +100,7 @@ def group_epsilon(
 def epsilon_of_several(
     runs: Iterable[tuple[Iterable[Release], int]], *, delta: float, neighbours: Neighbours = "zero_out"
 ) -> float:
-    """The epsilon of several runs together for somebody who contributed up to another number of units to each.
+    """Return the epsilon of several runs together for a person with a given maximum of units in each.
 
     Guarantees:
         - An upper bound, as `group_epsilon` is, and the same where the numbers are equal.
@@ -143,7 +143,7 @@ def epsilon_of_several(
 
 
 def check_max_units(units: int) -> None:
-    """Refuse a number of units that is no whole number from 1 to `MOST_UNITS`."""
+    """Refuse a number of units that is not a whole number from 1 to `MOST_UNITS`."""
     if isinstance(units, bool) or not isinstance(units, int) or not 1 <= units <= MOST_UNITS:
         raise ConfigurationError(f"privacy.max_units_per_user={units!r} is not a whole number from 1 to {MOST_UNITS}.")
 
@@ -166,7 +166,7 @@ def _check_law(law: SamplingLaw, neighbours: Neighbours) -> None:
 def group_delta_at(
     epsilons: Sequence[float], releases: Iterable[Release], *, units: int, neighbours: Neighbours = "zero_out"
 ) -> list[float]:
-    """The delta of all ``releases`` together at each epsilon, for somebody who contributed up to ``units`` units.
+    """Return the delta of all ``releases`` at each epsilon, for a person with up to ``units`` units.
 
     The same mixture as in `group_epsilon`, read the other way round: an upper bound, 1 where none is known to be lower.
 

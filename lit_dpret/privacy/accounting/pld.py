@@ -1,4 +1,4 @@
-"""dp-accounting's privacy loss distributions of the Gaussian, made, composed and read on whole arrays.
+"""dp-accounting's privacy loss distributions of the Gaussian, built, composed and evaluated on whole arrays.
 
 The library inverts the privacy loss value by value in Python, and walks through some 100,000 values for each question.
 Here the same formulas run on arrays, in the same order of operations; tails, discretisation and mixtures are the

@@ -37,7 +37,7 @@ def _rate(owner: object) -> None:
 
 
 class SamplingLaw(ABC):
-    """How the units of one logical batch are drawn. Two laws are equal when they draw alike."""
+    """How the units of one logical batch are drawn. Two laws are equal if their draws have the same distribution."""
 
     kind: ClassVar[str]
     """The law's name in configs, in the ledger and on the card."""
@@ -45,11 +45,11 @@ class SamplingLaw(ABC):
     @property
     @abstractmethod
     def expected_batch_size(self) -> float | None:
-        """Units in a batch on average, or None where the law's public facts do not fix it."""
+        """The mean number of units in a batch; None if the law's public facts do not determine it."""
 
     @abstractmethod
     def describe(self) -> str:
-        """One phrase for a reader: the law with its numbers."""
+        """Return the law with its numbers as a phrase."""
 
     def to_dict(self) -> dict[str, Any]:
         return {"kind": self.kind, **asdict(self)}  # type: ignore[call-overload]
@@ -68,7 +68,7 @@ class SamplingLaw(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Poisson(SamplingLaw):
-    """Each unit by its own coin. Batch sizes vary, 0 is legal, and n is nowhere needed."""
+    """Draw each unit by an independent coin. Batch sizes vary, 0 is valid, and n is never needed."""
 
     kind: ClassVar[str] = "poisson"
     sample_rate: float  # probability of one unit being in one batch, in (0, 1]
@@ -78,7 +78,7 @@ class Poisson(SamplingLaw):
 
     @property
     def expected_batch_size(self) -> float | None:
-        """None: it is ``sample_rate * n``, and n is no part of this law."""
+        """None: it is ``sample_rate * n``, and n is not part of this law."""
         return None
 
     def describe(self) -> str:
@@ -87,7 +87,7 @@ class Poisson(SamplingLaw):
 
 @dataclass(frozen=True, kw_only=True)
 class TruncatedPoisson(SamplingLaw):
-    """Poisson, then uniformly dropped down to ``cap`` units where more were drawn: fixed shapes."""
+    """Poisson sampling, then a uniform subset of ``cap`` units if more were drawn: fixed shapes."""
 
     kind: ClassVar[str] = "truncated_poisson"
     sample_rate: float  # probability of one unit's coin, in (0, 1]
@@ -104,7 +104,7 @@ class TruncatedPoisson(SamplingLaw):
 
     @property
     def expected_batch_size(self) -> float | None:
-        """``sample_rate * n``, before truncation; a cap that was not set by hand makes next to no difference."""
+        """``sample_rate * n``, before truncation, which is negligible for an automatic cap."""
         return self.sample_rate * self.n
 
     def describe(self) -> str:
@@ -171,7 +171,7 @@ class FullBatch(SamplingLaw):
 
     @property
     def expected_batch_size(self) -> float | None:
-        """None: it is n, and n is no part of this law."""
+        """None: it is n, and n is not part of this law."""
         return None
 
     def describe(self) -> str:
@@ -180,7 +180,7 @@ class FullBatch(SamplingLaw):
 
 @dataclass(frozen=True, kw_only=True)
 class GaussianRelease:
-    """A sum in which one unit counts for a bounded amount, with Gaussian noise added once."""
+    """A sum with bounded contribution of each unit, plus Gaussian noise added once."""
 
     kind: ClassVar[str] = "gaussian"
     # Standard deviation of the noise over the bound C on one unit's contribution, under every relation. Replacing a
@@ -212,7 +212,7 @@ class GaussianRelease:
 
 @dataclass(frozen=True, kw_only=True)
 class NonPrivateRelease:
-    """Something let out with no protection at all. Any list that holds one has an infinite epsilon."""
+    """A release without any protection. A list that contains one has an infinite epsilon."""
 
     kind: ClassVar[str] = "non_private"
     label: str  # what it was, for the card

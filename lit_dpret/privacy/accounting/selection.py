@@ -1,4 +1,4 @@
-"""The cost of training several times on private data and keeping the best run.
+"""The privacy cost of training several times on private data and keeping the best run.
 
 A run that was chosen among others because of its score says more about the data than a run that was
 made alone. Where the number of runs is fixed, all of them compose. Where it is drawn at random and
@@ -42,7 +42,7 @@ _SHAPES: dict[str, float] = {"poisson": math.inf, "geometric": 1.0, "logarithmic
 
 @dataclass(frozen=True)
 class RandomStopping:
-    """How the number of runs of a search is drawn.
+    """The distribution of the number of runs of a search.
 
     Raises:
         ConfigurationError: The mean or the law is out of range.
@@ -77,7 +77,7 @@ class RandomStopping:
 def selection_epsilon(
     releases: Iterable[Release], stopping: RandomStopping, *, delta: float, neighbours: Neighbours
 ) -> float:
-    """The epsilon of the best of a random number of runs, each with these ``releases``.
+    """Return the epsilon of the best of a random number of runs, each with these ``releases``.
 
     A truncated batch is judged as a plain Poisson one, and the chance that truncation gives a unit
     away in any of the runs (`truncation_delta` times the mean number of runs) is taken from delta.

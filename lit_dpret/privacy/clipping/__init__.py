@@ -39,7 +39,7 @@ ENGINES: dict[str, type[ClippedSum]] = {
 
 
 def make_engine(name: str, module: nn.Module, **settings: Any) -> ClippedSum:
-    """The engine called ``name``, for ``module``.
+    """Return the engine called ``name``, for ``module``.
 
     Args:
         name: ``ghost`` (the default of the package), ``ghost_tf32``, ``ghost_bf16``, ``vmap``, ``opacus`` or ``loop``;

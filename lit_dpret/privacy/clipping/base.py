@@ -1,4 +1,4 @@
-r"""The promise of every clipping engine, and the parts that engines share.
+r"""The guarantee of every clipping engine, and code that engines share.
 
 An engine turns the losses of one physical batch into a sum of bounded gradients: one gradient per *unit* (whatever one
 neighbouring data set may lack), scaled down to ``max_grad_norm``, added to an accumulator in fp32. It draws no noise
@@ -29,7 +29,7 @@ from lit_dpret.settings import require_choice, require_number
 
 
 def group_parameters(names: Iterable[str], clip_groups: ClipGroups) -> tuple[tuple[str, ...], ...]:
-    """The parameters in groups, in their order.
+    """Return the parameters in groups, in their order.
 
     A layer is the module that owns a parameter. A parameter that several modules share belongs to the first of them,
     whose name ``named_parameters`` gives it. So every parameter is in one group, and a tied weight counts once.
@@ -59,7 +59,7 @@ CLIP_ROUNDING = {torch.float64: 1e-9, torch.float32: 2.1e-3}
 
 @dataclass(frozen=True)
 class ClipStats:
-    """Norms and counts of one physical batch. Private: log a noised summary or nothing."""
+    """Norms and counts of one physical batch. Private: release only a noised summary."""
 
     # L2 norm of each unit's gradient before clipping, ``(units,)``; zero for a masked slot, and whatever came out (NaN,
     # infinity) for a unit that was dropped.
@@ -90,12 +90,12 @@ def clip_factors(norms: Tensor, *, max_grad_norm: float, clip: ClipName, gamma: 
 
 
 def accumulator_dtype(parameter: Tensor) -> torch.dtype:
-    """Sums are kept in fp32, and in float64 where the parameter is."""
+    """Return the dtype of sums: fp32, or float64 if the parameter is float64."""
     return torch.float64 if parameter.dtype == torch.float64 else torch.float32
 
 
 def room_for_rounding(bound: float, parameters: Iterable[Tensor]) -> float:
-    """The norm to clip to, so that a contribution is within ``bound`` with everything that rounding may add to it.
+    """Return the norm to clip to, so that a contribution stays within ``bound`` including rounding.
 
     The sensitivity that is charged stays ``bound``. What remains outside is how the rounding of the running total over
     all units depends on one of them: that is a property of floating-point mechanisms as such, which the card names.
@@ -129,14 +129,14 @@ def check_losses(losses: Tensor, rows: int) -> None:
 
 
 def broken_units(losses: Tensor, batch: UnitRows) -> Tensor:
-    """Which real units have a loss that is not finite, ``(units,)``."""
+    """Return which real units have a loss that is not finite, ``(units,)``."""
     broken = torch.zeros(batch.units, dtype=torch.int32, device=losses.device)
     broken.index_add_(0, batch.unit_of_row, (~losses.isfinite()).int())
     return (broken > 0) & batch.real
 
 
 def refuse_batch_mixing(module: nn.Module) -> None:
-    """Refuse layers that let one unit change another one's gradient, or that keep its statistics."""
+    """Refuse layers in which one unit affects another one's gradient, or that keep batch statistics."""
     for name, layer in module.named_modules():
         refuse_renormalising(name, layer)
         normalises = isinstance(layer, (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm))
@@ -154,7 +154,7 @@ def refuse_batch_mixing(module: nn.Module) -> None:
 
 
 class ClipSettings(TypedDict, total=False):
-    """The arguments of `ClippedSum`, which every engine passes on."""
+    """The arguments of `ClippedSum`, which every engine accepts."""
 
     max_grad_norm: Required[float]
     clip: ClipName
@@ -255,7 +255,7 @@ class ClippedSum(ABC):
     def _add(self, row_loss: RowLoss, batch: UnitRows) -> ClipStats: ...
 
     def take(self) -> dict[str, Tensor]:
-        """The sums by parameter name, each shared tensor once and dense; the accumulator restarts at zero.
+        """Return the sums by parameter name, each shared tensor once and dense, and reset the accumulator.
 
         Raises:
             UnsupportedModelError: An ``add`` broke off halfway since the last ``forget``.
@@ -269,7 +269,7 @@ class ClippedSum(ABC):
         return sums
 
     def forget(self) -> None:
-        """Forget what was added since the last ``take``."""
+        """Discard what was added since the last ``take``."""
         self._sums.clear()
         self._torn = False
         if self.fixed_shapes:  # so that the first batch of a step is the same program as the others
@@ -291,7 +291,7 @@ class ClippedSum(ABC):
             )
 
     def factors(self, norms: Tensor) -> Tensor:
-        """The clip factors for norms of ``(groups, units)``; one broken group drops the whole unit."""
+        """Return clip factors for norms of ``(groups, units)``; one broken group drops the whole unit."""
         # A little below the bound, so that what rounding adds stays within what is charged.
         bound = room_for_rounding(self.bound, self.parameters.values())
         factors = clip_factors(norms, max_grad_norm=bound, clip=self.clip, gamma=self.gamma)
@@ -299,7 +299,7 @@ class ClippedSum(ABC):
         return torch.where((factors > 0).all(0), factors, torch.zeros_like(factors))
 
     def stats(self, norms: Tensor, batch: UnitRows) -> ClipStats:
-        """Count what happened to the real units, from norms of ``(groups, units)``."""
+        """Count clipped, dropped and other real units, from norms of ``(groups, units)``."""
         kept = (self.factors(norms) > 0).any(0)
         above = (norms > self.bound).any(0)
         return ClipStats(

@@ -1,4 +1,4 @@
-r"""Norms and weighted sums of gradients of rows, which are written out only where that is cheap.
+r"""Norms and weighted sums of per-row gradients, which are materialised only where that is cheap.
 
 A use of a parameter contributes, to the gradient of row r,
 
@@ -41,13 +41,13 @@ CHUNK_ELSEWHERE = 1 << 25
 
 
 def chunk_of(device: torch.device) -> int:
-    """How many elements a temporary may have."""
+    """Return the most elements of a temporary."""
     return CHUNK.get(device.type, CHUNK_ELSEWHERE)
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """How a convolution slides: its settings by the names of nn.Conv, the padding as ``F.pad`` takes it."""
+    """Settings of a convolution by the names of nn.Conv, with the padding as ``F.pad`` takes it."""
 
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
@@ -69,7 +69,7 @@ class Geometry:
         )
 
     def patches(self, x: Tensor) -> Tensor:
-        """(rows, channels, *space) as (rows, places, groups, channels of a group x kernel)."""
+        """Unfold (rows, channels, *space) into (rows, places, groups, channels of a group x kernel)."""
         # Padded by hand, because a patch of the margin holds what the padding mode puts there.
         x = F.pad(x, self.padding, self.padding_mode)
         for axis, (kernel, stride, dilation) in enumerate(zip(self.kernel, self.stride, self.dilation, strict=True)):
@@ -94,7 +94,7 @@ class Convolution:
 
     @property
     def groups(self) -> int:
-        """How many matrices a unit's gradient consists of."""
+        """The number of matrices in a unit's gradient."""
         return self.geometry.groups
 
     def inputs(self, group: RowGroup, dtype: torch.dtype) -> Tensor:
@@ -108,7 +108,7 @@ class Convolution:
         return self._by_group(g.reshape(*g.shape[:2], self.groups, -1))
 
     def add_to(self, total: Tensor, coefficients: Tensor, rows: Tensor | None) -> None:
-        """Add the gradients of ``rows`` to ``total``, each times its coefficient; None takes all rows."""
+        """Add the gradients of ``rows``, each times its coefficient, to ``total``; None means all rows."""
         rows = torch.arange(len(coefficients), device=total.device) if rows is None else rows
         each = self.g.shape[1] * self.groups * self._width
         matrices = total.view(self.groups, -1, self._width)
@@ -170,7 +170,7 @@ Contribution = Product | Lookup | Dense
 
 
 def changed(use: Contribution, change: Callable[[Tensor], Tensor]) -> Contribution:
-    """The contribution of changed factors."""
+    """Return the contribution with changed factors."""
     if isinstance(use, Outer):
         return Outer(change(use.a), change(use.g))
     if isinstance(use, Convolution):
@@ -179,7 +179,7 @@ def changed(use: Contribution, change: Callable[[Tensor], Tensor]) -> Contributi
 
 
 def silenced(use: Contribution, kept: Tensor) -> Contribution:
-    """The same contribution with the rows that are not ``kept``, ``(rows,)``, set to zero, NaNs as well."""
+    """Return the contribution with all rows except ``kept``, ``(rows,)``, set to zero, NaNs included."""
 
     def rows(tensor: Tensor) -> Tensor:
         return torch.where(kept.view(-1, *[1] * (tensor.dim() - 1)), tensor, torch.zeros_like(tensor))
@@ -188,7 +188,7 @@ def silenced(use: Contribution, kept: Tensor) -> Contribution:
 
 
 def rounding_of(uses: Sequence[Contribution], coefficients: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    r"""Bound the rounding error of the weighted sum of ``uses``, in roundoffs, whatever the order of summation.
+    r"""Bound the rounding error of the weighted sum of ``uses``, in roundoffs, for any order of summation.
 
     A sum of K products in floating point is off by at most K roundoffs times the sum of their absolute values
     (Higham, Accuracy and Stability of Numerical Algorithms, section 3.1).
@@ -258,7 +258,7 @@ def add_squared_norms(
 
 
 def by_input(contributions: Mapping[str, Sequence[Contribution]]) -> list[list[str]]:
-    """The names of the parameters, those together whose gradients are outer products with the same inputs.
+    """Group the names of parameters whose gradients are outer products with the same inputs.
 
     Same inputs are known by their place in memory; on a device that gives no address (XLA), each parameter is alone.
     """
@@ -272,7 +272,7 @@ def by_input(contributions: Mapping[str, Sequence[Contribution]]) -> list[list[s
 
 
 def not_zero(values: Tensor) -> list[Tensor | None]:
-    """Return for each row of ``values`` the places that are not zero, in order; None where none is zero.
+    """Return for each row of ``values`` the nonzero places, in order; None if no value is zero.
 
     It waits for the device once, whatever the number of rows: a `nonzero` for each parameter would wait as often.
     """
@@ -291,7 +291,7 @@ def add_weighted(
     rows: Tensor | None,
     fixed: bool = False,
 ) -> Tensor:
-    """``total`` plus the gradients of all rows, each times its coefficient; in place where there is a total.
+    """Return ``total`` plus the weighted gradients of all rows; in place if there is a total.
 
     A row with coefficient zero is left out, not multiplied: its gradient may be NaN. So ``rows`` are those of
     `not_zero`. Where shapes are ``fixed``, its gradient is set to zero in place of that.
@@ -329,7 +329,7 @@ def add_weighted(
 
 
 def unit_gradients(uses: Sequence[Contribution], shape: torch.Size, group: RowGroup, dtype: torch.dtype) -> Tensor:
-    """The gradients of a group's units, written out: (n, *shape)."""
+    """Return the materialised gradients of a group's units: (n, *shape)."""
     n = len(group.units)
     if isinstance(uses[0], Outer):
         total, uses = uses[0].outputs(group, dtype).mT @ uses[0].inputs(group, dtype), uses[1:]
@@ -352,7 +352,7 @@ def unit_gradients(uses: Sequence[Contribution], shape: torch.Size, group: RowGr
 
 
 def cross_terms(inputs: list[Tensor], outputs: list[Tensor], ids: Tensor, looked_up: Tensor) -> Tensor:
-    """Twice the inner product of a tied weight's linear and embedding gradients, ``(n,)``."""
+    """Return twice the inner product of a tied weight's linear and embedding gradients, ``(n,)``."""
     total = torch.zeros(len(ids), dtype=torch.float64, device=ids.device)
     for a, g in zip(inputs, outputs, strict=True):
         at_ids = g.gather(2, ids[:, None, :].expand(-1, g.shape[1], -1))
@@ -383,7 +383,7 @@ def _block(positions: int) -> int:
 
 
 def norm_multiplications(positions: int, out: int, into: int, *, size: int) -> int:
-    """Return the multiplications of one unit's squared norm of a linear weight, beside those of its sum.
+    """Return the multiplications for one unit's squared norm of a linear weight, beyond those of its sum.
 
     ``size`` are the bytes of a value of inputs and output gradients. A gradient that is small enough to be written out
     (`are_small`) is read off for both.
@@ -507,7 +507,7 @@ class Written:
             self.group.add_to(squares, torch.mul(part, part, out=products[:, : part.shape[1]]).sum(1))
 
     def add_to(self, total: Tensor | None, factors: Tensor, *, all_count: bool) -> Tensor:
-        """``total`` plus the gradients, each times its unit's factor; one with factor zero is left out.
+        """Return ``total`` plus the gradients, each times its unit's factor; zero factors are skipped.
 
         ``all_count`` says that none is zero, which to ask here would be to wait for the device. Where shapes are
         fixed, one with factor zero is set to zero in place of being left out.
@@ -528,7 +528,7 @@ class Written:
 
 
 def are_small(uses: Sequence[Sequence[Contribution]], shapes: Sequence[torch.Size], batch: UnitRows) -> bool:
-    """Whether the gradients of parameters that share their inputs take no more room than what they come from."""
+    """Return whether gradients of parameters with shared inputs need no more memory than their factors."""
     room = 0
     for position, use in ((p, use) for p, each in enumerate(uses) for use in each):
         if not isinstance(use, Product):
@@ -542,7 +542,7 @@ def are_small(uses: Sequence[Sequence[Contribution]], shapes: Sequence[torch.Siz
 
 
 def write_out(uses: Sequence[Contribution], shape: torch.Size, batch: UnitRows, dtype: torch.dtype) -> list[Written]:
-    """Each unit's gradient of one parameter, in ``dtype``."""
+    """Return each unit's gradient of one parameter, in ``dtype``."""
     patches = [
         max(1, use.g.shape[1] * use.x.shape[2] * int(torch.Size(use.geometry.kernel).numel()))
         for use in uses

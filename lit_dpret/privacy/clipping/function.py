@@ -1,4 +1,4 @@
-"""One call of a module for which there is no rule, and its gradients row by row, by torch.func.
+"""Row-by-row gradients, by torch.func, of one call of a module that has no rule.
 
 The module is run again on the rows of its input, each alone, under ``vmap``; its parameters and
 buffers are arguments of that run, so the module itself stays as it was. What a row gives alone is
@@ -28,7 +28,7 @@ INSTEAD = (
 
 
 class FunctionCall:
-    """One call of a module, with its arguments, kept to be run again.
+    """One call of a module, with its arguments, stored for re-execution.
 
     Args:
         name: The module's full name.
@@ -50,7 +50,7 @@ class FunctionCall:
         self._outputs: list[Tensor | None] = []
 
     def returned(self, leaves: list[Any]) -> None:
-        """Keep what the call returned.
+        """Store the output of the call.
 
         Raises:
             UnsupportedModelError: Some of it is not a tensor with a gradient, so that a gradient
@@ -66,14 +66,14 @@ class FunctionCall:
         self._outputs = [leaf.detach() if isinstance(leaf, Tensor) else None for leaf in leaves]
 
     def inputs_changed(self) -> bool:
-        """Whether somebody wrote into a tensor that the module was given."""
+        """Return whether an input tensor was changed since the call."""
         return any(
             isinstance(leaf, Tensor) and leaf._version != version
             for leaf, version in zip(self._leaves, self._versions, strict=True)
         )
 
     def gradients(self, g: Tensor, output: int, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The gradients of ``parameters`` (by the module's own names), one slice per row of an output.
+        """Return gradients of ``parameters`` (by the module's own names), one slice per output row.
 
         Args:
             g: Gradient of the summed loss at the output, ``(rows, ...)``.
@@ -164,7 +164,7 @@ _DEVICES = ("cpu", "cuda")
 
 @contextmanager
 def swapped(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Let a module, and what it contains, run with these tensors in place of its own."""
+    """Temporarily replace the tensors of a module and its submodules."""
     places = []
     for name in values:
         owner, _, local = name.rpartition(".")

@@ -56,7 +56,7 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 def phase(name: Phase) -> record_function:
-    """A context that a profile shows under ``lit_dpret.clipping.<name>``."""
+    """Return a context that a profile shows as ``lit_dpret.clipping.<name>``."""
     return record_function(PREFIX + name)  # type: ignore[no-untyped-call]
 
 
@@ -73,7 +73,7 @@ Contributions = dict[str, list[Contribution]]
 
 
 class GhostClipping(ClippedSum):
-    """Clip without writing the gradients out; ``privacy.engine=ghost``, the default.
+    """Clip without materialising the gradients; ``privacy.engine=ghost``, the default.
 
     Covers nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding, nn.LayerNorm, nn.GroupNorm,
     nn.RMSNorm, the norms of T5, Llama, Mistral, Qwen and Gemma, GPT-2's transposed linear layer,
@@ -110,7 +110,7 @@ class GhostClipping(ClippedSum):
         return make_plan(self.module, self.parameters)
 
     def norms(self, row_loss: RowLoss, rows: int) -> Tensor:
-        """The gradient norm of every row by itself, ``(rows,)`` in float64; nothing is clipped or added up.
+        """Return the gradient norm of every row separately, ``(rows,)`` in float64, without clipping or summing.
 
         A row whose loss or gradient is not finite has a norm that is not. Audited as in ``add``.
         """
@@ -123,7 +123,7 @@ class GhostClipping(ClippedSum):
         return whole
 
     def columns(self, outputs: Callable[[], Tensor], rows: int) -> tuple[Tensor, list[Contributions]]:
-        """The Jacobian of ``outputs``, (rows, columns), as what each column contributes to each parameter's gradient.
+        """Return the Jacobian of ``outputs``, (rows, columns), as contributions per column and parameter.
 
         One forward pass, and for every column one backward pass to the outputs of layers. The first
         time, a mixture of all columns is checked before. Where no output needs a gradient there are

@@ -1,4 +1,4 @@
-"""The reference: each unit's gradient alone, by plain autograd.
+"""The reference engine: each unit's gradient separately, by plain autograd.
 
 Slow (one backward pass per unit) and heavy (one whole gradient at a time), but it covers every
 module that autograd covers, and it is what the fast engine is compared with.

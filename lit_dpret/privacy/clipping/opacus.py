@@ -1,4 +1,4 @@
-"""Opacus' per-row gradients, for the models that opacus handles correctly.
+"""Opacus' per-row gradients, for models that Opacus handles correctly.
 
 Opacus writes one gradient per row and parameter, which costs units x parameters of memory, and
 covers many layers that the book-keeping engine does not. What it gets wrong (opacus 1.6) is refused:
@@ -35,7 +35,7 @@ INSTEAD = "Freeze it with requires_grad_(False), or choose privacy.engine=ghost 
 
 
 class OpacusClipping(ClippedSum):
-    """Clip the per-row gradients of opacus; ``privacy.engine=opacus``.
+    """Clip the per-row gradients of Opacus; ``privacy.engine=opacus``.
 
     Refused by name: T5's trainable relative position bias (opacus takes the query length for the batch, an
     error at best and silently wrong norms where the two are equal), trainable embeddings with a

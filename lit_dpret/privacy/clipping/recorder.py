@@ -1,4 +1,4 @@
-"""Record, in one forward pass, what the gradient of each covered module will need, row by row; leave no trace.
+"""Record in one forward pass what per-row gradients of each covered module need; then restore the module.
 
 While a recorder is active, each covered module runs its own, unchanged forward with fresh leaf aliases in place of its
 parameters, and every call is written down: the input, and the place in the graph where the output's gradient will
@@ -50,11 +50,11 @@ class Use:
 
     @property
     def axis(self) -> int:
-        """Length of the gradient's first axis, which should be the batch; 0 where it has no axis."""
+        """The length of the gradient's first axis, which should be the batch; 0 without an axis."""
         return self.shape[0] if self.shape else 0
 
     def refuse_changed_input(self) -> None:
-        """Refuse an input that somebody wrote into since the call."""
+        """Refuse an input that was changed since the call."""
         changed = self.saved is not None and self.saved._version != self.version
         if changed or (self.function is not None and self.function.inputs_changed()):
             raise UnsupportedModelError(
@@ -64,7 +64,7 @@ class Use:
 
 
 def uncompiled() -> AbstractContextManager[object]:
-    """Run compiled modules as they were written: a compiled graph does not call what a recorder watches."""
+    """Run compiled modules uncompiled: a compiled graph does not call the hooks of a recorder."""
     if "torch._dynamo" not in sys.modules:
         return nullcontext()
     stance: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
@@ -72,7 +72,7 @@ def uncompiled() -> AbstractContextManager[object]:
 
 
 class Recorder:
-    """A context in which calls of covered modules are recorded, and after which the module is as before."""
+    """A context that records the calls of covered modules, and restores the module at its end."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -280,7 +280,7 @@ class _LookupWatch(TorchFunctionMode):
 
 
 def refuse_other_weights(site: Site, now: Mapping[str, Tensor | None], own: Mapping[str, Tensor | None]) -> None:
-    """Refuse a module that runs with other parameters than those that are trained."""
+    """Refuse a module that runs with other parameters than the trained ones."""
     if any(now[local] is not p for local, p in own.items()):
         raise UnsupportedModelError(
             f"{site.name} runs with other weights than its own (functional_call, or a module that swaps "
@@ -323,7 +323,7 @@ Layout = Literal["row_by_row", "turn_by_turn"]
 
 
 def fold(tensor: Tensor, rows: int, layout: Layout) -> Tensor:
-    """(rows * k, ...) as (rows, k, ...)."""
+    """Reshape (rows * k, ...) to (rows, k, ...)."""
     if layout == "row_by_row":
         return tensor.reshape(rows, -1, *tensor.shape[1:])
     return tensor.reshape(-1, rows, *tensor.shape[1:]).transpose(0, 1)

@@ -1,4 +1,4 @@
-"""The check of a recording: does what was recorded account for the gradient, row by row?
+"""Verify a recording: do the recorded calls explain the gradient, row by row?
 
 The recorder sees calls of modules; it cannot see whether the first axis of their tensors is the batch, whether the loss
 couples two units, or whether a gradient takes another way. So the first batch of an engine, and any later one with a
@@ -48,12 +48,12 @@ _SAID = ("start", "end", "step", "index", "mask", "split_size", "split_sizes", "
 
 
 def ancestors(loss: Tensor) -> set[Node]:
-    """All nodes of the graph below ``loss``."""
+    """Return all nodes of the graph below ``loss``."""
     return set(_walk(loss))
 
 
 def row_pattern(loss: Tensor, rows: int) -> tuple[object, ...]:
-    """List the operations that picked rows on the way to ``loss``; equal for two batches that were treated alike.
+    """List the operations that select rows on the way to ``loss``; equal for batches treated alike.
 
     Empty for a model that never picks rows. Operations on another axis than the batch's are left out.
 
@@ -70,7 +70,7 @@ def row_pattern(loss: Tensor, rows: int) -> tuple[object, ...]:
 
 
 def refuse_hidden_calls(loss: Tensor) -> None:
-    """Refuse a graph of which a reentrant checkpoint hides a part: its calls run without gradients.
+    """Refuse a graph partly hidden by a reentrant checkpoint, whose calls run without gradients.
 
     Raises:
         UnsupportedModelError: Saying what to use instead.
@@ -142,7 +142,7 @@ LOW_PRECISION_TOLERANCE = 5e-2
 
 
 def unit_weights(batch: UnitRows) -> Tensor:
-    """A power of two of either sign for each slot, different for any two of 16 in a row."""
+    """Return a signed power of two for each slot, different for any two of 16 consecutive slots."""
     generator = torch.Generator().manual_seed(batch.units)
     # Powers of two commute with rounding, so weighted gradients can be compared nearly to the last bit.
     values = torch.tensor([sign * 2.0**e for sign in (1, -1) for e in range(-4, 4)])
@@ -151,7 +151,7 @@ def unit_weights(batch: UnitRows) -> Tensor:
 
 
 def tolerance_of(tensors: Iterable[Tensor]) -> float:
-    """Return by how much two computations in the lowest of these precisions may differ."""
+    """Return the tolerance between two computations in the lowest of these precisions."""
     return max((TOLERANCE.get(t.dtype, LOW_PRECISION_TOLERANCE) for t in tensors), default=0.0)
 
 
@@ -161,7 +161,7 @@ def roundoff_of(tensors: Iterable[Tensor]) -> float:
 
 
 class RecordingCheck:
-    """Remembers which calls were verified, and the layouts that were found.
+    """Remember which calls were verified, and their batch layouts.
 
     Args:
         always: Verify every batch.
@@ -175,11 +175,11 @@ class RecordingCheck:
 
     @property
     def wants_parameters(self) -> bool:
-        """Whether the gradients of the parameters are to be compared with autograd's."""
+        """Return whether to compare the parameters' gradients with autograd's."""
         return self.always or not self._parameters_checked
 
     def may_be_due(self, uses: Sequence[Use], loss: Tensor, batch: UnitRows) -> bool:
-        """Whether the graph must be kept for a second pass; known before the first one.
+        """Return whether to keep the graph for a second pass; known before the first one.
 
         Raises:
             UnsupportedModelError: The graph hides calls.
@@ -194,7 +194,7 @@ class RecordingCheck:
         return any(not self._known(use, batch) and use.edge.node in reached for use in uses)
 
     def is_due(self, uses: Sequence[Use], grads: Sequence[Tensor | None], batch: UnitRows) -> bool:
-        """Whether something unverified takes part in this batch."""
+        """Return whether this batch contains anything unverified."""
         if self.wants_parameters:
             return True
         if batch.one_unit:
@@ -204,12 +204,12 @@ class RecordingCheck:
         return any(bool(g.any()) for g in unknown)
 
     def layout(self, use: Use, batch: UnitRows) -> Layout:
-        """The layout of a use's batch axis, as verified before."""
+        """Return the verified layout of a use's batch axis."""
         return self._layouts.get(self._key(use, batch), "row_by_row")
 
     @contextmanager
     def watching(self, uses: Sequence[Use], grads: Sequence[Tensor | None], batch: UnitRows) -> Iterator[list[Layout]]:
-        """Inspect the gradients of the weighted pass as they arrive, none of them kept.
+        """Inspect the gradients of the weighted pass as they arrive, without storing them.
 
         Yields:
             The layout of every use, complete when the pass is over.

@@ -1,4 +1,4 @@
-"""Which modules the book-keeping engine covers, and the names of those it does not.
+"""The modules that the ghost engine covers, and the refusal of others by name.
 
 A rule is tied to one forward function: a subclass that overrides ``forward``, a module whose
 forward was patched, or one with unfamiliar parameters (weight norm, pruning, parametrisations)
@@ -106,7 +106,7 @@ def qualified_name(module: nn.Module) -> str:
 
 
 def repeats_prompts(module: nn.Module) -> bool:
-    """Whether virtual tokens, embedded once, are put before every row of the batch."""
+    """Return whether virtual tokens, embedded once, are prepended to every row of the batch."""
     known = any(f"{base.__module__}.{base.__qualname__}" in PROMPTED for base in type(module).__mro__)
     config = getattr(module, "active_peft_config", None) if known else None
     learned = bool(getattr(config, "is_prompt_learning", False))
@@ -114,7 +114,7 @@ def repeats_prompts(module: nn.Module) -> bool:
 
 
 def kind_of(module: nn.Module) -> Kind | str:
-    """The rule that covers ``module``, or the reason why none does (a sentence with spaces)."""
+    """Return the rule that covers ``module``, or a sentence with the reason why none does."""
     if "forward" in vars(module):
         return "its forward was replaced on the instance"
     forward = type(module).forward
@@ -149,7 +149,7 @@ def kind_of(module: nn.Module) -> Kind | str:
 
 
 def refuse_renormalising(name: str, module: nn.Module) -> None:
-    """Refuse an embedding that rewrites the rows it looks up, frozen or not: they tell which ids occurred."""
+    """Refuse an embedding that rewrites the rows it looks up, frozen or not: it reveals the ids that occurred."""
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
         raise UnsupportedModelError(
             f"{name or 'the module'} ({type(module).__name__}) has max_norm={module.max_norm:g}, which rewrites the "
@@ -160,7 +160,7 @@ def refuse_renormalising(name: str, module: nn.Module) -> None:
 
 
 def make_plan(module: nn.Module, trainable: dict[str, nn.Parameter], fallback: bool = False) -> Plan:
-    """Find the covered modules; refuse a trainable parameter that none of them owns.
+    """Find the covered modules; refuse a trainable parameter outside of them.
 
     Args:
         module: What is trained.
@@ -209,7 +209,7 @@ def make_plan(module: nn.Module, trainable: dict[str, nn.Parameter], fallback: b
 
 
 def kind_as_function(module: nn.Module) -> Kind | None:
-    """Whether ``module`` may be run row by row by vmap; what only a run can tell is left to it."""
+    """Return whether vmap may run ``module`` row by row; the rest is checked at run time."""
     if "forward" in vars(module) or isinstance(module, (nn.RNNBase, nn.Embedding)):
         return None
     return "function"
@@ -240,7 +240,7 @@ def _with_blocks(sites: list[Site], modules: list[tuple[str, nn.Module]]) -> Pla
 
 
 def refuse_functional_use(names: Sequence[str], found: Sequence[Tensor | None]) -> None:
-    """Refuse parameters that the loss reaches by another way than a recorded call of their module."""
+    """Refuse parameters that the loss uses outside a recorded call of their module."""
     used = [name for name, grad in zip(names, found, strict=True) if grad is not None]
     if used:
         raise UnsupportedModelError(

@@ -1,4 +1,4 @@
-"""Which rows of a physical batch belong to which unit, and how the units are gone through.
+"""The rows of each unit in a physical batch, and iteration over units.
 
 In a batch of *fixed shape* every slot has equally many rows, in order, whether a unit fills it or not:
 then no size of a tensor, and no branch, follows from who was drawn, so a compiler like XLA sees one
@@ -18,7 +18,7 @@ from lit_dpret.errors import DataError
 
 @dataclass(frozen=True)
 class RowGroup:
-    """Units that have equally many rows."""
+    """Units with equal numbers of rows."""
 
     units: Tensor  # their slots, ``(n,)``
     rows: Tensor  # their rows, ``(n, rows of each)``
@@ -33,7 +33,7 @@ class RowGroup:
         return cls(torch.tensor(units, device=device), torch.tensor(rows, device=device), start, first)
 
     def split(self, size: int) -> Iterator[RowGroup]:
-        """The group in parts of at most ``size`` units."""
+        """Split the group into parts of at most ``size`` units."""
         if size >= len(self.units):
             yield self
             return
@@ -45,7 +45,7 @@ class RowGroup:
             yield RowGroup(self.units[part], self.rows[part], start, first)
 
     def join(self, tensor: Tensor) -> Tensor:
-        """(rows, positions, ...) of the whole batch as (n, positions of all rows of a unit, ...)."""
+        """Reshape (rows, positions, ...) of the whole batch to (n, positions of all rows of a unit, ...)."""
         n, each = self.rows.shape
         if self.start is not None:
             part = tensor[self.start : self.start + n * each]
@@ -54,7 +54,7 @@ class RowGroup:
         return part.reshape(n, each * tensor.shape[1], *tensor.shape[2:])
 
     def of(self, slots: Tensor) -> Tensor:
-        """Return the values of the group's units, ``(n,)``, of one for every slot; a view where it can be one."""
+        """Return the values of the group's units, ``(n,)``, from values per slot; a view if possible."""
         return slots[self.units] if self.first is None else slots[self.first : self.first + len(self.units)]
 
     def add_to(self, slots: Tensor, values: Tensor) -> None:
@@ -67,7 +67,7 @@ class RowGroup:
 
 @dataclass(frozen=True)
 class UnitRows:
-    """Which row of a physical batch belongs to which unit."""
+    """The unit of each row in a physical batch."""
 
     unit_of_row: Tensor  # slot of each row's unit, ``(rows,)``
     real: Tensor  # which slots hold a unit, ``(units,)``; the rest contribute exactly zero
@@ -125,12 +125,12 @@ class UnitRows:
 
     @property
     def units(self) -> int:
-        """Slots in the physical batch, masked ones included."""
+        """The number of slots in the physical batch, masked ones included."""
         return int(self.real.numel())
 
     @property
     def rows_of_a_unit(self) -> int:
-        """The most rows that a real unit has."""
+        """The most rows of a real unit."""
         return max((group.rows.shape[1] for group in self.groups), default=0)
 
     def row_is_real(self) -> Tensor:
@@ -138,7 +138,7 @@ class UnitRows:
         return self.real[self.unit_of_row]
 
     def only(self, units: Tensor) -> UnitRows:
-        """The same rows with every slot masked but ``units``, ``(units,)`` booleans."""
+        """Return the same rows with every slot masked except ``units``, ``(units,)`` booleans."""
         return UnitRows.build(self.unit_of_row, self.real & units)
 
 

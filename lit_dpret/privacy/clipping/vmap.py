@@ -1,4 +1,4 @@
-"""A fallback for layers without a rule: their gradients row by row, by torch.func.
+"""A fallback for layers without a rule: row-by-row gradients, by torch.func.
 
 Chosen explicitly, because it costs what the book-keeping engine exists to save: one gradient per row
 in memory, and one more forward and backward pass of those layers.
@@ -16,7 +16,7 @@ from lit_dpret.privacy.clipping.rules import Plan, make_plan
 
 
 class VmapClipping(GhostClipping):
-    """``GhostClipping`` for the layers that it covers, torch.func for the rest; ``privacy.engine=vmap``.
+    """``GhostClipping`` for the layers it covers, torch.func for the rest; ``privacy.engine=vmap``.
 
     A module that owns a trainable parameter without a rule is run again with everything in it, row
     by row, by ``vmap`` over ``vjp``. Its outputs must be tensors (in lists or dictionaries, if there

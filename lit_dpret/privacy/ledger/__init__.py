@@ -1,1 +1,1 @@
-"""The record of every release, written before it is made: chained files, the gate, and the ledger of a data set."""
+"""Record every release before it is made: chained files, the gate, and the ledger of a data set."""

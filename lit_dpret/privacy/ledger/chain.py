@@ -1,4 +1,4 @@
-"""A file of records that cannot be changed unnoticed, and that survives a crash in the middle of a write.
+"""A tamper-evident file of records that survives a crash during a write.
 
 Each line is one record in canonical JSON (sorted keys, no spaces, no NaN) that carries the SHA-256
 of itself and of its predecessor. Changing, removing, inserting or swapping whole lines breaks the
@@ -45,7 +45,7 @@ _WAYS_OUT = {
 
 
 def canonical_json(value: object) -> str:
-    """``value`` as the one JSON text that a hash may be taken of: sorted keys, no spaces, no NaN.
+    """Return the canonical JSON of ``value``, for hashing: sorted keys, no spaces, no NaN.
 
     Raises:
         LedgerError: It holds something that JSON cannot (a tensor, NaN, an infinity).
@@ -57,19 +57,19 @@ def canonical_json(value: object) -> str:
 
 
 def record_hash(record: Mapping[str, Any]) -> str:
-    """SHA-256 of a record without its own ``hash``; ``prev`` is inside, and so is the whole past."""
+    """Return the SHA-256 of a record without its own ``hash``; it includes ``prev``, and so the whole past."""
     body = {key: value for key, value in record.items() if key != "hash"}
     return hashlib.sha256(canonical_json(body).encode()).hexdigest()
 
 
 def storage_error(path: Path, doing: str, error: OSError) -> StorageError:
-    """An ``OSError`` in words that say which file, why, and what to do."""
+    """Return an error for an ``OSError`` that names the file, the reason, and what to do."""
     way_out = _WAYS_OUT.get(error.errno or 0, f"{error.strerror or error}. Mend this, then resume the run")
     return StorageError(f"{path} could not be {doing}: {way_out}.")
 
 
 def today() -> str:
-    """The date in UTC: the finest time that a file made to be handed on carries."""
+    """Return the date in UTC, the finest time that a publishable file contains."""
     return datetime.now(UTC).date().isoformat()
 
 
@@ -113,12 +113,12 @@ class ChainedFile:
 
     @classmethod
     def new_book(cls) -> Book:
-        """The judge of the records of one file, before it has seen any."""
+        """Return the validator for the records of one file, in its initial state."""
         raise NotImplementedError
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Self:
-        """Open for writing, made if absent; verify the chain, cut and note a torn last line.
+        """Open for writing, creating the file if absent; verify the chain, remove and record a torn last line.
 
         Raises:
             LedgerError: The chain is broken, or another process has the ledger open.
@@ -200,7 +200,7 @@ class ChainedFile:
         return record
 
     def close(self) -> None:
-        """Let the lock go, also where a forked worker still holds the file; further appends are refused."""
+        """Release the lock, even if a forked worker still has the file; further appends are refused."""
         if self._file is not None:
             if os.getpid() == self._pid:
                 unlock(self._file)
@@ -322,7 +322,7 @@ def lock(file: IO[bytes], path: Path, *, wait: float, refusal: str) -> None:
 
 
 def unlock(file: IO[bytes]) -> None:
-    """Let the lock go."""
+    """Release the lock."""
     if sys.platform != "win32":
         import fcntl
 
@@ -330,7 +330,7 @@ def unlock(file: IO[bytes]) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names of files in a folder as durable as their content."""
+    """Sync a folder, so that the names of its files are as durable as their content."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

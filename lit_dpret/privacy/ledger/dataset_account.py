@@ -1,4 +1,4 @@
-"""A run's account with the ledger of its data set: opened before the first coin, settled at the end.
+"""A run's account in the data-set ledger: opened before the first random draw, settled at the end.
 
 A copy of a run folder is the same run to that ledger, so a copy that goes on beside its original would take over the
 reservation that the original still spends. A lock beside the ledger (``flock``), held from reservation to settlement,
@@ -31,7 +31,7 @@ from lit_dpret.privacy.ledger.run_ledger import (
 
 
 class RunLock:
-    """Held by at most one object in all processes that name the same ledger and run.
+    """A lock held by at most one object in all processes that name the same ledger and run.
 
     Guarantees:
         - While it is held, no other object gets it, in this process or in another.
@@ -51,7 +51,7 @@ class RunLock:
         self._pid = os.getpid()
 
     def take(self) -> None:
-        """Take the lock; nothing changes where this object has it already.
+        """Take the lock; no effect if this object already has it.
 
         Raises:
             LedgerError: Somebody else holds it.
@@ -78,7 +78,7 @@ class RunLock:
                 file.close()
 
     def release(self) -> None:
-        """Let the lock go and remove its file; a forked worker that calls this changes nothing."""
+        """Release the lock and remove its file; no effect in a forked worker."""
         file, self._file = self._file, None
         if file is None:
             return
@@ -101,7 +101,7 @@ def _is_at(file: IO[bytes], path: Path) -> bool:
 
 
 class DatasetAccount:
-    """Reserves for a run what its gate may still grant, and settles what it was charged with.
+    """Reserve what a run's gate may still grant, and settle its charges.
 
     Guarantees:
         - The gate grants no step that is not reserved.
@@ -130,7 +130,7 @@ class DatasetAccount:
         self._departures = 0
 
     def reserve(self) -> Total:
-        """Reserve all that is still to come.
+        """Reserve everything that the run may still release.
 
         Raises:
             BudgetExceededError: The data set's limit does not cover it; no step may be made.
@@ -163,7 +163,7 @@ class DatasetAccount:
         return total
 
     def keep_covered(self) -> None:
-        """Reserve anew if a step cost more than was reserved for it.
+        """Renew the reservation if a step cost more than reserved.
 
         Raises:
             BudgetExceededError: The data set's limit does not cover the rest of the run.
@@ -172,7 +172,7 @@ class DatasetAccount:
             self.reserve()
 
     def settle(self) -> None:
-        """Give back what was reserved and not released, and note the total in the run's ledger; once."""
+        """Return the unused reservation, and note the total in the run's ledger; once."""
         if not self._held:
             return
         run = self._gate.run
@@ -182,7 +182,7 @@ class DatasetAccount:
         run.ledger.append("event", name=TOTAL_EVENT, **total.to_dict())
 
     def close(self) -> None:
-        """Let another process go on with the run; what was reserved and not settled stays charged."""
+        """Allow another process to continue the run; the unsettled reservation stays charged."""
         self._lock.release()
 
     def _owed(self) -> Charge:
@@ -201,7 +201,7 @@ def reserved(
     steps: int,
     earlier: Sequence[EarlierRun] = (),
 ) -> Iterator[Callable[[int], None]]:
-    """Count the releases of a run that trains nothing in the ledger of its data set; settle them when the block ends.
+    """Count the releases of a run without training in its data-set ledger; settle when the block ends.
 
     Yields a function that reserves for the releases from one step on, and is called before such a step is announced.
     Without ``dataset`` it does nothing.
@@ -252,7 +252,7 @@ def reserved(
 def require_room(
     ledger: DatasetLedger, path: Path, step: Release, *, steps: int, earlier: Sequence[EarlierRun]
 ) -> None:
-    """Refuse a run that the ledger of its data set does not cover, before anything is written.
+    """Refuse a run that its data-set ledger does not cover, before anything is written.
 
     A run that the ledger counts already is let through: its reservation is replaced when it goes on. So is one that
     names this ledger and was killed before the reservation, which then decides.
@@ -283,7 +283,7 @@ def require_room(
 
 
 def note_not_counted(run: PrivateRun, ledger: DatasetLedger) -> None:
-    """Note in a run's ledger that its data set's ledger refused it, so that it may go on without; not if counted.
+    """Note in a run's ledger that its data-set ledger refused it, so that it may continue; not if counted.
 
     An older copy of that ledger does not know of a run that it has counted; the run's own ledger does.
     """
@@ -294,7 +294,7 @@ def note_not_counted(run: PrivateRun, ledger: DatasetLedger) -> None:
 
 
 def was_reserved(records: Iterable[Mapping[str, Any]], identity: str) -> bool:
-    """Whether the records of a run show that the data set's ledger of this identity has counted it.
+    """Return whether a run's records show that the data-set ledger with this identity has counted it.
 
     They do where a step was granted, or a total stated, while the run was with that ledger.
     """

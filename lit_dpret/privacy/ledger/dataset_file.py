@@ -1,4 +1,4 @@
-"""The file of a data-set ledger: what each run is charged with, which record may follow which, and the total.
+"""The file of a data-set ledger: the charge of each run, the permitted order of records, and the total.
 
 Whoever sees the results of two runs on the same data has seen both mechanisms, and the two compose. The total composes
 the releases of all runs as one list, and falls back to adding epsilons and deltas (basic composition: Dwork and Roth
@@ -30,7 +30,7 @@ TOTAL_EVENT = "dataset_total"
 
 @dataclass(frozen=True, kw_only=True)
 class Total:
-    """Epsilon of everything that was released or reserved from one data set."""
+    """The epsilon of everything released or reserved from one data set."""
 
     epsilon: float  # of all runs together; infinite where one of them has no guarantee
     delta: float  # the delta that it holds at
@@ -40,12 +40,12 @@ class Total:
     running: int  # those of them that hold a reservation: they run, or were killed and not resumed
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values; an infinite epsilon is null."""
+        """Return JSON values; an infinite epsilon is null."""
         return asdict(self) | {"epsilon": self.epsilon if math.isfinite(self.epsilon) else None}
 
 
 def noted_total(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """The last total that a run's ledger notes, as `Total.to_dict` has it; None where it notes none."""
+    """Return the last total noted in a run's ledger, as `Total.to_dict` gives it; None without one."""
     noted = [record for record in records if record.get("kind") == "event" and record.get("name") == TOTAL_EVENT]
     return {item.name: noted[-1].get(item.name) for item in fields(Total)} if noted else None
 
@@ -53,7 +53,7 @@ def noted_total(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
 def compose_across_runs(
     releases: Sequence[Release], *, delta: float, neighbours: Neighbours, accountant: AccountantName = "pld"
 ) -> tuple[float, str]:
-    """The epsilon that the releases of all runs satisfy together at ``delta``, and how it was composed.
+    """Return the epsilon of the releases of all runs together at ``delta``, and the composition used.
 
     Guarantees:
         - One composition of all releases by one accountant wherever one judges them all: by ``rdp``
@@ -95,7 +95,7 @@ def _judge_of(release: Release, names: Sequence[AccountantName], neighbours: Nei
 
 @dataclass(frozen=True)
 class EarlierRun:
-    """A run whose model others begin with.
+    """A run whose model other runs start from.
 
     Two are the same only if all is: copies of one run folder that went on by themselves share the identity alone.
     """
@@ -106,7 +106,7 @@ class EarlierRun:
 
     @classmethod
     def of_start(cls, start: Mapping[str, Any] | None) -> tuple[EarlierRun, ...]:
-        """The run behind a start, as a ledger tells of it; nothing where the start cost nothing."""
+        """Return the run of a start recorded in a ledger, as a tuple; empty if the start cost nothing."""
         if start is None or not start["releases"]:
             return ()
         releases = tuple(release_from_dict(release) for release in start["releases"])
@@ -123,23 +123,23 @@ class EarlierRun:
 
 @dataclass(frozen=True)
 class Charge:
-    """The charge of one run; made by `of`."""
+    """The charge of one run; created by `of`."""
 
     own: tuple[Release, ...]  # its own releases, merged
     earlier: tuple[EarlierRun, ...] = ()  # the runs that it begins with and that nothing else in the ledger counts
 
     @classmethod
     def of(cls, given: Charge | Sequence[Release], earlier: Sequence[EarlierRun] = ()) -> Charge:
-        """The charge itself, or that of these releases."""
+        """Return the charge itself, or the charge of these releases."""
         return given if isinstance(given, Charge) else cls(tuple(merge(given)), tuple(earlier))
 
     @property
     def releases(self) -> list[Release]:
-        """All of it, as if no other run began with the same model."""
+        """All releases, as if no other run started from the same model."""
         return composed([self])
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain JSON values: all releases and, where there are earlier runs, the parts that they come from."""
+        """Return plain JSON values: all releases and, if there are earlier runs, their parts."""
         whole = {"releases": [release.to_dict() for release in self.releases]}
         if not self.earlier:
             return whole
@@ -148,7 +148,7 @@ class Charge:
 
     @classmethod
     def from_dict(cls, facts: Mapping[str, Any]) -> Charge:
-        """What `to_dict` wrote.
+        """Read what `to_dict` wrote.
 
         Raises:
             LedgerError: The parts are not all that the whole is.
@@ -178,7 +178,7 @@ SCHEMA = "lit-dpret/dataset-ledger/1"
 
 @dataclass(frozen=True)
 class Entry:
-    """The last word on one run."""
+    """The latest state of one run."""
 
     charge: Charge
     head: str

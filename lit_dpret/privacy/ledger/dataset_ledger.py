@@ -1,4 +1,4 @@
-"""The total of all runs on one data set, in one file that they share.
+"""The total privacy cost of all runs on one data set, in one shared file.
 
 A run that would bring the total past ``privacy.total_eps`` is refused before its first step. The file's path is the
 identity of the data set: it holds no name, size or fingerprint of the data, so it gives nothing away, and whoever
@@ -44,7 +44,7 @@ Releases = tuple[Release, ...]
 
 
 def note_sweep(ledger: PrivacyLedger, sweep: Mapping[str, Any] | None) -> None:
-    """Write into a run's ledger, once, which sweep it is a trial of.
+    """Record once in a run's ledger which sweep it is a trial of.
 
     Raises:
         ResumeError: The ledger was begun in another sweep, or in none.
@@ -63,13 +63,13 @@ def note_sweep(ledger: PrivacyLedger, sweep: Mapping[str, Any] | None) -> None:
 
 
 def sweep_of(records: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Return the sweep that a run is a trial of, as its ledger says; None for a run of no sweep."""
+    """Return the sweep recorded in a run's ledger; None for a run outside a sweep."""
     found = [r for r in records if r.get("kind") == "event" and r.get("name") == SWEEP_EVENT]
     return dict(found[0]["sweep"]) if found else None
 
 
 def one_release(sweep: Mapping[str, Any]) -> bool:
-    """Whether all trials of a sweep train on one release, whose claim covers them, and a choice among them, together.
+    """Return whether all trials of a sweep train on one release, whose claim covers them and a choice among them.
 
     That holds of a choice that looks at nothing private besides.
     """
@@ -78,7 +78,7 @@ def one_release(sweep: Mapping[str, Any]) -> bool:
 
 
 def sweep_limit(sweep: Mapping[str, Any] | None, delta: float | None) -> float | None:
-    """The most that all trials of a sweep may cost together at a claim's delta; None where no number bounds that.
+    """Return the maximum total cost of a sweep's trials at a claim's delta; None if there is no bound.
 
     That is so where there is no sweep, or one with trials that have no privacy, or may have. What a trial spends beyond
     its plan, as after a crash, the limit of the ledger bounds and the plan does not. The limit holds at the
@@ -95,7 +95,7 @@ def sweep_limit(sweep: Mapping[str, Any] | None, delta: float | None) -> float |
 
 
 def choose_place(places: Mapping[str, Releases], planned: Releases, *, sweep: str) -> str:
-    """The reservation that a run takes over: an equal one, else the cheapest that covers it.
+    """Return the reservation that a run takes over: an equal one, or the cheapest that covers it.
 
     A reservation covers another run if, for each sampling law, it counts at least as many releases at no more noise.
 
@@ -127,7 +127,7 @@ def choose_place(places: Mapping[str, Releases], planned: Releases, *, sweep: st
 
 
 def covers(reserved: Sequence[Release], planned: Sequence[Release]) -> bool:
-    """Whether a reservation is at least as much as a run plans to release.
+    """Return whether a reservation covers all planned releases of a run.
 
     Example:
         >>> from lit_dpret.privacy.accounting.releases import FullBatch
@@ -150,7 +150,7 @@ def covers(reserved: Sequence[Release], planned: Sequence[Release]) -> bool:
 def refusal_of_sweep(
     total: Total, runs: int, cost: Callable[[int], float], *, path: Path, terms: Mapping[str, Any]
 ) -> str:
-    """Why a sweep does not fit, and how much of it would.
+    """Return why a sweep does not fit the limit, and how much of it would.
 
     Args:
         total: With all of the sweep in it.
@@ -184,7 +184,7 @@ def _weight(releases: Releases) -> tuple[int, float]:
 
 
 class DatasetLedger:
-    """One run's way to the file that adds up what a data set has spent.
+    """One run's access to the file that adds up the spending on a data set.
 
     Guarantees:
         - A reservation that would bring the total past the limit is refused, and changes nothing;
@@ -221,7 +221,7 @@ class DatasetLedger:
         self._identity: str | None = None
 
     def begin(self) -> str:
-        """The identity of the file, random and fixed in its first record; begins the file where there is none.
+        """Return the random identity in the file's first record; create the file if absent.
 
         Raises:
             ConfigurationError: The file was begun for another unit, relation or limit.
@@ -235,7 +235,7 @@ class DatasetLedger:
             return self._identity
 
     def require(self, planned: Charge | Sequence[Release]) -> Total:
-        """The total with ``planned`` added, were it reserved now; takes no lock and writes nothing.
+        """Return the total including ``planned``, without taking the lock or writing.
 
         Raises:
             BudgetExceededError: The total would pass the limit.
@@ -248,7 +248,7 @@ class DatasetLedger:
         return self._checked({**_without(book.entries, taken), "": _planned(planned)}, book, terms, "")
 
     def terms(self) -> dict[str, Any]:
-        """Limit, delta, unit and neighbours that the file was begun with, or would be begun with now; writes nothing.
+        """Return limit, delta, unit and neighbours of the file, or of a file created now; writes nothing.
 
         Raises:
             ConfigurationError: The file was begun for another unit, relation or limit.
@@ -261,7 +261,7 @@ class DatasetLedger:
         return self._total(book.entries, self._agreed(book))
 
     def releases(self) -> dict[str, list[Release]]:
-        """Return what each run is charged with, by its name; runs of one name together.
+        """Return the charge of each run, by name; runs with one name together.
 
         What several of them begin with is in each: `total` counts it once.
         """
@@ -271,12 +271,12 @@ class DatasetLedger:
         return {name: composed(charges) for name, charges in found.items()}
 
     def charges_of(self, sweep: str) -> dict[str, Charge]:
-        """Return what each trial of a sweep that has begun is charged with, by the identity of its run."""
+        """Return the charge of each started trial of a sweep, by run identity."""
         book = DatasetFile.read(self.path).book
         return {run: book.entries[run].charge for run, own in book.trials.items() if own == sweep}
 
     def run_ids(self) -> set[str]:
-        """The lasting identities of all runs that ever reserved something."""
+        """Return the permanent identities of all runs that ever made a reservation."""
         return set(DatasetFile.read(self.path).book.entries)
 
     def reserve(
@@ -288,7 +288,7 @@ class DatasetLedger:
         heads: Sequence[str],
         name: str,
     ) -> Total:
-        """Charge the data set with all that a run has released and plans to; replaces what it reserved before.
+        """Charge the data set with everything a run has released and plans; replaces its reservation.
 
         Args:
             run_id: The run's lasting identity.
@@ -327,7 +327,7 @@ class DatasetLedger:
             return total
 
     def settle(self, run_id: str, *, spent: Charge | Sequence[Release], heads: Sequence[str], name: str) -> Total:
-        """Replace a run's reservation by what its own ledger is charged with; never refused for what it costs.
+        """Replace a run's reservation by the charge in its own ledger; never refused for the cost.
 
         Raises:
             LedgerError: The run never reserved anything here, or its own ledger is an older one.
@@ -339,7 +339,7 @@ class DatasetLedger:
             return self._total(file.book.entries, terms)
 
     def hold(self, sweep: str, places: Sequence[Charge | Sequence[Release]], *, name: str) -> Total:
-        """Reserve all runs of a sweep before the first one starts; those that it has reserved already stay.
+        """Reserve all runs of a sweep before the first one starts; existing reservations stay.
 
         Args:
             sweep: The sweep's lasting identity.
@@ -381,7 +381,7 @@ class DatasetLedger:
         return terms, new, total
 
     def give_back(self, sweep: str) -> Total:
-        """Let go of what a sweep holds for trials that have not begun; they can be reserved no more."""
+        """Release a sweep's reservations for trials that have not begun, permanently."""
         with DatasetFile.open(self.path) as file:
             terms = self._agreed(file.book)
             # A list, for the entries change while they are settled.

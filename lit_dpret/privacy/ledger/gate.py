@@ -1,4 +1,4 @@
-"""Every release passes here: it is checked against the budget, written down, and only then made.
+"""Every release passes the gate: it is checked against the budget, recorded, and only then made.
 
 A training loop asks a `Guard` for a permit before it draws noise, and reports what it did. It does not know how epsilon
 is computed, and the guard does not know what a model is: it sees sums, updates, a sampler and a ledger. There is one
@@ -46,7 +46,7 @@ from lit_dpret.privacy.sampling import PrivateBatchSampler
 
 @dataclass(frozen=True)
 class Permit:
-    """Leave to draw the noise of one step under one attempt.
+    """Permission to draw the noise of one step in one attempt.
 
     ``salt`` keys the noise beyond attempt and step: a tag of the sum, or a nonce of the process.
     ``replay`` is None for a step that is paid for now, and the earlier release record for a step
@@ -60,7 +60,7 @@ class Permit:
 
 
 class Guard(Protocol):
-    """The gate as a training loop sees it: it grants releases and writes them down."""
+    """The gate's interface for a training loop: it grants and records releases."""
 
     @property
     def stream(self) -> KeyedStream: ...
@@ -71,7 +71,7 @@ class Guard(Protocol):
 
 
 def no_accountant(module: str) -> ConfigurationError:
-    """The refusal of a training without an accountant."""
+    """Return the error for training without an accountant."""
     return ConfigurationError(
         f"{module} has no privacy accountant: nothing would be counted. Give the Trainer "
         "callbacks=[PrivacyAccountant(), PrivacyCard()] of lit_dpret: one counts, the other saves the weights and "
@@ -81,7 +81,7 @@ def no_accountant(module: str) -> ConfigurationError:
 
 
 def refuse_other_sums(trainer: Any) -> None:
-    """Refuse a Trainer that would clip, or add up, what a private step has clipped and added up already.
+    """Refuse a Trainer that would clip or accumulate the result of a private step again.
 
     Raises:
         ConfigurationError: Naming the setting that does it here.
@@ -105,12 +105,12 @@ ALWAYS = frozenset({"epoch", "step", "trainer/global_step"})
 
 
 def public_names(sources: Iterable[Any]) -> frozenset[str]:
-    """The names that modules and callbacks declare to be computed without a private row."""
+    """Return the names that modules and callbacks declare to be computed without private rows."""
     return frozenset().union(*(getattr(source, "public_metrics", ()) for source in sources))
 
 
 def tells_progress(name: str, value: Any, trainer: Any) -> bool:
-    """Whether what is logged under one of Lightning's own names is the epoch or the step, and no other number.
+    """Return whether a value logged as Lightning's epoch or step is really that number.
 
     Lightning shows what a batch logged after its step, so the count may be one behind.
     """
@@ -124,7 +124,7 @@ def tells_progress(name: str, value: Any, trainer: Any) -> bool:
 
 
 def undeclared_metric(what: str, mode: Any) -> ConfigurationError:
-    """The refusal of ``what``, a number that would be shown although nobody counts it."""
+    """Return the error for showing ``what``, an uncounted number."""
     return ConfigurationError(
         f"{what} is logged inside a run with privacy={getattr(mode, 'name', mode)}: a number computed on private rows "
         "is a release that nobody counts. Leave it out. If no private row is behind it, list its name in "
@@ -135,7 +135,7 @@ def undeclared_metric(what: str, mode: Any) -> ConfigurationError:
 
 
 class ReleaseGate:
-    """Grants the steps of one run, in order, while the budget covers them.
+    """Grant the steps of one run, in order, while the budget covers them.
 
     Guarantees:
         - No noise is drawn before the ledger on disk says so.
@@ -194,11 +194,11 @@ class ReleaseGate:
 
     @property
     def position(self) -> Position:
-        """The position that a checkpoint taken now has to carry."""
+        """The position to store in a checkpoint taken now."""
         return Position(self.run.run_id, self.run.attempt, self.steps_done)
 
     def begin(self, position: Position | None, state: Callable[[], str] | None) -> None:
-        """Settle where to go on and under which attempt, before the first coin is tossed.
+        """Decide where to continue and under which attempt, before the first random draw.
 
         Args:
             position: Of the checkpoint that was restored, if any.
@@ -218,7 +218,7 @@ class ReleaseGate:
         self.sampler.attempt = self.run.attempt
 
     def require_budget(self, step: int) -> None:
-        """Refuse ``step`` now, before its forward pass, where the budget does not cover it.
+        """Refuse ``step`` before its forward pass if the budget does not cover it.
 
         Raises:
             BudgetExceededError: Naming what is spent and what the step would bring it to.
@@ -230,7 +230,7 @@ class ReleaseGate:
             self._refuse_overspending()
 
     def authorise(self, attempt: int, step: int, units: int, sums: dict[str, Tensor]) -> Permit:
-        """Grant one release, after writing it down.
+        """Grant one release, after recording it.
 
         Raises:
             BudgetExceededError: The budget does not cover it.
@@ -272,7 +272,7 @@ class ReleaseGate:
         return Permit(*key, salt)
 
     def record(self, permit: Permit, update: Update) -> None:
-        """Write down what the step did; a repeated step must have done the same.
+        """Record what the step did; a repeated step must have done the same.
 
         Raises:
             ResumeError: A repeated update differs from the recorded one.
@@ -302,11 +302,11 @@ class ReleaseGate:
             self._steps_left = self._affordable()
 
     def void_attempt(self) -> None:
-        """Charge every step of this attempt as one without noise: nobody knows how often a unit took part in it."""
+        """Charge every step of this attempt as one without noise: the units' participation is unknown."""
         self.run.ledger.append("event", name=WRONG_UNITS_SEEN, attempt=self.run.attempt, step=self.steps_done)
 
     def epsilon(self) -> float:
-        """Epsilon spent so far, from the ledger; infinite where none may be stated."""
+        """Epsilon spent so far, from the ledger; infinite if none may be stated."""
         if self._guarantee == "none" or not (self.plan is None or self.plan.proved):
             return float("inf")
         if self.plan is None:
@@ -314,7 +314,7 @@ class ReleaseGate:
         return self._accountant.epsilon(charged_releases(self.run.ledger.records))
 
     def forthcoming(self, until: int) -> list[Release]:
-        """Return the total charge of the ledger once the steps before ``until`` are made as planned."""
+        """Return the ledger's total charge after the planned steps before ``until``."""
         first = self.steps_done
         # Steps ahead of this one that an earlier process announced are in the records already.
         while (self.run.attempt, first) in self.run.intents:
@@ -398,7 +398,7 @@ class ReleaseGate:
 
 
 class SharedGate:
-    """A `ReleaseGate` that one rank holds and all ranks ask, in the same order.
+    """A `ReleaseGate` on rank 0 that all ranks query, in the same order.
 
     Guarantees:
         - A step that is refused is refused on every rank, with the same error, before any noise is drawn.
@@ -459,7 +459,7 @@ class SharedGate:
 
     @property
     def position(self) -> Position:
-        """The position that a checkpoint taken now has to carry."""
+        """The position to store in a checkpoint taken now."""
         return Position(self._run_id, self.attempt, self.steps_done)
 
     def begin(self, position: Position | None, state: Callable[[], str] | None) -> None:
@@ -535,14 +535,14 @@ class SharedGate:
         self.ranks.share(lambda: self.own.void_attempt(), quick=True)
 
     def forfeit(self) -> None:
-        """Give up the claim of this attempt, on a rank that found out why; the others may not have found it."""
+        """Give up the claim of this attempt, on a rank that detected a fault; others may not have detected it."""
         if self._own is not None:
             self._own.void_attempt()
         else:
             self.ranks.leave_word(self._forfeited)
 
     def take_forfeits(self) -> None:
-        """Give up the claim, on rank 0, where another rank, which may be gone by now, left word that it has to be."""
+        """Give up the claim, on rank 0, if another rank left a notice of a fault."""
         if self.ranks.word_was_left(self._forfeited):
             self.own.void_attempt()
 
@@ -552,12 +552,12 @@ class SharedGate:
         return f"forfeited/{self._run_id}/{self.attempt}"
 
     def share_epsilon(self) -> float:
-        """Epsilon spent so far, asked for by all ranks."""
+        """Epsilon spent so far, queried by all ranks."""
         self._last_epsilon = self.ranks.share(lambda: self.own.epsilon())
         return self._last_epsilon
 
     def epsilon(self) -> float:
-        """Epsilon spent so far; on another rank than 0, as it was when all ranks last asked for it.
+        """Epsilon spent so far; on ranks other than 0, as of the last common query.
 
         Raises:
             LedgerError: On such a rank, before they did.

@@ -1,4 +1,4 @@
-"""From ledger records to what may be claimed for them: which steps of the proof hold, and what follows.
+"""Derive the claim from ledger records: which assumptions of the proof hold, and what follows.
 
 Nothing here reads a configuration. The plan is the one that the ledger recorded before the first step; the noise, the
 sampling law and the number of steps are those that the steps stated.
@@ -86,7 +86,7 @@ class Verdict:
 
 
 def plan_of(records: Sequence[Record]) -> tuple[PrivacyPlan | None, dict[str, Any]]:
-    """The plan that the ledger holds, and its last ``plan`` record.
+    """Return the plan in the ledger, and its last ``plan`` record.
 
     Raises:
         LedgerError: There is none, or attempts were planned for different claims.
@@ -171,7 +171,7 @@ def _law_assumption(records: Sequence[Record], releases: Sequence[Record], plan:
 
 
 def more_before(before: Sequence[int | None]) -> str:
-    """How many units of one person the runs before this one took at most, as they declared; empty without any."""
+    """Return the declared most units per person in the runs before this one; empty without any."""
     return "".join(f", or more than {most} to a run before it" for most in before if most is not None)
 
 
@@ -251,7 +251,7 @@ def _bound_assumption(plan: PrivacyPlan) -> Assumption:
 
 @dataclass(frozen=True)
 class Judged:
-    """The records of a ledger, and the verdict on them."""
+    """The records of a ledger, and their verdict."""
 
     records: Sequence[Record]  # from the first on
     plan: PrivacyPlan | None  # the last one; None for a run without privacy
@@ -275,19 +275,19 @@ class Judged:
 
     @property
     def claimed_plan(self) -> PrivacyPlan | None:
-        """The plan, where an epsilon is claimed for it."""
+        """The plan, if an epsilon is claimed for it."""
         return self.plan if self.verdict.guarantee == "dp" else None
 
     @property
     def charged(self) -> Sequence[Release]:
-        """The releases as they are charged: without amplification by sampling, where that cannot be claimed."""
+        """The charged releases: without amplification by sampling, if it cannot be claimed."""
         return self.releases if self.verdict.basis == "as_charged" else every_unit_in_every_step(self.releases)
 
 
 def judge(
     releases: Sequence[Release], plan: PrivacyPlan | None, assumptions: Sequence[Assumption]
 ) -> tuple[Verdict, Sequence[Assumption]]:
-    """Return the claim for these releases, given which assumptions hold, and the assumptions.
+    """Return the claim for these releases and assumptions, and the assumptions.
 
     There is one more of them where no accountant can judge the sampling law that ran.
 
@@ -317,7 +317,7 @@ def judge(
 
 
 def units_before(start: Mapping[str, Any] | None) -> list[tuple[list[Release], int | None]]:
-    """The runs behind a start, the nearest first: what each released, and how many units of one person it declared.
+    """Return the earlier runs of a start, the nearest first, with releases and declared units per person.
 
     None where it declared no bound.
     """
@@ -328,7 +328,7 @@ def units_before(start: Mapping[str, Any] | None) -> list[tuple[list[Release], i
 
 
 def promised_releases(records: Sequence[Record]) -> list[Release]:
-    """Return the releases that a claim is about: `charged_releases`, and the planned steps that the run did not make.
+    """Return the releases a claim covers: `charged_releases`, and planned steps that were not made.
 
     Whoever ended a run early may have looked at what it had let out: a metric of its checkpoints, a person who saw
     them, an error that only some weights cause. Then the number of steps is an outcome of the mechanism, and the
@@ -374,7 +374,7 @@ def promised_releases(records: Sequence[Record]) -> list[Release]:
 
 
 def claimed_releases(records: Sequence[Record]) -> list[Release]:
-    """Return the releases behind the run's model: its own (`promised_releases`), and those of what it started from.
+    """Return the releases of a run's model: its own (`promised_releases`), and those of its start.
 
     Raises:
         LedgerError: The records contradict each other, or tell of a start without saying what it cost.
@@ -388,7 +388,7 @@ def every_unit_in_every_step(releases: Sequence[Release]) -> list[Release]:
 
 
 def epsilon_by(accountant: AccountantName, releases: Sequence[Release], plan: PrivacyPlan) -> float:
-    """Return the epsilon of releases at the delta and under the relation of a plan."""
+    """Return the epsilon of releases at a plan's delta and under its relation."""
     budget = plan.budget
     return accounting.epsilon(releases, delta=budget.delta, neighbours=budget.neighbours, accountant=accountant)
 
@@ -409,7 +409,7 @@ _NO_CLAIM_OF_ITS_OWN = ("none", "synthetic")
 
 
 def leaks(records: Sequence[Mapping[str, Any]]) -> list[Assumption]:
-    """The assumptions that a run's ledger shows to be false or leaves open, in this attempt or an earlier one."""
+    """Return the assumptions that a run's ledger refutes or leaves open, in this attempt or an earlier one."""
     plans = [r for r in records if r["kind"] == "plan" and r.get("mode") not in _NO_CLAIM_OF_ITS_OWN]
     found = []
     if any(plan.get("log_private_loss") for plan in plans):
@@ -450,7 +450,7 @@ def leaks(records: Sequence[Mapping[str, Any]]) -> list[Assumption]:
 
 
 def owed_releases(records: Sequence[Mapping[str, Any]], *, as_made: bool = False) -> list[Release]:
-    """The releases that a run is charged with, as far as its ledger lets anything be claimed for them.
+    """Return the releases charged to a run, as far as its ledger permits a claim.
 
     They are its `promised_releases`; with ``as_made`` those that it made, for who answers for the rest of the plan.
 

@@ -1,4 +1,4 @@
-r"""The noise of every step is measured before the step counts; a privacy mode is not taken at its word.
+r"""Measure the noise of every step before the step counts, without trusting the privacy mode.
 
 The guard sees the clipped sums before a step and the update after it, so it has the noise itself: update times
 denominator minus sum. Divided by the planned deviation its coordinates are independent standard normals, whatever the
@@ -66,7 +66,7 @@ _SOURCES = ("its own noise in the step before", "the noise of another parameter"
 
 
 class NoiseCheck:
-    """Holds the noise of each step against the plan.
+    """Test the noise of each step against the plan.
 
     Guarantees:
         - Nothing that a mode reports makes noise look larger than it was; a smaller deviation that it reports (and
@@ -85,12 +85,12 @@ class NoiseCheck:
         self._of_rank: dict[int, np.ndarray] = defaultdict(lambda: np.zeros(len(CORRELATIONS)))
 
     def expect(self, sums: Mapping[str, Tensor]) -> None:
-        """Remember what the noise of the step is going to be added to."""
+        """Store the sums to which the noise will be added."""
         # By reference: a copy of all sums would double their memory.
         self._sums = {name: (total, _version(total)) for name, total in sums.items()}
 
     def verdict(self, update: Update) -> str | None:
-        """Return what is wrong with the noise of the step, without a number that was measured; None if nothing is."""
+        """Return the fault in the noise of the step, without any measured number; None if there is none."""
         sums, self._sums = self._sums, {}
         # A mode that admits less is charged with less; one that says more is still held to the plan.
         std = min(self._plan.noise_std, update.noise_std)
@@ -127,11 +127,11 @@ class NoiseCheck:
         return self._state.judge(seen)
 
     def sample(self) -> dict[str, np.ndarray]:
-        """The first coordinates of the noise of the last step, by parameter; secret, for `compare` alone."""
+        """Return the first coordinates of the last step's noise, by parameter; secret, for `compare` only."""
         return {} if self._state is None else self._state.latest()
 
     def compare(self, samples: Sequence[Mapping[str, np.ndarray]]) -> str | None:
-        """Return what is wrong with a step's noise where each process noised parts of its own, from their samples."""
+        """Return the fault in noise that several processes drew in parts, from their samples."""
         latest: dict[str, np.ndarray] = {}
         for rank, own in enumerate(samples):
             for name, noise in own.items():

@@ -1,4 +1,4 @@
-"""One private run across its interruptions: its ledger, its streams, and the attempt that it is in.
+"""One private run across interruptions: its ledger, its streams, and its current attempt.
 
 An *attempt* is a stretch of a run with its own noise and coins. A run that goes on after a crash stays in its attempt
 only where the step that is due can be repeated bit by bit; otherwise it starts the next one, and the steps that are
@@ -33,7 +33,7 @@ def _bytes(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[bytes | memoryview
 
 
 def state_hash(module: nn.Module, optimizer: torch.optim.Optimizer, *, summed: tuple[int, int] = (1, 1)) -> str:
-    """SHA-256 of every parameter, buffer and optimizer tensor, and of what decides how a sum is rounded.
+    """Return the SHA-256 of all parameters, buffers and optimizer tensors, and of rounding settings.
 
     What else ``get_extra_state`` returns is left out: where it changes a step, it changes the tag of the step's sum.
 
@@ -57,7 +57,7 @@ def state_hash(module: nn.Module, optimizer: torch.optim.Optimizer, *, summed: t
 
 
 def update_hash(gradients: dict[str, Tensor]) -> str:
-    """SHA-256 of a noised update; the update is released, so this may be read by anyone."""
+    """Return the SHA-256 of a noised update; the update is released, so the hash is public."""
     digest = hashlib.sha256()
     for chunk in _bytes(sorted(gradients.items())):
         digest.update(chunk)
@@ -65,12 +65,12 @@ def update_hash(gradients: dict[str, Tensor]) -> str:
 
 
 def sum_tag(stream: KeyedStream, sums: dict[str, Tensor]) -> str:
-    """A keyed tag of the clipped sum; without the secret it says nothing about the sum."""
+    """Return a keyed tag of the clipped sum, which reveals nothing without the secret."""
     return stream.tag("clipped-sum", *_bytes(sorted(sums.items())))
 
 
 def sample_tag(stream: KeyedStream, sums: dict[str, Tensor], *, of_each: int = 8) -> str:
-    """A keyed tag of some values of every clipped sum: cheap, and of two different sums almost never the same."""
+    """Return a keyed tag of sampled values of every clipped sum: cheap, and almost never equal for different sums."""
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for _, total in sorted(sums.items()):
         flat = total.detach().reshape(-1)
@@ -93,7 +93,7 @@ _CAUSES = ("budget", "eps", "delta", "noise_multiplier", "max_grad_norm", "sampl
 
 @dataclass(frozen=True)
 class Position:
-    """Where a checkpoint was taken; what it carries so that it can be held against the ledger."""
+    """The position of a checkpoint, for comparison with the ledger."""
 
     run_id: str
     attempt: int
@@ -104,7 +104,7 @@ class Position:
 
     @classmethod
     def among(cls, states: Mapping[str, Any], *, place: str) -> Position | None:
-        """Return what an accountant left among the callbacks' states of a checkpoint; None where there was none.
+        """Return the accountant's state among the callbacks' states of a checkpoint; None without one.
 
         Raises:
             ResumeError: As `from_dict`.
@@ -138,7 +138,7 @@ def _is_of_no_step(records: Sequence[Mapping[str, Any]]) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Fingerprints:
-    """Keyed hashes of what a run is trained on, each given its key."""
+    """Keyed hashes of a run's training data; each function takes the key."""
 
     data: Callable[[bytes], str]  # of the data set
     unplanted: Callable[[bytes], str] | None = None  # the same without what was planted in it; None where nothing was
@@ -147,7 +147,7 @@ class Fingerprints:
 
 
 class PrivateRun:
-    """The ledger of a run, opened for writing, with what identifies the run.
+    """The ledger of a run, opened for writing, with the facts that identify the run.
 
     Guarantees:
         - An existing ledger is gone on with only on request, and only for the same mechanism, law,
@@ -181,7 +181,7 @@ class PrivateRun:
 
     @property
     def identity(self) -> str:
-        """The identity of the ledger; a run id may be shared by runs with one published seed."""
+        """The identity of the ledger; runs with one published seed may share a run id."""
         return ledger_identity(self.ledger.records)
 
     @classmethod
@@ -196,7 +196,7 @@ class PrivateRun:
         run_id: str | None = None,
         dataset: DatasetLedger | None = None,
     ) -> PrivateRun:
-        """Begin a ledger, or go on with the one at ``path``.
+        """Start a ledger, or continue the one at ``path``.
 
         Args:
             path: Of the ledger.
@@ -305,7 +305,7 @@ class PrivateRun:
             self.attempt += 1
 
     def go_on_from(self, position: Position, *, must_be_known: bool) -> None:
-        """Hold a checkpoint against the ledger.
+        """Compare a checkpoint with the ledger.
 
         The ledger must hold the checkpoint's last step. It does where that step was granted under the checkpoint's
         attempt, and where that attempt began right after it: its weights are then those that an earlier attempt ended
@@ -332,7 +332,7 @@ class PrivateRun:
             )
 
     def resume_or_begin_attempt(self, step: int, state: Callable[[], str] | None) -> None:
-        """Repeat the steps from ``step`` on where everything matches, else begin a fresh attempt.
+        """Repeat the steps from ``step`` on if everything matches, otherwise begin a fresh attempt.
 
         Args:
             step: The step that is due.
@@ -361,7 +361,7 @@ class PrivateRun:
 
 
 def require_run(path: Path) -> None:
-    """Refuse to go on with a run that there is not; ``path`` is of its ledger.
+    """Refuse to resume if the run does not exist; ``path`` is that of its ledger.
 
     Raises:
         ResumeError: There is no ledger.

@@ -1,4 +1,4 @@
-"""The ledger of a run: what it let out, written down before it was let out, and what that costs.
+"""The ledger of a run: its releases, recorded before they are made, and their cost.
 
 A checkpoint says where a run stood; it cannot say what the run had already released when it was killed. The ledger can.
 Before noise is drawn for a step, an *intent* is on the disk; after it, a *release* states what was really added.
@@ -128,7 +128,7 @@ class KeyBook:
                     )
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Take in a record that ``check`` passed."""
+        """Add a record that passed ``check``."""
         kind = record.get("kind")
         if kind == "intent":
             hashes = {name: record.get(name) for name in ("state_hash", "sum_tag")}
@@ -156,7 +156,7 @@ class KeyBook:
 
 
 def read_keys(records: Iterable[Mapping[str, Any]]) -> KeyBook:
-    """The key book of a whole ledger.
+    """Return the key book of a whole ledger.
 
     Raises:
         LedgerError: The records contradict each other.
@@ -169,17 +169,17 @@ def read_keys(records: Iterable[Mapping[str, Any]]) -> KeyBook:
 
 
 def noise_keys(records: Iterable[Mapping[str, Any]]) -> list[Key]:
-    """(attempt, step) of every intent, in order."""
+    """Return (attempt, step) of every intent, in order."""
     return [_key(record) for record in records if record.get("kind") == "intent"]
 
 
 def check_no_key_reuse(records: Iterable[Mapping[str, Any]]) -> None:
-    """Raise ``LedgerError`` where one noise key served two announced steps."""
+    """Raise ``LedgerError`` if one noise key served two announced steps."""
     read_keys(records)
 
 
 def charged_releases(records: Iterable[Mapping[str, Any]]) -> list[Release]:
-    """Return the releases that an accountant has to compose, identical ones merged.
+    """Return the releases for the accountant to compose, identical ones merged.
 
     Guarantees:
         - Every intent is charged once, with or without a release record; a replay charges nothing.
@@ -225,7 +225,7 @@ def charged_releases(records: Iterable[Mapping[str, Any]]) -> list[Release]:
 def forthcoming_releases(
     records: Iterable[Mapping[str, Any]], release: Release, *, first: int, until: int, attempt: int = 0
 ) -> list[Release]:
-    """Return the total charge of a ledger once the steps from ``first`` and before ``until`` are made as planned.
+    """Return the total charge of a ledger after the planned steps from ``first`` and before ``until``.
 
     Args:
         records: Of the ledger; none for a run that is still to come.
@@ -240,13 +240,13 @@ def forthcoming_releases(
 
 
 def recorded_start(records: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Return the facts about the model that the run started from; None where it started from none."""
+    """Return the facts about the model that the run started from; None without a start."""
     found = [r for r in records if r.get("kind") == "event" and r.get("name") == START_EVENT]
     return dict(found[0]["start"]) if found else None
 
 
 def counted_in(records: Sequence[Mapping[str, Any]]) -> set[str]:
-    """The identities of the data sets' ledgers that count the run of these records: named, and not refused by it."""
+    """Return the data-set ledgers that count this run: those named that did not refuse it."""
     known: set[str] = set()
     for record in records:
         if record["kind"] == "plan" and record.get("dataset_ledger") is not None:
@@ -257,7 +257,7 @@ def counted_in(records: Sequence[Mapping[str, Any]]) -> set[str]:
 
 
 def with_earlier_releases(records: Iterable[Mapping[str, Any]], own: Sequence[Release]) -> list[Release]:
-    """Return the ``own`` releases of a run, and those of the model that it started from.
+    """Return the ``own`` releases of a run, and those of its initial model.
 
     Raises:
         LedgerError: The records tell of a start without saying what it cost.
@@ -273,7 +273,7 @@ def with_earlier_releases(records: Iterable[Mapping[str, Any]], own: Sequence[Re
 
 
 def attempts_with(event: str, records: Iterable[Mapping[str, Any]]) -> set[int]:
-    """Return the attempts in which ``event`` was seen."""
+    """Return the attempts that contain ``event``."""
     return {
         int(record["attempt"]) for record in records if record.get("kind") == "event" and record.get("name") == event
     }
@@ -300,7 +300,7 @@ def _intended(record: Mapping[str, Any]) -> Release:
 
 
 def realised_multiplier(record: Mapping[str, Any]) -> float:
-    """Noise standard deviation over sensitivity as stated; infinite where no noise is stated.
+    """Return stated noise standard deviation over sensitivity; infinite if no noise is stated.
 
     A sensitivity of null is an unbounded one (JSON has no infinity): no noise covers it.
     """
@@ -334,7 +334,7 @@ KINDS = ("plan", "intent", "release", "replay", "event", "end", "repair")
 
 
 class PrivacyLedger(ChainedFile):
-    """An append-only, hash-chained file of everything that a run released.
+    """An append-only, hash-chained file of all releases of a run.
 
     Guarantees, besides those of a `ChainedFile`:
         - A second writer is refused at once while the first is open.
@@ -361,7 +361,7 @@ class PrivacyLedger(ChainedFile):
     def announce(
         self, key: Key, release: Release, *, state_hash: str | None = None, sum_tag: str | None = None
     ) -> dict[str, Any]:
-        """Write the *intent* of a release; only when this returns, and it is on the disk, may its noise be drawn.
+        """Write the *intent* of a release; its noise may be drawn only after this returns, with it on disk.
 
         Args:
             key: Attempt and step, which key the noise.
@@ -384,7 +384,7 @@ class PrivacyLedger(ChainedFile):
         law: SamplingLaw,
         update_hash: str | None = None,
     ) -> dict[str, Any]:
-        """Write the *release* that was announced under ``key``, with what was really done."""
+        """Write the *release* announced under ``key``, with what was actually done."""
         attempt, step = key
         return self.append(
             "release",
@@ -400,7 +400,7 @@ class PrivacyLedger(ChainedFile):
 
 
 def ledger_identity(records: Sequence[Mapping[str, Any]]) -> str:
-    """Return the identity of a ledger, unique to it; empty where it holds no plan."""
+    """Return the unique identity of a ledger; empty if it has no plan."""
     # A nonce, since runs with one published seed share their run id.
     first = next((record for record in records if record["kind"] == "plan"), {})
     return str(first.get("nonce") or first.get("run_id") or "")

@@ -1,4 +1,4 @@
-"""Which weights were trained on private data before, and in which runs.
+"""Track which weights were trained on private data, and in which runs.
 
 A run counts its own releases. Weights that another run trained carry that run's releases with them, and a card that
 took them for fresh ones would forget what they cost. So a run leaves its name on what it trains, in three places that
@@ -75,12 +75,12 @@ register_optimizer_step_post_hook(_note_step)
 
 
 def modules_and_tensors_in(module: nn.Module) -> Iterator[nn.Module | Tensor]:
-    """Every module and tensor that ``module`` can read: in its tree, and in attributes of its parts (`objects_in`)."""
+    """Return every module and tensor that ``module`` can reach: its tree, and attributes (`objects_in`)."""
     return (each for each in objects_in(module) if isinstance(each, (nn.Module, Tensor)))
 
 
 def objects_in(root: object) -> Iterator[Any]:
-    """Every object that ``root`` can read, itself first.
+    """Return every object that ``root`` can reach, itself first.
 
     Attributes are followed through lists, tuples, sets, dicts, bound methods, `functools.partial` and the attributes of
     objects. Not followed are closures, slots, what Lightning's own objects hold, and what says ``holds_module``.
@@ -120,7 +120,7 @@ def _leads_away(kind: type) -> bool:
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and saved buffers by their names, and likewise those of modules that are held beside the tree."""
+    """Return parameters and saved buffers by name, including those of modules held outside the tree."""
     names = {id(part): name for name, part in module.named_modules()}
     found = {}
     for part in modules_and_tensors_in(module):
@@ -133,7 +133,7 @@ def weights(module: nn.Module) -> dict[str, Tensor]:
 
 
 def mark_trained(module: nn.Module, runs: Iterable[TrainedIn], *, whole: bool = False) -> None:
-    """Leave the names of ``runs`` on whatever of ``module`` is trained, beside those that are there.
+    """Add ``runs`` to the marks on all trained parts of ``module``.
 
     With ``whole`` on all of it: for weights from a file it is not known which of them were trained.
     """
@@ -151,7 +151,7 @@ def mark_trained(module: nn.Module, runs: Iterable[TrainedIn], *, whole: bool = 
 
 
 def runs_behind(module: nn.Module) -> frozenset[TrainedIn]:
-    """The runs that are known to have trained something that ``module`` holds."""
+    """Return the known runs that trained parts of ``module``."""
     found: set[TrainedIn] = set()
     for each in modules_and_tensors_in(module):
         found |= _marks(each)
@@ -161,7 +161,7 @@ def runs_behind(module: nn.Module) -> frozenset[TrainedIn]:
 
 
 def note_built(module: nn.Module) -> None:
-    """Keep on ``module`` the fingerprints of its parameters and of their casts, as its constructor leaves them.
+    """Store the fingerprints of the parameters of ``module``, and of their casts, after its constructor.
 
     Nothing is kept of a module with lazy layers, whose first batch sets them, nor of parameters that an optimizer has
     changed before: where their values come from, nobody noted.
@@ -175,7 +175,7 @@ def note_built(module: nn.Module) -> None:
 
 
 def set_later(module: nn.Module) -> list[str]:
-    """Return the names of parameters with values that no constructor left in ``module``, or in one of this process.
+    """Return the names of parameters whose values no constructor in this process set.
 
     None where the constructor of ``module`` noted nothing.
     """
@@ -191,7 +191,7 @@ def _parameters(module: nn.Module) -> dict[str, Tensor]:
 
 
 def fingerprint(tensor: Tensor) -> bytes | None:
-    """Return a fingerprint that copies share, those of 16 values and more in bfloat16 too; None without values."""
+    """Return a fingerprint that copies share, bfloat16 casts too from 16 values on; None without values."""
     values = _sample(tensor)
     return None if values is None else _digest(values)
 
@@ -216,12 +216,12 @@ def _digest(values: Tensor) -> bytes:
 
 
 def fingerprints(module: nn.Module) -> dict[str, bytes | None]:
-    """Those of all `values_of` it, frozen ones too: a hook may write an average of trained ones there."""
+    """Return those of all `values_of` it, frozen ones too: a hook may store an average of trained ones there."""
     return {name: fingerprint(tensor) for name, tensor in values_of(module)}
 
 
 def values_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the `weights`, then those that layers with adapters (peft's LoRA) have once the adapters are merged."""
+    """Yield the `weights`, and those of layers with merged adapters (peft's LoRA)."""
     yield from weights(module).items()
     for name, part in module.named_modules():
         if not hasattr(part, "lora_A"):
@@ -234,7 +234,7 @@ def values_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def remember(tensors: Iterable[tuple[str, Any]], before: Mapping[str, bytes | None], runs: Iterable[TrainedIn]) -> None:
-    """Remember, in this process, the values of those tensors that are others than ``before`` the runs."""
+    """Record, for this process, the values of tensors that changed since ``before`` the runs."""
     runs = frozenset(runs)
     for name, tensor in tensors:
         values = _sample(tensor) if isinstance(tensor, Tensor) else None
@@ -250,7 +250,7 @@ def remember(tensors: Iterable[tuple[str, Any]], before: Mapping[str, bytes | No
 
 
 def remember_loaded(state: Mapping[str, Any], module: nn.Module, runs: Iterable[TrainedIn]) -> None:
-    """Remember what a state dict of ``runs`` is about to bring to the trained parameters of ``module``.
+    """Record what a state dict of ``runs`` will load into the trained parameters of ``module``.
 
     What is frozen, or as some constructor left it, may be what another module begins with.
     """
@@ -259,13 +259,13 @@ def remember_loaded(state: Mapping[str, Any], module: nn.Module, runs: Iterable[
 
 
 def note(module: nn.Module, facts: dict[str, Any]) -> None:
-    """Write the runs that are marked on ``module`` into a checkpoint or the metadata of a state dict."""
+    """Write the runs marked on ``module`` into a checkpoint or the metadata of a state dict."""
     if marked := _marks(module):
         facts[TRAINED_KEY] = _plain(marked)
 
 
 def note_folder(module: nn.Module, folder: str | Path) -> None:
-    """Write the runs behind ``module`` beside the model that it wrote into ``folder``; take away what stood there.
+    """Write the runs of ``module`` beside its model in ``folder``; remove an earlier note.
 
     Raises:
         StorageError: The folder cannot be written.
@@ -278,7 +278,7 @@ def note_folder(module: nn.Module, folder: str | Path) -> None:
 
 
 def noted_in(folder: Path) -> frozenset[TrainedIn]:
-    """What `note_folder` wrote into ``folder``, or into the one above, of which it is a part.
+    """Read what `note_folder` wrote into ``folder``, or into its parent.
 
     Raises:
         DataError: The note cannot be read.
@@ -300,7 +300,7 @@ def noted_in(folder: Path) -> frozenset[TrainedIn]:
 
 
 def noted(facts: Mapping[str, Any]) -> frozenset[TrainedIn]:
-    """What `note` wrote."""
+    """Read what `note` wrote."""
     return frozenset(TrainedIn(str(run), str(privacy)) for run, privacy in facts.get(TRAINED_KEY, ()))
 
 

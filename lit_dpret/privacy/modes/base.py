@@ -1,4 +1,4 @@
-"""A privacy mode turns batches into one update and says what the update gave away.
+"""A privacy mode turns batches into one update and states its privacy cost.
 
 A mode has three abstract methods, so the training loop, the accountant, the ledger and the card do not know which one
 they drive: ``attach`` (refuse what cannot be honoured), ``add`` (one physical batch), ``privatize`` (the update, with
@@ -33,7 +33,7 @@ PassageGradient = Literal["none", "own", "full"]
 
 @dataclass(frozen=True)
 class Update:
-    """The gradient that the optimizer sees, and how it came about.
+    """The gradient for the optimizer, and its provenance.
 
     Attributes:
         gradients: Per parameter name, already divided by the public denominator.
@@ -53,7 +53,7 @@ class Update:
 
 @dataclass
 class StepCounts:
-    """Counts of a logical step; private under ``add_or_remove``, so never logged as they are."""
+    """Counts of a logical step; private under ``add_or_remove``, so never logged without noise."""
 
     units: int = 0
     clipped: int = 0
@@ -62,7 +62,7 @@ class StepCounts:
 
 
 class PrivacyMode(ABC):
-    """The seam between a training loop and a privacy mechanism.
+    """The interface between a training loop and a privacy mechanism.
 
     Attributes:
         candidates: What a row's loss may be made of, for a module that contrasts pairs: ``rows`` (its
@@ -111,30 +111,30 @@ class PrivacyMode(ABC):
         self.counts = StepCounts()
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy or a pickle holds the settings, and nothing of what it was attached to: no secret, no private sum."""
+        """Copy or pickle only the settings: no secret, no private sum, nothing attached."""
         kept = {name: value for name, value in vars(self).items() if not name.startswith("_")}
         return kept | {"counts": StepCounts()}
 
     def public_units(self, units: int) -> int | None:
-        """The number of units of privacy where everybody may know it, else None."""
+        """The number of units of privacy if it is public, otherwise None."""
         return None if self.neighbours == "add_or_remove" else units
 
     def check_request(self, request: SamplingRequest) -> None:  # noqa: B027  (without a plan any will do)
-        """Refuse, before any data are read, batches that no plan of this mode is about."""
+        """Refuse batches that this mode cannot plan, before any data are read."""
 
     def plan(self, request: SamplingRequest, *, units: int, steps: int, module: Any = None) -> PrivacyPlan | None:
-        """Return the plan of a run whose steps release something of the private data; None where they do not."""
+        """Return the plan of a run that releases private data; None if it does not."""
         return None
 
     def facts(self) -> Mapping[str, Any]:
-        """Return what else a reader of the card must know of this mode: public JSON values, by name.
+        """Return further facts for the card about this mode: public JSON values, by name.
 
         They are recorded with the plan, before the first step, and stand on the card as ``mechanism.mode_facts``.
         """
         return {}
 
     def recorded_facts(self) -> dict[str, Any]:
-        """Return `facts` as a ledger gives them back, so that a resume compares like with like.
+        """Return `facts` in the form of a ledger, for comparison on a resume.
 
         Raises:
             ConfigurationError: A fact is no JSON value, or its name no text.
@@ -154,7 +154,7 @@ class PrivacyMode(ABC):
         return recorded
 
     def ledger_of_dataset(self, budget: PrivacyBudget, *, run_dir: Path | None = None) -> DatasetLedger | None:
-        """Return the ledger that adds up all runs on the data set; None where none is asked for."""
+        """Return the data-set ledger; None if not configured."""
         return None
 
     @property
@@ -164,10 +164,10 @@ class PrivacyMode(ABC):
 
     @abstractmethod
     def attach(self, module: nn.Module, plan: PrivacyPlan | None, stream: KeyedStream) -> None:
-        """Get ready to train ``module``; refuse it by name where the claim would not hold."""
+        """Prepare to train ``module``; refuse it by name if the claim would not hold."""
 
     def contribute(self, module: Any, batch: Any) -> None:
-        """Add what a `PrivateModule` makes of one physical batch; a mode that asks more than row losses overrides it.
+        """Add a `PrivateModule`'s physical batch; overridden by modes that need more than row losses.
 
         Args:
             module: The module that was attached.
@@ -182,19 +182,19 @@ class PrivacyMode(ABC):
         """Add one physical batch; ``row_loss`` runs the forward and returns losses ``(rows,)``."""
 
     def take(self) -> dict[str, Tensor]:
-        """The sums of the logical step by parameter name, before noise; starts the next step."""
+        """Return the sums of the logical step by parameter name, before noise; start the next step."""
         found: dict[str, Tensor] = self._sums.take()
         return found
 
     def extra_sums(self) -> dict[str, Tensor]:
-        """Further coordinates of the sum of the logical step, after `take`, from the counts over all ranks.
+        """Return further coordinates of the logical step's sum, after `take`, from the counts of all ranks.
 
         Whoever drives a mode puts them among the sums, for the guard and for `privatize`, which noises them.
         """
         return {}
 
     def forget(self) -> None:
-        """Drop what was added since the logical step began, a half-added batch included; the step begins again."""
+        """Discard everything added in this logical step, a half-added batch included; the step restarts."""
         self._sums.forget()
         self.counts = StepCounts()
 
@@ -223,7 +223,7 @@ class PrivacyMode(ABC):
 
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The trainable parameters by name, each shared tensor once."""
+    """Return the trainable parameters by name, each shared tensor once."""
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
 
@@ -239,7 +239,7 @@ class GradientSums:
         self._sums: dict[str, Tensor] = {}
 
     def add(self, gradients: Mapping[str, Tensor | None]) -> None:
-        """Add gradients; never in place, for autograd may hand out one tensor for two parameters."""
+        """Add gradients; never in place, since autograd may return one tensor for two parameters."""
         for name, gradient in gradients.items():
             if gradient is not None:
                 # In float32 at least: many small gradients added up in bfloat16 would vanish.
@@ -247,7 +247,7 @@ class GradientSums:
                 self._sums[name] = wide if name not in self._sums else self._sums[name] + wide
 
     def take(self) -> dict[str, Tensor]:
-        """Return the sums and begin again at zero."""
+        """Return the sums and reset them to zero."""
         sums, self._sums = self._sums, {}
         for name, parameter in trainable(self._module).items():
             wide = torch.promote_types(parameter.dtype, torch.float32)
@@ -256,5 +256,5 @@ class GradientSums:
         return sums
 
     def forget(self) -> None:
-        """Begin again at zero."""
+        """Reset the sums to zero."""
         self._sums = {}

@@ -1,4 +1,4 @@
-r"""The base of the modes for coupled losses: sub-batches, and a sensitivity of its own.
+r"""Base of the modes for coupled losses: sub-batches, and their own sensitivity.
 
 A coupled loss lets every unit of a sub-batch move the terms of all others. The modes here clip
 something smaller than that whole and know how far one unit can still move the sum; what they clip
@@ -35,7 +35,7 @@ from lit_dpret.settings import require_number, require_whole
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class CoupledMode(GaussianMode):
-    """A private mode for losses in which the units of a sub-batch see each other.
+    """A private mode for losses that couple the units of a sub-batch.
 
     Guarantees:
         - Each drawn unit is assigned to one of ``sub_batches`` parts by a coin of its own; neighbouring
@@ -78,7 +78,7 @@ class CoupledMode(GaussianMode):
         require_number("privacy", bounds, null=True)
 
     def plan(self, request: SamplingRequest, *, units: int, steps: int, module: Any = None) -> PrivacyPlan:
-        """The plan, with the sensitivity that the loss of ``module`` has in sub-batches of ``n_max`` units."""
+        """Return the plan, with the sensitivity of ``module``'s loss in sub-batches of ``n_max`` units."""
         # Before the noise is chosen, which holds for one row of a unit.
         if request.rows_per_unit != "one":
             raise ConfigurationError(
@@ -183,6 +183,6 @@ class CoupledMode(GaussianMode):
 
 
 def named(loss: Any) -> str:
-    """A loss with its settings, the same in every process: no address of a function stands in it."""
+    """Describe a loss with its settings, equal in every process: without addresses of functions."""
     # An address differs in every process, and the plan would never match on a resume.
     return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(loss))

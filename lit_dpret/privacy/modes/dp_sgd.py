@@ -1,4 +1,4 @@
-r"""DP-SGD: clip what each unit contributes, add Gaussian noise once per step.
+r"""DP-SGD: clip each unit's contribution, add Gaussian noise once per step.
 
 Abadi et al., "Deep Learning with Differential Privacy" (2016), Algorithm 1, with the sum divided
 by a public constant instead of the realised batch size. One unit is one query with all its rows
@@ -72,7 +72,7 @@ class DPSGD(GaussianMode):
             clip_fraction.check_budget(self.clip_fraction_budget)
 
     def plan(self, request: SamplingRequest, *, units: int, steps: int, module: Any = None) -> PrivacyPlan:
-        """The plan of ``steps`` logical steps; the sensitivity follows from the settings alone, whatever is trained."""
+        """Return the plan of ``steps`` logical steps; the sensitivity depends on the settings alone."""
         return self._build_plan(
             request,
             units=units,

@@ -1,4 +1,4 @@
-r"""The base of every mode with Gaussian noise: the budget, the plan, and noise added once per step.
+r"""Base of every mode with Gaussian noise: the budget, the plan, and noise added once per step.
 
 The modes differ in what they add up and in how far one unit can move it. Whatever that is, the sum
 of a logical step gets noise of standard deviation ``noise_multiplier * sensitivity`` in every
@@ -45,7 +45,7 @@ _DRAWN_SO: dict[str, SamplingLaw] = {
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class GaussianMode(PrivacyMode):
-    """A sum in which one unit counts for a bounded amount, and Gaussian noise.
+    """A sum with bounded contribution of each unit, plus Gaussian noise.
 
     Guarantees:
         - Noise is added once per logical step, to every coordinate of every trainable parameter,
@@ -131,7 +131,7 @@ class GaussianMode(PrivacyMode):
         self.secure_rng = self.secure_rng or self.noise == "discrete"
 
     def budget(self, public_units: int | None) -> PrivacyBudget:
-        """The budget, with delta filled in from the public number of units where it was null.
+        """Return the budget, with a null delta derived from the public number of units.
 
         Delta is never above that of the run that training starts from: the claim is about the people of both.
         """
@@ -154,7 +154,7 @@ class GaussianMode(PrivacyMode):
         return budget
 
     def check_request(self, request: SamplingRequest) -> None:
-        """Refuse, before any data are read, batches that no plan of this mode is about.
+        """Refuse batches that this mode cannot plan, before any data are read.
 
         Raises:
             ConfigurationError: Constants are missing that cannot be derived from a private number of units.
@@ -189,7 +189,7 @@ class GaussianMode(PrivacyMode):
 
     @abstractmethod
     def plan(self, request: SamplingRequest, *, units: int, steps: int, module: Any = None) -> PrivacyPlan:
-        """The plan of ``steps`` logical steps over ``units`` units, drawn as ``request`` asks.
+        """Return the plan of ``steps`` logical steps over ``units`` units, drawn as ``request`` asks.
 
         Under ``add_or_remove`` the number of units is private and no part of the plan derives from it.
 
@@ -217,7 +217,7 @@ class GaussianMode(PrivacyMode):
         )
 
     def ledger_of_dataset(self, budget: PrivacyBudget, *, run_dir: Path | None = None) -> DatasetLedger | None:
-        """The ledger that adds up all runs on the data set; None where none is asked for.
+        """Return the data-set ledger; None if not configured.
 
         Raises:
             ConfigurationError: It lies in the run folder, where no other run would find it.
@@ -246,7 +246,7 @@ class GaussianMode(PrivacyMode):
         )  # and one for the count of clipped units
 
     def add(self, row_loss: Callable[[], Tensor], unit_ids: Tensor, mask: Tensor) -> None:
-        """Add a physical batch to a clipping engine; a mode that clips anything but units overrides it."""
+        """Add a physical batch to a clipping engine; overridden by modes that do not clip units."""
         self._watch.before()
         stats = self._sums.add(row_loss, unit_ids, mask)
         self._watch.after()

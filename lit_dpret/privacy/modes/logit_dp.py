@@ -1,4 +1,4 @@
-r"""Logit-DP: clip what each pair of records contributes to the similarity it is compared by.
+r"""Logit-DP: clip the gradient of each pair's similarity.
 
 Kong, Munoz Medina and Ribero, "Differentially private optimization for non-decomposable objective
 functions" (2310.03104). The gradient of a loss of the similarities S_ij of a sub-batch is
@@ -51,7 +51,7 @@ SensitivityRule = Literal["proof", "paper"]
 
 
 class PairLoss(Protocol):
-    """A loss of the table of similarities, as this mode needs it; `lit_dpret.losses.PairwiseLoss` is one."""
+    """The loss interface of this mode, on the matrix of similarities; `lit_dpret.losses.PairwiseLoss` is one."""
 
     @property
     def claim(self) -> LossClaim: ...
@@ -138,7 +138,7 @@ class LogitDP(CoupledMode):
 
     @property
     def has_exact_norms(self) -> bool:
-        """Whether pairs are clipped by their norms, and not by an upper bound of them; known once attached."""
+        """Whether pairs are clipped by their norms instead of upper bounds; known once attached."""
         return self._norms.exact
 
     def attach(self, module: nn.Module, plan: PrivacyPlan | None, stream: KeyedStream) -> None:

@@ -1,4 +1,4 @@
-r"""Per-example clipping of an in-batch loss, with the sensitivity that it really has.
+r"""Per-example clipping of an in-batch loss, with its true sensitivity.
 
 The direct baseline of the synthetic-query papers: each row's loss is made of its query and of copies
 of all passages of its sub-batch, so that it has a gradient of its own, and that is clipped to C. But the
@@ -28,7 +28,7 @@ from lit_dpret.settings import require_choice
 
 
 def duplicated_sensitivity(n_max: int, change: Relation) -> float:
-    """How far one unit moves a sum of n row gradients of norm at most 1 that all depend on it.
+    """Return how far one unit moves a sum of n row gradients of norm at most 1 that all depend on it.
 
     Example:
         >>> duplicated_sensitivity(8, "add_or_remove"), duplicated_sensitivity(8, "replace_one")
@@ -44,7 +44,7 @@ def duplicated_sensitivity(n_max: int, change: Relation) -> float:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class PerExampleDuplicated(CoupledMode):
-    """Clip each row's in-batch gradient, the passages of its sub-batch duplicated for it.
+    """Clip each row's in-batch gradient, with its own copy of the sub-batch's passages.
 
     Guarantees:
         - Taking one unit out of a sub-batch moves the sum by at most (2 ``n_max`` - 1) C, replacing one by

@@ -1,4 +1,4 @@
-"""Training without noise: on private data as they are, or on data that are released already."""
+"""Training without noise: on private data without protection, or on released data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lit_dpret.settings import require_whole
 
 
 class PlainGradients(PrivacyMode):
-    """Average the gradients as they are; what ``none`` and ``synthetic`` have in common.
+    """Average the gradients; shared by ``none`` and ``synthetic``.
 
     Args:
         sub_batches: Let only the rows of the same sub-batch be each other's negatives, as under the
@@ -62,7 +62,7 @@ class PlainGradients(PrivacyMode):
 
 
 class NoPrivacy(PlainGradients):
-    """Train on the private data as they are. The card says that nothing is promised.
+    """Train on the private data without protection. The card says that there is no guarantee.
 
     Guarantees:
         - Epsilon is infinite in the ledger, and the card carries no number.
@@ -74,7 +74,7 @@ class NoPrivacy(PlainGradients):
 
 
 class SyntheticData(PlainGradients):
-    """Train without noise on data that a private generator let out.
+    """Train without noise on data released by a private generator.
 
     Guarantees:
         - The run's card repeats the claim of the data's card and names it by SHA-256; it never

@@ -46,7 +46,7 @@ GHOST, BLOCKS, INNER = 2.0, 3.5, 0.5
 
 
 def costs(*, n_max: int, dim: int, positions: int, width: int, shared: bool) -> dict[NormsName, float]:
-    """Return the cost of each way, in ordinary steps (a forward and backward pass of n queries and n passages).
+    """Return the cost of each method in ordinary steps (a forward and backward pass of n queries and n passages).
 
     Per linear layer of ``width`` x ``width`` and ``positions`` T: a cotangent is a third of a step, its Gram
     products add T / h of that (for a pair's joined 2T positions: 2T / h; for a block of d cotangents: (T + d) / h).
@@ -67,7 +67,7 @@ def costs(*, n_max: int, dim: int, positions: int, width: int, shared: bool) -> 
 def choose_norms(
     *, n_max: int, dim: int, positions: int, width: int, shared: bool = True, linear_head: bool = False
 ) -> NormsName:
-    """The way that ``norms=auto`` takes.
+    """Return the method that ``norms=auto`` selects.
 
     The closed form for a linear head; else the cheapest exact one. The bound of ``k_blocks`` is taken for shared
     parameters only where exact norms cost more than ``EXACT_IS_WORTH`` times as much.
@@ -95,7 +95,7 @@ def choose_norms(
 
 
 def width_of(module: nn.Module) -> int:
-    """The width of a square layer with as many weights as the module's trainable matrices have on average."""
+    """Return the width of a square layer with as many weights as the module's average trainable matrix."""
     sizes = [p.numel() for p in module.parameters() if p.requires_grad and p.dim() > 1]
     return max(1, round(math.sqrt(sum(sizes) / len(sizes)))) if sizes else 1
 
@@ -111,7 +111,7 @@ def make_pair_norms(
     linear_head: bool = False,
     **settings: Any,
 ) -> PairNorms:
-    """The strategy called ``norms``, for ``module``.
+    """Return the strategy called ``norms``, for ``module``.
 
     Args:
         norms: ``auto``, ``pair_ghost``, ``jacobian``, ``k_blocks``, ``linear_head`` or ``brute_force``.

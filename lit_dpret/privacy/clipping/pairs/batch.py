@@ -1,4 +1,4 @@
-r"""n records, each a query and a passage, the functions that embed them, and one gradient of all their similarities.
+r"""A batch of n records (query and passage), their embeddings, and one gradient of all their similarities.
 
 The gradient that Logit-DP releases is :math:`\sum_{ij} \lambda_{ij} \nabla S_{ij}` with
 :math:`\lambda_{ij} = \tau_{ij} \min(1, B / N_{ij})` (section 5.3 of Kong, Munoz Medina and Ribero, "Differentially
@@ -42,7 +42,7 @@ class Side:
         return tree_map(lambda leaf: leaf[index if isinstance(index, slice) else index.to(leaf.device)], self.rows)
 
     def embedded(self, index: Tensor | slice) -> Tensor:
-        """The embeddings of some rows.
+        """Return the embeddings of some rows.
 
         Raises:
             UnsupportedModelError: What comes out is not one vector for each row.
@@ -97,7 +97,7 @@ class PairBatch:
 
 
 def embed_all(batch: PairBatch, *, rows_at_once: int) -> tuple[Tensor, Tensor]:
-    """The embeddings of all queries and of all passages, (n, dim) each, without a graph.
+    """Return the embeddings of all queries and of all passages, (n, dim) each, without a graph.
 
     They come in the accumulator's precision: float64 where the model runs in it, else fp32. The caller's autocast
     is off, as in every pass over pairs.
@@ -113,14 +113,14 @@ def embed_all(batch: PairBatch, *, rows_at_once: int) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def embed_side(side: Side, *, rows_at_once: int) -> Tensor:
-    """The embeddings of one side, without a graph, in fp32 or float64."""
+    """Return the embeddings of one side, without a graph, in fp32 or float64."""
     found = torch.cat([side.embedded(block) for block in side.blocks(rows_at_once)])
     return found if found.dtype == torch.float64 else found.float()
 
 
 @contextmanager
 def whole_digits(device: torch.device) -> Iterator[None]:
-    """Passes in fp32 (float64 where the model is), outside the caller's autocast and without TF32.
+    """Compute in fp32 (float64 for a float64 model), outside the caller's autocast and without TF32.
 
     A pair's gradient is bounded by a norm from another pass than its own, so the two must agree. In bf16 they
     do not: gradients clipped to B came out up to a tenth longer where query and passage are alike.
@@ -130,7 +130,7 @@ def whole_digits(device: torch.device) -> Iterator[None]:
 
 
 def refuse_low_precision(name: str, parameter: Tensor) -> None:
-    """Refuse a trained parameter of fewer digits than fp32.
+    """Refuse a trained parameter with lower precision than fp32.
 
     Raises:
         UnsupportedModelError: Names it.
@@ -147,7 +147,7 @@ def _low_precision(what: str, dtype: torch.dtype) -> UnsupportedModelError:
 
 
 def refuse_other_function(first: Tensor, again: Tensor) -> None:
-    """Refuse embeddings that differ between two passes over the same rows; broken rows say nothing.
+    """Refuse embeddings that differ between two passes over the same rows; broken rows are ignored.
 
     Raises:
         UnsupportedModelError: Something random is at work.
@@ -161,7 +161,7 @@ def refuse_other_function(first: Tensor, again: Tensor) -> None:
 
 
 def refuse_randomness(module: nn.Module) -> None:
-    """Refuse what makes two passes differ, or one row depend on others: active dropout, and BatchNorm in any mode.
+    """Refuse causes of differing passes or coupled rows: active dropout, and BatchNorm in any mode.
 
     Raises:
         UnsupportedModelError: Names the layer.
@@ -214,7 +214,7 @@ def clipped_pair_factors(norms: Tensor, max_logit_grad_norm: float) -> tuple[Ten
 def weighted_backward(
     batch: PairBatch, weights: Tensor, parameters: Mapping[str, nn.Parameter], *, rows_at_once: int
 ) -> dict[str, Tensor]:
-    """The gradient of the weighted sum of all similarities, in memory of a few rows.
+    """Compute the gradient of the weighted sum of all similarities, with memory for a few rows.
 
     Guarantees:
         - The result is the sum over i and j of ``weights[i, j]`` times the gradient of S_ij, whatever

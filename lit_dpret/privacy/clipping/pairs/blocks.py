@@ -1,4 +1,4 @@
-r"""Norms of all pairs from one Jacobian for each record: d cotangents in place of n.
+r"""Norms of all pairs from one Jacobian per record: d cotangents instead of n.
 
 With the Jacobians :math:`J_i` of query i's embedding and :math:`J'_j` of passage j's,
 :math:`g_{ij} = J_i^\top f_j + J_j'^\top e_i`, hence
@@ -56,7 +56,7 @@ Jacobian = dict[str, list[Factors]]
 
 @dataclass(frozen=True)
 class Reach:
-    """The parameters that a side's embeddings depend on, and the memory that a row takes."""
+    """The parameters that a side's embeddings depend on, and the memory per row."""
 
     names: frozenset[str]  # the parameters
     inputs: int  # elements to hold for a row, whatever the number of columns
@@ -64,7 +64,7 @@ class Reach:
 
 
 class FromJacobians(PairNorms):
-    """Base of the strategies that start from the Jacobian of each record.
+    """Base of the strategies that use the Jacobian of each record.
 
     Args:
         module: What is trained.
@@ -139,7 +139,7 @@ class FromJacobians(PairNorms):
 
 
 class KBlocks(FromJacobians):
-    r"""From the blocks K alone: ``norms=k_blocks``, exact for two towers, an upper bound where parameters are shared.
+    r"""Norms from the blocks K: ``norms=k_blocks``, exact for two towers, an upper bound with shared parameters.
 
     About d ordinary steps, whatever n is. The bound is
     :math:`N_{ij}^2 = q_{ij} + q'_{ij} + (\sqrt{s_{ij}} + \sqrt{s'_{ij}})^2` with the parts q of one side's
@@ -179,7 +179,7 @@ class KBlocks(FromJacobians):
 
 
 class JacobianNorms(FromJacobians):
-    """Exact from Jacobians, with shared parameters too: ``norms=jacobian``.
+    """Exact norms from Jacobians, also with shared parameters: ``norms=jacobian``.
 
     The blocks, and for each pair the inner product of a query's with a passage's share of the gradient. The
     factors of some records of both sides are in memory together; where they are all records, each is
@@ -234,7 +234,7 @@ def _aligned(queries: Jacobian, passages: Jacobian) -> list[tuple[Factors, Facto
 
 
 def quadratic(factors: Sequence[Factors], vectors: Tensor, rows: int) -> Tensor:
-    """f_j' K_i f_j for the rows i of the factors and all vectors j, (rows, vectors) in float64.
+    """Return f_j' K_i f_j for the rows i of the factors and all vectors j, (rows, vectors) in float64.
 
     A share of the size of rounding errors is added: where a row's terms cancel, the result must not fall below the
     true value, since norms are divided by.

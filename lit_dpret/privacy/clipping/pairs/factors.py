@@ -1,4 +1,4 @@
-r"""Jacobians of embeddings as factors, and the products of them that pair norms need.
+r"""Jacobians of embeddings in factored form, and their products for pair norms.
 
 Of a linear layer, row i of one side has the Jacobian :math:`\sum_t D_{ikt} a_{it}^\top`, one matrix for
 each coordinate k of its embedding: the inputs ``a`` are the same for all k, the output gradients ``D``
@@ -52,21 +52,21 @@ class Matrices:
 
     @property
     def held(self) -> tuple[int, int]:
-        """Elements in memory for all columns together, and for each on its own."""
+        """Return the elements in memory for all columns together, and for each column alone."""
         return 0, self.value.numel()
 
     def parts(self, size: int) -> Iterator[Tensor]:
-        """The Jacobian, at most ``size`` parameters at a time."""
+        """Yield the Jacobian, at most ``size`` parameters at a time."""
         yield from self.value.split(size, dim=2)  # type: ignore[no-untyped-call]
 
     def energy(self) -> Tensor:
-        """The squared norm that the terms of a row would have were they orthogonal, ``(rows,)``."""
+        """Return the squared norm of a row's terms if they were orthogonal, ``(rows,)``."""
         return self.value.square().sum((1, 2), dtype=torch.float64)
 
 
 @dataclass(frozen=True)
 class Products:
-    """A Jacobian held as its factors, over positions."""
+    """A Jacobian stored as its factors, over positions."""
 
     # (rows, positions, in), the same for all columns; or token ids (rows, positions), which stand for unit vectors of
     # length ``into``.
@@ -84,7 +84,7 @@ class Products:
 
     @property
     def held(self) -> tuple[int, int]:
-        """Elements in memory for all columns together, and for each on its own."""
+        """Return the elements in memory for all columns together, and for each column alone."""
         return self.inputs.numel(), self.outputs.numel()
 
     @property
@@ -92,7 +92,7 @@ class Products:
         return not self.inputs.is_floating_point()
 
     def parts(self, size: int) -> Iterator[Tensor]:
-        """The Jacobian, about ``size`` parameters at a time: some rows of the weight."""
+        """Yield the Jacobian, about ``size`` parameters at a time: some rows of the weight."""
         rows, columns, positions, _ = self.outputs.shape
         inputs = torch.nn.functional.one_hot(self.inputs, self.into) if self.looks_up else self.inputs
         inputs = inputs.to(self.outputs.dtype)
@@ -101,12 +101,12 @@ class Products:
             yield (stacked @ inputs).view(rows, columns, -1)
 
     def energy(self) -> Tensor:
-        """The squared norm that the terms of a row would have were they orthogonal, ``(rows,)``."""
+        """Return the squared norm of a row's terms if they were orthogonal, ``(rows,)``."""
         outputs = self.outputs.square().sum((1, 3), dtype=torch.float64)
         return (outputs if self.looks_up else outputs * self.inputs.double().square().sum(2)).sum(1)
 
     def likeness(self) -> Tensor:
-        """The inner products of each row's inputs at two positions, (rows, positions, positions)."""
+        """Return the inner products of each row's inputs at two positions, (rows, positions, positions)."""
         if self.looks_up:
             return (self.inputs[:, :, None] == self.inputs[:, None, :]).to(self.outputs.dtype)
         return self.inputs @ self.inputs.mT
@@ -118,7 +118,7 @@ Factors = Matrices | Products
 def stacked(
     columns: Sequence[Sequence[Contribution]], shape: torch.Size, rows: int, dtype: torch.dtype
 ) -> list[Factors]:
-    """One parameter's Jacobian, from what each column contributes to its gradient (nothing: an empty sequence)."""
+    """Return one parameter's Jacobian from each column's gradient contributions (empty sequence: none)."""
     first = next(uses for uses in columns if uses)
     device = (first[0].value if isinstance(first[0], Dense) else first[0].g).device
     whole = RowGroup.build(list(range(rows)), [[row] for row in range(rows)], device)
@@ -133,7 +133,7 @@ def stacked(
 
 
 def written_out(factors: Sequence[Factors]) -> Matrices:
-    """One parameter's Jacobian in the parameter's own order."""
+    """Return one parameter's materialised Jacobian in the parameter's own order."""
     values = []
     for each in factors:
         value = torch.cat(list(each.parts(each.width)), 2)
@@ -144,7 +144,7 @@ def written_out(factors: Sequence[Factors]) -> Matrices:
 
 
 def merged(factors: Sequence[Factors]) -> list[Factors]:
-    """The same Jacobian with all written-out parameters in one."""
+    """Return the Jacobian with all materialised parameters merged into one."""
     written = [each.value for each in factors if isinstance(each, Matrices)]
     products: list[Factors] = [each for each in factors if isinstance(each, Products)]
     return [*products, Matrices(torch.cat(written, 2))] if written else products
@@ -203,7 +203,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def gram_blocks(factors: Factors) -> Tensor:
-    """The blocks K of all rows, (rows, columns, columns)."""
+    """Return the blocks K of all rows, (rows, columns, columns)."""
     if isinstance(factors, Products):
         columns, positions, out = factors.outputs.shape[1:]
         gram = positions * (positions * factors.into + columns * out * (positions + columns))
@@ -227,7 +227,7 @@ def cheapest(costs: dict[str, float]) -> str:
 
 
 def alike(query: Sequence[Factors], passage: Sequence[Factors]) -> bool:
-    """Whether two Jacobians by one parameter are held in the same form."""
+    """Return whether two Jacobians of one parameter have the same form."""
     return [_form(each) for each in query] == [_form(each) for each in passage]
 
 
@@ -238,7 +238,7 @@ def _form(factors: Factors) -> tuple[object, ...]:
 
 
 def inner_products(query: Factors, passage: Factors, e: Tensor, f: Tensor) -> Tensor:
-    """Of every pair, the inner product of the query's and the passage's share of its gradient, (queries, passages).
+    """Return for every pair the inner product of query and passage gradients, (queries, passages).
 
     Args:
         query: The Jacobian of some queries.

@@ -37,7 +37,7 @@ NOISE = 32
 
 
 class PairNorms(ABC):
-    """A table of what each pair's gradient measures at most.
+    """Compute the norm of each pair's gradient, or an upper bound.
 
     Guarantees:
         - ``table(batch)[i, j]`` is at least the norm of the gradient of S_ij over all trainable parameters
@@ -64,7 +64,7 @@ class PairNorms(ABC):
         refuse_randomness(module)
 
     def table(self, batch: PairBatch) -> Tensor:
-        """The norms or bounds, (n, n) in float64; queries are rows. Private.
+        """Return the norms or bounds, (n, n) in float64; rows are queries. Private.
 
         Raises:
             UnsupportedModelError: The module is random or couples records, or the strategy does not cover it.
@@ -132,13 +132,13 @@ def _refuse_mixing(side: Side) -> None:
 
 
 class BruteForce(PairNorms):
-    """Each pair alone, all n squared gradients kept: ``norms=brute_force``, the paper's Algorithm 1.
+    """Each pair separately, keeping all n squared gradients: ``norms=brute_force``, the paper's Algorithm 1.
 
     The reference. It covers whatever autograd covers, and takes n squared times the parameters of memory.
     """
 
     def gradients(self, batch: PairBatch) -> dict[str, Tensor]:
-        """The gradients of all similarities, (n, n, *shape) for each trainable parameter."""
+        """Return the gradients of all similarities, (n, n, *shape) for each trainable parameter."""
         trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         found = {name: p.new_zeros(batch.n, batch.n, *p.shape) for name, p in trained.items()}
         queries, passages = batch.sides
@@ -181,7 +181,7 @@ def _grad(similarity: Tensor, parameters: list[nn.Parameter]) -> tuple[Tensor | 
 
 
 class PairGhost(PairNorms):
-    """Each pair as one row of the book-keeping engine: ``norms=pair_ghost``, exact for any towers.
+    """Each pair as one row of the ghost engine: ``norms=pair_ghost``, exact for any towers.
 
     A row is a query and a passage, its loss their similarity; the engine reads the norm off the inputs
     and output gradients of both calls, and sums nothing. About 0.9 n ordinary steps, whatever the
