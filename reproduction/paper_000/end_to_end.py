@@ -76,8 +76,8 @@ class EndToEnd(Study):
     Guarantees:
         - A finished training is not done again, and an interrupted one goes on: what was made with other settings is
           refused by name, and nothing else is touched.
-        - All rows of one seed are trained before those of the next one, of these the smallest budget and no privacy
-          first, and the page is written after each training.
+        - All rows of one seed are trained before those of the next one, of these the smallest budget, then no privacy,
+          then the others, the regimes in turn, and the page is written after each training.
         - With ``rates`` no private query is learned from or judged by: words of public passages stand in their place.
     """
 
@@ -130,14 +130,12 @@ class EndToEnd(Study):
         return self._ways(cell.regime)[cell.way]
 
     def cells(self) -> list[Cell]:
-        """Return all rows, whatever ``only`` says: the smallest budget and no privacy first, the regimes in turn."""
-        early = [eps for eps in (*self.finite[:1], None) if eps in self.eps]
-        found = []
-        for budgets in (early, self.finite[1:]):
-            for way, eps, regime in product(self._all_ways(), budgets, self.regimes):
-                guarantee = self._ways(regime)[way].guarantee if way in self._ways(regime) else None
-                if guarantee == "inherited" or guarantee == ("none" if eps is None else "dp"):
-                    found.append(Cell(regime, way, eps))
+        """Return all rows, whatever ``only`` says: the smallest budget first, then no privacy."""
+        known, found = [*self.finite[:1], None, *self.finite[1:]], []
+        for eps, way, regime in product(known, self._all_ways(), self.regimes):
+            guarantee = self._ways(regime)[way].guarantee if way in self._ways(regime) else None
+            if eps in self.eps and (guarantee == "inherited" or guarantee == ("none" if eps is None else "dp")):
+                found.append(Cell(regime, way, eps))
         return found
 
     def _asked(self) -> list[Cell]:
