@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tiny_generator import generator
 from tiny_models import tiny_bert, tiny_tokenizer
-from tiny_tasks import parts, write_log
+from tiny_tasks import parts, write_log, write_synthetic
 
 from lit_dpret.cards.card import read_card
 from lit_dpret.datamodules import PairsDataModule
@@ -124,9 +124,14 @@ def test_a_page_of_some_runs_says_which_seeds_it_has_and_what_was_not_run(tmp_pa
     other.generator = replace(other.generator, steps=2)
     with pytest.raises(ResumeError, match=r"other settings of task\."):
         other.run(parts(tmp_path, resume=True))
-    (tmp_path / "run" / "generator-eps8").rename(tmp_path / "moved")
+
+
+def test_queries_whose_generator_was_moved_away_are_not_learned_from(tmp_path: Path) -> None:
+    whole, made = parts(tmp_path, resume=True), tmp_path / "run" / "made-eps8"
+    write_synthetic(made / "data", whole.read_data(expected_batch_size=None))
+    (made / "stage.json").write_text(json.dumps({"result": {"passages": 24}, "seconds": 1.0}), encoding="utf-8")
     with pytest.raises(ResumeError, match=r"made-eps8 comes from another training"):
-        study(tmp_path, **settings).run(parts(tmp_path, resume=True))
+        study(tmp_path).run(whole)
 
 
 def test_rates_are_tried_on_public_texts_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
