@@ -127,6 +127,7 @@ def as_rows(embeddings: Tensor | NDArray[Any] | Rows) -> Rows:
 
 
 _CHUNK = 16_384  # passages that are read at a time
+_FEW_PAIRS = 4096  # threads begin later than one has scored so many
 _PLACE = 2**32 - 1
 _DEVICE_BLOCK = 256 * 2**20  # bytes that keep an accelerator busy
 
@@ -178,7 +179,10 @@ def _on_cpu(queries: Tensor, passages: Rows, candidates: NDArray[np.int64], cosi
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
-        rows_in_parallel(score, len(starts), 1)
+        step = 1 if len(flat) > _FEW_PAIRS else len(starts)
+        rows_in_parallel(
+            lambda parts: [score(slice(n, n + 1)) for n in range(parts.start, parts.stop)], len(starts), step
+        )
     return scores.view(candidates.shape)
 
 

@@ -56,6 +56,8 @@ __all__ = [
 QUERY_CHUNK, PASSAGE_CHUNK = 1024, 16_384  # of a matrix product
 _CPU_BLOCK = 4096  # passages whose scores stay in a processor's cache
 _FEW_QUERIES = 256  # up to so many, threads share out the passages: each is read once, and products are not too flat
+_AT_ONCE = 2**22  # scores that are held whole: for fewer, chunks and threads cost more than they save
+_FLAT = 32  # up to so many queries, passages times queries is the faster order of a product
 _BUFFER_BYTES = 256 * 2**20  # of candidates, for the queries that are searched together
 
 
@@ -180,11 +182,53 @@ class SearchStream:
         return ranked(self._best, places_by_rank(self._rank))
 
     def _search(self, rows: Rows) -> None:
+        if self.device.type == "cpu" and len(self._queries) * len(rows) <= _AT_ONCE:
+            self._search_at_once(rows)
+            return
         everyone = torch.arange(len(self._queries), device=self.device)
         attempt = self._attempt(rows)
         left = self._narrow(rows, everyone, attempt)
         if len(left):
             self._narrow(rows, left, Attempt(self._products, self._width(rows), None))
+
+    def _search_at_once(self, rows: Rows) -> None:
+        """Search a piece by all scores that few queries have in it."""
+        queries, width, longest = self._products.queries, self._width(rows), 0.0
+        asking = queries.repeat(2, 1) if len(queries) == 1 else queries  # a product with a vector runs on one thread
+        scores = queries.new_empty(len(queries), len(rows))
+        for some in _slices(len(rows)):
+            part, length = self._part(rows, some)
+            longest = max(longest, length)
+            if len(queries) > _FLAT:
+                torch.mm(queries, part.T, out=scores[:, some])
+            else:
+                scores[:, some] = (part @ asking.T)[:, : len(queries)].T
+        if self._exclude is not None:
+            _hide(scores, self._exclude - self._seen)
+        found, slack = scores.topk(width), self._products.slack(longest, 0.0)
+        least = self._kth() - slack
+        if self.k < width:
+            least = torch.maximum(least, found.values[:, self.k - 1] - 2 * slack)
+        candidates = found.indices.masked_fill(found.values < least[:, None], MISSING)
+        reach = found.values[:, -1] + slack if width < len(rows) else None
+        self._settle(rows, candidates, torch.arange(len(queries)), reach, slack)
+
+    def _settle(self, rows: Rows, candidates: Tensor, of: Tensor, reach: Tensor | None, slack: Tensor) -> None:
+        """Take in candidates, and for queries for which they prove too little all others that could be among the best.
+
+        Args:
+            rows: The piece.
+            candidates: As `_take_in` takes them, with ``of``, the queries.
+            reach: The most that another passage can score, for each query; None where there is no other.
+            slack: What a product can be wrong by, for each query.
+        """
+        self._take_in(rows, candidates, of)
+        doubtful = [] if reach is None else torch.nonzero(~(self._kth()[of] > reach)).flatten().tolist()
+        for row in doubtful:
+            query = of[row : row + 1]
+            wide = self._wide(rows, int(query), float(self._kth()[query]) - float(slack[row]))
+            known = torch.isin(wide, candidates[row])
+            self._take_in(rows, wide[~known][None], query)
 
     def _width(self, rows: Rows) -> int:
         """Return how many candidates to keep, so that rounding errors of float32 seldom need a second look."""
@@ -234,13 +278,7 @@ class SearchStream:
         if products.low:  # what it does not settle is searched again, in float32
             proven = self._take_in(rows, candidates, of, reach)
             return torch.cat([chosen[short], chosen[enough[~proven.to(self.device)]]])
-        self._take_in(rows, candidates, of)
-        doubtful = [] if reach is None else torch.nonzero(~(self._kth()[of] > reach)).flatten().tolist()
-        for row in doubtful:
-            query = of[row : row + 1]
-            wide = self._wide(rows, int(query), float(self._kth()[query]) - float(slack[enough[row]]))
-            known = torch.isin(wide, candidates[row])
-            self._take_in(rows, wide[~known][None], query)
+        self._settle(rows, candidates, of, reach, slack[enough])
         return chosen[short]
 
     def _attempt(self, rows: Rows) -> Attempt:

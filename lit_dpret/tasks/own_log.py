@@ -135,6 +135,12 @@ class OwnLog(Pipeline):
             f"passages are cut at {length} tokens (task.passage_length; {fitting} would cut under 5 % of them)",
             f"{searched} of {len(passages)} passages are searched (task.max_passages)",
         )
+        unit = getattr(mode, "unit", "query")
+        if unit != "user" and data.collection.users:
+            say(
+                f"the log names users, and the promise is for one {unit}, not for all that a person asked; "
+                "privacy.unit=user with datamodule.max_rows_per_unit promises the latter"
+            )
         if self.tuning_data == "unknown":
             say(
                 "nobody declared how the other settings were chosen, and the cards say so; if all of them were fixed "

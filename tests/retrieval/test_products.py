@@ -60,16 +60,18 @@ def test_a_rounded_score_was_below_the_next_one() -> None:
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize(("common", "at_once"), [(100.0, 0), (3e5, 2**62)])
 @pytest.mark.parametrize("similarity", ["dot", "cosine"])
-def test_passages_that_bfloat16_cannot_tell_apart_are_ranked_as_in_float64(
-    similarity: str, sign: float, monkeypatch: pytest.MonkeyPatch
+def test_passages_that_products_cannot_tell_apart_are_ranked_as_in_float64(
+    similarity: str, common: float, at_once: int, sign: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without its slack the first look would name the wrong passages and believe them."""
+    """Without its slack the first look, in bfloat16 or in float32 at once, names wrong passages and believes them."""
+    monkeypatch.setattr(search_module, "_AT_ONCE", at_once)
     monkeypatch.setattr(search_module, "bfloat16_pays", lambda device, queries: True)
     monkeypatch.setattr(SearchStream, "_attempt", lambda self, rows: Attempt(self._low, 60, None))  # type: ignore[arg-type]
     queries = vectors(9, 32, 3).repeat_interleave(2, dim=1) * sign
-    common = torch.tensor([100.0, -100.0]).repeat(32)  # takes bits of every passage, and no part in any score
-    passages = common + vectors(900, 64, 5)
+    shared = torch.tensor([common, -common]).repeat(32)  # takes bits of every passage, and no part in any score
+    passages = shared + vectors(900, 64, 5)
     ready = torch.nn.functional.normalize if similarity == "cosine" else torch.Tensor.double
     table = (ready(queries.double()) @ ready(passages.double()).T).float()
     expected = table.sort(dim=1, descending=True, stable=True)
@@ -83,6 +85,7 @@ def test_passages_that_bfloat16_cannot_tell_apart_are_ranked_as_in_float64(
 @pytest.mark.parametrize("low", [False, True])
 def test_a_sample_says_how_many_candidates_low_precision_needs(low: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Spread-out scores are searched in bfloat16, crowded ones in float32, with the same answer."""
+    monkeypatch.setattr(search_module, "_AT_ONCE", 0)
     monkeypatch.setattr(search_module, "bfloat16_pays", lambda device, queries: low)
     original, used = SearchStream._narrow, []
 

@@ -14,10 +14,11 @@ from lit_dpret.retrieval.rows import Rows
 from lit_dpret.retrieval.search import MISSING, SearchStream, TopK, lexicographic_rank, merged, search, top_k_of
 
 
-@pytest.fixture(autouse=True, params=["float32", "bfloat16"])
+@pytest.fixture(autouse=True, params=["at once", "float32", "bfloat16"])
 def first_attempt(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every answer of this file, with candidates from float32 and with those from bfloat16 at first."""
+    """Every answer of this file, with all scores at once, and with candidates from float32 or bfloat16 at first."""
     low = request.param == "bfloat16"
+    monkeypatch.setattr(search_module, "_AT_ONCE", 2**62 if request.param == "at once" else 0)
     monkeypatch.setattr(search_module, "bfloat16_pays", lambda device, queries: low)
     original = SearchStream._attempt
 
@@ -121,6 +122,26 @@ def test_a_matrix_product_that_is_wrong_within_its_bound_does_not_change_the_ans
     assert torch.equal(actual.indices, expected.indices)
     assert torch.equal(actual.scores, expected.scores)
     assert actual.indices.tolist() == brute_force(queries, passages, 10, ids)[1]
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_a_best_passage_that_its_product_puts_behind_all_others_is_found(
+    pieces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its product is too small by less than the bound: by itself as a piece, and behind more others than are kept."""
+    passages = torch.zeros(101, 256)
+    passages[:100, 0], passages[100, 0] = torch.linspace(1, 1 + 2e-6, 100), 1 + 3e-6
+    original = SearchStream._part
+
+    def noisy(self: SearchStream, rows: Any, some: slice) -> tuple[Tensor, float]:
+        part, longest = original(self, rows, some)
+        return torch.where(part == passages[100, 0], part - 1e-5, part), longest
+
+    monkeypatch.setattr(SearchStream, "_part", noisy)
+    stream = SearchStream(passages[:1], 1, tie_rank=torch.arange(101))
+    for piece in (passages,) if pieces == 1 else (passages[:100], passages[100:]):
+        stream.add(piece)
+    assert stream.result().indices.tolist() == [[100]]
 
 
 def test_cosine_is_the_dot_product_of_normalised_embeddings() -> None:

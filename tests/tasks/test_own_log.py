@@ -96,6 +96,15 @@ def test_batches_are_a_quarter_of_the_units_that_are_protected(
     assert task.generator_batch == data.n_units // 4 < 10
 
 
+@pytest.mark.parametrize(("unit", "named"), [("query", True), ("user", False)])
+def test_a_log_of_users_is_told_that_a_query_is_not_a_person(
+    tmp_path: Path, begun: list[tuple[OwnLog, Parts]], capsys: pytest.CaptureFixture[str], unit: Any, named: bool
+) -> None:
+    rows = [{"query": f"q {i}", "passage": f"p {i % 50}", "user_id": f"u{i % 40}"} for i in range(COUNT)]
+    own_log().run(log_parts(tmp_path, rows=rows, privacy=partial(DPSGD, eps=3.0, unit=unit)))
+    assert ("privacy.unit=user" in capsys.readouterr().out) == named and begun
+
+
 def test_a_run_that_was_ended_between_split_and_report_writes_the_report_when_it_goes_on(
     tmp_path: Path, begun: list[tuple[OwnLog, Parts]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
