@@ -218,7 +218,8 @@ class SearchStream:
 
         Args:
             rows: The piece.
-            candidates: As `_take_in` takes them, with ``of``, the queries.
+            candidates: Of each query, by index, with `MISSING` as filler.
+            of: The queries, by index.
             reach: The most that another passage can score, for each query; None where there is no other.
             slack: What a product can be wrong by, for each query.
         """
