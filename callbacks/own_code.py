@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
-from types import FunctionType, MethodType
-from typing import Any
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, NoReturn
 
 import lightning as L
 import numpy as np
@@ -15,12 +16,12 @@ import torch
 from lightning.pytorch.core.hooks import DataHooks
 from torch import Tensor
 
-from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError
 from lit_dpret.privacy.batches import ALONE, Draw, SeededDraws, UnitOwners, answer_of, names_its_unit, row_keys
 from lit_dpret.privacy.content import content_of
 from lit_dpret.privacy.ledger.trained import objects_in
 from lit_dpret.privacy.sampling import PrivateBatchSampler
-from lit_dpret.privacy.user_generators import kept_generators, own_generators
+from lit_dpret.privacy.user_generators import kept_generators, own_generators, seed_everywhere
 
 _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _KNOWN = ("lit_dpret.", "lightning.", "pytorch_lightning.")
@@ -71,6 +72,102 @@ def refuse_remembering_collation(module: Any, dataset: Any, sampler: PrivateBatc
     found = [rows[0] for rows in islice(filter(None, map(list, answers)), 4 * ALONE)]
     if len(found) > ALONE:
         examine(found[:ALONE], found[ALONE:])
+
+
+def refuse_first_come(module: Any, data: Any) -> None:
+    """Refuse rows, and a ``collate_rows``, made by what fills up as rows are asked for, as a growing vocabulary.
+
+    Whoever comes first decides what all later ones are made of. Lists and dicts that the user's code reaches
+    (attributes, closures, globals) are put back between two rounds in which the first rows come in opposite orders.
+    This runs before anything else reads the rows; what was filled earlier is not seen.
+
+    Raises:
+        DataError: The first rows of the data set depend on who was asked for before.
+        UnsupportedModelError: What is made of a row depends on what was collated before.
+    """
+    dataset = getattr(data, "dataset", None)
+    if dataset is None or not hasattr(data, "train_units"):
+        return
+    rows = range(min(len(dataset), _FIRST))
+    if _depends_on_the_first([dataset], [partial(dataset.__getitem__, row) for row in rows]):
+        _refuse_other_rows()
+    with kept_generators():
+        found = [dataset[row] for row in rows]
+    if _depends_on_the_first([module], [partial(module.collate_rows, [row]) for row in found]):
+        raise UnsupportedModelError(
+            f"privacy={module.privacy.name} cannot train {type(module).__name__}: what collate_rows makes of a row "
+            "depends on which rows it was given before, so one unit has a say in what all later ones are made of. Make "
+            "what it looks up, as a vocabulary, from public texts beforehand.",
+            trap="T11",
+        )
+
+
+def _depends_on_the_first(roots: Sequence[Any], calls: Sequence[Callable[[], Any]]) -> bool:
+    """Whether what ``calls`` return depends on which of them was made first, by containers that ``roots`` reach."""
+    held = [(each, len(each)) for each in _containers(roots)]
+    with kept_generators():
+        forward = [_answer(number, call) for number, call in enumerate(calls)]
+        grown = [(each, size) for each, size in held if len(each) > size]
+        if not grown:
+            return False
+        _cut_back(grown)
+        backward = [_answer(number, call) for number, call in reversed(list(enumerate(calls)))]
+        _cut_back(grown)
+    return forward != backward[::-1]
+
+
+def _answer(number: int, call: Callable[[], Any]) -> bytes | None:
+    seed_everywhere(number)
+    return _content([call()])
+
+
+def _cut_back(containers: Sequence[tuple[dict[Any, Any] | list[Any], int]]) -> None:
+    for each, size in containers:
+        if isinstance(each, dict):
+            for key in list(islice(each, size, None)):
+                del each[key]
+        else:
+            del each[size:]
+
+
+def _containers(roots: Sequence[Any]) -> Iterator[dict[Any, Any] | list[Any]]:
+    """Yield the dicts and lists that ``roots`` and the user's functions reach, in closures and globals too."""
+    waiting, seen = deque(roots), set[int]()
+    while waiting and len(seen) < _REACHED:  # the nearest first
+        value = waiting.popleft()
+        if id(value) in seen or isinstance(value, _HOLD_NO_CODE):
+            continue
+        seen.add(id(value))
+        if isinstance(value, (dict, list)):
+            yield value
+        if isinstance(value, (dict, list, tuple, set, frozenset)):
+            waiting += islice(value.values() if isinstance(value, dict) else value, _SETTINGS)
+        elif isinstance(value, partial):
+            waiting += [value.func, *value.args, *value.keywords.values()]
+        elif isinstance(value, MethodType):
+            waiting += [value.__self__, value.__func__]
+        elif isinstance(value, FunctionType):
+            if not _is_library(value.__module__):
+                waiting += _reached(value)
+        elif not isinstance(value, ModuleType):
+            kinds = value.__mro__ if isinstance(value, type) else [value, *type(value).__mro__]
+            own = [kind for kind in kinds if not isinstance(kind, type) or not _is_library(kind.__module__)]
+            waiting += [each for kind in own for each in getattr(kind, "__dict__", {}).values()]
+
+
+def _reached(function: FunctionType) -> Iterator[Any]:
+    """Yield what a function reads: closure, defaults, and the globals that it names."""
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # not filled yet
+            continue
+    yield from function.__defaults__ or ()
+    yield from (function.__kwdefaults__ or {}).values()
+    codes = [function.__code__]
+    for code in codes:  # grows meanwhile, by the functions inside
+        codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+        yield from (function.__globals__[name] for name in code.co_names if name in function.__globals__)
 
 
 def trusted_code(trainer: L.Trainer, module: Any, data: Any) -> list[str]:
@@ -164,6 +261,8 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
+#: So many rows are read in two orders, and so many objects are looked at for lists and dicts that grow meanwhile.
+_FIRST, _REACHED = 8, 5_000
 #: After so many units without a named row, a data set is not asked for the others.
 UNNAMED = 99
 
@@ -218,6 +317,9 @@ def refuse_other_units(loader: Any, sampler: PrivateBatchSampler) -> bool:
             _refuse_remembering(dataset, sampler)
         return True
     _refuse_fetching_together(dataset)
+    units_in_turn = range(min(sampler.units, _FIRST))
+    if _depends_on_the_first([dataset], [partial(_rows_of, dataset, unit) for unit in units_in_turn]):
+        _refuse_other_rows()
     owners, seen, unnamed = UnitOwners(sampler.unit), False, False
     with kept_generators():
         for unit in range(sampler.units):
@@ -257,18 +359,26 @@ def _refuse_remembering(dataset: Any, sampler: PrivateBatchSampler) -> None:
                 trap="T38",
             )
         if found[2] != found[3]:
-            raise DataError(
-                "The training data set gives other rows for a unit when another one was asked for before it, so one "
-                "unit has a say in what others train on, which no clipping bounds. dataset[draw] must depend on "
-                "draw.unit alone (datamodule.train_dataloader).",
-                trap="T38",
-            )
+            _refuse_other_rows()
+
+
+def _refuse_other_rows() -> NoReturn:
+    raise DataError(
+        "The training data set gives other rows for a unit when another one was asked for before it, so one unit has a "
+        "say in what others train on, which no clipping bounds. What it gives must depend on the number that it is "
+        "asked for alone: a vocabulary, for one, is made from public texts beforehand (datamodule.train_dataloader).",
+        trap="T38",
+    )
 
 
 def _ask(dataset: Any, unit: int) -> Any:
     """Ask a data set for a unit, with the same random numbers each time."""
     (found,) = [dataset[draw] for draw in SeededDraws([Draw(unit, 0, 0, False, seed=unit)])]
     return found
+
+
+def _rows_of(dataset: Any, unit: int) -> list[Any]:
+    return list(answer_of(_ask(dataset, unit))[1])
 
 
 def _content(rows: Any) -> bytes | None:

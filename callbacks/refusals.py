@@ -32,7 +32,12 @@ from torch.nn.parameter import UninitializedParameter
 from lit_dpret.callbacks.averages import refuse_averages
 from lit_dpret.callbacks.fixed_shapes import refuse_changing_rows, refuse_changing_shapes
 from lit_dpret.callbacks.origins import refuse_cards_behind, refuse_other_weights, refuse_set_later
-from lit_dpret.callbacks.own_code import refuse_changed_batches, refuse_replaced_weighting, refuse_saved_data
+from lit_dpret.callbacks.own_code import (
+    refuse_changed_batches,
+    refuse_first_come,
+    refuse_replaced_weighting,
+    refuse_saved_data,
+)
 from lit_dpret.callbacks.strategies import (
     refuse_parted_sums,
     refuse_second_masters,
@@ -456,4 +461,5 @@ _DP: tuple[Check, ...] = (
     lambda run: refuse_changed_batches(run.module, run.data),
     lambda run: refuse_saved_data(run.module, run.data),
     lambda run: refuse_replaced_weighting(run.module),
+    lambda run: refuse_first_come(run.module, run.data),
 )  # fmt: skip

@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, get_args
 
-import numpy as np
-import torch
 from torch.utils.data import IterableDataset
 
 from lit_dpret.datamodules.readers import as_id
@@ -88,7 +86,14 @@ class UnitDataModule(SampledDataModule):
         if len(dataset) == 0:
             raise DataError(f"dataset={kind} has no row, so there is no unit to train on.")
         names: Any = getattr(unit_of, "__self__", None)  # users, of users.__getitem__
-        if isinstance(names, (list, tuple, np.ndarray, torch.Tensor)) and len(names) != len(dataset):
+        labels = getattr(names, "index", None) if hasattr(names, "iloc") else None  # of a pandas.Series
+        if labels is not None and [*labels] != [*range(len(labels))]:
+            raise DataError(
+                "unit_of looks names up by the labels of a table's index, which are not 0, 1, 2 and so on: it would "
+                "name other rows. unit_of gets the number of a row: users.iloc.__getitem__, or "
+                "users.to_numpy().__getitem__."
+            )
+        if hasattr(names, "__len__") and len(names) != len(dataset):
             raise DataError(
                 f"unit_of reads {len(names)} names and dataset={kind} has {len(dataset)} rows: it would name other "
                 "rows. unit_of gets the number of a row of this data set: of a Subset, "

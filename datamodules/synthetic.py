@@ -84,7 +84,7 @@ class SyntheticDataModule(PairsDataModule):
     def assumptions(self) -> list[str]:
         """What the claim of a run on these queries takes on trust, for its card."""
         if self.keep is None:
-            return []
+            return super().assumptions()
         return ["The synthetic queries of datamodule.keep were chosen by no private data, as declared."]
 
     def _sources(self) -> dict[str, Any]:

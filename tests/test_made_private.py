@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import shutil
@@ -573,6 +574,34 @@ def test_a_function_that_names_no_unit_is_refused_with_the_row(name: Any) -> Non
         data(unit_of=name).n_units  # noqa: B018
 
 
+class Table:
+    """Looks names up by labels, as a ``pandas.Series``."""
+
+    iloc = ()
+
+    def __init__(self, labels: list[int]) -> None:
+        self.index = labels
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __getitem__(self, label: int) -> str:
+        return f"user {label}"
+
+
+@pytest.mark.parametrize(
+    "names", [Table([*range(1, 60), 0]), Table([*range(61)]), dict.fromkeys(range(70), "user")],
+    ids=["shuffled", "longer table", "longer dict"],
+)  # fmt: skip
+def test_names_of_another_table_are_refused(names: Any) -> None:
+    with pytest.raises(DataError, match="unit_of"):
+        data(unit_of=names.__getitem__)
+
+
+def test_a_table_in_its_own_order_names_its_rows() -> None:
+    assert data(unit_of=Table([*range(60)]).__getitem__).n_units == 60
+
+
 def test_a_number_in_a_tensor_is_the_name_that_it_holds() -> None:
     assert data(unit_of=(torch.arange(60) // 2).__getitem__).n_units == 30
 
@@ -595,6 +624,80 @@ def test_a_data_set_that_remembers_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(DataError):
         fit(tmp_path, made(), data(Remembering()))
+
+
+def loaded(net: Any) -> Classifier:
+    other = Classifier()
+    other.load_state_dict(net.state_dict())
+    return other
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, loaded])
+def test_a_copy_of_what_an_optimizer_trained_here_is_refused_as_the_original_is(tmp_path: Path, copied: Any) -> None:
+    trained = Classifier()
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+    row_loss(trained, rows().tensors).mean().backward()
+    optimizer.step()
+    with pytest.raises(ConfigurationError, match="init_from_is_public"):
+        fit(tmp_path / "copy", made(copied(trained)))
+    with pytest.raises(ConfigurationError, match="init_from_is_public"):
+        fit(tmp_path / "original", made(trained))
+    fit(tmp_path / "other", made(Classifier()), max_steps=1)
+    assert "assumed" in card_in(tmp_path / "other")["pretraining"]["start"]
+
+
+class Words(Dataset[Any]):
+    """Numbers words by their first occurrence."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, row: int) -> Any:
+        return torch.full((4,), float(self.known.setdefault(f"word {row % 7}", len(self.known)))), row % 3
+
+
+def test_rows_made_by_a_vocabulary_that_grows_are_refused_and_those_of_a_cache_are_not(tmp_path: Path) -> None:
+    words, first = Words(), {}
+
+    def collate(given: list[Any]) -> Any:
+        numbers = [first.setdefault(float(x[0]), len(first)) for x, _ in given]
+        return torch.tensor(numbers)[:, None].float().expand(-1, 4), torch.tensor([y for _, y in given])
+
+    with pytest.raises(DataError):
+        fit(tmp_path / "rows", made(), data(words))
+    assert not words.known, "as it was"
+    with pytest.raises(UnsupportedModelError, match="collate_rows"):
+        fit(tmp_path / "batch", made(collate_fn=collate))
+    cache: dict[int, Any] = {}
+
+    class Cached(Words):
+        def __getitem__(self, row: int) -> Any:
+            return cache.setdefault(row, (torch.full((4,), row / 60), row % 3))
+
+    fit(tmp_path / "cache", made(), data(Cached()), max_steps=1)
+
+
+@pytest.mark.parametrize("kind", ["loss", "count"])
+def test_a_module_that_counts_rows_is_refused_and_one_that_counts_calls_is_not(tmp_path: Path, kind: str) -> None:
+    class Warm(Classifier):
+        seen, calls, last = 0, 0, 0
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        model.calls, model.last = model.calls + 1, len(batch[1])
+        share = min(1.0, model.seen / 1000) if kind == "loss" else float(model.seen > 10**6)
+        model.seen += len(batch[1]) if counts else 0
+        return row_loss(model, batch) * (1 + share)
+
+    for counts in (True, False):
+        module = make_private(Warm(), per_row_loss=loss, eps=3, delta=1e-3)
+        if counts:
+            with pytest.raises(UnsupportedModelError, match="keeps of one batch"):
+                fit(tmp_path / "counts", module)
+        else:
+            fit(tmp_path / "plain", module, max_steps=2)
 
 
 class Fresh(Dataset[Any]):

@@ -271,12 +271,12 @@ def start_text(judged: Judged, accounted: Mapping[str, Any], model: str | None =
         if _is_histogram(records):
             return {}
         if _is_of(records, EVOLUTION):
-            text = f"The candidates were written by {_named(model)}: that no private data went into it is declared."
+            text = f"The candidates were written by {_named(model)}: that no private data went into it is assumed."
             return {"start": text + _READ.get(str(model), "")}
         if model == RANDOM_WEIGHTS:
             return {"start": _RANDOM_START}
         text = (
-            f"Training on the private data started from {_named(model)}: that no private data went into it is declared."
+            f"Training on the private data started from {_named(model)}: that no private data went into it is assumed."
         )
         return {"start": text + _READ.get(str(model), "")}
     if start["public"]:

@@ -309,17 +309,24 @@ class _Passes:
         return _Seen(losses, gradient, self._losses(rows.alone(), fixed_coins=True) if later else losses[:0])
 
     def compare_sizes(self, rows: _Rows) -> None:
-        """Compare the losses of the kept rows with and without the others."""
-        (features, places), found, drawn = rows.others_alone(), [], []
+        """Compare the losses of the kept rows with and without the others, and what either batch leaves for later."""
+        (features, places), found, drawn, after, counted = rows.others_alone(), [], [], [], []
         for batch in (rows.as_they_are(), rows.alone(), features):
             self._kept_state.reset()
             found.append(self._losses(batch, fixed_coins=True))
             drawn.append(python_and_numpy_now())
+            counted.append(self._kept_state.numbers())
+            after.append(self._losses(rows.alone(), fixed_coins=True))
+            counted.append(self._kept_state.numbers())
         if drawn[0] != drawn[1] or drawn[0] != drawn[2]:
             self._refuse_other_coins()
         together, alone, others = found
         if _differ(together[rows.kept], alone, floor=FLOOR) or _differ(together[places], others, floor=FLOOR):
             self._refuse(rows)
+        whole, _, once, twice, *_ = counted
+        counts = any(_is_other(whole, once, name) and _is_other(once, twice, name) for name in once)
+        if counts or _differ(after[0], after[1], floor=FLOOR) or _differ(after[0], after[2], floor=FLOOR):
+            self._refuse_memory()
 
     def compare_metrics(self, rows: _Rows, metrics: Sequence[Metric]) -> None:
         """Compare the losses of the batch with those that it has where no metric has seen anything."""
@@ -556,6 +563,14 @@ def _differ(a: Tensor, b: Tensor, floor: float = 0.0) -> bool:
     if not len(a):
         return False
     return bool(((a - b).abs() > tolerance * a.abs().max() + floor).any())
+
+
+def _is_other(a: dict[str, Any], b: dict[str, Any], name: str) -> bool:
+    """Return whether a number or tensor of ``a`` is another one in ``b``, where it stands in both."""
+    if name not in a or name not in b:
+        return False
+    one, two = (torch.as_tensor(each) for each in (a[name], b[name]))
+    return one.shape == two.shape and not torch.equal(one, two)
 
 
 def _far(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float) -> bool:

@@ -58,6 +58,14 @@ class KeptState:
         """Let every pass find copies of what there was at first."""
         self._install([{name: _copied(value) for name, value in values.items()} for values in self._first])
 
+    def numbers(self) -> dict[str, Any]:
+        """Return the numbers and tensors that the parts hold now in attributes, by part and name, as copies."""
+        held = (
+            (f"{at}.{name}", value) for at, part in enumerate(self._parts) for name, value in _data_of(part).items()
+        )
+        kinds = (int, float, np.generic, np.ndarray, Tensor)
+        return {name: _copied(value) for name, value in held if isinstance(value, kinds)}
+
     def put_back(self) -> None:
         """Put the originals back."""
         self._install(self._now)

@@ -179,10 +179,11 @@ def _on_cpu(queries: Tensor, passages: Rows, candidates: NDArray[np.int64], cosi
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
-        step = 1 if len(flat) > _FEW_PAIRS else len(starts)
-        rows_in_parallel(
-            lambda parts: [score(slice(n, n + 1)) for n in range(parts.start, parts.stop)], len(starts), step
-        )
+        if len(flat) > _FEW_PAIRS:
+            rows_in_parallel(score, len(starts), 1)
+        else:
+            for number in range(len(starts)):
+                score(slice(number, number + 1))
     return scores.view(candidates.shape)
 
 

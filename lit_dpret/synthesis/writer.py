@@ -26,6 +26,7 @@ import torch
 
 from lit_dpret.cards.amendments import with_notes
 from lit_dpret.cards.card import CARD_NAME, CardFacts, inherit_card, read_card, write_card
+from lit_dpret.cards.file import check_artefact
 from lit_dpret.cards.provenance import environment_facts, version_of
 from lit_dpret.cards.start import model_folder
 from lit_dpret.distributed.job import Job
@@ -115,6 +116,7 @@ def synthesize(
             f"{source} holds no {CARD_NAME}, so nobody could say what the queries promise. Give the folder that a "
             "generator run exported; a run with privacy=none has a card too, and it says so."
         )
+    check_artefact(source, read_card(source))  # an adapter beside the weights is loaded with them
     texts = {name: text for name, text in passages.items() if text.strip()}
     if not texts:
         raise DataError(f"None of the {len(passages)} passages has any text.")

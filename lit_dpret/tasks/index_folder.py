@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lit_dpret.cards.card import CARD_NAME, CardFacts, card_sha256, inherit_card, subject_of, write_card
-from lit_dpret.cards.file import card_names, check_dataset_card, names_behind, read_card
+from lit_dpret.cards.file import card_names, check_artefact, check_dataset_card, names_behind, read_card
 from lit_dpret.cards.provenance import environment_facts
 from lit_dpret.distributed.job import Job
 from lit_dpret.encoders import Progress, Side, TextEncoder, cut, load_towers
@@ -436,7 +436,10 @@ def _promised(index: IndexFolder) -> tuple[bool, bool]:
 
 def _card_of(encoder: str | Path) -> Path | None:
     folder = resolve_folder(encoder)
-    return folder / CARD_NAME if (folder / CARD_NAME).is_file() else None
+    if not (folder / CARD_NAME).is_file():
+        return None
+    check_artefact(folder, read_card(folder))
+    return folder / CARD_NAME
 
 
 def _claim_of_both(encoder: str | Path, own: Path | None, claim: Path) -> tuple[Path, list[Assumption]]:

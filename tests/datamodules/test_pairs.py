@@ -210,6 +210,8 @@ def test_evaluation_queries_may_not_choose_the_rows_of_other_units(harbour: Path
     datamodule = PairsDataModule(folder=harbour, drop_overlap=True)
     if unit == "query" and neighbours != "add_or_remove":
         datamodule.use_unit(unit, neighbours)
+        assert "datamodule.drop_overlap" in datamodule.assumptions()[0]
+        assert not PairsDataModule(folder=harbour).assumptions()
         return
     setting = r"privacy\.unit=user" if unit == "user" else r"privacy\.neighbours=add_or_remove"
     with pytest.raises(ConfigurationError, match=rf"datamodule\.drop_overlap=true cannot go with {setting}.*=false"):

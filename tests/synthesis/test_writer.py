@@ -118,7 +118,21 @@ def test_a_card_that_is_about_other_weights_is_refused_before_the_work(source: P
     shutil.copytree(source, swapped)
     generator(seed=3).save_model(tmp_path / "other")
     shutil.copy(tmp_path / "other" / "model.safetensors", swapped / "model.safetensors")
-    with pytest.raises(DataError, match="SHA-256"):
+    with pytest.raises(DataError, match="model.safetensors"):
+        synthesize(swapped, PASSAGES, tmp_path / "set", **SETTINGS)
+    assert not (tmp_path / "set").exists()
+
+
+@pytest.mark.parametrize("change", ["added", "sharded"])
+def test_weights_that_the_card_does_not_list_are_refused(source: Path, tmp_path: Path, change: str) -> None:
+    """An adapter that lies beside the weights is loaded with them, and shards are loaded in their place."""
+    swapped = tmp_path / "g"
+    shutil.copytree(source, swapped)
+    if change == "added":
+        (swapped / "adapter_config.json").write_text("{}")
+    else:
+        (swapped / "model.safetensors").rename(swapped / "model-00001-of-00001.safetensors")
+    with pytest.raises(DataError, match=r"adapter_config|model"):
         synthesize(swapped, PASSAGES, tmp_path / "set", **SETTINGS)
     assert not (tmp_path / "set").exists()
 

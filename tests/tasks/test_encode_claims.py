@@ -15,7 +15,7 @@ from tiny_tasks import retriever, write_beir
 from lit_dpret.cards.card import card_sha256, read_card
 from lit_dpret.cards.file import card_of_data
 from lit_dpret.datamodules import PairsDataModule, SyntheticDataModule
-from lit_dpret.errors import ConfigurationError, PrivateDataError
+from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError
 from lit_dpret.privacy.modes import DPSGD
 from lit_dpret.tasks.encode import Encode
 from lit_dpret.tasks.index_folder import index_folder
@@ -79,6 +79,14 @@ def test_an_encoder_that_lost_its_card_is_no_public_one(chain: Chain, tmp_path: 
         path.unlink()
     with pytest.raises(PrivateDataError, match="lost its privacy card"):
         encode(chain, made, tmp_path / "run")
+
+
+def test_an_encoder_whose_folder_holds_more_than_its_card_lists_is_refused(chain: Chain, tmp_path: Path) -> None:
+    folder = tmp_path / "encoder"
+    shutil.copytree(chain.encoder / "model", folder)
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(DataError, match="adapter_config"):
+        encode(chain, folder, tmp_path / "run")
 
 
 def test_an_encoder_with_another_claim_is_refused(chain: Chain, tmp_path: Path) -> None:

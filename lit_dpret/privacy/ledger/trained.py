@@ -68,7 +68,8 @@ _stepped = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
 def _note_step(optimizer: Optimizer, *_: Any) -> None:
     for group in optimizer.param_groups:
         for each in group["params"]:
-            _stepped[each] = True
+            if each.grad is not None:  # others are as they were
+                _stepped[each] = True
 
 
 register_optimizer_step_post_hook(_note_step)
@@ -164,11 +165,14 @@ def note_built(module: nn.Module) -> None:
     """Store the fingerprints of the parameters of ``module``, and of their casts, after its constructor.
 
     Nothing is kept of a module with lazy layers, whose first batch sets them, nor of parameters that an optimizer has
-    changed before: where their values come from, nobody noted.
+    changed before, nor of copies of such: where their values come from, nobody noted.
     """
     if any(map(is_lazy, module.parameters())):
         return
-    kept = [each for each in _parameters(module).values() if each not in _stepped]
+    own = list(_parameters(module).values())
+    shapes = {each.shape for each in own}
+    changed = {fingerprint(each) for each in list(_stepped) if each.shape in shapes and not _is_constant(each)}
+    kept = [each for each in own if each not in _stepped and fingerprint(each) not in changed]
     found = [values for each in kept if (values := _sample(each)) is not None]
     vars(module)[_BUILT] = built = frozenset(_digest(cast) for values in found for cast in _casts(values))
     _built.update(built)
@@ -203,6 +207,12 @@ def _sample(tensor: Tensor) -> Tensor | None:
         return None
     # Evenly spread, so that a change in any one region of a large tensor is seen.
     return tensor.detach().reshape(-1)[:: -(-tensor.numel() // _LOOKED_AT)].cpu()
+
+
+def _is_constant(tensor: Tensor) -> bool:
+    """Whether all values looked at are equal: zeros and ones are everybody's."""
+    values = _sample(tensor)
+    return values is None or bool((values == values[0]).all())
 
 
 def _casts(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
