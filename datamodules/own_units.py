@@ -93,7 +93,7 @@ class UnitDataModule(SampledDataModule):
                 "name other rows. unit_of gets the number of a row: users.iloc.__getitem__, or "
                 "users.to_numpy().__getitem__."
             )
-        if hasattr(names, "__len__") and len(names) != len(dataset):
+        if hasattr(names, "__len__") and not isinstance(names, dict) and len(names) != len(dataset):
             raise DataError(
                 f"unit_of reads {len(names)} names and dataset={kind} has {len(dataset)} rows: it would name other "
                 "rows. unit_of gets the number of a row of this data set: of a Subset, "

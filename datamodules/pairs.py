@@ -346,9 +346,7 @@ class PairsDataModule(SampledDataModule):
         """Return, for the card, what a setting takes out of the promise."""
         if not self.drop_overlap:
             return []
-        return [
-            "Evaluation queries are public: which train queries stay depends on them (datamodule.drop_overlap)."
-        ]
+        return ["Evaluation queries are public: which train queries stay depends on them (datamodule.drop_overlap)."]
 
     def data_fingerprint(self, key: bytes, *, planted: bool = True) -> str:
         """A keyed fingerprint of everything training reads, so that a resume notices changed data.

@@ -590,8 +590,7 @@ class Table:
 
 
 @pytest.mark.parametrize(
-    "names", [Table([*range(1, 60), 0]), Table([*range(61)]), dict.fromkeys(range(70), "user")],
-    ids=["shuffled", "longer table", "longer dict"],
+    "names", [Table([*range(1, 60), 0]), Table([*range(61)])], ids=["shuffled", "longer"]
 )  # fmt: skip
 def test_names_of_another_table_are_refused(names: Any) -> None:
     with pytest.raises(DataError, match="unit_of"):
