@@ -118,7 +118,7 @@ def test_a_card_that_is_about_other_weights_is_refused_before_the_work(source: P
     shutil.copytree(source, swapped)
     generator(seed=3).save_model(tmp_path / "other")
     shutil.copy(tmp_path / "other" / "model.safetensors", swapped / "model.safetensors")
-    with pytest.raises(DataError, match="model.safetensors"):
+    with pytest.raises(DataError, match=r"model\.safetensors"):
         synthesize(swapped, PASSAGES, tmp_path / "set", **SETTINGS)
     assert not (tmp_path / "set").exists()
 
