@@ -1,4 +1,4 @@
-"""Dense retrieval trained on private search queries under differential privacy, and the proof of it."""
+"""Train dense retrieval on private search queries under differential privacy, and prove it."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Where every command begins: `python -m lit_dpret`, `lit-dpret` and `train.py`."""
+"""The entry point of `python -m lit_dpret`, `lit-dpret` and `train.py`."""
 
 import sys
 
@@ -6,7 +6,7 @@ from lit_dpret.distributed import rank_watch
 
 
 def main() -> None:
-    """Load the program and run it; Ctrl-C while it is loaded is told as at any later moment."""
+    """Load the program and run it; Ctrl-C during loading is reported as at any later moment."""
     try:
         from lit_dpret import cli
     except KeyboardInterrupt:

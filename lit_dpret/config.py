@@ -56,7 +56,7 @@ class Key:
 
     @property
     def text(self) -> str:
-        """What the constructor says of it; empty where the key is no argument of a constructor of ours.
+        """The constructor's documentation of the key; empty if no constructor of ours has it.
 
         It imports that class. ``--help`` and ``list`` never ask, since all classes together load torch and more.
         """
@@ -65,7 +65,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Choice:
-    """One file of a group, which ``group=name`` chooses.
+    """One file of a group, selected by ``group=name``.
 
     Attributes:
         group: The folder.
@@ -85,13 +85,13 @@ class Choice:
 
 
 def groups() -> list[str]:
-    """The groups of choices, by name."""
+    """Return the groups of choices, by name."""
     folder = files(CONFIG_MODULE)
     return sorted(part.name for part in folder.iterdir() if part.is_dir() and not part.name.startswith("_"))
 
 
 def names(group: str) -> list[str]:
-    """The names of the choices of a group."""
+    """Return the names of the choices of a group."""
     return sorted(_files(group))
 
 
@@ -105,7 +105,7 @@ def _files(group: str) -> dict[str, Traversable]:
 
 
 def choices(group: str) -> list[Choice]:
-    """The choices of a group, by name.
+    """Return the choices of a group, by name.
 
     Raises:
         ConfigurationError: There is no such group.
@@ -116,7 +116,7 @@ def choices(group: str) -> list[Choice]:
 
 
 def top_level() -> Choice:
-    """The settings that stand in no group."""
+    """Return the settings outside of groups."""
     return _read("", "train", files(CONFIG_MODULE).joinpath("train.yaml").read_text(encoding="utf-8"))
 
 
@@ -175,7 +175,7 @@ def format_help(program: str) -> str:
 
 
 def configuration_page() -> str:
-    """Every setting of every choice, as a page in Markdown."""
+    """Return every setting of every choice, as a page in Markdown."""
     lines = [
         "# Every setting",
         "",
@@ -296,7 +296,7 @@ def _block(value: Any) -> str:
 
 
 def arguments_of(target: str) -> dict[str, str]:
-    """Return the documentation of each argument in the docstrings of a class and its bases; of ours alone."""
+    """Return the documentation of each argument in the docstrings of a class and its bases in this package."""
     module, _, name = target.rpartition(".")
     if not module.startswith(("lit_dpret", "reproduction")):
         return {}

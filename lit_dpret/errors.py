@@ -1,4 +1,4 @@
-"""Errors that a user can cause and mend, and the words by which their messages name the settings.
+"""Errors that a user can cause and fix, and the names of settings in their messages.
 
 A refusal is one sentence that names the value, the reason and the knob, written in the words of the
 command line. The command line prints it alone, without a traceback, and exits with status 2;
@@ -73,7 +73,7 @@ def _choice(group: str, name: str) -> str:
 
 
 def in_python(sentence: str) -> str:
-    """Return a refusal as a library says it.
+    """Return an error message in the terms of the Python API.
 
     Example:
         >>> in_python("Say resume=true, raise privacy.eps=3, or set datamodule.cap to null.")
@@ -87,12 +87,12 @@ def in_python(sentence: str) -> str:
 
 
 def told(sentence: str) -> str:
-    """Return what is said to the user in the words by which the settings are set."""
+    """Return a message with settings named as the user sets them."""
     return sentence if on_command_line else in_python(sentence)
 
 
 class LitDpretError(Exception):
-    """Something a user can cause and a user can mend.
+    """An error that a user can cause and fix.
 
     Args:
         args: The sentence.
@@ -108,12 +108,12 @@ class LitDpretError(Exception):
 
     @property
     def sentence(self) -> str:
-        """What is written on cards, which are recomputed by others: the same, wherever the error was raised."""
+        """The text for cards, which others recompute: the same wherever the error was raised."""
         return super().__str__()
 
 
 class ConfigurationError(LitDpretError, ValueError):
-    """A setting, or a combination of settings, that cannot be honoured."""
+    """A setting, or a combination of settings, that is not supported."""
 
 
 class DataError(LitDpretError, ValueError):
@@ -131,7 +131,7 @@ class DataError(LitDpretError, ValueError):
 
 
 class PrivateDataError(LitDpretError, TypeError):
-    """Private data, or a model of private data, where only released artefacts may enter."""
+    """Private data, or a model trained on it, where only released artefacts are allowed."""
 
 
 class UnsupportedModelError(LitDpretError, TypeError):
@@ -139,7 +139,7 @@ class UnsupportedModelError(LitDpretError, TypeError):
 
 
 class UnsupportedAccountingError(ConfigurationError):
-    """A sampling law, accountant and neighbouring relation that no library judges together."""
+    """A sampling law, accountant and neighbouring relation that no library supports together."""
 
 
 class BudgetExceededError(LitDpretError, RuntimeError):
@@ -147,11 +147,11 @@ class BudgetExceededError(LitDpretError, RuntimeError):
 
 
 class LedgerError(LitDpretError, RuntimeError):
-    """The ledger is broken, or contradicts what is about to run."""
+    """The ledger is broken, or contradicts the next operation."""
 
 
 class ResumeError(LitDpretError, RuntimeError):
-    """A run cannot go on from where it stopped without breaking its claim."""
+    """A run cannot continue from its last state without breaking its claim."""
 
 
 class StorageError(LitDpretError, OSError):
@@ -159,23 +159,23 @@ class StorageError(LitDpretError, OSError):
 
 
 class DeviceMemoryError(LitDpretError, MemoryError):
-    """A step does not fit into memory, however it is cut."""
+    """A step does not fit into memory in batches of any size."""
 
 
 class WorkerError(LitDpretError, RuntimeError):
-    """A process that worked for this one died or failed; what it had finished is kept."""
+    """A worker process died or failed; its finished results are kept."""
 
 
 class VerificationError(LitDpretError, RuntimeError):
-    """A privacy card, or something that it names, is not what it says."""
+    """A privacy card, or something that it names, does not match its description."""
 
 
 class PrivacyViolation(LitDpretError, AssertionError):
-    """A mechanism that was put to the test does not do what its privacy claim says."""
+    """A tested mechanism does not satisfy its privacy claim."""
 
 
 def schema_problem(found: object, known: str) -> str | None:
-    """Say why a file of schema ``found`` cannot be read as ``known``, as the rest of a sentence; None if it can.
+    """Explain why a file of schema ``found`` cannot be read as ``known``; None if it can.
 
     Example:
         >>> schema_problem("lit-dpret/privacy-card/1", "lit-dpret/privacy-card/1")
@@ -186,6 +186,6 @@ def schema_problem(found: object, known: str) -> str | None:
 
 
 def first_line(error: BaseException) -> str:
-    """Return what an error of another library says, in one line; a first line that ends in a colon with its second."""
+    """Return the first line of another library's error; if it ends in a colon, with the second."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])

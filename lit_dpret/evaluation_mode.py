@@ -1,4 +1,4 @@
-"""Set evaluation or training mode, and go back."""
+"""Set evaluation or training mode, and restore the previous one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 @contextmanager
 def evaluation_mode(module: nn.Module, *, train: bool = False) -> Iterator[None]:
-    """Set evaluation mode, or training mode with ``train``, and go back to the mode that each submodule had."""
+    """Set evaluation mode, or training mode with ``train``, and restore the mode of each submodule."""
     modes = [(part, part.training) for part in module.modules()]
     module.train(train)
     try:

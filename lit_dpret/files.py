@@ -1,4 +1,4 @@
-"""Files and folders that are there whole or not at all, JSON files that state their schema, and journals."""
+"""Atomic writes of files and folders, JSON files with a schema, and journals."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SYNTHETIC_SCHEMA = "lit-dpret/synthetic-data/1"
 
 
 def meant(folder: str | Path, *names: str) -> str:
-    """Return what a refusal of a folder that lacks ``names`` ends with: that it is not there, or which one has them."""
+    """Return the end of a refusal of a folder without ``names``: it does not exist, or a folder that has them."""
     place = Path(folder).expanduser()
     if not place.exists():
         return f" {place} does not exist."
@@ -32,7 +32,7 @@ def meant(folder: str | Path, *names: str) -> str:
 def write_whole(
     path: Path, content: str | bytes | Iterable[bytes], *, owner_only: bool = False, advice: str = ""
 ) -> Path:
-    """Write a file under another name and rename it: a reader sees the old one or the new one, also after a crash.
+    """Write a file atomically, by renaming: a reader sees the old or the new file, even after a crash.
 
     Args:
         path: The file; folders that are missing are made.
@@ -67,7 +67,7 @@ def write_whole(
 
 
 def settle_modes(*paths: Path, owner_only: bool = False) -> None:
-    """Give files, and those in folders, the mode of new files; libraries leave some that only their owner may read.
+    """Give files, also in folders, the mode of new files; some libraries leave them readable by the owner only.
 
     With ``owner_only`` nobody else may read them. This and `write_whole` are the one rule for permissions.
     """
@@ -100,7 +100,7 @@ def read_json(path: Path, schema: str) -> dict[str, Any]:
 
 
 def json_sha256(value: object, *, default: Callable[[Any], Any] | None = None) -> str:
-    """Return the SHA-256 of a value as JSON, whatever the order of its keys: what a resumed run compares settings by.
+    """Return the SHA-256 of a value as JSON, independent of key order, to compare settings on a resume.
 
     Args:
         value: Plain JSON values.
@@ -123,7 +123,7 @@ def file_sha256(path: Path) -> str:
 
 
 def append_fact(path: Path, fact: Mapping[str, Any]) -> None:
-    """Add a line of JSON to a journal; it is on the disk when this returns."""
+    """Append a line of JSON to a journal, synced to disk."""
     with open(path, "ab") as file:
         file.write(json.dumps(fact, separators=(",", ":"), ensure_ascii=False).encode() + b"\n")
         file.flush()
@@ -131,7 +131,7 @@ def append_fact(path: Path, fact: Mapping[str, Any]) -> None:
 
 
 def read_facts(path: Path) -> list[dict[str, Any]]:
-    """Read a journal to go on with. Lines that a crash or a full disk tore are skipped, and a torn end is closed."""
+    """Read a journal to continue it. Lines torn by a crash or a full disk are skipped, and a torn end is closed."""
     content = path.read_bytes()
     if content and not content.endswith(b"\n"):
         with open(path, "ab") as file:
@@ -145,7 +145,7 @@ def read_facts(path: Path) -> list[dict[str, Any]]:
 
 @contextmanager
 def new_folder(folder: Path, *, knob: str) -> Iterator[Path]:
-    """Give a draft to write into, which becomes ``folder`` if nothing fails; its owner alone can read it.
+    """Yield a draft folder, renamed to ``folder`` if nothing fails; only its owner can read it.
 
     Args:
         folder: Must not exist.

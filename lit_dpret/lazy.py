@@ -1,4 +1,4 @@
-"""Imports at first use: names of a package (PEP 562), and packages that not everybody has."""
+"""Imports at first use: names of a package (PEP 562), and optional packages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def lazy_names(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]
 
 
 def optional(module: str, user: str, install: str, *, package: str = "", instead: str = "") -> Any:
-    """Import a module of a package that not everybody has.
+    """Import a module of an optional package.
 
     Args:
         module: Its name.

@@ -1,4 +1,4 @@
-"""An existing module made private: a wrapper around it that brings the accountant and the card along."""
+"""Make an existing module private: a wrapper that adds the accountant and the card."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _OUTSIDE_OF_FIT = ("_validation", "_test", "_predict", "val_dataloader", "train_
 
 
 class MadePrivate(PrivateModule):
-    """What `make_private` returns: the module inside, trained by the loop of `PrivateModule`."""
+    """The result of `make_private`: the inner module, trained by the loop of `PrivateModule`."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class MadePrivate(PrivateModule):
         return module.configure_optimizers() if self.optimizer_spec is None else super().configure_optimizers()
 
     def configure_callbacks(self) -> list[Callback]:
-        """Return an accountant and a card, each where the Trainer has none yet.
+        """Return an accountant and a card, each if the Trainer has none.
 
         Raises:
             UnsupportedModelError: The Trainer is asked for something else than a fit.
@@ -92,7 +92,7 @@ class MadePrivate(PrivateModule):
         return [kind() for kind in (PrivacyAccountant, PrivacyCard) if not any(isinstance(c, kind) for c in present)]
 
     def save_model(self, folder: str | Path) -> Path:
-        """Write the weights of the module, by the names that they have in it."""
+        """Write the weights of the inner module, by its own names."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         torch.save(self.module.state_dict(), folder / WEIGHTS)

@@ -1,4 +1,4 @@
-"""Find out whether products of float32 matrices are computed in whole float32, and have them so for a while.
+"""Detect whether products of float32 matrices use full float32, and enable it temporarily.
 
 PyTorch has two ways to say it: ``torch.set_float32_matmul_precision`` (for cuDNN ``allow_tf32``), and since 2.9
 ``fp32_precision`` of its backends. Once the second was used, reading the first raises a RuntimeError.
@@ -20,7 +20,7 @@ _WHOLE = ("none", "ieee")
 
 
 def shortened_products() -> str | None:
-    """The setting by which products have fewer digits than float32; None where they have them all."""
+    """Return the setting that reduces the precision of float32 products; None if there is none."""
     legacy = _said(torch.get_float32_matmul_precision)
     if legacy not in (None, "highest"):
         return f"torch.set_float32_matmul_precision({legacy!r})"
@@ -32,14 +32,14 @@ def shortened_products() -> str | None:
 
 @contextmanager
 def whole_products() -> Iterator[None]:
-    """Compute products of float32 matrices with all digits; the setting is given back, whichever way it was made."""
+    """Compute products of float32 matrices in full precision; restore the setting, however it was set."""
     with _whole(_PRODUCTS, torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "highest"):
         yield
 
 
 @contextmanager
 def whole_convolutions() -> Iterator[None]:
-    """The same for what cuDNN computes."""
+    """Compute cuDNN operations in full precision, likewise."""
     cudnn = torch.backends.cudnn
     with _whole(_CUDNN, lambda: cudnn.allow_tf32, lambda value: setattr(cudnn, "allow_tf32", value), False):
         yield

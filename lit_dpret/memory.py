@@ -1,4 +1,4 @@
-"""Recognise that memory ran out, and get some of it back."""
+"""Detect out-of-memory errors, and free some memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MESSAGES = re.compile(r"out of memory|can't allocate memory|not enough memory|R
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether ``error``, or what it was raised from, says that a device or the host had no memory left."""
+    """Return whether ``error``, or its cause, is an out-of-memory error of a device or the host."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -29,7 +29,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def give_back_memory() -> None:
-    """Free what only garbage holds, and hand the cached blocks of a GPU back."""
+    """Free unreachable objects, and release the cached blocks of a GPU."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Lines of progress that fit a terminal and a log file: how far, how fast, how long still."""
+"""Progress lines for terminals and log files: progress, speed and remaining time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _muted: ContextVar[bool] = ContextVar("muted", default=False)
 
 @contextmanager
 def without_progress() -> Iterator[None]:
-    """No line is shown inside: for work of which there is so much that a line above it tells how far it is."""
+    """Show no line within the block: for many small tasks whose progress an outer line shows."""
     token = _muted.set(True)
     try:
         yield
@@ -24,7 +24,7 @@ def without_progress() -> Iterator[None]:
 
 
 class ProgressLine:
-    """One line that is rewritten on a terminal, and printed now and then in a log file.
+    """One line, rewritten on a terminal and printed at intervals in a log file.
 
     Call it with ``(done, total)``.
 

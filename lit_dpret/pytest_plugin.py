@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def assert_private() -> Callable[..., PrivacyReport]:
-    """`lit_dpret.audit.testing.assert_private`: put a module's private training step to the test."""
+    """Return `lit_dpret.audit.testing.assert_private`, which tests a module's private training step."""
     from lit_dpret.audit.testing import assert_private
 
     return assert_private

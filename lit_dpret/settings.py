@@ -1,4 +1,4 @@
-"""Settings objects: refusals of single settings by name, and how settings are read from plain mappings and written."""
+"""Settings objects: refuse single settings by name; read settings from plain mappings and write them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _named(settings: object, names: Sequence[str]) -> Iterable[tuple[str, Any]]:
 
 
 def picked(settings: object, *names: str) -> dict[str, Any]:
-    """Return some settings by name, to hand them on."""
+    """Return some settings by name, to pass on."""
     return {name: getattr(settings, name) for name in names}
 
 
@@ -67,7 +67,7 @@ T = TypeVar("T")
 
 
 def built(kind: type[T], found: object, where: str) -> T:
-    """Build a dataclass, and the dataclasses in it, from a mapping; null is an empty one.
+    """Build a dataclass, including nested ones, from a mapping; null is an empty one.
 
     Unknown keys, missing keys and values of another type are refused by their full name, which begins with ``where``.
     ``3e-5``, which YAML takes for a string, counts as a number.
@@ -94,7 +94,7 @@ def built(kind: type[T], found: object, where: str) -> T:
 
 
 def plain(value: Any) -> Any:
-    """Return a dataclass, or a value in one, as mappings and plain values that YAML and `built` read back."""
+    """Return a dataclass, or a value in one, as mappings and plain values readable by YAML and `built`."""
     if is_dataclass(value) and not isinstance(value, type):
         return {one.name: plain(getattr(value, one.name)) for one in fields(value) if one.init}
     if isinstance(value, Mapping):

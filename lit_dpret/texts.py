@@ -1,10 +1,10 @@
-"""When two texts count as the same: for grouping units, finding copies, and comparing declarations with data."""
+"""Equality of texts, for grouping units, finding copies, and comparing declarations with data."""
 
 from __future__ import annotations
 
 
 def collapse_whitespace(text: str) -> str:
-    r"""Return a text with every run of whitespace as one space, none at the ends.
+    r"""Return a text with every run of whitespace as one space, and none at the ends.
 
     Example:
         >>> collapse_whitespace("  How  do\n tides work? ")
@@ -14,7 +14,7 @@ def collapse_whitespace(text: str) -> str:
 
 
 def normalise(text: str) -> str:
-    """Return the form in which two texts count as the same: casefolded, whitespace collapsed.
+    """Return the form in which texts are compared: casefolded, whitespace collapsed.
 
     Example:
         >>> normalise("How Do  Tides Work?") == normalise("how do tides work?")

@@ -31,7 +31,7 @@ _ATTACKED = "After the card was made, attacks were run; the privacy card says wh
 
 @dataclass(frozen=True, kw_only=True)
 class AttackResult:
-    """One result of an attack, as it stands in ``empirical.results``."""
+    """One result of an attack, an entry of ``empirical.results``."""
 
     attack: str  # what was tried, in a phrase
     n: int  # how many canaries, guesses or trainings it was tried on
@@ -60,13 +60,13 @@ class AttackResult:
             raise ConfigurationError(f"eps_lower={self.eps_lower} must not be negative.")
 
     def to_dict(self) -> dict[str, Any]:
-        """The entry as JSON values."""
+        """Return the entry as JSON values."""
         facts = asdict(self)
         return facts | {"ci": None if self.ci is None else list(self.ci)}
 
 
 def add_evidence(folder: str | Path, results: Sequence[AttackResult]) -> Path | None:
-    """Add results to the card in ``folder``; return its path, or None where the folder has no card.
+    """Add results to the card in ``folder``; return its path, or None if the folder has no card.
 
     Nothing else of the card changes but the sentence of its statement that says whether attacks were run. A model
     folder's copy is a card of its own: call this for both.
@@ -91,7 +91,7 @@ def add_evidence(folder: str | Path, results: Sequence[AttackResult]) -> Path | 
 
 
 def planted_by(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """The canaries that stood in the training data, by the last plan of a run's ledger; None where there were none."""
+    """Return the canaries in the training data, from the last plan of a run's ledger; None without canaries."""
     plans = [record for record in records if record.get("kind") == "plan"]
     return dict(plans[-1]["planted"]) if plans and plans[-1].get("planted") else None
 
@@ -104,7 +104,7 @@ def restated(card: dict[str, Any]) -> dict[str, Any]:
 
 
 def amended(card: Mapping[str, Any], notes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The card with notes: results of attacks, or texts, each once in the lists that people read."""
+    """Return the card with further notes: results of attacks, or texts, each once."""
     found = copy.deepcopy(dict(card))
     for note in notes:
         if "results" in note:
@@ -124,7 +124,7 @@ def amended(card: Mapping[str, Any], notes: Sequence[Mapping[str, Any]]) -> dict
 
 
 def note_not_covered(folder: str | Path, what: str, *, computed: str) -> Path | None:
-    """Note on the card of ``folder`` that something computed from private data is not covered by it.
+    """Note on the card of ``folder`` that its claim does not cover a value computed from private data.
 
     The note stands under what is not covered and as a caution beside the claim, and in ``amendments``; everything else
     is as it was. Equal texts stand once.
@@ -171,7 +171,7 @@ def _tell_readers(folder: Path, before: str, after: str, caution: str) -> None:
 
 
 def with_notes(card: Mapping[str, Any], folder: str | Path) -> dict[str, Any]:
-    """Keep the notes of the card in ``folder`` on the one that will replace it, as when a run resumes.
+    """Copy the notes of the card in ``folder`` to the card that will replace it, as on a resume.
 
     Results of attacks are kept only on the very same files. The card of another artefact there leaves the new one as
     it is.
@@ -191,12 +191,12 @@ def with_notes(card: Mapping[str, Any], folder: str | Path) -> dict[str, Any]:
 
 
 def text_sha256(card: Mapping[str, Any]) -> str:
-    """SHA-256 of the file that ``write_card`` makes of a card."""
+    """Return the SHA-256 of the file that ``write_card`` writes for a card."""
     return hashlib.sha256(card_json(card).encode()).hexdigest()
 
 
 def versions(card: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the card, then what it was before each amendment, the newest first.
+    """Yield the card, then its versions before each amendment, the newest first.
 
     It ends at the first version whose file does not have the SHA-256 that its amendment recorded.
     """
@@ -207,7 +207,7 @@ def versions(card: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def names_before_evidence(card: Mapping[str, Any]) -> set[str]:
-    """Return the SHA-256 of a card, and of what it was before results of audits were added to it.
+    """Return the SHA-256 of a card, and of its version before audit results were added.
 
     Claim, ledger and files are the same in all of them.
     """

@@ -1,4 +1,4 @@
-"""Blocks of a document (paragraphs, tables, banners), each of which is written as HTML and as Markdown.
+"""Blocks of a document (paragraphs, tables, banners), with an HTML and a Markdown form each.
 
 A document is a list of sections, a section a list of blocks, and each block can say itself in HTML
 and in Markdown, so that the two never tell different stories. The HTML is one file: no script, no
@@ -65,7 +65,7 @@ figure { margin: .8rem 0; } svg { max-width: 100%; height: auto; } svg text { fi
 
 
 class Block(Protocol):
-    """A piece of a document that can say itself in both forms."""
+    """A piece of a document that renders itself in both forms."""
 
     def html(self) -> str: ...
     def markdown(self) -> str: ...
@@ -73,25 +73,25 @@ class Block(Protocol):
 
 @dataclass(frozen=True)
 class Section:
-    """A heading and what stands under it."""
+    """A heading and its content."""
 
     title: str
     blocks: Sequence[Block]
 
 
 def clean(text: object) -> str:
-    """``text`` without what no document may hold: control characters, halves of characters."""
+    """Return ``text`` without characters that no document may contain: control characters, lone surrogates."""
     whole = str(text).encode("utf-8", "replace").decode("utf-8")
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", whole)
 
 
 def esc(text: object) -> str:
-    """``text`` for HTML, in content and in attributes."""
+    """Escape ``text`` for HTML, in content and in attributes."""
     return html.escape(clean(text), quote=True)
 
 
 def md(text: object) -> str:
-    """``text`` for one line of Markdown: nothing in it becomes markup, a link or a table border."""
+    """Escape ``text`` for one line of Markdown: nothing in it becomes markup, a link or a table border."""
     line = " ".join(clean(text).split())
     line = line.replace("&", "&amp;")
     line = re.sub(r"([\\`*\[\]<>|~])", r"\\\1", line)
@@ -102,7 +102,7 @@ def md(text: object) -> str:
 
 @dataclass(frozen=True)
 class Paragraph:
-    """A sentence or several."""
+    """One or more sentences."""
 
     text: str
     small: bool = False
@@ -132,7 +132,7 @@ class Banner:
 
 @dataclass(frozen=True)
 class ClaimBox:
-    """The number, never without the words that give it a meaning."""
+    """The epsilon with its delta, unit and neighbours."""
 
     epsilon: str
     facts: Sequence[tuple[str, str]]
@@ -154,7 +154,7 @@ class ClaimBox:
 
 @dataclass(frozen=True)
 class Bullets:
-    """A list without order."""
+    """An unordered list."""
 
     items: Sequence[str]
 
@@ -181,7 +181,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Grid:
-    """A table with a header; ``numeric`` columns are set flush right, a ``narrow`` table is as wide as its texts."""
+    """A table with a header; ``numeric`` columns are right-aligned, a ``narrow`` table is as wide as its texts."""
 
     header: Sequence[str]
     rows: Sequence[Sequence[object]]
@@ -215,7 +215,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Checks:
-    """Statements with what is known of each: True, False or not verified."""
+    """Statements, each True, False or not verified."""
 
     rows: Sequence[tuple[object, str]]
 
@@ -238,7 +238,7 @@ def _mark(holds: object) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Code:
-    """Something to type."""
+    """A command to type."""
 
     text: str
 
@@ -250,7 +250,7 @@ class Code:
 
 
 def to_html(title: str, subtitle: str, lead: Sequence[Block], sections: Sequence[Section], footer: str = "") -> str:
-    """One self-contained HTML page."""
+    """Return one self-contained HTML page."""
     body = "".join(block.html() for block in lead)
     for section in sections:
         body += f"<section><h2>{esc(section.title)}</h2>{''.join(block.html() for block in section.blocks)}</section>"

@@ -1,4 +1,4 @@
-"""The privacy card: what a run may claim, computed from what the run did.
+"""The privacy card: the claim of a run, computed from what the run did.
 
 A card is the document that a privacy officer signs. Its epsilon is recomputed from the ledger,
 never copied from a configuration; it never stands without unit, neighbours and delta; and where a
@@ -69,7 +69,7 @@ _NO_CLAIM = "Everything: no guarantee is claimed."
 
 @dataclass(frozen=True, kw_only=True)
 class CardFacts:
-    """What a card says that no ledger holds."""
+    """Facts on a card that no ledger contains."""
 
     # ``optimizer``, ``trainable_parameters``, …; they cannot replace facts that the ledger does hold.
     mechanism: Mapping[str, Any] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class CardFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts(CardFacts):
-    """The same of a run on private data."""
+    """Facts on the card of a run on private data that no ledger contains."""
 
     pretraining: Mapping[str, Any] = field(default_factory=dict)  # ``{"model", "overlap_check"}``
 
@@ -95,7 +95,7 @@ _USUALLY_RELEASED = ("the final weights", "every checkpoint on the way")
 def build_card(
     ledger_records: Sequence[Mapping[str, Any]], subject: Mapping[str, Any], facts: RunFacts | None = None
 ) -> dict[str, Any]:
-    """The card of an artefact that was computed from private data.
+    """Build the card of an artefact computed from private data.
 
     Guarantees:
         - ``claim.epsilon`` is the accountant's answer to `claimed_releases` of the records: what the run released and,
@@ -159,7 +159,7 @@ def inherit_card(
     parent_ledger: str | Path | None = None,
     ledger_records: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """Build the card of an artefact that was computed from another artefact and public data alone.
+    """Build the card of an artefact computed only from another artefact and public data.
 
     Guarantees:
         - The claim is the parent's: same epsilon, delta, unit and neighbours; never better. A parent
@@ -267,7 +267,7 @@ def _made_with(environment: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def signoff() -> dict[str, str]:
-    """State how a card is checked, and what only a signature shows."""
+    """State how a card is checked, and what only a signature can show."""
     return {"signature": SIGNATURE_NAME, "text": SIGNOFF}
 
 
@@ -277,14 +277,14 @@ def gaps(
     tuning: Mapping[str, Any],
     randomness: Mapping[str, Any],
 ) -> list[str]:
-    """List what a claim leaves uncovered, as it follows from the facts of the card."""
+    """List what a claim does not cover, derived from the facts of the card."""
     if claim["guarantee"] != "dp":
         return [_NO_CLAIM]
     return uncovered(claim, groups=groups, tuning=tuning, randomness=randomness)
 
 
 def said(card: Mapping[str, Any]) -> dict[str, list[str]]:
-    """The ``banners`` and ``cautions`` that follow from a card's facts."""
+    """Return the ``banners`` and ``cautions`` derived from a card's facts."""
     claim = card["claim"]
     banners, cautions = [], []
     if claim["guarantee"] == "none":

@@ -1,4 +1,4 @@
-"""Check a card against the ledger that it was made from, as any reader can.
+"""Check a card against its ledger, as any reader can.
 
 `verify_card` checks the claim. `recheck` compares everything that follows from the ledger (ceilings of attacks, groups
 of units, the noise, the assumptions as well): a card on which one of those was made more pleasant is false too.
@@ -31,7 +31,7 @@ TOLERANCE = 1e-6
 
 
 def verify_card(card: Mapping[str, Any], ledger_path: str | Path, *, folder: str | Path | None = None) -> list[str]:
-    """Return what is wrong with a card, given the ledger it was made from; empty where nothing is.
+    """Return the errors of a card, given its ledger; empty if there are none.
 
     The chain is verified and epsilon recomputed from it. Records that were cut off the ledger's end, or appended after
     the card was made, are reported: the card stores the head hash and the number of records.
@@ -52,7 +52,7 @@ def verify_card(card: Mapping[str, Any], ledger_path: str | Path, *, folder: str
 
 
 def changed_files(digests: Mapping[str, str], folder: Path) -> list[str]:
-    """A complaint about each file of a card's subject that is missing in ``folder`` or is another one there."""
+    """Return a complaint about each file of a card's subject that is missing or changed in ``folder``."""
     problems = []
     for name, digest in digests.items():
         try:
@@ -80,7 +80,7 @@ _SENTENCES = (
 
 @dataclass(frozen=True)
 class Recheck:
-    """A card held against its ledger."""
+    """The result of comparing a card with its ledger."""
 
     problems: Sequence[str] = ()  # of the chain and the claim; where there are any, nothing else was compared
     wrong: Sequence[str] = ()  # facts that are not those of the ledger
@@ -101,7 +101,7 @@ class _Found:
 
 
 def recheck(card: Mapping[str, Any], ledger: PrivacyLedger, *, whole: bool = True) -> Recheck:
-    """Compare a card with what its ledger decides, computed again.
+    """Compare a card with the recomputed values that its ledger determines.
 
     An entry that differs from the ledger, is missing, or stands where the ledger knows none is reported by its place.
     Of a derived card, and where not the ``whole`` is asked for, the claim alone is compared.
@@ -153,7 +153,7 @@ def _went_on(stored: Mapping[str, Any], ledger: PrivacyLedger) -> list[str]:
 
 
 def judge_card(card: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> Judged:
-    """Judge what may be claimed for these records, with what the card admits to be false."""
+    """Judge the claim of these records, given the assumptions that the card admits to be false."""
     plan, _ = plan_of(records)
     known = [*(derived_assumptions(records, plan) if plan is not None else []), *leaks(records)]
     known += [Assumption(a["text"], "refuted", a["consequence"]) for a in card["assumptions"] if a["holds"] is False]

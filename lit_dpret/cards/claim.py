@@ -1,4 +1,4 @@
-"""The claim of a card: the number, whom it is for, what it leaves out, and what is left of it for several units.
+"""The claim of a card: the number, unit and neighbours, its gaps, and the guarantee for several units.
 
 An epsilon is a statement about two data sets that differ in one unit. Which unit, and how they differ, decides what is
 protected and what is not; both lists are derived from those two words, so that no card can promise more than its
@@ -49,7 +49,7 @@ _OF_A_CLAIM = (
 
 
 def claim_facts(judged: Judged, output_released: Sequence[str] = ()) -> dict[str, Any]:
-    """Return what is claimed, for whom, and for which neighbours; never a number where none is proved."""
+    """Return the claim with unit and neighbours; never a number unless it is proved."""
     plan, verdict = judged.plan, judged.verdict
     if plan is None:
         return {
@@ -111,7 +111,7 @@ def _named(text: Any, name: str) -> Any:
 
 
 def user_level_epsilon(judged: Judged, plan: PrivacyPlan) -> float | None:
-    """Return the epsilon of everything that one user contributed; None where it is not declared or not proved.
+    """Return the epsilon of everything that one user contributed; None if it is not declared or not proved.
 
     With ``unit=user`` it is the claim's own. Otherwise it is that of ``max_units_per_user`` units together, a bound
     that the run declared before its first step; nothing is concluded from the data. The releases of each run before it
@@ -138,7 +138,7 @@ def user_level_epsilon(judged: Judged, plan: PrivacyPlan) -> float | None:
 
 
 def group_facts(judged: Judged, plan: PrivacyPlan) -> list[dict[str, Any]]:
-    """For each of `GROUPS`: how many units, the epsilon of them together or None, and then why."""
+    """Return for each of `GROUPS` the number of units, and their joint epsilon or the reason for None."""
     return [_of_units(units, judged, plan) for units in GROUPS]
 
 
@@ -171,7 +171,7 @@ def _wider(units: int, charged: Sequence[Release], plan: PrivacyPlan) -> dict[st
 
 
 def without_numbers(facts: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The accounting of a parent for a child whose own guarantee is not proved: what was done, no epsilon."""
+    """Return a parent's accounting without epsilon, for a child whose own guarantee is not proved."""
     if facts is None:
         return None
     bare = copy.deepcopy(dict(facts))
@@ -204,7 +204,7 @@ _WITHOUT_PASSAGES = ("image", "record")
 
 
 def describe_duplicates(unit: Unit, duplicates: Duplicates) -> str:
-    """Say what the policy on equal texts under different ids means for the claim; no counts."""
+    """Describe what the policy on equal texts under different ids means for the claim; no counts."""
     if unit == "user":
         return (
             "Equal texts of one user are in one unit; those of several users are parts of as many, and protected as "
@@ -233,7 +233,7 @@ def describe_neighbours(unit: Unit, neighbours: Neighbours) -> str:
 
 
 def protected(unit: Unit, neighbours: Neighbours) -> list[str]:
-    """List what the guarantee hides, up to epsilon and delta."""
+    """List what the guarantee protects, up to epsilon and delta."""
     if unit == "image":
         hidden = ["the pixels of each image, and of every view made of it"]
     elif unit == "record":
@@ -255,7 +255,7 @@ def protected(unit: Unit, neighbours: Neighbours) -> list[str]:
 
 
 def unprotected_quantities(unit: Unit, neighbours: Neighbours, n: int | None) -> list[str]:
-    """List what the guarantee takes as known to everybody."""
+    """List what the guarantee assumes to be public."""
     public = [] if unit in (*_WITHOUT_PASSAGES, "passage") else ["the text of every passage in the corpus"]
     if neighbours == "add_or_remove":
         return [*public, "the declared constants: delta, sampling rate, batch cap, denominator"]
@@ -266,7 +266,7 @@ def unprotected_quantities(unit: Unit, neighbours: Neighbours, n: int | None) ->
 
 
 def tuning_gaps(tuning: Mapping[str, Any]) -> list[str]:
-    """List what the choice of hyper-parameters leaves open."""
+    """List the gaps left by the choice of hyper-parameters."""
     if tuning["data"] == "private" and tuning["accounted"]:
         public = (tuning.get("sweep") or {}).get("metric_data") in ("public", "none")
         scored = "" if public else ", and the records on which the runs were scored are not covered at all"
@@ -290,7 +290,7 @@ def uncovered(
     tuning: Mapping[str, Any],
     randomness: Mapping[str, Any],
 ) -> list[str]:
-    """List what a reader might take for covered and is not, by the card's claim, groups, tuning and randomness."""
+    """List what a reader might assume to be covered but is not, by the card's claim, groups, tuning and randomness."""
     unit, neighbours, most = claim["unit"], claim["neighbours"], claim["max_units_per_user"]
     before = claim.get("max_units_before", [])
     gaps = []
@@ -401,7 +401,7 @@ def claimed_curve(records: Sequence[Mapping[str, Any]]) -> ClaimedCurve | None:
 
 
 def planned_curve(plan: PrivacyPlan) -> ClaimedCurve | None:
-    """Return the same of the steps that are planned, before the first of them; None where nothing will be claimed."""
+    """Return the privacy curve of the planned steps, before the first of them; None without a claim."""
     if not plan.proved:
         return None
     steps = GaussianRelease(noise_multiplier=plan.noise_multiplier, law=plan.law, count=plan.steps)

@@ -1,4 +1,4 @@
-"""Cards as files: written whole, read with suspicion, named by their SHA-256, and compared with the files beside them.
+"""Card files: written atomically, validated on reading, named by SHA-256, and compared with the files beside them.
 
 A card decides what others believe, so one that cannot be a claim is not read as one: another
 schema, an edited field, an epsilon without its delta, unit and neighbours. Nor is it believed beside other files than
@@ -48,7 +48,7 @@ def subject_of(
 
 
 def write_card(card: Mapping[str, Any], folder: str | Path) -> Path:
-    """Write ``privacy_card.json``, ``.md`` and ``.html``, each whole or not at all; return the path of the JSON.
+    """Write ``privacy_card.json``, ``.md`` and ``.html``, each atomically; return the path of the JSON.
 
     Raises:
         StorageError: The folder cannot be written.
@@ -65,12 +65,12 @@ def write_card(card: Mapping[str, Any], folder: str | Path) -> Path:
 
 
 def card_json(card: Mapping[str, Any]) -> str:
-    """The content of ``privacy_card.json``; its SHA-256 is the card's name."""
+    """Return the content of ``privacy_card.json``; its SHA-256 is the card's name."""
     return json.dumps(card, indent=2, ensure_ascii=True, allow_nan=False) + "\n"
 
 
 def read_card(path: str | Path) -> dict[str, Any]:
-    """Read a card, from its file or its folder, and check that its claim is a claim.
+    """Read a card, from its file or folder, and validate its claim.
 
     Raises:
         DataError: It is missing, no card of this schema, was edited after it was made, or claims a
@@ -90,18 +90,18 @@ def read_card(path: str | Path) -> dict[str, Any]:
 
 
 def card_sha256(path: str | Path) -> str:
-    """SHA-256 of the card's file, by which a derived card names it."""
+    """Return the SHA-256 of the card's file, by which a derived card names it."""
     return file_sha256(card_path(path))
 
 
 def checksum(card: Mapping[str, Any]) -> str:
-    """SHA-256 of the card without this field: shows a slip or a hand edit, not a determined forger."""
+    """Return the SHA-256 of the card without this field: it detects accidental edits, not forgery."""
     body = {key: value for key, value in card.items() if key != "checksum"}
     return hashlib.sha256(canonical_json(body).encode()).hexdigest()
 
 
 def malformed(card: Any) -> str | None:
-    """Why ``card`` is not to be believed, or None."""
+    """Return why ``card`` is invalid, or None."""
     if not isinstance(card, Mapping):
         return f"it is a {type(card).__name__}, not an object."
     if problem := schema_problem(card.get("schema"), SCHEMA):
@@ -143,7 +143,7 @@ def _check_claim(claim: Mapping[str, Any]) -> None:
 
 
 def card_path(path: str | Path) -> Path:
-    """The card's file, given it or its folder."""
+    """Return the card's file, given it or its folder."""
     path = Path(path)
     return path / CARD_NAME if path.is_dir() else path
 
@@ -176,7 +176,7 @@ def check_dataset_card(path: Path | None) -> None:
 
 
 def card_of_data(data: Any, split: str = "train") -> Path | None:
-    """The privacy card that the queries of a split carry: the DataModule's own, or one beside the files it reads.
+    """Return the privacy card of a split's queries: the DataModule's own, or one beside its files.
 
     A card beside a corpus that was given on its own is not theirs, nor is that of a synthetic set the card of the real
     queries that its ``evaluation`` brings.
@@ -197,7 +197,7 @@ def card_of_data(data: Any, split: str = "train") -> Path | None:
 
 
 def refuse_another_claim(data: Any, what: str = "a card of this run would state another one alone") -> None:
-    """Refuse data whose queries carry a privacy card, for a claim that is new; ``what`` would come of it.
+    """Refuse data whose queries have a privacy card, for a new claim; ``what`` would come of it.
 
     Raises:
         ConfigurationError: They were made from private ones under an epsilon that the new card would not name.
@@ -212,7 +212,7 @@ def refuse_another_claim(data: Any, what: str = "a card of this run would state 
 
 
 def card_beside(given: str | Path) -> Path | None:
-    """The privacy card of a data set in this folder, or beside this file of one."""
+    """Return the privacy card of a data set in this folder, or beside this file of one."""
     place = Path(given).expanduser()
     near = place if place.is_dir() else place.parent
     for folder in (near, near.parent) if near.name in ("qrels", "pairs") else (near,):
@@ -224,7 +224,7 @@ def card_beside(given: str | Path) -> Path | None:
 
 
 def check_artefact(folder: Path, card: Mapping[str, Any]) -> None:
-    """Refuse a folder of a model or a data set that is not what the card in it describes.
+    """Refuse a model or data folder that does not match its card.
 
     Every file must be listed with its SHA-256, and every listed file must be there. Aside are hidden files, the ledger,
     the card itself, and what an export adds to be read by people: its page and the cards behind its own.
@@ -248,17 +248,17 @@ def check_artefact(folder: Path, card: Mapping[str, Any]) -> None:
 
 
 def card_names(path: Path, card: Mapping[str, Any]) -> set[str]:
-    """Every SHA-256 by which others may name this card: its own, and those from before it was amended."""
+    """Return every SHA-256 that others may use for this card: its own, and those before amendments."""
     return {card_sha256(path), *(str(note["sha256_before"]) for note in card.get("amendments", []))}
 
 
 def names_behind(path: Path, card: Mapping[str, Any]) -> set[str]:
-    """Every SHA-256 by which others may name this card or one that it was made from: what its claim covers."""
+    """Return every SHA-256 of this card and its ancestors: the artefacts that its claim covers."""
     return card_names(path, card) | {str(parent["sha256"]) for parent in card["parents"]}
 
 
 def card_above(folder: Path) -> Path | None:
-    """A card further up that lists files of ``folder``: a part of an artefact, taken without what is said of it."""
+    """Return a card further up that lists files of ``folder``, which is then part of another artefact."""
     inner = folder.resolve()
     for place in list(inner.parents)[:3]:
         for root in (place, place / "model"):

@@ -1,4 +1,4 @@
-"""What a plan will have cost when it is over, computed before it starts.
+"""The final cost of a plan, computed before it starts.
 
 One epsilon hides the assumptions behind it. So a forecast puts the stated one beside what other accountants, relations
 and sampling laws would make of the same noise, beside what is left if the sampling was not what it claimed to be, and
@@ -59,7 +59,7 @@ _CURVE_POINTS, _STAIRS = 14, 80
 
 @dataclass(frozen=True)
 class Planned:
-    """The releases of a plan, whatever law they are read under."""
+    """The releases of a plan, under any sampling law."""
 
     law: SamplingLaw  # the planned law
     noise_multiplier: float  # of each step
@@ -73,7 +73,7 @@ class Planned:
 
     @classmethod
     def of(cls, plan: PrivacyPlan) -> Planned:
-        """Return the releases of a plan; under a coupled loss a batch is counted in units, not by the denominator."""
+        """Return the releases of a plan; with a coupled loss a batch is counted in units, not by the denominator."""
         coupling, budget = plan.coupling, plan.budget
         return cls(
             law=plan.law,
@@ -91,7 +91,7 @@ class Planned:
         return [GaussianRelease(noise_multiplier=self.noise_multiplier, law=law, count=steps or self.steps)]
 
     def laws(self) -> list[SamplingLaw]:
-        """The planned law, then the other ones with the same expected batch."""
+        """Return the planned law, then the others with the same expected batch size."""
         law, found = simplest_law(self.law), [self.law]
         if isinstance(law, FullBatch) or self.n is None:
             return found + ([Poisson(sample_rate=law.sample_rate)] if isinstance(law, TruncatedPoisson) else [])
@@ -112,7 +112,7 @@ class Planned:
 
 
 def epsilon_matrix(plan: Planned, heartbeat: Callable[[], None] = lambda: None) -> list[dict[str, Any]]:
-    """Epsilon of the planned noise for every law and relation, each by the tightest accountant that judges it.
+    """Return epsilon of the planned noise for every law and relation, each by the tightest accountant.
 
     Guarantees:
         - The cell of the planned law and relation is the plan's epsilon by ``pld``, where that judges it.
@@ -156,7 +156,7 @@ def _cell(plan: Planned, law: SamplingLaw, relation: Neighbours) -> dict[str, An
 
 
 def user_levels(plan: Planned, heartbeat: Callable[[], None] = lambda: None) -> dict[str, Any]:
-    """What the planned noise promises to somebody with 1, 2, 5 or 10 units, by law under the planned relation.
+    """Return epsilon of the planned noise for a person with 1, 2, 5 or 10 units, by law.
 
     A truncated law whose cap was chosen for one unit may promise nothing to several: a batch that was
     cut can give all of them away. ``roomy_cap`` is then a cap that cuts so seldom that it does not
@@ -216,7 +216,7 @@ def _roomy(plan: Planned) -> TruncatedPoisson | None:
 
 
 def epsilon_over_steps(plan: Planned) -> list[dict[str, Any]]:
-    """How epsilon grows on the way to the last step, for the laws and relations that are worth a line.
+    """Return the growth of epsilon over the steps, for the laws and relations worth plotting.
 
     Drawn, not stated: the distributions of sampled laws are ten times as coarse as those of the claim,
     and pessimistic, so that a line never runs below what is spent.
@@ -262,7 +262,7 @@ BUDGETS = (1.0, 3.0, 8.0, 16.0)
 
 
 def describe_plan(plan: PrivacyPlan, progress: Callable[[str], None] = lambda what: None) -> dict[str, Any]:
-    """What the plan promises and costs, as JSON values: noise, epsilon by every way of counting, ceilings.
+    """Return guarantee and cost of the plan as JSON values: noise, epsilon by every accounting, ceilings.
 
     Takes some ten seconds for long runs with little noise; ``progress`` is told what is computed next.
     `lit_dpret.tasks.plan.format_plan` makes a text of it. What cannot be computed is None and says why beside it. Of a
@@ -320,7 +320,7 @@ def describe_plan(plan: PrivacyPlan, progress: Callable[[str], None] = lambda wh
 
 
 def cautions(plan: PrivacyPlan) -> list[str]:
-    """Return what is weak or dear about a plan that is allowed: a large delta, batches that are most of the data."""
+    """Return weaknesses of an allowed plan: a large delta, batches with most of the data."""
     found = []
     budget, law = plan.budget, plan.law
     if budget.delta > LARGE_DELTA:
@@ -342,7 +342,7 @@ def cautions(plan: PrivacyPlan) -> list[str]:
 
 
 def large_delta(delta: float, units: int | None) -> str:
-    """Say why a delta is large for so many units, and what is usual."""
+    """Explain why a delta is large for this number of units, and what is usual."""
     of = "" if units is None else f" for {units} units, where 1/n is {1 / units:.2g}"
     return (
         f"delta={show_delta(delta)} is large{of}: with up to that chance a unit is not protected at all, so that the "

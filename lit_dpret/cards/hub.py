@@ -1,4 +1,4 @@
-"""The header of a ``README.md``, by which a model hub lists a folder: what is known of it, its claim among that.
+"""The header of a ``README.md`` for a model hub: known facts of a folder, including its claim.
 
 A hub filters and compares by this header, and readers believe it. So a licence or a language stands there only where
 somebody stated it, a base model only where a hub has it under that name, and the claim as the privacy card has it.
@@ -26,13 +26,13 @@ _PACKAGED = {"minilm": "sentence-transformers/all-MiniLM-L6-v2"}
 
 
 def front_matter(facts: Mapping[str, Any]) -> str:
-    """Return the header of a README with the facts that are known: neither None nor empty."""
+    """Return the header of a README with the known facts: neither None nor empty."""
     known = {name: value for name, value in facts.items() if value not in (None, [], {})}
     return f"---\n{yaml.safe_dump(known, sort_keys=False, allow_unicode=True, width=1000)}---\n"
 
 
 def claim_metadata(card: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the claim of a card as data: a number only where one is proved, rounded up, with all that it needs."""
+    """Return the claim of a card as data: a number only if proved, rounded up, with all its conditions."""
     claim = card["claim"]
     found = {"guarantee": claim["guarantee"]}
     if claim["guarantee"] == "dp":
@@ -42,13 +42,13 @@ def claim_metadata(card: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def base_model_of(card: Mapping[str, Any]) -> str | None:
-    """Return the hub's name of the weights that training started from; None where the card names no such."""
+    """Return the hub name of the initial weights; None if the card has none."""
     name = str(card["mechanism"].get("started_from", card["pretraining"].get("model")))
     return _PACKAGED.get(name, name if _REPOSITORY.fullmatch(name) else None)
 
 
 def stated_languages(language: str | None) -> list[str]:
-    """Return the codes of a setting, which has commas between them.
+    """Return the language codes of a comma-separated setting.
 
     Raises:
         ConfigurationError: One of them is not a code.
@@ -61,7 +61,7 @@ def stated_languages(language: str | None) -> list[str]:
 
 
 def check_license(license: str | None) -> None:
-    """Refuse a licence that a hub would not know.
+    """Refuse a licence that is unknown to the hub.
 
     Raises:
         ConfigurationError: It is not written as the hub does.
@@ -73,7 +73,7 @@ def check_license(license: str | None) -> None:
 
 
 def check_repositories(knob: str, names: Sequence[str]) -> None:
-    """Refuse names under which a hub has nothing, such as paths of this machine.
+    """Refuse names that cannot be hub repositories, such as local paths.
 
     Raises:
         ConfigurationError: One is not of the form owner/name.

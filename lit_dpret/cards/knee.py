@@ -1,4 +1,4 @@
-"""The ratio of noise to batch size over batch sizes and epochs: how much a larger batch is worth.
+"""The ratio of noise to batch size over batch sizes and epochs: the benefit of a larger batch.
 
 What an optimizer sees of the noise is its multiplier over the expected batch size, and at a fixed
 epsilon a larger batch makes that ratio smaller. Up to a point: a small batch pays for sampling, because
@@ -34,7 +34,7 @@ _CLOSE = 0.985
 
 @dataclass(frozen=True)
 class Cell:
-    """One batch size for one number of passes."""
+    """One batch size and number of passes."""
 
     batch: int  # units in a batch, on average
     epochs: float  # passes over the data, as the number of steps makes them
@@ -48,7 +48,7 @@ class Cell:
         return None if self.noise_multiplier is None else self.noise_multiplier / self.batch
 
     def to_dict(self) -> dict[str, Any]:
-        """The cell as plain JSON values."""
+        """Return the cell as plain JSON values."""
         over = None if self.ratio is None else self.ratio / self.floor
         return {
             "batch": self.batch,
@@ -70,7 +70,7 @@ def knee_table(
     epochs: float,
     heartbeat: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """The noise-to-batch ratio over batch sizes and passes at one budget, with the knee of each column.
+    """Return the noise-to-batch ratio over batch sizes and passes at one budget, with the knee of each column.
 
     By Poisson sampling and privacy loss distributions, whatever the plan's own law and accountant are.
 
@@ -118,7 +118,7 @@ def knee_table(
 
 
 def batch_sizes(n: int, batch: int) -> list[int]:
-    """The planned batch and its doublings, as many as a table holds, from some below it to half of the data."""
+    """Return the planned batch and its doublings, for a table up to half of the data."""
     doubled = [batch * 2.0**k for k in range(-3, 20)]
     sizes = [int(size) for size in doubled if 8 <= size <= n / 2 and size % 1 == 0]
     below = sum(size < batch for size in sizes)
@@ -163,7 +163,7 @@ def _floor(eps: float, delta: float, neighbours: Neighbours, steps: int) -> floa
 def least_noise(
     *, rate: float, steps: int, eps: float, delta: float, neighbours: Neighbours, start: float
 ) -> float | None:
-    """A noise multiplier that meets the budget and is hardly above the least; None where none is found."""
+    """Return a noise multiplier within the budget, close to the least; None if there is none."""
     law = Poisson(sample_rate=rate)
 
     def spent(noise: float) -> float:

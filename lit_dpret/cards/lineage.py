@@ -35,7 +35,7 @@ _MOST_FOLDERS = 5000
 
 @dataclass(frozen=True)
 class FoundCard:
-    """A card on the disk: its content now, and when it was ``named``, if it was amended since."""
+    """A card on disk: its current content, and the version that was ``named``, if amended since."""
 
     path: Path
     card: dict[str, Any]
@@ -43,7 +43,7 @@ class FoundCard:
 
 
 class Lineage:
-    """The cards and ledgers within reach of some cards.
+    """The cards and ledgers near some cards.
 
     Args:
         folders: Where to look first, to any depth; files are taken as they are.
@@ -65,7 +65,7 @@ class Lineage:
         self.read = cache(PrivacyLedger.read)  # several checks of one card read its ledger
 
     def look_near(self, card: Path) -> None:
-        """Look around this card too from now on."""
+        """Also search around this card from now on."""
         folder = card.resolve().parent
         for _ in range(LEVELS):
             if folder not in self._near and folder not in (folder.parent, Path.home()) and self._may_look(folder):
@@ -76,14 +76,14 @@ class Lineage:
         return self._within is None or place.resolve().is_relative_to(self._within)
 
     def card(self, sha256: str) -> FoundCard | None:
-        """The card with this SHA-256, now or before it was amended; None where it is not within reach."""
+        """Return the card with this SHA-256, now or before an amendment; None if it is not found."""
         for path in self._files(CARD_NAME):
             if (found := self._read(path).get(sha256)) is not None:
                 return found
         return None
 
     def ledger(self, card: Mapping[str, Any], beside: Path) -> Path | None:
-        """Return the ledger that a card names: one that holds its head, else one of its name where a run leaves it."""
+        """Return the ledger that a card names: one that contains its head, or one at a run's usual path."""
         ledger = card["ledger"]
         name, head = Path(str(ledger["name"])).name, str(ledger["head"]).encode()
         places = (beside.parent, beside.resolve().parent.parent)
@@ -138,7 +138,7 @@ def _below(folder: Path, name: str, *, depth: int | None) -> Iterator[Path]:
 
 
 def copy_lineage(card: Path, folder: Path, near: Path | None = None) -> None:
-    """Copy what a check of ``card`` follows it through: the cards of its parents, and the ledger that epsilon is from.
+    """Copy the files needed to verify ``card``: its ancestors' cards, and the ledger of epsilon.
 
     They go into one numbered folder each, so that they are found again wherever ``folder`` lies beside the card. They
     are looked for around ``near``, by default the card itself.
@@ -164,7 +164,7 @@ _TUNING = "It leaves out how the settings of its parent were chosen."
 def link_problems(
     child: Mapping[str, Any], parent: Mapping[str, Any], ancestors: Sequence[Mapping[str, Any]], ledger: Path | None
 ) -> list[str]:
-    """Return what is wrong with a card, given its nearest parent's and the further cards that it names.
+    """Return the errors of a card, given its nearest parent's and the other cards that it names.
 
     Without the parent's ``ledger``, the releases of a start are not compared.
     """
@@ -179,7 +179,7 @@ def link_problems(
 
 
 def passed_on(child: Mapping[str, Any], parent: Mapping[str, Any]) -> set[tuple[str, ...]]:
-    """The entries of a derived card that `link_problems` holds against its parent's."""
+    """Return the entries of a derived card that `link_problems` compares with its parent's."""
     if child["claim"]["guarantee"] != "dp":
         return {("claim", "guarantee"), ("parents",)}
     lists = {

@@ -40,7 +40,7 @@ _PACKAGES = ("torch", "lightning", "transformers", "dp-accounting", "opacus", "n
 
 
 def version_of(package: str) -> str:
-    """The installed version of a package, or ``unknown``."""
+    """Return the installed version of a package, or ``unknown``."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -48,13 +48,13 @@ def version_of(package: str) -> str:
 
 
 def package_versions() -> dict[str, str]:
-    """The software that a claim depends on."""
+    """Return the versions of the software that a claim depends on."""
     versions = {name: version_of(name) for name in _PACKAGES}
     return {"python": platform.python_version(), "lit-dpret": lit_dpret.__version__, **versions}
 
 
 def environment_facts(*, device: torch.device | str | None = None, precision: str | None = None) -> dict[str, Any]:
-    """Return what a card says of the machine: kinds, never names of hosts or users; None where a fact is not known."""
+    """Return the card's facts about the machine: kinds, no names of hosts or users; None if unknown."""
     return {"code_commit": code_commit(), "hardware": None if device is None else _hardware(str(device)),
             "precision": precision}  # fmt: skip
 
@@ -92,7 +92,7 @@ KNOB = "callbacks.card.pretraining_overlap"
 
 
 def text_hashes(texts: Iterable[str]) -> list[str]:
-    """Return a short hash of each text, case and blanks aside, by which a later run knows it again."""
+    """Return a short hash of each normalised text, by which a later run can recognise it."""
     plain = (normalise(text).encode("utf-8", "surrogatepass") for text in texts)
     return sorted({hashlib.sha256(each).hexdigest()[:16] for each in plain})
 
@@ -130,7 +130,7 @@ _KNOB = "callbacks.card.audit_protocols"
 
 
 def protocol_facts(files: Iterable[str | Path], *, knob: str = _KNOB) -> list[dict[str, str]]:
-    """Name and SHA-256 of each protocol; ``knob`` is the setting that a refusal names.
+    """Return name and SHA-256 of each protocol; ``knob`` is the setting named in a refusal.
 
     Raises:
         ConfigurationError: A file cannot be read, or is empty.
@@ -167,7 +167,7 @@ def note_protocols(ledger: PrivacyLedger, files: Sequence[str | Path]) -> None:
 
 
 def registered(records: Iterable[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """``name``, ``sha256`` and ``registered`` (the day) of the protocols before the first announced step."""
+    """Return ``name``, ``sha256`` and ``registered`` (the day) of the protocols before the first announced step."""
     found: list[dict[str, str]] = []
     for record in records:
         if record.get("kind") == "intent":
@@ -187,13 +187,13 @@ _RANDOM_START = f"Training on the private data started from {RANDOM_WEIGHTS}, as
 
 
 def start_parents(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The cards that the model had before this run, the nearest first: names and SHA-256."""
+    """Return the cards of the model before this run, the nearest first: names and SHA-256."""
     start = recorded_start(records)
     return [] if start is None else list(start["parents"])
 
 
 def declared_start(model: str | None, what: str = "training on the private data") -> Assumption:
-    """State what is taken on trust where nothing is known of the weights that ``what`` started from."""
+    """State the trusted declaration about weights of unknown origin that ``what`` started from."""
     if model == RANDOM_WEIGHTS:
         text = (
             f"{what[0].upper()}{what[1:]} started from {RANDOM_WEIGHTS}, as declared. No private data went into them."
@@ -211,7 +211,7 @@ def _named(model: str | None) -> str:
 
 
 def start_assumptions(records: Sequence[Mapping[str, Any]], model: str | None = None) -> list[Assumption]:
-    """List what the claim takes on trust about the start; ``model`` names weights without a card."""
+    """List the trusted assumptions about the start; ``model`` names weights without a card."""
     start = recorded_start(records)
     if start is None:
         if _is_of(records, EVOLUTION):
@@ -229,13 +229,13 @@ def start_assumptions(records: Sequence[Mapping[str, Any]], model: str | None = 
 
 
 def start_in_floating_point(records: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the private run that the model started from used floating-point noise; the claim is about both."""
+    """Return whether the private run of the start used floating-point noise; the claim covers both."""
     start = recorded_start(records)
     return start is not None and not start["public"] and bool(start.get("floating_point", True))
 
 
 def randomness_facts(judged: Judged) -> dict[str, Any]:
-    """Read from the ledger how noise was drawn: by which generator, from a published seed, in floating point."""
+    """Read the noise generation from the ledger: generator, published seed, floating point."""
     plan, last = judged.plan, plan_of(judged.records)[1]
     secure = bool(last.get("secure_rng", False))
     return {
@@ -248,7 +248,7 @@ def randomness_facts(judged: Judged) -> dict[str, Any]:
 
 
 def start_accounting(judged: Judged, plan: PrivacyPlan) -> dict[str, Any]:
-    """The two parts of the claim: what this run cost alone, and what the start had cost alone, at one delta."""
+    """Return both parts of the claim at one delta: the cost of this run alone, and of the start alone."""
     start = recorded_start(judged.records)
     if start is None or start["public"]:
         return {}
@@ -264,7 +264,7 @@ def start_accounting(judged: Judged, plan: PrivacyPlan) -> dict[str, Any]:
 
 
 def start_text(judged: Judged, accounted: Mapping[str, Any], model: str | None = None) -> dict[str, str]:
-    """Say where training started and which part of the claim is whose; ``accounted`` has `start_accounting`."""
+    """State where training started, and the parts of the claim; ``accounted`` has `start_accounting`."""
     records = judged.records
     start = recorded_start(records)
     if start is None:

@@ -1,4 +1,4 @@
-"""The entries of a card that are computed again from its ledger: what ran, what it costs, where the chain ended.
+"""Card entries that are recomputed from its ledger: what ran, its cost, and the end of the chain.
 
 Whoever makes a card and whoever checks one compute these facts from the records by the same functions. Nothing here
 reads a configuration.
@@ -35,13 +35,13 @@ PRICED_ALONE = 6
 
 
 def registered_facts(records: Sequence[Record]) -> dict[str, Any]:
-    """Return what was written down before the first step of attacks to come: protocols, and planted canaries."""
+    """Return what was registered before the first step: audit protocols, and planted canaries."""
     planted = planted_by(records)
     return {"pre_registered": registered(records), **({} if planted is None else {"planted": planted})}
 
 
 def decided_blocks(judged: Judged, model: str | None, accounted: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the blocks of a card beside its claim, without the entries that a ledger does not hold.
+    """Return the blocks of a card besides its claim, without entries that a ledger does not contain.
 
     Args:
         judged: The ledger.
@@ -65,7 +65,7 @@ def decided_blocks(judged: Judged, model: str | None, accounted: Mapping[str, An
 
 
 def mechanism_facts(judged: Judged) -> dict[str, Any]:
-    """Return what the steps did, from their own records; a range where they differ."""
+    """Return the mechanism of the steps, from their records; a range where they differ."""
     records, plan = judged.records, judged.plan
     stated = [record for record in records if record.get("kind") == "release"]
     last = plan_of(records)[1]
@@ -127,7 +127,7 @@ def _count(releases: Sequence[Release]) -> int:
 
 
 def accounting_facts(judged: Judged, plan: PrivacyPlan) -> dict[str, Any]:
-    """The accountant, its other answers to the same releases, the price of each part, and of all runs together."""
+    """Return the accountant, other accountants' results, the cost of each part, and of all runs together."""
     releases, verdict = judged.releases, judged.verdict
     delta, neighbours = plan.budget.delta, plan.budget.neighbours
     skipped: dict[str, str] = {}
@@ -214,7 +214,7 @@ def ceilings_of(judged: Judged, **settings: Any) -> dict[str, Any] | None:
 
 
 def ledger_facts(judged: Judged) -> dict[str, Any]:
-    """Where the chain ended when the card was made; ``verify_card`` holds a ledger against it."""
+    """Return the end of the chain when the card was made, for the comparison by ``verify_card``."""
     records = judged.records
     return {
         "name": LEDGER_NAME,
@@ -225,14 +225,14 @@ def ledger_facts(judged: Judged) -> dict[str, Any]:
 
 
 def describe_release(release: Release) -> str:
-    """One release in a phrase."""
+    """Describe one release in a phrase."""
     if isinstance(release, NonPrivateRelease):
         return f"{release.label}: without protection"
     return f"{release.label}: Gaussian noise of multiplier {release.noise_multiplier:.6g}, {release.law.describe()}"
 
 
 def span(values: Iterable[float | None]) -> float | dict[str, float] | None:
-    """The one value that all have, else the least and the greatest; None where there is none."""
+    """Return the common value of all, or the minimum and maximum; None without values."""
     known = sorted({value for value in values if value is not None})
     if not known:
         return None

@@ -1,4 +1,4 @@
-"""A signature over a card: the one thing that shows a chain which was rewritten from end to end.
+"""Card signatures: the only protection against a chain that was rewritten completely.
 
 A card names its files, the head of its ledger and its parents by SHA-256. Whoever can write them all can
 make all of them anew, and they will agree. They cannot make the signature of somebody else's key. It is
@@ -28,14 +28,14 @@ SCHEMA = "lit-dpret/privacy-card-signature/1"
 
 @dataclass(frozen=True)
 class Signed:
-    """A signature that fits a card: the fingerprint of its key, and how many amendments it does not cover."""
+    """A signature that matches a card: the fingerprint of its key, and the number of uncovered amendments."""
 
     key: str
     later: int
 
 
 def sign_card(path: str | Path, key_file: str | Path) -> list[Path]:
-    """Sign a card, and the copies of it that a run keeps in its folder and beside its model; return the signatures.
+    """Sign a card and its copies in the run folder and beside the model; return the signatures.
 
     Args:
         path: The card, or its folder.
@@ -62,7 +62,7 @@ def sign_card(path: str | Path, key_file: str | Path) -> list[Path]:
 
 
 def check_signature(card: Mapping[str, Any], path: Path) -> Signed:
-    """The signature in ``path``, if it fits the card as it is or as it was before it was amended.
+    """Return the signature in ``path`` if it matches the card, now or before amendments.
 
     Raises:
         DataError: It is malformed, or does not fit.
@@ -88,7 +88,7 @@ def check_signature(card: Mapping[str, Any], path: Path) -> Signed:
 
 
 def public_key_fingerprint(path: str | Path) -> str:
-    """SHA-256 of the key in a PEM file with an Ed25519 public key.
+    """Return the SHA-256 of the key in a PEM file with an Ed25519 public key.
 
     Raises:
         ConfigurationError: It is none, or the package ``cryptography`` is missing.

@@ -1,4 +1,4 @@
-"""Starting from another run's model: what that run cost travels into the new run's ledger and card.
+"""Starting from another run's model: its cost is included in the new run's ledger and card.
 
 Weights that were trained on private data carry what they learned into everything that is trained
 from them. A run that starts there (``init_from=RUN``) therefore writes the earlier run's releases
@@ -60,11 +60,11 @@ class Start:
         return [release_from_dict(release) for release in self.facts["releases"]]
 
     def earlier(self) -> tuple[EarlierRun, ...]:
-        """The run of the start and what it cost; nothing for a public one."""
+        """The run of the start and its cost; empty for a public start."""
         return EarlierRun.of_start(self.facts)
 
     def uncounted(self, dataset: DatasetLedger | None) -> tuple[EarlierRun, ...]:
-        """Return the run of the start, where there is a ledger of the data set and it does not count it yet.
+        """Return the run of the start if the data-set ledger does not count it yet.
 
         Raises:
             ConfigurationError: The start was counted in another one, whose total would miss the run.
@@ -89,7 +89,7 @@ class Start:
         return () if dataset is None else self.earlier()
 
     def check(self, mode: Any) -> None:
-        """Refuse a start with which the run could not claim what its mode promises."""
+        """Refuse a start with which the run could not keep the guarantee of its mode."""
         guarantee, facts = mode.guarantee, self.facts
         if guarantee == "none" or facts["public"]:
             return
@@ -116,7 +116,7 @@ class Start:
                 accounting.check_supported(release.law, mode.accountant, mode.neighbours)
 
     def check_plan(self, plan: PrivacyPlan) -> None:
-        """Refuse a plan whose claim would be about other units than those of the start, or at another delta.
+        """Refuse a plan whose claim would have another unit than the start, or another delta.
 
         Raises:
             ConfigurationError: Equal texts are one unit here and several there. Or delta is above that of the start,
@@ -136,7 +136,7 @@ class Start:
 
 
 def note_start(ledger: PrivacyLedger, start: Start | None) -> None:
-    """Write the start of a run into its ledger before its first step, once.
+    """Record the start of a run in its ledger once, before its first step.
 
     On resume it must be the same start; only its folder, further evidence on its card, and a card made again may
     differ.
@@ -166,13 +166,13 @@ def _lasting(facts: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
 
 
 def model_folder(run: str | Path) -> Path:
-    """Return the model folder of a run; ``run`` itself where it is one."""
+    """Return the model folder of a run; ``run`` itself if it is one."""
     folder = Path(run).expanduser()
     return folder / MODEL_FOLDER if (folder / MODEL_FOLDER).is_dir() else folder
 
 
 def places_of(model: str | Path) -> list[Path]:
-    """Return where the files lie that tell of a model's training.
+    """Return the places of the files that document a model's training.
 
     They are its folder, the ``model/`` in it, and the ``model/`` that it is or is a part of, with the run around that.
     """
@@ -190,7 +190,7 @@ def ledgers_of(model: str | Path) -> list[Path]:
 
 
 def traces_of_training(model: str | Path) -> Iterator[tuple[Path, str]]:
-    """Yield each file that tells which run trained a model, with that run's mode, or the guarantee on its card.
+    """Yield each file that shows a model's training run, with its mode or the guarantee on its card.
 
     Asked are cards, ledgers and the notes of `save_model`, in and around the folder (`places_of`), and the card above
     that lists its files. Either of them survives where another one was lost.
@@ -217,7 +217,7 @@ def traces_of_training(model: str | Path) -> Iterator[tuple[Path, str]]:
 
 
 def read_start(run: str | Path, *, public: bool, knob: str = "init_from") -> Start:
-    """Read the start that ``init_from=run`` means.
+    """Read the start for ``init_from=run``.
 
     Guarantees:
         - A private start is taken only if its card agrees with its ledger, file for file and number for number.

@@ -1,4 +1,4 @@
-"""The privacy card in words: the statement, the Markdown and the page.
+"""The text of a privacy card: the statement, the Markdown and the page.
 
 The texts are made from the card's own fields and nothing else, so that a reader of the JSON and a
 reader of the page are told the same. Numbers of the claim are rounded up. What audits found stands beside the claim,
@@ -45,7 +45,7 @@ ALARM = 1 - 1e-4
 
 
 def audit_sections(card: Mapping[str, Any]) -> list[Section]:
-    """Pre-registered protocols and results where there are any, and how this card is checked."""
+    """Return sections on registered protocols and results, if any, and on how this card is checked."""
     empirical, sections = card["empirical"], []
     if protocols := empirical.get("pre_registered"):
         text = (
@@ -82,7 +82,7 @@ def contradicted(card: Mapping[str, Any]) -> bool:
 
 
 def audit_problems(card: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return what audits leave against a card: a contradiction, or a missing result that its ledger announces."""
+    """Return objections of audits to a card: a contradiction, or a missing result announced in its ledger."""
     if contradicted(card):
         return [attacks_sentence(card)]
     events = [record for record in records if record["kind"] == "event" and record.get("name") == AUDIT_EVENT]
@@ -96,7 +96,7 @@ def audit_problems(card: Mapping[str, Any], records: Sequence[Mapping[str, Any]]
 
 
 def attacks_sentence(card: Mapping[str, Any]) -> str:
-    """Return the sentence of the statement on attacks."""
+    """Return the statement's sentence on attacks."""
     if not card["empirical"].get("results"):
         return "No attack has been run against this artefact; and where attacks find nothing, that proves nothing."
     if contradicted(card):
@@ -108,7 +108,7 @@ def attacks_sentence(card: Mapping[str, Any]) -> str:
 
 
 def result_texts(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Each entry of ``empirical.results`` as a line."""
+    """Return each entry of ``empirical.results`` as a line."""
     for one in results:
         parts = [f"{one['attack']} (n = {one['n']}, {one['copies']} cop{'y' if one['copies'] == 1 else 'ies'} each)"]
         if one["estimate"] is not None:
@@ -143,7 +143,7 @@ Card = Mapping[str, Any]
 
 
 def show_epsilon(value: float | None) -> str:
-    """An epsilon rounded up to four significant digits; ``infinite`` for infinity, and for None, as JSON writes it.
+    """Format an epsilon rounded up to four significant digits; ``infinite`` for infinity and None (JSON).
 
     For the epsilon of a claim use `printed_epsilon`: there None may also mean that nothing is proved.
 
@@ -162,12 +162,12 @@ def show_epsilon(value: float | None) -> str:
 
 
 def charges_every_unit(card: Card) -> bool:
-    """Whether the claim charges every unit for every step, because amplification by sampling cannot be claimed."""
+    """Return whether the claim charges every unit for every step, without amplification by sampling."""
     return (card["accounting"] or {}).get("basis") == "no_amplification"
 
 
 def printed_epsilon(card: Card) -> str:
-    """Return the printed epsilon: a number only where one is proved."""
+    """Return the epsilon to print: a number only if proved."""
     guarantee = card["claim"]["guarantee"]
     if guarantee == "dp":
         return show_epsilon(card["claim"]["epsilon"])
@@ -179,7 +179,7 @@ NOT_PROVED = "privacy not proved (no epsilon)"
 
 
 def privacy_line(card: Card) -> str:
-    """The claim in one line, with everything without which an epsilon means nothing."""
+    """Return the claim in one line, with everything that gives epsilon its meaning."""
     claim = card["claim"]
     if claim["guarantee"] == "none":
         return WITHOUT_PRIVACY
@@ -203,7 +203,7 @@ def _terms(claim: Mapping[str, Any], delta: str = "delta") -> list[tuple[str, st
 
 
 def statement(card: Card) -> str:
-    """The claim in sentences, from what was realised."""
+    """Return the claim in sentences, from the realised mechanism."""
     claim, subject = card["claim"], card["subject"]
     if claim["guarantee"] == "none":
         return (
@@ -364,7 +364,7 @@ def _factor(epsilon: float) -> str:
 
 
 def claim_blocks(card: Card) -> list[Block]:
-    """The number with its words, below whatever warnings the card carries."""
+    """Return the blocks with the number and its conditions, below the card's warnings."""
     claim = card["claim"]
     number = ClaimBox(printed_epsilon(card), _terms(claim, "delta (δ)"), guaranteed=claim["guarantee"] == "dp")
     return [
@@ -376,12 +376,12 @@ def claim_blocks(card: Card) -> list[Block]:
 
 
 def card_markdown(card: Card) -> str:
-    """The card as Markdown."""
+    """Return the card as Markdown."""
     return to_markdown(*_frame(card), claim_blocks(card), _sections(card), _footer(card))
 
 
 def card_html(card: Card) -> str:
-    """The card as one self-contained HTML page."""
+    """Return the card as one self-contained HTML page."""
     return to_html(*_frame(card), claim_blocks(card), _sections(card), _footer(card))
 
 
@@ -423,7 +423,7 @@ _RUN = "the training on the private data"
 
 
 def not_covered(card: Card) -> list[str]:
-    """List what the claim leaves out, each gap once, with the artefacts that have it where several do."""
+    """List the gaps of a claim, each once, with the artefacts that have it."""
     names = {card["subject"]["name"], *(parent["name"] for parent in card["parents"])}
     whose: dict[str, list[str]] = {}
     for entry in card["not_covered"]:

@@ -1,4 +1,4 @@
-"""The tuning block of a card: how hyper-parameters were chosen, and what a declared search for them cost."""
+"""The tuning block of a card: how hyper-parameters were chosen, and the cost of a declared search."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def tuning_facts(
 def with_earlier_tuning(
     own: Mapping[str, Any], earlier: Mapping[str, Any] | None, name: str, *, composed: bool, proved: bool = True
 ) -> dict[str, Any]:
-    """Add to a tuning block how the settings of what the artefact was made from were chosen.
+    """Add to a tuning block how the settings of the parent artefact were chosen.
 
     A choice on private or unstated data behind the model is a choice behind whatever is made from it. What is made
     from it without private data keeps that epsilon; a claim ``composed`` of both runs has none that is proved, and
@@ -127,7 +127,7 @@ def with_earlier_tuning(
 
 
 def hides_earlier_tuning(own: Mapping[str, Any], earlier: Mapping[str, Any], *, composed: bool) -> bool:
-    """Whether a tuning block leaves out what `with_earlier_tuning` adds to it of the block of another card."""
+    """Return whether a tuning block omits what `with_earlier_tuning` adds to it from another card."""
     if earlier["data"] not in _OPEN:
         return False
     told = str(earlier["text"]) in str(own["text"])
@@ -138,7 +138,7 @@ def hides_earlier_tuning(own: Mapping[str, Any], earlier: Mapping[str, Any], *, 
 
 
 def tuning_of_run(tuning: Mapping[str, Any] | None, judged: Judged, cost: SearchCost | None = None) -> dict[str, Any]:
-    """Return the tuning block of a run: what was declared, with what its ledger says of its sweep and of its start.
+    """Return the tuning block of a run: its declaration, and its ledger's facts on sweep and start.
 
     ``cost`` is the result of `search_cost`, for a caller that needs several blocks.
     """
@@ -149,7 +149,7 @@ def tuning_of_run(tuning: Mapping[str, Any] | None, judged: Judged, cost: Search
 
 
 def possible_tuning(stated: Mapping[str, Any], judged: Judged) -> list[dict[str, Any]]:
-    """Return the tuning blocks that a run may have, given its ledger, whatever was declared of its own choice.
+    """Return the possible tuning blocks of a run, given its ledger, for any declaration.
 
     ``stated`` is the block on its card, for what the run alone declares.
     """
@@ -163,7 +163,7 @@ def possible_tuning(stated: Mapping[str, Any], judged: Judged) -> list[dict[str,
 
 
 def same_facts(stated: Mapping[str, Any], possible: Mapping[str, Any]) -> bool:
-    """Whether two tuning blocks differ in their words at most, or in an epsilon, which is compared as a number."""
+    """Return whether two tuning blocks agree except for wording; epsilons are compared as numbers."""
 
     def facts(block: Mapping[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in block.items() if key not in ("text", "epsilon") and value is not None}
@@ -172,7 +172,7 @@ def same_facts(stated: Mapping[str, Any], possible: Mapping[str, Any]) -> bool:
 
 
 def refuse_other_tuning(tuning: Mapping[str, Any], metric_data: str, *, knob: str = "callbacks.card.tuning_") -> None:
-    """Refuse what a trial says of the choice of its settings, where its sweep (``metric_data``) says something else."""
+    """Refuse a trial's declaration about its settings that contradicts its sweep's ``metric_data``."""
     refuse_told_number(tuning, "trial_of", knob=knob)
     if (data := tuning.get("data")) not in (None, "unknown", metric_data):
         raise ConfigurationError(
@@ -182,7 +182,7 @@ def refuse_other_tuning(tuning: Mapping[str, Any], metric_data: str, *, knob: st
 
 
 def refuse_told_number(tuning: Mapping[str, Any], teller: str, *, knob: str = "callbacks.card.tuning_") -> None:
-    """Refuse a search by random stopping beside the setting ``teller``, which tells how many runs there are."""
+    """Refuse random stopping together with the setting ``teller``, which reveals the number of runs."""
     if tuning.get("method") == "random_stopping":
         raise ConfigurationError(
             f"{knob}method=random_stopping with {teller}: its cost is proved only where the number of runs is told to "
@@ -191,7 +191,7 @@ def refuse_told_number(tuning: Mapping[str, Any], teller: str, *, knob: str = "c
 
 
 def search_cost(judged: Judged) -> SearchCost:
-    """Return the function that prices a search among runs with these releases: its epsilon, or None and why."""
+    """Return a function for the cost of a search among runs with these releases: its epsilon, or None and why."""
 
     @cache
     def cost(stopping: RandomStopping) -> tuple[float | None, str | None]:
@@ -208,7 +208,7 @@ def search_cost(judged: Judged) -> SearchCost:
 
 
 def declared_search(chosen: Mapping[str, Any]) -> RandomStopping | None:
-    """The search that a tuning block declares; None where there is none."""
+    """Return the search declared by a tuning block; None if there is none."""
     if chosen.get("method") is not None:
         require_choice("tuning_method", chosen["method"], _METHODS)
     declared = [name for name in ("mean_runs", "runs_law") if chosen.get(name) is not None]

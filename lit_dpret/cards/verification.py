@@ -1,4 +1,4 @@
-"""Is a privacy card what it says? Checked by whoever holds the files, without the private data.
+"""Verify a privacy card from its files, without the private data.
 
 From the card of an artefact to the run on private data at the other end: every card on the way is the one
 that the next names by SHA-256, says no more than the one before it, and lies beside the files that it
@@ -40,7 +40,7 @@ Outcome = Literal["ok", "failed", "not_checked"]
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One check of an artefact, how it ended (``not_checked``: it could not be made), and what was found or why."""
+    """One check of an artefact: its result (``not_checked``: it could not be made), and details."""
 
     artefact: str
     check: str
@@ -50,7 +50,7 @@ class CheckResult:
 
 @dataclass
 class Verification:
-    """The findings on the way from a card to the private data, in the order of the chain, the subject first.
+    """The findings from a card to the private data, in chain order, the subject first.
 
     ``elsewhere`` are the cards and ledgers that were used and are not in the card's folder.
     """
@@ -72,23 +72,23 @@ class Verification:
         return [finding for finding in self.findings if finding.outcome == "not_checked"]
 
     def add(self, artefact: str, check: str, problems: Sequence[str], text: str) -> None:
-        """Record a check: its problems, or where it has none what it confirmed."""
+        """Record a check: its problems, or what it confirmed."""
         self.findings += [CheckResult(artefact, check, "failed", problem) for problem in problems] or [
             CheckResult(artefact, check, "ok", text)
         ]
 
     def pass_over(self, artefact: str, check: str, why: str, *, failed: bool = False) -> None:
-        """Record a check that could not be made; ``failed`` where it had to be."""
+        """Record a check that could not be made; ``failed`` if it was required."""
         self.findings.append(CheckResult(artefact, check, "failed" if failed else "not_checked", why))
 
     def signed_by(self, key: str) -> None:
-        """State that the card is signed now, in the place of what was found before."""
+        """Record that the card is now signed, replacing the earlier finding."""
         old = [f for f in self.findings if f.check == "signature" and f.artefact == self.findings[0].artefact]
         self.findings = [finding for finding in self.findings if finding not in old]
         self.add(self.findings[0].artefact, "signature", [], f"made now, by the key {key[:16]}, over this card")
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain JSON values."""
+        """Return plain JSON values."""
         counts = {name: sum(f.outcome == name for f in self.findings) for name in ("ok", "failed", "not_checked")}
         return {
             "schema": SCHEMA, "card": self.path.name, "sha256": self.sha256, "claim": self.claim, "counts": counts,
@@ -96,7 +96,7 @@ class Verification:
         }  # fmt: skip
 
     def format(self) -> str:
-        """One line for each finding, between the claim, where nothing failed, and the verdict."""
+        """Format one line per finding, between the claim (if nothing failed) and the verdict."""
         words = {"ok": "ok", "failed": "FAILED", "not_checked": "not checked"}
         # A list: a run and the run that it started from may bear one name.
         held = [
@@ -118,7 +118,7 @@ class Verification:
         return "\n".join([*([self.claim] if self.claim and not self.failed else []), *lines, f"checks: {counts}"])
 
     def used(self, path: Path) -> None:
-        """Note that a card or a ledger was followed, if it does not lie where the subject does."""
+        """Note that a card or ledger was followed, if it is outside the subject's folder."""
         if path not in self.elsewhere and not path.resolve().is_relative_to(self.path.resolve().parent):
             self.elsewhere.append(path)
 
@@ -140,7 +140,7 @@ def verify_chain(
     protocols: Iterable[str | Path] = (),
     self_contained: bool = False,
 ) -> Verification:
-    """Check a card, its files, its ledger, and every card that it was derived from.
+    """Check a card, its files, its ledger, and all its ancestors.
 
     Guarantees:
         - Nothing failed only if: each card found is the one that its child names, and unedited; no audit on it

@@ -1,4 +1,4 @@
-r"""Parameters that FSDP2 shards over the ranks: whole while gradients are clipped, in shards for everything else.
+r"""Parameters sharded over the ranks by FSDP2: gathered while gradients are clipped, sharded otherwise.
 
 Under ``trainer=fsdp`` each rank keeps a part of every parameter (``torch.distributed.fsdp.fully_shard``), and with it
 a part of the optimizer's state, the fp32 master weights and the noise. Clipping wants whole layers: a unit's norm is
@@ -81,21 +81,21 @@ class ShardedParameters:
         self.gathered = False
 
     def gather(self) -> None:
-        """Make every parameter whole, on every rank; all ranks call it."""
+        """Gather every parameter on every rank; a collective call."""
         with noticing_death():
             for found in self._sharded:
                 found.unshard()  # of one that is whole, nothing; FSDP cuts them up unasked where a state dict is taken
         self.gathered = True
 
     def scatter(self) -> None:
-        """Keep the own shard of every parameter, and forget the rest."""
+        """Keep this rank's shard of every parameter, and free the rest."""
         for found in self._sharded:
             found.reshard()
         self.gathered = False
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Parameters are whole inside, and after it as they were before; all ranks enter it."""
+        """Gather parameters inside the block, and restore the previous state; a collective call."""
         before = self.gathered
         self.gather()
         try:
@@ -105,7 +105,7 @@ class ShardedParameters:
                 self.scatter()
 
     def add_up(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Add whole tensors up over the ranks, and keep the own shard of the totals.
+        """Sum whole tensors over the ranks, and keep this rank's shard of the totals.
 
         Guarantees:
             - Sums are formed in float32 or wider.
@@ -137,12 +137,12 @@ class ShardedParameters:
         return found
 
     def handover(self, ranks: Ranks) -> Handover:
-        """Return what a training loop asks of the shards."""
+        """Return the handover of the shards for a training loop."""
         return _ShardHandover(self, ranks)
 
     @contextmanager
     def assembled(self, *, here: bool) -> Iterator[None]:
-        """The master weights, whole and on the CPU, in the module of those ranks that say ``here``.
+        """Put the whole master weights, on the CPU, into the module of ranks with ``here``.
 
         For writing a model: gathered copies may be in a lower precision. All ranks enter it; one that does not say
         ``here`` keeps its shards. Parameters are in shards before and after.
@@ -194,7 +194,7 @@ class _ShardHandover(GradHandover):
 
 
 def own_blocks(module: nn.Module) -> list[nn.Module]:
-    """The blocks of a model: elements of a ``ModuleList``, not inside another, whose parameters nobody else uses."""
+    """Return the blocks of a model: elements of a top-level ``ModuleList`` with exclusive parameters."""
     users: dict[int, int] = {}
     for _, parameter in module.named_parameters(remove_duplicate=False):
         users[id(parameter)] = users.get(id(parameter), 0) + 1
@@ -279,7 +279,7 @@ def _buckets(sums: Mapping[str, Tensor]) -> Iterator[list[str]]:
 
 
 class ShardingStrategy(ModelParallelStrategy):
-    """`ModelParallelStrategy` over all ranks of a job, however many there are.
+    """`ModelParallelStrategy` over all ranks of a job, for any number of ranks.
 
     It differs in two defaults. All ranks share the data (``data_parallel_size``) and none shares a tensor; Lightning
     would have the devices of a node share tensors. A checkpoint is one file with the whole state, written by rank 0,
@@ -316,7 +316,7 @@ class ShardingStrategy(ModelParallelStrategy):
         return super().load_checkpoint(checkpoint_path, weights_only=True)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """As Lightning's; of an optimizer that has made no step yet, and that stays so.
+        """Return Lightning's state; also for an optimizer before its first step, unchanged.
 
         PyTorch makes a step of no length to have a state to write. It would stay in the optimizer, and count.
         """

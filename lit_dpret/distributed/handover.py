@@ -1,4 +1,4 @@
-"""How finished gradients reach the optimizer, and what part of the sums each rank finishes.
+"""How finished gradients reach the optimizer, and which part of the sums each rank completes.
 
 A strategy that leaves parameters, gradients and optimizer to PyTorch (one device, DDP) takes them in ``.grad``. One
 that has an engine of its own says here how a clipping pass sees whole parameters, how sums come together, and where
@@ -20,34 +20,34 @@ from lit_dpret.errors import ResumeError
 
 
 class Handover(Protocol):
-    """The owner of parameters, gradients and optimizer, as a training loop calls it, on all ranks in the same order."""
+    """The owner of parameters, gradients and optimizer; its calls are collective, in the same order on all ranks."""
 
     @property
     def in_shards(self) -> bool:
-        """Whether ``add_up`` leaves each rank its shards of the sums."""
+        """Whether ``add_up`` leaves each rank only its shards of the sums."""
 
     @property
     def starts(self) -> Mapping[str, int] | None:
-        """At which flat index of its parameter each flat tensor of ``add_up`` begins; None for shaped ones."""
+        """The flat index of its parameter at which each flat tensor of ``add_up`` begins; None for shaped ones."""
 
     def whole(self) -> AbstractContextManager[object]:
-        """Inside, every parameter is whole on every rank, and stays the same object; afterwards it is as before."""
+        """Gather every parameter on every rank, as the same object, within the block; then restore the state."""
 
     def clipping(self) -> AbstractContextManager[object]:
-        """As ``whole``, around each physical batch; parameters may stay whole until ``add_up``."""
+        """Like ``whole``, around each physical batch; parameters may stay gathered until ``add_up``."""
 
     def add_up(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the sums over all ranks, in float32 or wider: what this rank has to noise of them."""
+        """Return the sums over all ranks, in float32 or wider: the part that this rank must noise."""
 
     def give(self, gradients: Mapping[str, Tensor], optimizer: object) -> None:
-        """Put noised gradients, whole or in the shards of ``add_up``, where the optimizer's next step takes them."""
+        """Pass noised gradients, whole or in the shards of ``add_up``, to the optimizer's next step."""
 
     def assembled(self, *, here: bool) -> AbstractContextManager[object]:
-        """Inside, the module of a rank that says ``here`` has its master weights, whole, for writing it."""
+        """Give the module of a rank with ``here`` its whole master weights within the block, for writing."""
 
 
 class GradHandover:
-    """Gradients go into ``.grad``, whole on every rank.
+    """Put gradients into ``.grad``, whole on every rank.
 
     Args:
         module: What is trained.
@@ -81,12 +81,12 @@ class GradHandover:
 
 
 def is_zero_state(state: Mapping[str, Any]) -> bool:
-    """Return whether an optimizer's state in a checkpoint is one of ZeRO's (`lit_dpret.distributed.zero`)."""
+    """Return whether an optimizer state in a checkpoint is ZeRO's (`lit_dpret.distributed.zero`)."""
     return set(state) == {"groups", "states", "numbers"}
 
 
 def refuse_zero_state(checkpoint: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint of ZeRO where another strategy is to go on from it.
+    """Refuse a ZeRO checkpoint if another strategy would continue from it.
 
     Raises:
         ResumeError: It is one.
@@ -104,7 +104,7 @@ _MASTER = "master"
 
 
 def needs_masters(parameters: Iterable[Tensor]) -> bool:
-    """Return whether one of the parameters is kept in half precision."""
+    """Return whether one of the parameters has half precision."""
     return any(parameter.dtype in HALF for parameter in parameters)
 
 
@@ -141,11 +141,11 @@ class MasterWeights(torch.optim.Optimizer):
         self.state = self.inner.state
 
     def gradient_slot(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Whose ``grad`` the noised gradient of ``parameter`` belongs into."""
+        """Return the tensor whose ``grad`` takes the noised gradient of ``parameter``."""
         return self._of.get(id(parameter), parameter)
 
     def masters(self) -> dict[int, nn.Parameter]:
-        """Return the float32 copies, by the identity of the parameter in half precision that each is the master of."""
+        """Return the float32 copies, by the identity of their half-precision parameters."""
         both = zip(self._trained, self._masters, strict=True)
         return {id(own): master for own, master in both if own is not master}
 
@@ -165,7 +165,7 @@ class MasterWeights(torch.optim.Optimizer):
             parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the inner optimizer, with the master of each parameter in its state."""
+        """Return the inner optimizer's state, with each parameter's master weights."""
         found = self.inner.state_dict()
         found["state"] = {index: dict(state) for index, state in found["state"].items()}
         for index, (own, master) in enumerate(zip(self._trained, self._masters, strict=True)):
@@ -175,7 +175,7 @@ class MasterWeights(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Bring back masters and state; the parameters become the masters, rounded."""
+        """Restore masters and state; the parameters become the rounded masters."""
         state = {index: dict(each) for index, each in state_dict["state"].items()}
         for index, each in state.items():
             kept = each.pop(_MASTER, None)
@@ -199,7 +199,7 @@ def gradient_slot(optimizer: Any, parameter: nn.Parameter) -> nn.Parameter:
 
 
 def keep_masters(state: dict[str, Any], module: nn.Module, optimizers: Iterable[Any]) -> None:
-    """Put the masters in a state dict of ``module`` in place of the weights that are rounded from them.
+    """Replace rounded weights in a state dict of ``module`` by their masters.
 
     Loaded into a module in half precision they are rounded as before; loaded into one in float32 nothing is lost.
     """
@@ -211,7 +211,7 @@ def keep_masters(state: dict[str, Any], module: nn.Module, optimizers: Iterable[
 
 @contextmanager
 def in_float32(module: nn.Module, optimizers: Iterable[Any]) -> Iterator[None]:
-    """Inside, a module that is trained by masters holds them, on the CPU; so that it can be written.
+    """Put the masters into the module, on the CPU, within the block, so that it can be written.
 
     Weights in half precision that are not trained are float32 inside as well: adapters are merged into them.
     """

@@ -1,4 +1,4 @@
-"""A job of several ranks that share out a list of work: passages to draw queries for, or texts to embed.
+"""A job of several ranks that share a list of work: passages to write queries for, or texts to embed.
 
 Training needs every rank at every step. Here the ranks need each other only to agree on what there is to do, and to say
 when it is done; in between each takes the next item from a common list whenever it is free. So a slow rank delays no
@@ -38,7 +38,7 @@ _SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "S
 
 @dataclass(frozen=True)
 class Job:
-    """The ranks of one job, seen from one of them.
+    """The ranks of one job, from the view of one rank.
 
     Guarantees:
         - Each item of a list is taken by one rank, and none is left out while a rank is alive.
@@ -51,7 +51,7 @@ class Job:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank merges what all have made, and writes the card."""
+        """Whether this rank merges all results and writes the card."""
         return self.ranks.is_first
 
     @property
@@ -59,7 +59,7 @@ class Job:
         return self.ranks.world_size
 
     def deal(self, name: str, items: Sequence[int]) -> Iterator[int]:
-        """Yield the items that fall to this rank, the next one whenever it asks.
+        """Yield the items for this rank, the next free one on each request.
 
         Args:
             name: Of the list; one that no other list of the job has.
@@ -75,12 +75,12 @@ class Job:
             yield items[place]
 
     def share(self, work: Callable[[], T]) -> T:
-        """Let the first rank do ``work``; all get its result, or raise its error."""
+        """Run ``work`` on the first rank; all ranks get its result, or raise its error."""
         with _in_these_words():
             return self.ranks.share(work)
 
     def together(self, work: Callable[[], T]) -> T:
-        """Let every rank do ``work``; where it fails on one, all raise its error when they are done."""
+        """Run ``work`` on every rank; if one fails, all raise its error at the end."""
         with _in_these_words():
             return self.ranks.together(work)
 
@@ -90,7 +90,7 @@ class Job:
             return self.ranks.gather(value)
 
     def add(self, name: str, amount: int) -> int:
-        """Add to a number that all ranks see, and read it."""
+        """Add to a shared number, and read it."""
         if self.store is None:
             raise ConfigurationError("A job of one rank has nobody to count with.")
         try:
@@ -99,13 +99,13 @@ class Job:
             raise WorkerError(f"The process that keeps the list of this job's work is gone{_GONE}") from error
 
     def place(self, device: torch.device) -> torch.device:
-        """Return the device of this rank: with several of a kind on its machine, the ranks take turns."""
+        """Return the device of this rank; several devices on a machine are assigned in turn."""
         if self.size > 1 and device.type == "cuda" and device.index is None:
             return torch.device("cuda", self.local_rank % torch.cuda.device_count())
         return device
 
     def require_same(self, what: str, value: str) -> None:
-        """Refuse a job whose ranks were not called alike.
+        """Refuse a job whose ranks were called with different arguments.
 
         Raises:
             ConfigurationError: On every rank, where ``value`` differs between two.
@@ -131,7 +131,7 @@ def _in_these_words() -> Iterator[None]:
 
 @contextmanager
 def job_here(environment: Mapping[str, str] | None = None) -> Iterator[Job]:
-    """Yield the job that this process was started in; one of a single rank where it was started alone.
+    """Yield the job of this process; a job of one rank if it was started alone.
 
     Args:
         environment: Where to look; null for that of the process.

@@ -1,4 +1,4 @@
-"""Watch the processes that the command line starts for one job: all end soon when one fails, and say why.
+"""Watch the processes that the command line starts for one job: if one fails, all end soon, with a message.
 
 Lightning starts the ranks of a machine by repeating the command. A rank that dies takes the others with it, but what
 is then said is for developers, or nothing: the first process is killed by a thread that watches its children. And
@@ -28,7 +28,7 @@ _HOW_TO_GO_ON = (
 
 
 def begin() -> None:
-    """Join the watch: as the process that starts the others, or as one of those."""
+    """Join the watch, as the launcher or as one of its processes."""
     if is_started_by_launcher():
         threading.Thread(target=_watch_launcher, daemon=True).start()
         return
@@ -41,7 +41,7 @@ def begin() -> None:
 
 
 def is_started_by_launcher() -> bool:
-    """Return whether Lightning started this process as a further rank of a command of ours."""
+    """Return whether Lightning started this process as a further rank of our command."""
     by_others = "TORCHELASTIC_RUN_ID" in os.environ or "SLURM_STEP_NUM_TASKS" in os.environ
     return LAUNCHER in os.environ and os.environ.get("LOCAL_RANK", "0") != "0" and not by_others
 
@@ -52,7 +52,7 @@ def _launcher_lives() -> bool:
 
 
 def world_size() -> int:
-    """Return how many processes torchrun, SLURM or a user by hand started for this command; 1 where nobody did."""
+    """Return the number of processes that torchrun, SLURM or a user started for this command; otherwise 1."""
     for name, rank in (("WORLD_SIZE", "RANK"), ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"), ("WORLD_SIZE", "LOCAL_RANK")):
         if rank in os.environ and os.environ.get(name, "").isdigit():
             return int(os.environ[name])
@@ -60,12 +60,12 @@ def world_size() -> int:
 
 
 def is_first() -> bool:
-    """Return whether no other process was started before this one for the same command."""
+    """Return whether this is the first process started for this command."""
     return all(os.environ.get(name, "0") == "0" for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK"))
 
 
 def new_name() -> str:
-    """Return a random word that names the folder of a run, the same on all processes that one launcher started."""
+    """Return a random word for the run folder's name, equal on all processes of one launcher."""
     if world_size() == 1:
         return secrets.token_hex(4)
     job = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "MASTER_PORT")]
@@ -73,7 +73,7 @@ def new_name() -> str:
 
 
 def wait_for_launcher(*, at_most: float = 30.0) -> None:
-    """Let the first process finish what it tells and writes; it would be killed as soon as this one is gone."""
+    """Wait until the first process has finished its output; it is killed as soon as this process ends."""
     if not is_started_by_launcher():
         return
     end = time.monotonic() + at_most
@@ -82,7 +82,7 @@ def wait_for_launcher(*, at_most: float = 30.0) -> None:
 
 
 def leave(before: dict[str, str]) -> None:
-    """Forget the ranks of a job that is over, so that the next one in this process starts its own.
+    """Forget the ranks of a finished job, so that the next one in this process starts its own.
 
     Args:
         before: ``os.environ`` as it was before the job.

@@ -1,4 +1,4 @@
-"""The processes of one job: what they add up, what the first of them decides, and how they fail together.
+"""The processes of one job: sums, decisions of rank 0, and joint failure.
 
 A run on several processes (*ranks*) is still one run: one draw per logical step, one sum, one noise, one ledger.
 Rank 0 holds what there is only one of (ledger, card, checkpoints) and the others follow it. Two things pass between
@@ -53,7 +53,7 @@ _made: dict[Any, _Groups] = {}
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes that train together, seen from one of them.
+    """The processes that train together, from the view of one process.
 
     Guarantees:
         - Where there is one rank, nothing is sent and ``torch.distributed`` is not touched.
@@ -66,18 +66,18 @@ class Ranks:
 
     @classmethod
     def here(cls) -> Ranks:
-        """This process among those of ``torch.distributed``; one rank where nothing is initialised."""
+        """Return this process among those of ``torch.distributed``; one rank if nothing is initialised."""
         if not (dist.is_available() and dist.is_initialized()):
             return cls()
         return cls(dist.get_rank(), dist.get_world_size())
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank holds the ledger."""
+        """Whether this rank has the ledger."""
         return self.rank == 0
 
     def sum_(self, tensors: Mapping[str, Tensor], counts: Tensor | None = None) -> None:
-        """Add tensors up over all ranks, in place.
+        """Sum tensors over all ranks, in place.
 
         Guarantees:
             - Sums are formed in float32 or wider, whatever the tensors are kept in.
@@ -106,7 +106,7 @@ class Ranks:
                 dist.all_reduce(counts, group=groups.quick)
 
     def sum_rows(self, rows: Tensor) -> Tensor:
-        """Add matrices up over all ranks; each rank gets its own row of the total.
+        """Sum matrices over all ranks; each rank gets its own row of the total.
 
         Args:
             rows: ``(world size, n)``; the same shape and type on every rank.
@@ -146,7 +146,7 @@ class Ranks:
         return None if gathered is None else torch.stack([each.cpu() for each in gathered])
 
     def share(self, work: Callable[[], T], *, quick: bool = False) -> T:
-        """Let rank 0 do ``work`` and hand every rank its result, or its error.
+        """Run ``work`` on rank 0 and return its result, or raise its error, on every rank.
 
         Guarantees:
             - ``work`` runs on rank 0 alone.
@@ -182,7 +182,7 @@ class Ranks:
         return found
 
     def together(self, work: Callable[[], T], *, quick: bool = False) -> T:
-        """Let every rank do ``work``; where it fails on one of them, all raise the error of the lowest such rank.
+        """Run ``work`` on every rank; if it fails, all raise the error of the lowest failing rank.
 
         Args:
             work: What each rank does.
@@ -210,7 +210,7 @@ class Ranks:
         return found
 
     def in_turn(self, work: Callable[[], T]) -> T:
-        """Let rank 0 do ``work``, and then the others, who find what it left on the disk."""
+        """Run ``work`` on rank 0, and then on the others, which can read its files."""
         if self.world_size == 1:
             return work()
         own: list[T] = []
@@ -228,7 +228,7 @@ class Ranks:
         return gathered
 
     def leave_word(self, word: str) -> None:
-        """Leave a word for rank 0 before this rank ends by an error: it finds it also when this one is gone.
+        """Leave a message for rank 0 before this rank ends with an error; it outlives this process.
 
         It lies in the store by which the processes of the job found each other; no other rank has to be there.
         """
@@ -244,7 +244,7 @@ class Ranks:
             return True
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait for every rank."""
         self.gather(None)
 
 
@@ -253,7 +253,7 @@ def _store() -> Any:
 
 
 def sendable(error: BaseException) -> BaseException:
-    """Return the error itself where another process can rebuild it, else a `WorkerError` in its words."""
+    """Return the error itself if another process can rebuild it, otherwise a `WorkerError` with its text."""
     try:
         again = pickle.loads(pickle.dumps(error))
     except Exception:
@@ -279,7 +279,7 @@ def lost_rank(error: BaseException) -> WorkerError | None:
 
 @contextmanager
 def noticing_death() -> Iterator[None]:
-    """Say in words what a broken connection to another rank means."""
+    """Translate a broken connection into an error that names the lost rank."""
     try:
         yield
     except RuntimeError as error:
@@ -330,7 +330,7 @@ def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def all_rows(own: Tensor) -> Tensor:
-    """Return the rows of all processes of ``torch.distributed``, this one's own among them, in the order of ranks.
+    """Return the rows of all ``torch.distributed`` processes, including this one's, in rank order.
 
     Guarantees:
         - Processes may have different numbers of rows.

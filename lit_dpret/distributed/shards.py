@@ -1,4 +1,4 @@
-"""Sums over several ranks of which each rank keeps a part: for strategies that shard every parameter.
+"""Sums over several ranks that each keep a part: for strategies that shard every parameter.
 
 ZeRO and its kin split the flat parameters into shards and give each rank some of them, with the optimizer's state and
 the master weights. Of a clipped sum a rank then needs its own shards alone. They are added up in float32 or wider,
@@ -33,7 +33,7 @@ class Shard:
 
 
 class ShardLayout:
-    """Which rank has which shard of which parameter.
+    """The shards of each parameter on each rank.
 
     Guarantees:
         - Every coordinate of every parameter belongs to exactly one rank, so noise that each rank adds to its own
@@ -58,7 +58,7 @@ class ShardLayout:
 
     @classmethod
     def agree(cls, own: Sequence[Shard], sizes: Mapping[str, int], ranks: Ranks) -> ShardLayout:
-        """Tell the others what this rank has; called by all ranks.
+        """Exchange the shards of this rank with the others; a collective call.
 
         Raises:
             UnsupportedModelError: Together they do not have every coordinate once.
@@ -66,7 +66,7 @@ class ShardLayout:
         return cls(ranks.gather(list(own)), sizes, ranks)
 
     def add_up(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Add whole tensors up over all ranks, and keep the own shards of the totals.
+        """Sum whole tensors over all ranks, and keep this rank's shards of the totals.
 
         One message per bucket; of each coordinate the total is sent to its rank alone.
 
@@ -100,7 +100,7 @@ class ShardLayout:
         return {name: own[end - shard.count : end] for end, (name, shard) in zip(ends, self.own.items(), strict=True)}
 
     def collect(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Bring what each rank has of some flat tensors together on rank 0; the reverse of `take`.
+        """Gather flat tensors from all ranks on rank 0; the inverse of `take`.
 
         Args:
             own: The own shards, flat, by name, all of one type; called by all ranks.
@@ -129,7 +129,7 @@ class ShardLayout:
         return whole
 
     def take(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the own shards of whole tensors, flat, by name."""
+        """Return this rank's shards of whole tensors, flat, by name."""
         return {
             name: whole[name].reshape(-1)[shard.start : shard.start + shard.count] for name, shard in self.own.items()
         }
@@ -165,7 +165,7 @@ def _between(shards: Sequence[Shard], first: int, last: int) -> Iterator[tuple[i
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Tell whether this process may hold only a part of a tensor."""
+    """Return whether this process may hold only a part of a tensor."""
     return hasattr(tensor, "device_mesh")
 
 

@@ -1,4 +1,4 @@
-"""The ways to run on one or several devices, and which of them a privacy mode supports.
+"""Strategies for one or several devices, and which of them each privacy mode supports.
 
 A mode declares its strategies (`PrivacyMode.strategies`); a fit, ``task=doctor`` and ``docs/several_processes.md`` read
 the same table. A strategy in no row, and one that a mode does not declare, is refused.
@@ -19,7 +19,7 @@ SUMS_ADD_UP: Supported = {**ONE_DEVICE, "ddp": None, "fsdp": None, "deepspeed": 
 
 
 def with_xla(engines: frozenset[str] | None = None) -> Supported:
-    """Add XLA devices to `SUMS_ADD_UP`, for engines of which no shape and no branch follows from a value."""
+    """Add XLA devices to `SUMS_ADD_UP`, for engines without value-dependent shapes and branches."""
     return {**SUMS_ADD_UP, "xla": engines, "xla_processes": engines}
 
 
@@ -32,7 +32,7 @@ class Declares(Protocol):
 
 @dataclass(frozen=True)
 class Strategy:
-    """One row: a strategy of Lightning, and what is true under it."""
+    """One row: a Lightning strategy, and its properties."""
 
     # Of the strategy in refusals and tables. ``fsdp`` is FSDP2, Lightning's ``ModelParallelStrategy``; its
     # ``FSDPStrategy`` is ``custom``.
@@ -94,13 +94,13 @@ STRATEGIES: tuple[Strategy, ...] = (
 
 
 def strategy(name: str) -> Strategy:
-    """Return the row of that name; the one of ``custom`` where there is none."""
+    """Return the row with that name, or that of ``custom``."""
     rows = {row.name: row for row in STRATEGIES}
     return rows.get(name, rows["custom"])
 
 
 def markdown_table(modes: Iterable[Declares], engines: Iterable[str]) -> str:
-    """Return the table for a reader: a row for each strategy, a column for each mode, and the reasons below it.
+    """Return the table as Markdown: a row per strategy, a column per mode, and the reasons below.
 
     A mode is ``yes``, a number that stands for the reason against it, or ``yes`` with the numbers of the engines that
     are refused.

@@ -1,4 +1,4 @@
-"""XLA (for TPUs), which computes nothing until it is asked to: when to ask, and how to read what it computed.
+"""XLA (for TPUs) evaluates lazily: when to evaluate, and how to read results.
 
 An XLA tensor is a promise. Operations are written down, and what was written down since the last *cut* is compiled
 as one graph and run. Two things follow. A value that is read in the middle cuts there, and a graph that was not
@@ -19,18 +19,18 @@ from torch import Tensor, nn
 
 
 def is_lazy(device: torch.device) -> bool:
-    """Return whether tensors of this device are promises."""
+    """Return whether tensors of this device are lazy."""
     return device.type == "xla"
 
 
 def sync_device(device: torch.device) -> None:
-    """End a graph: compute everything that was promised on an XLA device, without waiting for it."""
+    """End a graph: start computing everything pending on an XLA device, without waiting."""
     if is_lazy(device):
         _torch_xla().sync()
 
 
 def read(tensors: Sequence[Tensor]) -> list[Any]:
-    """Return the values of tensors of one element, as plain numbers, by one transfer.
+    """Return one-element tensors as plain numbers, in one transfer.
 
     On XLA they are best read after `sync_device`: what else was promised would be computed twice.
     """
@@ -42,7 +42,7 @@ def read(tensors: Sequence[Tensor]) -> list[Any]:
 
 
 def use_full_precision(device: torch.device) -> None:
-    """Have XLA multiply float32 matrices in float32: a TPU does it in bfloat16, and norms would lose their digits."""
+    """Make XLA multiply float32 matrices in float32; a TPU uses bfloat16, too imprecise for norms."""
     if is_lazy(device):
         backends = importlib.import_module("torch_xla.backends")
         if backends.get_mat_mul_precision() != "highest":
@@ -50,14 +50,14 @@ def use_full_precision(device: torch.device) -> None:
 
 
 def fetch(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """XLA tensors on the host, by one transfer."""
+    """Copy XLA tensors to the host, in one transfer."""
     _torch_xla()
     return list(importlib.import_module("_XLAC")._xla_get_cpu_tensors([tensor.detach() for tensor in tensors]))
 
 
 @contextmanager
 def on_host(module: nn.Module) -> Iterator[None]:
-    """A module with the values of its XLA tensors on the CPU, to be written to a file; afterwards it is as before."""
+    """Replace XLA tensors of a module by CPU copies within the block, for writing to a file."""
     places = [
         (store, name, tensor)
         for part in module.modules()

@@ -1,4 +1,4 @@
-"""XLA devices in several processes, one device each, that are joined by their hosts.
+"""XLA devices in several processes, one device each, connected through their hosts.
 
 Lightning's own `XLAStrategy` forks its processes, and what a callback learns there (epsilon above all) is lost with
 them. Here the processes are started from outside, as torchrun does, each sees one device of its own, and what they
@@ -27,7 +27,7 @@ _ALONE = {"TPU_PROCESS_BOUNDS": "1,1,1", "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1"
 
 
 class XLAProcesses(SingleDeviceXLAStrategy):
-    """One XLA device for each process of a job that torchrun, or somebody by hand, started.
+    """One XLA device per process of a job started by torchrun or by hand.
 
     Guarantees:
         - All ranks begin with the weights of rank 0.
@@ -99,7 +99,7 @@ class XLAProcesses(SingleDeviceXLAStrategy):
         return on_host.to(tensor.device)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Every rank's tensor, ``(world size, ...)``, without gradients."""
+        """Return every rank's tensor, ``(world size, ...)``, without gradients."""
         on_host = tensor.detach().cpu().contiguous()
         found = [torch.empty_like(on_host) for _ in range(self.world_size)]
         dist.all_gather(found, on_host)

@@ -1,4 +1,4 @@
-r"""DeepSpeed's ZeRO takes finished gradients: what it divides over the ranks is noised already.
+r"""DeepSpeed's ZeRO receives finished gradients: what it shards is already noised.
 
 ZeRO gives each rank a part of the master weights, of the optimizer's state and of the gradients (stages 1 and 2), and
 of the parameters themselves (stage 3), and averages gradients over the ranks while it runs a backward pass. A private
@@ -38,7 +38,7 @@ from lit_dpret.settings import require_number
 
 
 def zero_handover(engine: Any, module: nn.Module, ranks: Ranks) -> ZeroHandover:
-    """Who takes the gradients of ``module`` for a DeepSpeed engine; called by all ranks.
+    """Return the handover of ``module`` for a DeepSpeed engine; a collective call.
 
     Args:
         engine: What ``deepspeed.initialize`` returned.
@@ -70,7 +70,7 @@ class _Group:
 
 
 class ZeroHandover(ABC):
-    """The base of all stages: shards of parameters in flat tensors.
+    """Base of all stages: shards of parameters in flat tensors.
 
     Args:
         engine: DeepSpeed's.
@@ -129,12 +129,12 @@ class ZeroHandover(ABC):
     # -- what a checkpoint and an export need ------------------------------------------------
 
     def masters(self) -> dict[str, Tensor]:
-        """Whole master weights by name, on rank 0, on the CPU; nothing on the others. Called by all ranks."""
+        """Return whole master weights by name on rank 0, on the CPU, nothing elsewhere; a collective call."""
         whole = self._shards.collect(self._parts([group.master for group in self._groups]))
         return {name: flat.view(self._shapes[name]) for name, flat in whole.items()}
 
     def load_masters(self, whole: Mapping[str, Tensor]) -> None:
-        """Put whole weights where master weights and parameters are.
+        """Load whole weights into master weights and parameters.
 
         Raises:
             ResumeError: They are of another model.
@@ -145,7 +145,7 @@ class ZeroHandover(ABC):
             self._load_parameters(whole)
 
     def optimizer_state(self) -> dict[str, Any]:
-        """The state of the wrapped optimizer, whole, by name, on rank 0; nothing on the others. Called by all ranks."""
+        """Return the whole optimizer state by name on rank 0, nothing elsewhere; a collective call."""
         states: list[dict[str, Any]] = [self._zero.optimizer.state.get(group.master, {}) for group in self._groups]
         keys = sorted(set().union(*self._ranks.gather({key for state in states for key in state})))
         found: dict[str, Any] = {"groups": self._settings(), "states": {}, "numbers": {}}
@@ -160,7 +160,7 @@ class ZeroHandover(ABC):
         return found if self._ranks.is_first else {}
 
     def load_optimizer_state(self, found: Mapping[str, Any]) -> None:
-        """Give the wrapped optimizer the state that `optimizer_state` found, on any number of ranks.
+        """Load the state from `optimizer_state`, on any number of ranks.
 
         Raises:
             ResumeError: It is of another model or optimizer.
@@ -184,7 +184,7 @@ class ZeroHandover(ABC):
 
     @contextmanager
     def assembled(self, *, here: bool) -> Iterator[None]:
-        """The master weights, whole and on the CPU, in the module of the rank that says ``here`` (rank 0)."""
+        """Put the whole master weights, on the CPU, into the module of the rank with ``here`` (rank 0)."""
         whole = self.masters()
         with self.whole():
             frozen = {name: p.detach().cpu().clone() for name, p in self._module.named_parameters()
@@ -342,7 +342,7 @@ def _refuse_other_values(name: str, master: Tensor, here: Tensor) -> None:
 
 
 class ZeroStrategy(DeepSpeedStrategy):
-    """`lightning.pytorch.strategies.DeepSpeedStrategy` as a private run needs it.
+    """`lightning.pytorch.strategies.DeepSpeedStrategy` adapted to private runs.
 
     It differs in four things. DeepSpeed gets finished gradients (`lit_dpret.distributed.zero`). A checkpoint is one
     file with the whole state, written by rank 0, which appears whole or not at all, is read without running code from

@@ -1,4 +1,4 @@
-"""Text encoders: weights, tokenizer and contract in one, from any folder to embeddings.
+"""Text encoders: weights, tokenizer and contract, loaded from any folder, for embeddings.
 
 Folders are those of sentence-transformers, read and written here: the library is no dependency, costs 3.7 s of
 processor time to import, and batches and pads in its own way, where private texts need batches that follow from no

@@ -39,7 +39,7 @@ _LONG_ROPE, _HELD = "longrope", "longrope, held"
 
 
 def resolve_folder(encoder: str | Path, revision: str | None = None) -> Path:
-    """Return the local folder that ``encoder`` means: a path, ``minilm``, ``public_t5``, or a model's name on the hub.
+    """Return the local folder for ``encoder``: a path, ``minilm``, ``public_t5``, or a hub name.
 
     Raises:
         ConfigurationError: There is no such path, the package with the weights of ``minilm`` is not
@@ -66,7 +66,7 @@ def resolve_folder(encoder: str | Path, revision: str | None = None) -> Path:
 
 
 def hub_answers() -> bool:
-    """Return whether the hub can be reached; its own clients try for a minute.
+    """Return whether the hub is reachable; its own clients try for a minute.
 
     Behind a proxy, which alone knows, it is taken to be.
     """
@@ -113,7 +113,7 @@ def _download(name: str, revision: str | None) -> Path:
 
 
 def load_transformer(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Return the encoder stack and tokenizer of a folder, every weight of it from the folder."""
+    """Load the encoder stack and tokenizer of a folder, with every weight from the folder."""
     import transformers
 
     try:
@@ -135,7 +135,7 @@ def load_transformer(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
 
 
 def load_linear(folder: Path, dtype: torch.dtype) -> nn.Linear:
-    """Return the linear layer that a sentence-transformers Dense folder holds."""
+    """Return the linear layer of a sentence-transformers Dense folder."""
     path = folder / "model.safetensors"
     try:
         if path.is_file():
@@ -151,7 +151,7 @@ def load_linear(folder: Path, dtype: torch.dtype) -> nn.Linear:
 
 
 def position_limit(backbone: Any) -> int | None:
-    """Return how many tokens the model has positions for, each text by itself; None where positions are relative.
+    """Return the number of positions of the model for a single text; None if positions are relative.
 
     Rotary positions of the kind ``longrope`` are other ones for all texts of a batch as soon as one of them is longer
     than the model was first trained for, so the limit is there; ``dynamic`` ones change beyond the usual one alone.
@@ -170,7 +170,7 @@ def position_limit(backbone: Any) -> int | None:
 
 
 def hold_rotary_positions(model: nn.Module) -> None:
-    """Have rotary positions of the kind ``longrope`` stay those of texts within `position_limit`, in place.
+    """Fix ``longrope`` rotary positions to those for texts within `position_limit`, in place.
 
     The model would choose them in every forward pass, and write its choice into a buffer. Within the limit it is always
     the same one; but a buffer that is written while private rows are read is refused under a guarantee.
@@ -194,7 +194,7 @@ def refuse_if_padding_counts(
     *,
     longest: int,
 ) -> None:
-    """Refuse a model that makes something else of a text when padding stands behind it.
+    """Refuse a model whose output for a text changes with padding behind it.
 
     What it makes of one text would then follow from the lengths of the others in the batch: no embedding has one value,
     and under a guarantee one person's text moves what others contribute. Some models change at a length (Reformer
@@ -232,7 +232,7 @@ def refuse_if_padding_counts(
 
 
 def keep_layers(backbone: Any, count: int) -> None:
-    """Drop all transformer layers but the first ``count``, in place.
+    """Drop all transformer layers except the first ``count``, in place.
 
     Raises:
         ConfigurationError: It has fewer.
@@ -255,7 +255,7 @@ def keep_layers(backbone: Any, count: int) -> None:
 
 
 def take_pooler(backbone: Any) -> dict[str, Tensor]:
-    """Move the pooler that embeddings never use out of ``backbone``; its weights, for saving."""
+    """Remove the pooler, unused by embeddings, from ``backbone``; return its weights, for saving."""
     pooler = getattr(backbone, "pooler", None)
     if not isinstance(pooler, nn.Module):
         return {}
@@ -267,7 +267,7 @@ def take_pooler(backbone: Any) -> dict[str, Tensor]:
 
 
 def make_lower_casing(tokenizer: Any) -> None:
-    """Have a fast tokenizer lower-case what it reads, unless it does so already."""
+    """Make a fast tokenizer lower-case its input, unless it already does."""
     if not tokenizer.is_fast:
         return
     from tokenizers import normalizers
@@ -281,7 +281,7 @@ def make_lower_casing(tokenizer: Any) -> None:
 
 
 def vocabulary(tokenizer: Any) -> str:
-    """Everything by which the tokenizer turns text into ids, as text."""
+    """Return everything that determines how the tokenizer maps text to ids, as text."""
     if not tokenizer.is_fast:
         return json.dumps([type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())])
     content = json.loads(tokenizer.backend_tokenizer.to_str())

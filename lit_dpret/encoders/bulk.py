@@ -1,4 +1,4 @@
-"""Encode many texts: sorted by length, so that little is padded, a buffer at a time, so that little is held.
+"""Encode many texts: sorted by length for little padding, a buffer at a time for little memory.
 
 Texts are taken 50,000 at a time. Within such a *window* they are tokenised, equal ones are joined, and
 the longest go first: a batch then pads to a length that nearly all of it has, and one that does not fit
@@ -34,7 +34,7 @@ _TOKENISED_AT_ONCE = 1024
 
 
 class OneSide:
-    """A `TextEncoder` as what encodes texts of one side in bulk: no gradient, no dropout, on one device.
+    """A `TextEncoder` for bulk encoding of one side: no gradient, no dropout, on one device.
 
     Inside ``with`` the encoder is on that device; it comes back to where it was.
     """
@@ -52,7 +52,7 @@ class OneSide:
         self._encoder.to(self._home)
 
     def token_ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of texts, cut at the side's length."""
+        """Return the token ids of texts, truncated at the side's length."""
         found: list[list[int]] = self._encoder.token_ids(texts, self._side)
         return found
 
@@ -83,7 +83,7 @@ def in_order(texts: Mapping[str, str]) -> Sequence[str]:
 
 
 class Window:
-    """Texts in the order in which they are computed: the longest first, and equal ones once.
+    """Texts in the order of computation: the longest first, and duplicates once.
 
     Guarantees:
         - The batches are a function of the set of texts, not of their order.
@@ -100,11 +100,11 @@ class Window:
         self.places = torch.tensor([position[row] for row in rows], dtype=torch.long)
 
     def __len__(self) -> int:
-        """Return how many different texts there are to compute."""
+        """Return the number of distinct texts to compute."""
         return len(self._unique)
 
     def embed(self, start: int, stop: int, batch_size: int, done: Callable[[int], None] | None = None) -> Tensor:
-        """Return embeddings of the different texts from ``start``, a multiple of ``batch_size``, up to ``stop``.
+        """Return embeddings of the distinct texts from ``start``, a multiple of ``batch_size``, up to ``stop``.
 
         ``done`` is called with the number of different texts done, after every batch.
         """
@@ -142,7 +142,7 @@ def encode_windows(
 
 
 def ahead(items: Iterable[T]) -> Iterator[T]:
-    """Yield the same items, each made in another thread while the one before it is in use.
+    """Yield the same items, each computed in another thread while the previous one is in use.
 
     An error in the making is raised where the item would have come. Abandoning the iterator ends the thread
     after the item that it is making.
@@ -191,7 +191,7 @@ _STEP = 16
 
 
 def embed_apart(embed: Callable[[dict[str, Tensor]], Tensor], features: Mapping[str, Tensor], filler: int) -> Tensor:
-    """Embed tokenised texts so that no other text changes an embedding, to the last bit; without gradient.
+    """Embed tokenised texts so that no other text changes an embedding, bit for bit; without gradient.
 
     What a row is compared with is decided by scores, and where two are nearly equal the last bit decides. Products of
     matrices round in another way for another number of rows, another length or another place. So every batch has one

@@ -1,4 +1,4 @@
-"""The contract of an encoder, which decides an embedding beside weights and vocabulary, as plain data; and pooling.
+"""The contract of an encoder: what determines an embedding besides weights and vocabulary; and pooling.
 
 In pooling, the mask says which positions hold a token; what stands at the others never reaches the result, not even
 as a NaN. A text without any token becomes the zero vector.
@@ -20,7 +20,7 @@ Side = Literal["query", "passage"]
 
 @dataclass(frozen=True, kw_only=True)
 class Contract:
-    """Everything besides weights and vocabulary that decides an embedding."""
+    """Everything besides weights and vocabulary that determines an embedding."""
 
     pooling: str = "mean"  # ``mean``, ``cls`` or ``max``
     normalise: bool = True  # whether embeddings are scaled to length 1
@@ -31,11 +31,11 @@ class Contract:
     lower_case: bool = False  # whether texts are lower-cased first, whatever the tokenizer does by itself
 
     def prefix(self, side: Side) -> str:
-        """Return what is put before a text of this side."""
+        """Return the prefix of texts on this side."""
         return self.query_prefix if side == "query" else self.passage_prefix
 
     def max_length(self, side: Side) -> int:
-        """Return how many tokens of a text of this side are read."""
+        """Return the maximal number of tokens of a text on this side."""
         return self.query_max_length if side == "query" else self.passage_max_length
 
 

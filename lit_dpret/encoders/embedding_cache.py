@@ -1,4 +1,4 @@
-"""Embeddings kept on disk, found again by what they were made from, and gone on with after a kill.
+"""Embeddings cached on disk, keyed by their inputs, and resumed after a kill.
 
 An entry's name is a hash of the weights, the contract, the vocabulary and the texts: train the
 encoder a step, change a prefix or a text, and it is another entry. Nothing is ever stale, and
@@ -52,7 +52,7 @@ def content_hash(facts: object, weights: Mapping[str, Tensor], texts: Iterable[s
 
 @dataclass(frozen=True)
 class Rows:
-    """How the rows of a file are computed and kept; its bytes depend on all of it."""
+    """How the rows of a file are computed and stored; its bytes depend on all of it."""
 
     dtype: torch.dtype  # of a number in the file
     batch_size: int = 64  # texts per forward pass
@@ -70,7 +70,7 @@ def encode_to_file(
     progress: Progress | None = None,
     job: Job | None = None,
 ) -> None:
-    """Write the embeddings of ``texts`` to ``path``, row after row; go on where an earlier call was stopped.
+    """Write the embeddings of ``texts`` to ``path``, row by row; resume an interrupted call.
 
     Guarantees:
         - ``path`` appears whole or not at all, and has the bytes of a call by one process that was never
@@ -121,7 +121,7 @@ def encode_to_file(
 
 
 class WindowGroups:
-    """A window cut into the groups that are computed and vouched for at a time."""
+    """A window split into groups that are computed and verified separately."""
 
     def __init__(self, window: Window, window_at: int, made: Rows) -> None:
         self._window, self.window_at, self._made = window, window_at, made
@@ -134,11 +134,11 @@ class WindowGroups:
         return len(self._order)
 
     def rows(self, start: int) -> Tensor:
-        """Return where the embeddings of a group belong among those of the window's texts."""
+        """Return the indices of a group's embeddings among those of the window's texts."""
         return self._order[int(torch.searchsorted(self._sorted_places, start)) : self.end(start)]
 
     def end(self, start: int) -> int:
-        """Return how many texts of the window are done with this group and those before it."""
+        """Return the number of finished texts after this group and those before it."""
         return int(torch.searchsorted(self._sorted_places, start + self._step))
 
     def embed(self, start: int) -> Tensor:
@@ -158,7 +158,7 @@ class WindowGroups:
 
 
 class Unfinished:
-    """The file with its final length, and the journal of the windows of it that are right."""
+    """The file with its final length, and the journal of its finished windows."""
 
     def __init__(self, path: Path, begun: Mapping[str, Any], *, restart: bool) -> None:
         self._path, self._begun = path, dict(begun)
@@ -178,11 +178,11 @@ class Unfinished:
         os.close(self._file)
 
     def has_window(self, start: int, rows: int) -> bool:
-        """Return whether the rows of a window are all there, by their SHA-256."""
+        """Return whether the rows of a window are complete, by their SHA-256."""
         return start in self._windows and self._windows[start] == self._sha256(start, rows)
 
     def write_window(self, start: int, embeddings: Tensor) -> None:
-        """Write the rows of a window, wait until they are on the disk, and vouch for them."""
+        """Write the rows of a window, sync them to disk, and record them as complete."""
         data, place = embeddings.view(torch.uint8).numpy().reshape(-1).data, start * self._width
         while len(data):
             written = os.pwrite(self._file, data, place)  # less than all where the disk is nearly full
@@ -191,7 +191,7 @@ class Unfinished:
         append_fact(self._journal, {"window": start, "sha256": self._sha256(start, len(embeddings))})
 
     def finish(self) -> None:
-        """Give the file its name and forget the journal."""
+        """Rename the file to its final name and delete the journal."""
         os.fsync(self._file)
         os.replace(self._partial, self._path)
         self._journal.unlink(missing_ok=True)
@@ -227,7 +227,7 @@ class Unfinished:
 
 
 def mapped(path: Path, rows: int, dim: int, dtype: torch.dtype) -> Tensor | None:
-    """Map the matrix of a file into memory, copy on write; None where it has another shape."""
+    """Map the matrix of a file into memory, copy on write; None if it has another shape."""
     size = rows * dim * torch.empty(0, dtype=dtype).element_size()
     try:
         if path.stat().st_size != size:
@@ -254,11 +254,11 @@ class SharedMatrix:
 
     @property
     def parts(self) -> Path:
-        """Where ranks put what they made."""
+        """The folder of the ranks' results."""
         return self.path.with_name(self.path.name + ".parts")
 
     def fill(self, file: Unfinished | None, encoding: OneSide, texts: Sequence[str], progress: Progress | None) -> None:
-        """Make what is missing; ``file`` is the matrix on the first rank, and None on the others.
+        """Compute what is missing; ``file`` is the matrix on the first rank, and None on the others.
 
         Raises:
             DataError: An embedding holds a NaN or infinity.
@@ -312,7 +312,7 @@ class SharedMatrix:
         return f"{groups.window_at}-{start}-{self.key}-"
 
     def forget_parts(self) -> None:
-        """Remove all parts, of another matrix that was begun here too."""
+        """Remove all parts, including those of another matrix started here."""
         shutil.rmtree(self.parts, ignore_errors=True)
 
 

@@ -1,4 +1,4 @@
-"""Read and write model folders in the layout of sentence-transformers.
+"""Read and write model folders in the sentence-transformers layout.
 
 An embedding is decided by more than weights: prefixes, lengths, pooling and normalisation are part
 of the model, and a model whose folder does not say them is a model that scores 0.02 elsewhere. We
@@ -40,7 +40,7 @@ _LENGTHS: Mapping[Side, str] = {"query": "query_length", "passage": "document_le
 
 @dataclass(frozen=True, kw_only=True)
 class Tower:
-    """What a folder says about one route from text to embedding."""
+    """A folder's description of one route from text to embedding."""
 
     transformer: Path
     pooling: str = "mean"
@@ -51,7 +51,7 @@ class Tower:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFolder:
-    """What a folder says about both routes."""
+    """A folder's description of both routes."""
 
     query: Tower
     passage: Tower
@@ -61,17 +61,17 @@ class ModelFolder:
 
     @property
     def shared_backbone(self) -> bool:
-        """Whether one transformer serves both routes."""
+        """Whether both routes share one transformer."""
         return self.query.transformer == self.passage.transformer
 
     @property
     def one_encoder(self) -> bool:
-        """Whether nothing but lengths and prefixes tells the routes apart."""
+        """Whether the routes differ only in lengths and prefixes."""
         return replace(self.query, max_length=self.passage.max_length) == self.passage
 
 
 def read_folder(folder: Path) -> ModelFolder:
-    """Read what a transformers or sentence-transformers folder says of itself.
+    """Read the description in a transformers or sentence-transformers folder.
 
     Raises:
         UnsupportedModelError: It is neither, or holds a module whose effect we would not reproduce.
@@ -319,7 +319,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 class Towers(NamedTuple):
-    """The two sides of a dual encoder; the same object twice where one encoder serves both."""
+    """The two sides of a dual encoder; the same object twice for a shared encoder."""
 
     query_encoder: TextEncoder
     passage_encoder: TextEncoder
@@ -373,7 +373,7 @@ def load_towers(encoder: str | Path, *, dtype: str = "float32", revision: str | 
 
 
 def cut(towers: Towers, *, query_max_length: int | None = None, passage_max_length: int | None = None) -> Towers:
-    """Return the same encoders, sharing their weights, reading so many tokens of a text; None leaves a length as it is.
+    """Return the same encoders with shared weights and other maximal lengths; None keeps a length.
 
     Raises:
         ConfigurationError: A length is not positive, or more than the model has positions for.

@@ -36,7 +36,7 @@ _APART_AT_ONCE = 1024  # texts that are given places together in `embed_apart`
 
 
 class TextEncoder(nn.Module):
-    """A transformer that turns each text into one vector.
+    """A transformer that maps each text to one vector.
 
     Guarantees:
         - A text longer than its side's maximal length is cut, whatever the tokenizer's own limit.
@@ -101,7 +101,7 @@ class TextEncoder(nn.Module):
     def from_pretrained(
         cls, encoder: str | Path, *, dtype: str = "float32", revision: str | None = None, **contract: Any
     ) -> TextEncoder:
-        """Load an encoder that serves both sides.
+        """Load an encoder for both sides.
 
         Args:
             encoder: A local folder of transformers or sentence-transformers, ``public_t5``, ``minilm`` for the
@@ -147,7 +147,7 @@ class TextEncoder(nn.Module):
         return self.changed(projection=projection)
 
     def tokenize(self, texts: Sequence[str], side: Side) -> dict[str, Tensor]:
-        """Return texts as model input, prefixed, cut and padded to the longest of them.
+        """Return texts as model input, prefixed, truncated and padded to the longest.
 
         Returns:
             ``input_ids`` and ``attention_mask``, long, shape ``(rows, tokens)``, on the CPU.
@@ -239,13 +239,13 @@ class TextEncoder(nn.Module):
         return stored
 
     def at_full_length(self, features: Mapping[str, Tensor], side: Side) -> dict[str, Tensor]:
-        """Return tokenised texts padded to the side's maximal length: a length that follows from no text."""
+        """Return tokenised texts padded to the side's maximal length, independent of any text."""
         short = self.contract.max_length(side) - features["input_ids"].shape[1]
         filler = {"input_ids": self.tokenizer.pad_token_id, "attention_mask": 0}
         return {name: F.pad(features[name], (0, short), value=value) for name, value in filler.items()}
 
     def placed(self, features: Mapping[str, Tensor], side: Side, places: Sequence[int], rows: int) -> dict[str, Tensor]:
-        """Return tokenised texts at some places among ``rows`` rows of the side's maximal length.
+        """Return tokenised texts at given places among ``rows`` rows of the side's maximal length.
 
         The others have one token, so that attention is defined and a batch with one of them has some padding:
         transformers takes another way through attention for a batch without, which would then follow from its texts.
@@ -289,20 +289,20 @@ class TextEncoder(nn.Module):
         )
 
     def one_side(self, side: Side, device: torch.device | str | None = None) -> OneSide:
-        """Return the encoder as what encodes texts of one side in bulk; for `encode_to_file` and `Window`."""
+        """Return the encoder for bulk encoding of one side, for `encode_to_file` and `Window`."""
         return OneSide(self, side, device)
 
     @property
     def wide(self) -> torch.dtype:
-        """What embeddings are given out in."""
+        """The dtype of returned embeddings."""
         return torch.promote_types(next(self.parameters()).dtype, torch.float32)
 
     def fingerprint(self) -> str:
-        """SHA-256 of weights, vocabulary and contract: equal if and only if the model is the same."""
+        """Return the SHA-256 of weights, vocabulary and contract: equal exactly for equal models."""
         return content_hash([asdict(self.contract), vocabulary(self.tokenizer)], self.state_dict())
 
     def token_ids(self, texts: Sequence[str], side: Side, *, whole: bool = False) -> list[list[int]]:
-        """Return token ids of texts with their prefix, cut at the side's maximal length unless ``whole``."""
+        """Return token ids of texts with their prefix, truncated at the side's maximal length unless ``whole``."""
         prefix = self.contract.prefix(side)
         raw = [prefix + text for text in texts]
         if self.contract.lower_case and not self.tokenizer.is_fast:
@@ -315,7 +315,7 @@ class TextEncoder(nn.Module):
         return ids
 
     def padded(self, ids: Sequence[Any]) -> dict[str, Tensor]:
-        """Return token ids filled up at the end, and the mask of what holds a token, as `forward` takes them."""
+        """Return token ids padded at the end, and the attention mask, as `forward` takes them."""
         longest = max((len(row) for row in ids), default=0) or 1
         input_ids = np.full((len(ids), longest), self.tokenizer.pad_token_id, dtype=np.int64)
         mask = np.zeros((len(ids), longest), dtype=np.int64)

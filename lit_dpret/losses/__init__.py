@@ -1,4 +1,4 @@
-"""What a retriever is trained to do: put the right passage above the others.
+"""Losses of a retriever: rank the right passage above the others.
 
 `row_losses` holds losses of embeddings, one value per row. `pairs` holds losses of the table of all
 similarities in a batch, which know what one record can do to their gradient.

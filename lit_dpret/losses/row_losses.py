@@ -1,4 +1,4 @@
-"""Losses of embeddings, one value per row: softmaxes over candidate passages, and margins of a teacher.
+"""Losses on embeddings, one value per row: softmax over candidate passages, and margins of a teacher.
 
 The losses here give one value per row, never reduced: what may be clipped, averaged or summed is
 for the privacy mode to decide. They differ in where a row's candidates come from, and that decides
@@ -28,7 +28,7 @@ def false_negatives(
     candidate_ids: Sequence[str],
     positives: Sequence[Collection[str]] | None = None,
 ) -> Tensor:
-    """Return where a candidate is a right answer, and so must not be pushed away.
+    """Return which candidates are right answers, and so must not be pushed away.
 
     Args:
         own_ids: The passage id of each row's own positive, ``rows`` many.
@@ -135,7 +135,7 @@ class InBatchSoftmaxLoss(_RowLoss):
 
 
 class PublicPoolSoftmaxLoss(_RowLoss):
-    """Softmax of each query's positive against a pool of passages that are public.
+    """Softmax of each query's positive against a pool of public passages.
 
     Guarantees:
         - Row i depends on query i, its own positive, its own mask and the pool; on no other row.
@@ -206,7 +206,7 @@ class PublicPoolSoftmaxLoss(_RowLoss):
 
 
 class HardNegativeSoftmaxLoss(_RowLoss):
-    """Listwise softmax: the cross entropy of the row's own passage among all that it is compared with.
+    """Listwise softmax: cross entropy of the row's own passage among its candidates.
 
     What is shared decides what can be promised: with ``own`` alone, or with ``shared`` passages that are
     public and the same whoever is in the batch, row i is a function of row i. With passages of other

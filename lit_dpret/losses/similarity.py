@@ -1,4 +1,4 @@
-"""How alike a query and a passage are, as one number per pair.
+"""Similarity of query and passage, one number per pair.
 
 Every similarity takes the embeddings of all queries and all passages at once and returns the
 whole table of scores, shape ``(queries, passages)``; larger means more alike. They are looked up
@@ -29,7 +29,7 @@ def dot(query_embeddings: Tensor, passage_embeddings: Tensor) -> Tensor:
 
 
 def cosine(query_embeddings: Tensor, passage_embeddings: Tensor) -> Tensor:
-    """Return the cosine of every query and every passage; a zero embedding has no angle, and scores 0.
+    """Return the cosine of every query and every passage; a zero embedding scores 0.
 
     Example:
         >>> cosine(torch.tensor([[0.0, 5.0], [0.0, 0.0]]), torch.tensor([[0.0, 2.0]]))

@@ -1,4 +1,4 @@
-"""The dual encoder of PDD-AS2 (paper 004, section 2): a question's [CLS], a sentence's mean, and their dot product.
+"""The dual encoder of PDD-AS2 (paper 004, section 2): [CLS] of a question, mean of a sentence, and their dot product.
 
 It is a `DualEncoder` with two things changed: each side pools in its own way, with one backbone or with two, and
 embeddings keep their length. Passages are sentences here.
@@ -23,7 +23,7 @@ from lit_dpret.privacy.modes import PrivacyMode
 
 
 class AS2DualEncoder(DualEncoder):
-    """Questions and sentences into one space, by the dot product.
+    """Embed questions and sentences in one space, compared by the dot product.
 
     Stage 1 trains both sides (``towers=shared``: one transformer, as the paper leaves open; or ``separate``). Stage 2
     freezes the sentence side (``towers=separate, passage_tower=frozen``) and trains the question side alone; with
@@ -119,7 +119,7 @@ class AS2DualEncoder(DualEncoder):
         return self.represent(features, side)
 
     def put_global(self, weights: Mapping[str, Tensor]) -> None:
-        """Set both sides to weights that `take_weights` took of a module of stage 1, whichever towers that had.
+        """Set both sides to weights that `take_weights` took from a stage-1 module with any towers.
 
         Raises:
             ConfigurationError: They are of another model.

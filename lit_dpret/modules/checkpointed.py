@@ -26,7 +26,7 @@ _NOT_KEPT = ("self", "__class__", "privacy", "optimizer")
 
 
 class NotesItsStart(ABCMeta):
-    """Classes whose objects know the weights that their constructor left them with, whoever subclasses them."""
+    """Classes whose objects record the weights set by their constructor, in any subclass."""
 
     def __call__(cls, *args: Any, **settings: Any) -> Any:
         module = ABCMeta.__call__(cls, *args, **settings)  # Lightning takes a frame with super() for a constructor
@@ -35,7 +35,7 @@ class NotesItsStart(ABCMeta):
 
 
 class Checkpointed(L.LightningModule, metaclass=NotesItsStart):
-    """A module whose checkpoints can be loaded without knowing how it was built.
+    """A module whose checkpoints load without knowledge of its constructor arguments.
 
     Guarantees:
         - Checkpoints hold plain values and tensors alone, so that they are read without running code.
@@ -45,7 +45,7 @@ class Checkpointed(L.LightningModule, metaclass=NotesItsStart):
     """
 
     def keep_settings(self, settings: Mapping[str, Any]) -> None:
-        """Write the plain arguments of a constructor into every checkpoint, for ``load_from_checkpoint``.
+        """Store a constructor's plain arguments in every checkpoint, for ``load_from_checkpoint``.
 
         Args:
             settings: ``dict(locals())``, taken as the constructor's first act. What is no plain value (a
@@ -148,7 +148,7 @@ def _optimizer_of(module: Any) -> dict[str, Any]:
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether a value can stand in a checkpoint that is read without running code."""
+    """Return whether a value can be stored in a checkpoint that is read without running code."""
     if isinstance(value, Mapping):
         return all(isinstance(key, str) and is_plain(item) for key, item in value.items())
     if isinstance(value, Sequence) and not isinstance(value, str):
@@ -157,7 +157,7 @@ def is_plain(value: Any) -> bool:
 
 
 def plain_value(value: Any) -> Any:
-    """Return the same value in lists, dicts, numbers and texts."""
+    """Return the value as lists, dicts, numbers and texts."""
     if isinstance(value, Mapping):
         return {key: plain_value(item) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str):

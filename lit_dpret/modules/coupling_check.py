@@ -44,7 +44,7 @@ _DEPENDS = "the loss of a row is different when other rows are in the batch, or 
 
 
 class CouplingCheck:
-    """Examines some batches of a run, always the first one, after a resume and after a change of mode too (`Looks`).
+    """Check some batches of a run: the first one, after a resume or change of mode, and random ones (`Looks`).
 
     Guarantees:
         - Refused by name is a module in which, in the mode in which it trains and with equal random numbers, the loss
@@ -67,12 +67,12 @@ class CouplingCheck:
         self.begin()
 
     def begin(self) -> None:
-        """Count the batches from 1 again; those of a single unit by themselves."""
+        """Restart the count of batches; single-unit batches are counted separately."""
         self._looks = {True: Looks(), False: Looks()}
         self._single: Any = None
 
     def prepare(self, module: Any, batch: UnitBatch, seed: int) -> None:
-        """Decide whether a batch is examined; if so, note the state of ``module`` before it trains on it.
+        """Decide whether to check a batch; if so, store the state of ``module`` before the batch.
 
         Args:
             module: The `PrivateModule`.
@@ -88,7 +88,7 @@ class CouplingCheck:
         self._before = KeptState(module) if due else None
 
     def look(self, module: Any, batch: UnitBatch, seed: int) -> None:
-        """Examine a physical batch that the module just contributed, if `prepare` chose it.
+        """Check a physical batch that the module just contributed, if `prepare` chose it.
 
         Args:
             module: The `PrivateModule`.
@@ -146,7 +146,7 @@ class CouplingCheck:
                 passes.compare_metrics(rows, metrics)
 
     def compare_collations(self, module: Any, rows: list[Any], others: list[Any]) -> None:
-        """Compare what ``collate_rows`` makes of rows with what it makes of them after a call with others.
+        """Compare ``collate_rows`` of some rows before and after a call with other rows.
 
         Both are kept for the first look, which compares the losses of rows that were collated together.
 
@@ -480,7 +480,7 @@ class _Passes:
 
 
 def refuse_own_coins(module: Any) -> NoReturn:
-    """Refuse a ``collate_rows`` whose coins are not seeded for each unit."""
+    """Refuse a ``collate_rows`` whose random draws are not seeded for each unit."""
     raise UnsupportedModelError(
         f"privacy={module.privacy.name} cannot train {type(module).__name__}: collate_rows draws random numbers from a "
         "generator of its own, which rows use in turn, so that one unit moves the numbers of others, and who knows the "

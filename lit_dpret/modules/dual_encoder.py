@@ -1,4 +1,4 @@
-"""`DualEncoder`: queries and passages into one space, by transformers that are trained end to end.
+"""`DualEncoder`: transformers that embed queries and passages in one space, trained end to end.
 
 Where a query's negatives come from is the privacy mode's to say, because that decides what can be
 promised. With ``none``, ``synthetic``, ``batch_clip`` and ``logit_dp`` they are the passages of the other
@@ -41,7 +41,7 @@ _NEGATIVES_KEY = "lit_dpret_negatives"
 
 
 class DualEncoder(PairModule):
-    """Encoders of queries and passages: one for both, or one for each.
+    """Encoders of queries and passages: a shared one, or one for each.
 
     Guarantees:
         - A passage is never a negative of a query that it answers: neither another copy of the row's
@@ -230,7 +230,7 @@ class DualEncoder(PairModule):
             self.learn_negatives(TrainTexts.of(data), device=self.trainer.strategy.root_device)
 
     def learn_negatives(self, texts: TrainTexts, *, device: torch.device | None = None) -> None:
-        """Have the sources of negatives look through the texts; ``setup`` does it for the Trainer's DataModule.
+        """Let the sources of negatives read the texts; ``setup`` does it for the Trainer's DataModule.
 
         Args:
             texts: Public passages and train queries.
@@ -240,7 +240,7 @@ class DualEncoder(PairModule):
             self._negatives.learn(self, texts, device)
 
     def learn_public_passages(self, passages: Mapping[str, str]) -> None:
-        """Take over the public list of passages by id; ``setup`` does it for the Trainer's DataModule."""
+        """Set the public passages by id; ``setup`` does it for the Trainer's DataModule."""
         listed = dict(sorted(passages.items()))
         self._pool_texts = list(listed.values())
         self._candidates = self._all_passages = None
@@ -270,7 +270,7 @@ class DualEncoder(PairModule):
         return batch if negatives is not None else batch | {"answers": false_negatives(ids, ids, positives)}
 
     def place_rows(self, features: Any, places: Sequence[int], rows: int) -> Any:
-        """As `PrivateModule.place_rows`, every text filled up to its maximal length."""
+        """Like `PrivateModule.place_rows`, with every text padded to its maximal length."""
         found: dict[str, Any] = {}
         for name, value in features.items():
             if name == "query" or name == "passage":
@@ -298,7 +298,7 @@ class DualEncoder(PairModule):
     # -- candidates beside the batch ----------------------------------------------------------
 
     def before_batch(self, batch: UnitBatch) -> None:
-        """Choose what the rows are compared with, and embed the public passages of a new step."""
+        """Choose the rows' negatives, and embed the public passages of a new step."""
         if self._negatives is not None:
             self._negatives.before_batch(self, batch)
         if self._pool is None or (self._candidates is not None and self._candidates.step == batch.step):
@@ -373,7 +373,7 @@ class DualEncoder(PairModule):
         return self.tower("query").encode(texts, "query", progress=progress)
 
     def encode_passages(self, texts: Sequence[str], *, progress: Any = None) -> Tensor:
-        """Return embeddings of passages, as `encode_queries`; read from ``passage_cache_dir`` where they are there."""
+        """Return embeddings of passages like `encode_queries`, from ``passage_cache_dir`` if cached."""
         return self.tower("passage").encode(texts, "passage", progress=progress, cache_dir=self._passage_cache_dir)
 
     def save_model(self, folder: str | Path) -> Path:
@@ -407,7 +407,7 @@ def _checked_grad_cache(rows: int | None, privacy: PrivacyMode) -> int | None:
 
 
 def embed_in_chunks(embed: Callable[[Any], Tensor], features: Any, *, count: int, rows_at_once: int) -> Tensor:
-    """Return the embeddings of some rows, of which a backward pass remembers ``rows_at_once`` at a time.
+    """Return embeddings of rows, storing activations for only ``rows_at_once`` rows at a time.
 
     A contrastive loss needs the embeddings of all rows together, but not what the encoder remembered on the way to
     them. This is GradCache (Gao et al., 2101.06983). Seen from autograd it is a checkpoint around each chunk, and

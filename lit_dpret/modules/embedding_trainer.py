@@ -1,4 +1,4 @@
-r"""Train any net into one embedding space: images by two views of each, or texts by their pairs.
+r"""Train one embedding net: on two views of each image, or on pairs of texts.
 
 The class of paper 002 (Kong, Munoz Medina and Ribero, 2310.03104, section 5.1): a record is a pair of
 inputs, and its loss compares their embeddings with those of the other records. Where a text encoder
@@ -117,7 +117,7 @@ class EmbeddingTrainer(PairModule):
         self.positions = positions
 
     def collate_rows(self, rows: list[Any]) -> dict[str, Any]:
-        """Two views of each image; or tokens of both texts, and which passages are right answers.
+        """Return two views of each image; or tokens of both texts, and the right answers.
 
         Returns:
             ``query`` and ``passage``, features with the rows first; of texts also ``answers``, booleans of
@@ -137,7 +137,7 @@ class EmbeddingTrainer(PairModule):
         return self.net if isinstance(self.net, TextEncoder) else None
 
     def represent(self, features: Any, side: Side) -> Tensor:
-        """Return what the net makes of one side's features, ``(rows, dim)``; both sides share it."""
+        """Return the net's output for one side's features, ``(rows, dim)``; both sides share the net."""
         found: Tensor = self.net(features)
         return found
 
@@ -191,7 +191,7 @@ def save_net(net: nn.Module, folder: str | Path) -> Path:
 
 
 def load_net(net: nn.Module, folder: str | Path) -> None:
-    """Give ``net`` the weights that `save_net` wrote, all of them and no others.
+    """Load exactly the weights that `save_net` wrote into ``net``.
 
     Raises:
         UnsupportedModelError: The folder holds no net, one of a newer format, or one of another shape.

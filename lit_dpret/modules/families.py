@@ -1,4 +1,4 @@
-"""The two families of language models that write queries: an encoder with a decoder, and a decoder alone.
+"""The two families of language models that write queries: encoder-decoder and decoder-only.
 
 All that training has to know of a family is here: how a passage and its query become a row of tensors, and which
 logits are those of the query. A row's tokens are padded at the right, so that in a decoder-only model nothing real
@@ -33,7 +33,7 @@ class Family(Protocol):
 
     @property
     def default_prompt(self) -> str:
-        """The prompt of a generator that names none."""
+        """The default prompt of a generator."""
 
     def collate(self, passages: Sequence[Sequence[int]], queries: Sequence[Sequence[int]], pad: int) -> Features:
         """Return the features of rows, padded to the longest; ``labels`` of shape ``(rows, query tokens)``."""
@@ -41,7 +41,7 @@ class Family(Protocol):
     def place(
         self, features: Features, places: Sequence[int], rows: int, *, source: int, target: int, pad: int
     ) -> Features:
-        """Return the features as ``rows`` rows, those given at ``places``, with texts filled up to full length.
+        """Return the features as ``rows`` rows, with those given at ``places`` and texts padded to full length.
 
         ``source`` and ``target`` are the most tokens of a passage and of a query.
         """
@@ -51,7 +51,7 @@ class Family(Protocol):
 
 
 class EncoderDecoder:
-    """T5, BART and their like: the encoder reads the passage, the decoder writes the query."""
+    """T5, BART and similar models: the encoder reads the passage, the decoder writes the query."""
 
     default_prompt = "generate_query: "
 
@@ -86,7 +86,7 @@ class EncoderDecoder:
 
 
 class DecoderOnly:
-    """GPT-2, Llama, Qwen and their like: one sequence, the prompt with the passage and then the query.
+    """GPT-2, Llama, Qwen and similar models: one sequence, the prompt with the passage and then the query.
 
     ``starts`` of shape ``(rows,)`` is where a passage's last token stands, which predicts the query's first.
     """
@@ -128,7 +128,7 @@ class DecoderOnly:
 
 @contextmanager
 def only_at(head: nn.Module, places: Tensor) -> Iterator[None]:
-    """Let the output layer see the hidden states at ``places`` alone, ``(rows, query tokens)``.
+    """Restrict the output layer to the hidden states at ``places``, ``(rows, query tokens)``.
 
     A vocabulary is a hundred times as wide as a hidden state: logits of a passage's tokens would take most of a step's
     memory, and nobody reads them. The model's own forward still runs, so whatever it does to logits is done.
@@ -179,7 +179,7 @@ def require_writer(model: PreTrainedModel, source: object) -> None:
 
 
 def with_cache(model: PreTrainedModel, cache: Cache, **inputs: Any) -> Any:
-    """Run a model that reads and prolongs ``cache``; the argument was renamed within transformers 5."""
+    """Run a model that reads and extends ``cache``; transformers 5 renamed the argument."""
     name = "cache" if "cache" in arguments_of(model) else "past_key_values"
     return model(**inputs, **{name: cache}, use_cache=True)
 
@@ -191,7 +191,7 @@ def arguments_of(model: PreTrainedModel) -> Mapping[str, Any]:
 
 
 def padded(rows: Sequence[Sequence[int]], filler: int) -> Tensor:
-    """Return the rows filled up at the end, shape ``(rows, longest)``, int64.
+    """Return the rows padded at the end, shape ``(rows, longest)``, int64.
 
     Example:
         >>> padded([[5, 6], [7]], 0).tolist()
@@ -202,7 +202,7 @@ def padded(rows: Sequence[Sequence[int]], filler: int) -> Tensor:
 
 
 def placed(tensor: Tensor, places: Sequence[int], shape: tuple[int, int], filler: int) -> Tensor:
-    """Return the rows of ``tensor`` at ``places`` of a tensor of that shape, which is otherwise full of ``filler``.
+    """Return a tensor of that shape with the rows of ``tensor`` at ``places``, otherwise full of ``filler``.
 
     Example:
         >>> placed(torch.tensor([[5, 6], [7, 0]]), [0, 2], (3, 3), 0).tolist()

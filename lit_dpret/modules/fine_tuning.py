@@ -1,4 +1,4 @@
-"""Choose what of a model is trained: parameters by name, low-rank adapters, or virtual tokens before a passage.
+"""Choose the trained part of a model: parameters by name, low-rank adapters, or virtual tokens before a passage.
 
 Adapters are merged into the weights after training. Virtual tokens cannot be, but they can be merged into the
 vocabulary: a saved generator is a plain model with so many rows of embeddings more.
@@ -26,7 +26,7 @@ from lit_dpret.settings import require_choice, require_whole
 
 
 def add_lora(encoder: TextEncoder, settings: Mapping[str, Any]) -> None:
-    """Freeze the encoder and train low-rank adapters of it instead (LoRA, 2106.09685, by ``peft``).
+    """Freeze the encoder and train its low-rank adapters instead (LoRA, 2106.09685, by ``peft``).
 
     Args:
         encoder: Changed in place. A projection after pooling stays trainable.
@@ -39,7 +39,7 @@ def add_lora(encoder: TextEncoder, settings: Mapping[str, Any]) -> None:
 
 
 def with_lora(model: nn.Module, settings: Mapping[str, Any]) -> nn.Module:
-    """Return a Hugging Face model with low-rank adapters, everything else in it frozen.
+    """Return a Hugging Face model with low-rank adapters and all else frozen.
 
     Args:
         model: Changed in place.
@@ -112,7 +112,7 @@ def _tied(model: nn.Module) -> dict[int, list[str]]:
 
 
 def without_adapters(model: nn.Module) -> nn.Module:
-    """Return the model with its adapters merged into a copy of the weights; itself where it has none."""
+    """Return the model with its adapters merged into a copy of the weights; itself without adapters."""
     merge: Any = getattr(model, "merge_and_unload", None)
     if merge is None:
         return model
@@ -136,7 +136,7 @@ def _twin(model: Any) -> Any:
 
 
 def merged(encoder: TextEncoder) -> TextEncoder:
-    """Return the encoder with its adapters merged into the weights; itself where it has none."""
+    """Return the encoder with its adapters merged into the weights; itself without adapters."""
     backbone = without_adapters(encoder.backbone)
     return encoder if backbone is encoder.backbone else encoder.changed(backbone=backbone)
 
@@ -146,7 +146,7 @@ def _peft() -> Any:
 
 
 def refuse_two_choices(choices: Mapping[str, Any]) -> None:
-    """Refuse settings, by their names in ``model``, of which more than one says what is trained.
+    """Refuse more than one setting of ``model`` that selects the trained parameters.
 
     Raises:
         ConfigurationError: More than one is not null.
@@ -160,7 +160,7 @@ def refuse_two_choices(choices: Mapping[str, Any]) -> None:
 
 
 def freeze_all_but(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Train the parameters in whose name a pattern matches, and no others.
+    """Train only the parameters whose name matches a pattern.
 
     Raises:
         ConfigurationError: A pattern is no regular expression, or matches nothing.
@@ -192,7 +192,7 @@ PromptInit = Literal["SAMPLE_VOCAB", "RANDOM", "TEXT"]
 
 @dataclass(frozen=True, kw_only=True)
 class PromptTuning:
-    """The settings of `model.prompt_tuning`, called as in ``peft.PromptTuningConfig``."""
+    """The settings of `model.prompt_tuning`, named as in ``peft.PromptTuningConfig``."""
 
     num_virtual_tokens: int = 20  # vectors before every passage; each is as wide as an embedding
     # What they start from, which is public in every case: ``SAMPLE_VOCAB``, embeddings of random words; ``RANDOM``,
@@ -225,7 +225,7 @@ class PromptTuning:
 
 
 class PromptedEmbedding(nn.Module):
-    """Embeddings of words, frozen, and of virtual tokens, trained (Lester et al. 2021, 2104.08691, section 2).
+    """Frozen embeddings of words, and trained ones of virtual tokens (Lester et al. 2021, 2104.08691, section 2).
 
     The ids of virtual tokens come after all words. Whoever turns texts into ids puts them before every passage, so
     masks, lengths and whatever else counts tokens need not know of them.
@@ -245,12 +245,12 @@ class PromptedEmbedding(nn.Module):
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """Those of the virtual tokens."""
+        """The ids of the virtual tokens."""
         first = self.words.num_embeddings
         return tuple(range(first, first + self.prompt.num_embeddings))
 
     def forward(self, ids: Tensor) -> Tensor:
-        """``(rows, tokens)`` to ``(rows, tokens, dim)``."""
+        """Map ``(rows, tokens)`` to ``(rows, tokens, dim)``."""
         first = self.words.num_embeddings
         virtual = ids >= first
         words = self.words(ids.masked_fill(virtual, 0))
@@ -261,7 +261,7 @@ class PromptedEmbedding(nn.Module):
 def add_prompt(
     model: PreTrainedModel, settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | None
 ) -> tuple[int, ...]:
-    """Freeze a language model and give it virtual tokens to train, which its encoder reads where it has one.
+    """Freeze a language model and add trainable virtual tokens, read by its encoder if it has one.
 
     Args:
         model: Changed in place.
@@ -319,7 +319,7 @@ def _start(wanted: PromptTuning, words: nn.Embedding, tokenizer: PreTrainedToken
 
 
 def without_prompt(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a plain model whose last rows of embeddings are the virtual tokens; itself where it has none.
+    """Return a plain model whose last embedding rows are the virtual tokens; itself without virtual tokens.
 
     Guarantees:
         - Nothing but those rows differs from the model that training started from.
@@ -357,7 +357,7 @@ def _with_zeros(weight: Tensor, rows: int) -> Tensor:
 
 
 def speak_words_only(model: PreTrainedModel, count: int) -> None:
-    """Leave virtual tokens, the last ``count`` rows of the vocabulary, out of what a saved generator chooses from.
+    """Prevent a saved generator from generating virtual tokens, the last ``count`` rows of the vocabulary.
 
     Guarantees:
         - Its scores are those of the model in training, of the same shape.

@@ -1,4 +1,4 @@
-"""A frozen encoder, and a linear head that learns from private queries.
+"""A frozen encoder, and a linear head trained on private queries.
 
 Passages are public, so their embeddings can be made once and looked at by everybody. What is left
 to learn from a private query is one matrix. With passages fixed, the softmax of a query over a
@@ -39,14 +39,14 @@ _LOGITS_AT_ONCE = 8_000_000
 
 
 class Texts(Protocol):
-    """What the module asks of a DataModule."""
+    """The interface of a DataModule for this module."""
 
     def public_passages(self) -> Mapping[str, str]: ...
     def pair_rows(self, split: str = "train") -> Sequence[Row]: ...
 
 
 class FrozenDualEncoder(PairModule):
-    """Linear heads over the embeddings of a frozen encoder.
+    """Linear heads on the embeddings of a frozen encoder.
 
     A query's embedding e becomes W e, scaled to length 1; W starts as the identity, so that the
     untrained module is the encoder itself. Every text is encoded once.
@@ -262,7 +262,7 @@ class FrozenDualEncoder(PairModule):
         return self._headed(self.query_head, self._frozen.encode(texts, "query", progress, keep=keep))
 
     def encode_passages(self, texts: Sequence[str], *, progress: Progress | None = None) -> Tensor:
-        """Return embeddings of passages, after their head if they have one; else as `encode_queries`."""
+        """Return embeddings of passages, after their head if they have one; like `encode_queries`."""
         return self._headed(self._head_of("passage"), self._frozen.encode(texts, "passage", progress))
 
     def _headed(self, head: nn.Linear | None, embeddings: Tensor) -> Tensor:
@@ -283,7 +283,7 @@ class FrozenDualEncoder(PairModule):
     # -- training ----------------------------------------------------------------------------
 
     def collate_rows(self, rows: list[Row]) -> dict[str, Tensor]:
-        """Look the rows' embeddings up.
+        """Look up the rows' embeddings.
 
         Returns:
             ``query``, ``(rows, dim)``, and against a pool ``positive``, the place of each row's passage,
@@ -305,11 +305,11 @@ class FrozenDualEncoder(PairModule):
         return {"query": queries, "positive": positive, "others": others}
 
     def place_rows(self, features: Any, places: Sequence[int], rows: int) -> Any:
-        """As `PrivateModule.place_rows`."""
+        """Like `PrivateModule.place_rows`."""
         return copied_rows(features, places, rows)
 
     def represent(self, features: Any, side: Side) -> Tensor:
-        """Return the embeddings of one side after its head, ``(rows, dim)``; those without a head as they are."""
+        """Return the embeddings of one side after its head, if it has one, ``(rows, dim)``."""
         head, found = self._head_of(side), features
         if head is not None and self.basis is None:
             found = head(features)
@@ -331,13 +331,13 @@ class FrozenDualEncoder(PairModule):
         }
 
     def before_batch(self, batch: UnitBatch) -> None:
-        """Note the step, which decides what is in the pool, or look the labels of its rows up."""
+        """Record the step, which determines the pool, or look up the labels of its rows."""
         self._step = batch.step
         if self._labels is not None:
             self._labels.before_batch(batch, self._pool.place, epoch=int(self.current_epoch))
 
     def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
-        """Cross entropy in nats of each query's own passage among its candidates, ``(rows,)``.
+        """Return the cross entropy in nats of each query's own passage among its candidates, ``(rows,)``.
 
         Under `MarginMSELoss` the squared error of its margins.
         """
@@ -417,7 +417,7 @@ def _refuse_passage_gradient(privacy: PrivacyMode) -> None:
 
 
 def principal_directions(embeddings: Tensor, count: int) -> Tensor:
-    """Return the orthonormal directions in which embeddings are longest on average, as columns, ``(dim, count)``.
+    """Return the orthonormal directions of largest mean square of embeddings, as columns, ``(dim, count)``.
 
     The mean is not taken away: it is a direction like the others.
     """
@@ -438,7 +438,7 @@ _AT_ONCE = 1024  # texts that are dealt out to places, where each is embedded ap
 
 
 class FrozenTexts:
-    """A frozen encoder and the embeddings of texts that it has seen, hidden from ``nn.Module``.
+    """A frozen encoder and a cache of its embeddings, hidden from ``nn.Module``.
 
     Args:
         tower: The encoder.
@@ -456,7 +456,7 @@ class FrozenTexts:
         self._known: dict[str, tuple[dict[str, int], Tensor]] = {}
 
     def learn(self, texts: Any, side: Side, progress: Progress | None) -> Tensor:
-        """Remember ``texts`` alone of this side; what was remembered is looked up where it holds all of them."""
+        """Store only ``texts`` of this side; reuse stored embeddings if they include all of them."""
         listed = list(texts)
         rows, known = self._known.get(side, ({}, torch.empty(0, self.tower.dim)))
         if all(text in rows for text in listed):
@@ -469,7 +469,7 @@ class FrozenTexts:
     def encode(
         self, texts: Sequence[str], side: Side, progress: Progress | None = None, *, keep: bool = False
     ) -> Tensor:
-        """Return the embeddings of ``texts``: looked up where remembered, else made; with ``keep`` cached together."""
+        """Return the embeddings of ``texts``: stored, or computed; with ``keep`` cached together."""
         if keep:
             place = {text: row for row, text in enumerate(dict.fromkeys(texts))}
             return self._made(list(place), side, self._cache_dir, progress)[[place[text] for text in texts]]

@@ -31,7 +31,7 @@ PASSAGE = "{passage}"
 
 @dataclass(frozen=True, kw_only=True)
 class GeneratorContract:
-    """How texts become tokens: everything beside the weights that changes what is generated."""
+    """How texts become tokens: everything besides the weights that determines what is generated."""
 
     prompt: str = "generate_query: "  # put before every passage; or the text around it, where it says ``{passage}``
     max_passage_length: int = 384  # tokens of prompt and passage together, the end mark included
@@ -51,22 +51,22 @@ class GeneratorContract:
 
     @property
     def source_length(self) -> int:
-        """Most tokens that are read before a query: those of prompt and passage, and the virtual ones before them."""
+        """The most tokens before a query: prompt, passage and virtual tokens."""
         return len(self.virtual_ids) + self.max_passage_length
 
     @property
     def around_passage(self) -> tuple[str, str]:
-        """The prompt before a passage and after it."""
+        """The parts of the prompt before and after the passage."""
         before, _, after = self.prompt.partition(PASSAGE)
         return before, after
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the contract as it is written to ``lit_dpret_generator.json``."""
+        """Return the contract as stored in ``lit_dpret_generator.json``."""
         return {"format": CONTRACT_FORMAT, **asdict(self), "virtual_ids": list(self.virtual_ids)}
 
     @classmethod
     def from_dict(cls, facts: Mapping[str, Any], *, place: str = CONTRACT_NAME) -> GeneratorContract:
-        """Read it back; another format or an unknown key is refused, not ignored.
+        """Read it back; refuse another format or an unknown key.
 
         ``place`` is the file, for the message.
         """
@@ -83,7 +83,7 @@ class GeneratorContract:
 
 @dataclass(frozen=True)
 class TextCodec:
-    """Texts to token ids and back, by one tokenizer under one contract.
+    """Convert texts to token ids and back, with one tokenizer under one contract.
 
     Guarantees:
         - A text that is too long loses its end, never its end mark, nor the prompt after it.
@@ -97,7 +97,7 @@ class TextCodec:
     continues: bool = False
 
     def passages(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of virtual tokens and of prompt and passage, of which at most ``max_passage_length``."""
+        """Return the ids of virtual tokens, prompt and passage, at most ``max_passage_length``."""
         return [[*self.contract.virtual_ids, *ids] for ids in self.token_ids(texts, "passage")]
 
     def queries(self, texts: Sequence[str]) -> list[list[int]]:
@@ -105,7 +105,7 @@ class TextCodec:
         return self.token_ids(texts, "query")
 
     def token_ids(self, texts: Sequence[str], side: str, *, whole: bool = False) -> list[list[int]]:
-        """Return token ids of texts of one side, cut at its maximal length unless ``whole``."""
+        """Return token ids of texts of one side, truncated at its maximal length unless ``whole``."""
         before, after = self.contract.around_passage
         lead = " " if self.continues and after.endswith(" ") else ""
         cased = [text.lower() if self.contract.lower_case else text for text in texts]
@@ -137,7 +137,7 @@ class TextCodec:
             )
 
     def text(self, ids: Sequence[int]) -> str:
-        """Return the words of generated ids, without marks, with single spaces."""
+        """Return the text of generated ids, without special tokens, with single spaces."""
         decoded = self.tokenizer.decode(list(ids), skip_special_tokens=True)
         return " ".join(str(decoded).split())
 
@@ -152,7 +152,7 @@ class TextCodec:
 
 @dataclass(frozen=True)
 class Example:
-    """A public passage and a public query of it, shown to the model before the passage that it is to ask about."""
+    """A public passage and query, shown to the model before the passage to write for."""
 
     passage: str
     query: str
@@ -183,7 +183,7 @@ class Example:
 
 
 def whole_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, examples: Sequence[Example], *, chat: bool) -> str:
-    """Return the text around a passage: the examples, each in the prompt and answered, and the prompt itself.
+    """Return the text around a passage: the answered examples, and the prompt itself.
 
     With ``chat`` they are turns of the tokenizer's chat template, up to where the last answer begins; else texts with
     a blank line between them.
@@ -212,13 +212,13 @@ def whole_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, examples: Sequ
 
 
 def is_generator(folder: str | Path) -> bool:
-    """Return whether it is the folder of a generator of this package."""
+    """Return whether the folder is a generator of this package."""
     return (Path(str(folder)) / CONTRACT_NAME).is_file()
 
 
 @dataclass
 class GeneratorModel:
-    """What generation needs of a saved generator."""
+    """The interface of a saved generator for generation."""
 
     model: PreTrainedModel
     codec: TextCodec
@@ -234,7 +234,7 @@ class GeneratorModel:
 
 
 def save_generator(folder: str | Path, model: PreTrainedModel, codec: TextCodec) -> Path:
-    """Write weights, tokenizer and contract to ``folder``, all of it or nothing.
+    """Write weights, tokenizer and contract to ``folder``, atomically.
 
     The folder is an ordinary Hugging Face model folder with one file more. An older generator
     there is replaced; a folder that holds anything else is left alone.
@@ -315,7 +315,7 @@ def read_contract(folder: str | Path) -> GeneratorContract:
 
 
 def refuse_tuned_prompt(source: str | Path) -> None:
-    """Refuse to continue from a generator with a tuned prompt, which would be lost on the way.
+    """Refuse to continue from a generator with a tuned prompt, which would be lost.
 
     Raises:
         ConfigurationError: It is the folder of a generator with virtual tokens.

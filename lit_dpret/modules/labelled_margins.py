@@ -1,4 +1,4 @@
-"""Train on a teacher's margins between passages, for a module whose passages keep their embeddings.
+"""Train on a teacher's margins between passages, for a module with frozen passage embeddings.
 
 They are named for the rows of a batch before the step, as for any dual encoder (`lit_dpret.negatives`), and stand in
 it as places in the public list, whose embeddings exist already.
@@ -21,7 +21,7 @@ from lit_dpret.privacy.modes import PrivacyMode
 
 
 class LabelledMargins:
-    """Labelled passages by place, and the error of the margins to them.
+    """Labelled passages by place, and the error of the margins relative to the labels.
 
     Guarantees:
         - The loss of a row is a function of its own query, passage and labels, and of public passages.
@@ -56,12 +56,12 @@ class LabelledMargins:
         self.of_rows, self.loss = RowNegatives(listed, privacy), loss
 
     def learn(self, data: Any) -> None:
-        """Read the labels of the train queries of a DataModule that lists its public passages and its judgements."""
+        """Read the labels of a DataModule's train queries; it lists its public passages and judgements."""
         no_towers: Any = None  # labels are read from a file, so nothing is embedded
         self.of_rows.learn(TrainTexts.of(data), no_towers)
 
     def keys(self, rows: Sequence[TrainRow]) -> dict[str, Tensor]:
-        """Return what rows of a batch are known by; see `TrainTexts.keys`."""
+        """Return the keys of the rows of a batch; see `TrainTexts.keys`."""
         return self._texts().keys(rows)
 
     def before_batch(self, batch: UnitBatch, place: Mapping[str, int], *, epoch: int) -> None:

@@ -1,4 +1,4 @@
-"""Loading a language model and its tokenizer: by hub name, from a folder, or new from the fields of a config."""
+"""Load a language model and its tokenizer: by hub name, from a folder, or new from the fields of a config."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def load_tokenizer(source: str | Path | PreTrainedTokenizerBase) -> PreTrainedTo
 
 
 def load_language_model(source: str | Path, *, dropout: float | None = None) -> PreTrainedModel:
-    """Return the model of a hub name, folder, ``public_t5`` or ``smollm2``, its weights in float32.
+    """Return the model of a hub name, folder, ``public_t5`` or ``smollm2``, in float32.
 
     Returns:
         An encoder-decoder model, or a decoder-only one, as its config says.
@@ -175,7 +175,7 @@ def shaped(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> PreT
 
 
 def enable_checkpointing(model: PreTrainedModel) -> None:
-    """Recompute activations in the backward pass; the method was renamed within transformers 5."""
+    """Recompute activations in the backward pass; transformers 5 renamed the method."""
     how = {"use_reentrant": False}
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=how)

@@ -1,4 +1,4 @@
-"""The state that a module keeps between batches: put back after passes that only examine it, compared around hooks.
+"""The state that a module keeps between batches: restored after checks, compared around hooks.
 
 A forward pass of private rows is watched while it runs (`StateWatch`). Around it, hooks of the module and of callbacks
 have the batch and its losses at hand. What they write into a weight, a buffer or a tensor of the module reaches later
@@ -36,7 +36,7 @@ GENERATORS = (np.random.Generator, np.random.RandomState, random.Random)
 
 
 class KeptState:
-    """What the parts of a module keep in plain attributes, so that every pass can begin from the same.
+    """The plain attributes of a module's parts, so that every pass starts from the same state.
 
     While passes run, copies stand in the place of the originals. Objects of other kinds, closures and globals stay as
     the passes leave them: where a loss hangs on these, two passes in a row show it.
@@ -51,11 +51,11 @@ class KeptState:
         self._now = held
 
     def begin(self) -> None:
-        """Note how everything is now, for `put_back`."""
+        """Store the current state, for `put_back`."""
         self._now = [_data_of(part) for part in self._parts]
 
     def reset(self) -> None:
-        """Let every pass find copies of what there was at first."""
+        """Give every pass copies of the initial state."""
         self._install([{name: _copied(value) for name, value in values.items()} for values in self._first])
 
     def numbers(self) -> dict[str, Any]:
@@ -67,11 +67,11 @@ class KeptState:
         return {name: _copied(value) for name, value in held if isinstance(value, kinds)}
 
     def put_back(self) -> None:
-        """Put the originals back."""
+        """Restore the original state."""
         self._install(self._now)
 
     def refuse_writes(self, refuse: Callable[[], NoReturn]) -> None:
-        """Refuse a tensor that is too large to be copied and was written."""
+        """Refuse writes to a tensor that is too large to copy."""
         if any(tensor._version != version for tensor, version in self._large):
             refuse()
 
@@ -138,7 +138,7 @@ def _copied(value: Any) -> Any:
 
 
 class Looks:
-    """Chooses the batches to examine: the first, and after the n-th one drawn at random from 1.5 n to 2.5 n.
+    """Choose the batches to check: the first, and after the n-th one drawn at random from 1.5 n to 2.5 n.
 
     Without the coin, a dependence in every fourth batch might never be met.
     """
@@ -148,7 +148,7 @@ class Looks:
         self._next = 1
 
     def due(self, coin: int) -> bool:
-        """Count a batch, and say whether it is looked at; ``coin`` is a random number."""
+        """Count a batch, and return whether to check it; ``coin`` is a random number."""
         self._count += 1
         if self._count < self._next:
             return False
@@ -157,7 +157,7 @@ class Looks:
         return True
 
     def again(self) -> None:
-        """Take the next batch in the place of this one, which showed nothing."""
+        """Check the next batch instead of this one, which was not informative."""
         self.made -= 1
         self._next = self._count + 1
 
@@ -171,7 +171,7 @@ _KNOWN = ("builtins", "torch", "lightning", "transformers", "tokenizers", "peft"
 
 
 class HookWatch:
-    """Compares the state of a module and its optimizer before and after hooks run, around some batches (`Looks`).
+    """Compare the state of a module and its optimizer before and after hooks, around some batches (`Looks`).
 
     Guarantees:
         - Refused by name is a parameter, a buffer, a tensor or array in an attribute of the module or of a part, or a
@@ -189,22 +189,22 @@ class HookWatch:
         self.begin()
 
     def begin(self) -> None:
-        """Count from the first batch again."""
+        """Restart the count at the first batch."""
         self._looks = Looks()
         self._seen: dict[str, int] | None = None
         self._begun = self._looks_now = False
 
     def note_first(self, module: Any) -> None:
-        """Note what ``module`` holds before the hooks of its first batch run; later calls do nothing."""
+        """Store the state of ``module`` before the hooks of its first batch; later calls do nothing."""
         if not self._begun:
             self._begun, self._seen = True, _values(module)
 
     def note(self, module: Any, coin: int, *, ends_epoch: bool) -> None:
-        """Note what ``module`` holds at the end of a batch, where the next one is looked at."""
+        """Store the state of ``module`` at the end of a batch, if the next one is checked."""
         self._seen = _values(module) if self._looks.due(coin) or ends_epoch else None
 
     def compare(self, module: Any, batch: UnitBatch, public: Collection[str]) -> None:
-        """Compare with what was noted, before a batch does anything.
+        """Compare with the stored state, before a batch starts.
 
         Args:
             module: The `PrivateModule`.
@@ -221,7 +221,7 @@ class HookWatch:
             _refuse_writes(module, seen, _values(module), public, "between two batches")
 
     def compare_last(self, module: Any, public: Collection[str], *, trained: bool) -> None:
-        """Compare what the last batch left, where that was noted, with what ``module`` holds now.
+        """Compare the stored state after the last batch with the current state of ``module``.
 
         ``trained`` is false where an average of the weights has taken their place by now.
 
@@ -236,7 +236,7 @@ class HookWatch:
 
     @contextmanager
     def optimizing(self, module: Any, optimizer: Any, public: Collection[str]) -> Iterator[None]:
-        """Within it the optimizer makes its update, and hooks run that may write nothing else.
+        """Watch the optimizer's update, during which hooks may write nothing else.
 
         Raises:
             UnsupportedModelError: Something else was written, the noised gradients included.

@@ -1,4 +1,4 @@
-"""Optimizers by name. Under a private mode they see noised gradients only, so any of them will do.
+"""Optimizers by name. Under a private mode they receive only noised gradients, so any optimizer is allowed.
 
 What arrives is the clipped sum plus noise, divided by a public constant. Nothing that an optimizer
 does with it costs privacy (post-processing); what differs is how well it copes with the noise:
@@ -99,7 +99,7 @@ class DPAdamBC(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One update of every parameter that has a gradient; returns what ``closure`` returned."""
+        """Update every parameter that has a gradient; return the result of ``closure``."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -151,7 +151,7 @@ _ADAFACTOR_EPS = (1e-15, 1e-3)
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSpec:
-    """Which optimizer to build, and how its learning rate moves.
+    """The optimizer to build, and the schedule of its learning rate.
 
     Args:
         name: ``adam``, ``adamw``, ``adam_bc``, ``adafactor`` or ``sgd``; see the module's docstring.
@@ -210,7 +210,7 @@ class OptimizerSpec:
 
     @property
     def uses_noise_std(self) -> bool:
-        """Whether ``build`` must know how much noise the gradient carries."""
+        """Whether ``build`` needs the noise level of the gradient."""
         return self.name in self.needs_noise
 
     def build(self, parameters: Iterable[nn.Parameter], *, steps: int, noise_std: float = 0.0) -> Any:

@@ -1,4 +1,4 @@
-"""`GeneratorOutline`: a generator without its weights, enough to plan a run of one, however large it is.
+"""`GeneratorOutline`: a generator without its weights, sufficient to plan a run of any size.
 
 The model is built on PyTorch's ``meta`` device, where a tensor has a shape and no memory, so that a
 3B model is planned on a laptop. The shapes of the published T5s are known here by their hub names,
@@ -68,7 +68,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class GeneratorOutline:
-    """What a plan has to know of a generator."""
+    """The facts about a generator that a plan needs."""
 
     model: nn.Module  # its layers, of the right shapes; the weights may lie on the ``meta`` device
     name: str  # for the reader
@@ -82,23 +82,23 @@ class GeneratorOutline:
 
     @property
     def source_length(self) -> int:
-        """Tokens that the encoder sees at most, virtual ones among them."""
+        """The most tokens of the encoder's input, virtual ones included."""
         virtual = 0 if self.prompt_tuning is None else PromptTuning.of(self.prompt_tuning).num_virtual_tokens
         return virtual + self.max_passage_length
 
     @property
     def parameters(self) -> int:
-        """Weights in all, tied ones once, adapters among them."""
+        """The number of weights, tied ones once, adapters included."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     @property
     def trained(self) -> int:
-        """Weights that are trained."""
+        """The number of trained weights."""
         return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
 
     @property
     def largest(self) -> int:
-        """Weights of the largest trained parameter."""
+        """The number of weights of the largest trained parameter."""
         return max((p.numel() for p in self.model.parameters() if p.requires_grad), default=0)
 
     @classmethod
@@ -117,7 +117,7 @@ class GeneratorOutline:
         gradient_checkpointing: bool = False,
         **others: Any,
     ) -> GeneratorOutline:
-        """Return the outline of the `QueryGenerator` of the same arguments; no weight is read, downloaded or drawn.
+        """Return the outline of a `QueryGenerator` with these arguments, without loading any weight.
 
         A published T5 that is in no cache is planned from its known shape, without asking the hub.
 

@@ -1,4 +1,4 @@
-"""Modules that contrast pairs: two sides, one embedding each, and a table of similarities.
+"""Modules that contrast pairs: two sides, one embedding each, and a matrix of similarities.
 
 Everything that a privacy mode asks of such a module follows from three things that a subclass says:
 how rows become features of two sides, how features become embeddings, and which loss is made of the
@@ -30,7 +30,7 @@ from lit_dpret.privacy.sampling import Row
 
 
 class PairModule(PrivateModule):
-    """A module that puts a query near its passage and away from the passages of the other rows.
+    """A module that moves a query towards its passage and away from the other rows' passages.
 
     A subclass sets ``loss`` and implements ``represent``. ``collate_rows`` returns a dict with ``query`` and
     ``passage``, features whose first axis is the rows, and may return ``answers``, booleans ``(rows,
@@ -49,7 +49,7 @@ class PairModule(PrivateModule):
         self.coupled_loss = privacy.candidates != "pool"
 
     def represent(self, features: Any, side: Side) -> Tensor:
-        """Return what the tower of one side makes of its features, ``(rows, dim)``; of any length."""
+        """Return the tower output of one side for its features, ``(rows, dim)``, not normalised."""
         raise UnsupportedModelError(f"{type(self).__name__} does not implement represent(features, side).")
 
     def embed(self, features: Any, side: Side) -> Tensor:
@@ -69,12 +69,12 @@ class PairModule(PrivateModule):
         return bounded
 
     def per_row_loss(self, rows: dict[str, Any]) -> Tensor:
-        """Return the loss of every row with the passages of the other rows for negatives, ``(rows,)``."""
+        """Return the loss of every row with in-batch negatives, ``(rows,)``."""
         queries, passages = self.embed(rows["query"], "query"), self.embed(rows["passage"], "passage")
         return self.table_losses(queries, passages, rows.get("answers"))
 
     def table_losses(self, queries: Tensor, passages: Tensor, answers: Tensor | None) -> Tensor:
-        """Return the losses of the rows of a table of similarities, ``(rows,)``; row i's own passage is passage i."""
+        """Return the row losses of a matrix of similarities, ``(rows,)``; row i's own passage is passage i."""
         if isinstance(self.loss, PairwiseLoss):
             with torch.autocast(queries.device.type, enabled=False):
                 wide = torch.promote_types(queries.dtype, torch.float32)
@@ -84,7 +84,7 @@ class PairModule(PrivateModule):
         return losses
 
     def pair_loss(self, expected: float) -> PairwiseLoss:
-        """Return the loss as a function of the table of similarities, where it is one.
+        """Return the loss as a function of the matrix of similarities, if it is one.
 
         Args:
             expected: Fills in the normaliser of a loss that has one and was given none. Under privacy that
@@ -104,7 +104,7 @@ class PairModule(PrivateModule):
         return loss.for_expected_size(expected)
 
     def pair_batch(self, rows: dict[str, Any]) -> PairBatch:
-        """Return the pairs of a sub-batch, for clipping each one's similarity."""
+        """Return the pairs of a sub-batch, for clipping each pair's similarity."""
         return PairBatch(
             queries=rows["query"],
             passages=rows["passage"],
@@ -114,13 +114,13 @@ class PairModule(PrivateModule):
         )
 
     def pair_parameters(self) -> list[nn.Parameter]:
-        """Return the trainable parameters that a similarity can depend on: all but those that belong to the loss."""
+        """Return the trainable parameters that affect a similarity: all except those of the loss."""
         loss = self.loss
         learned = {id(p) for p in loss.parameters()} if isinstance(loss, nn.Module) else set()
         return [p for p in self.parameters() if p.requires_grad and id(p) not in learned]
 
     def pair_shape(self) -> dict[str, Any]:
-        """Public facts by which the way to the norms of pairs is chosen.
+        """Return public facts for choosing the method of pair norms.
 
         Returns:
             ``dim`` of an embedding, ``positions`` of a text or a picture at most, whether both sides have
@@ -142,7 +142,7 @@ class PairModule(PrivateModule):
         return self.loss.temperature
 
     def copied_loss(self, batch: UnitBatch, part: slice) -> Callable[[], Tensor]:
-        """Return a function that returns the losses of some rows, each made of copies of all passages of the batch.
+        """Return a function for the losses of some rows, each with its own copy of the batch's passages.
 
         In it no row shares anything with another one, so that each has a gradient of its own.
 
@@ -174,7 +174,7 @@ class PairModule(PrivateModule):
         return losses
 
     def text_encoder(self, side: Side) -> TextEncoder | None:
-        """Return what reads the texts of one side; None where they are no texts."""
+        """Return the text encoder of one side; None if its inputs are not texts."""
         return None
 
     def token_ids(self, texts: Sequence[str], side: str, *, whole: bool = False) -> list[list[int]] | None:
@@ -183,7 +183,7 @@ class PairModule(PrivateModule):
         return None if encoder is None else encoder.token_ids(texts, of_side, whole=whole)
 
     def canary_scores(self, rows: Sequence[Row]) -> Tensor:
-        """As `PrivateModule.canary_scores`: the log odds of each row's own passage among those of the other rows.
+        """Return the log odds of each row's own passage among those of the other rows.
 
         The rows of an audit are public but for the coins, so they serve as each other's candidates, whatever the
         candidates in training were. Two rows at least.
@@ -211,15 +211,15 @@ class PairModule(PrivateModule):
 
     @property
     def row_sources(self) -> RowNegatives | None:
-        """The sources of negatives, where a module has some."""
+        """The sources of negatives, if any."""
         return None
 
     def assumptions(self) -> list[str]:
-        """Return what is taken on trust about the files that sources of negatives read."""
+        """Return the trusted assumptions about the files that sources of negatives read."""
         return [] if self.row_sources is None else self.row_sources.assumptions()
 
     def files_read(self) -> dict[str, Path]:
-        """Return the files of the sources of negatives by their settings; a run protects what is in them too."""
+        """Return the files of negatives' sources by setting; a run protects their content too."""
         return {} if self.row_sources is None else self.row_sources.files_read()
 
     # -- whole batches -----------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The physical batches of one logical step, made smaller when memory runs out, or when nobody may hear of a failure.
+"""The physical batches of one logical step, made smaller if memory runs out, or if failures must stay hidden.
 
 How a logical batch is cut does not change the sum of clipped gradients, and nothing of a step is
 released before its last physical batch. So a step that breaks off for want of memory may begin again:
@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 class PhysicalBatches:
-    """Contributes the physical batches of a step, and begins the step again in smaller ones where it must.
+    """Contribute the physical batches of a step, and restart the step in smaller ones if needed.
 
     Guarantees:
         - Each unit of the step contributes exactly once to the sum that is released, however often the step began; with
@@ -47,7 +47,7 @@ class PhysicalBatches:
         self._sound: dict[int, list[slice]] = {}
 
     def begin(self) -> None:
-        """Forget the batches of a step that an earlier training broke off; the size that fits stays."""
+        """Discard the batches of an interrupted step; keep the size that fits."""
         self._step, self._sound = [], {}
 
     def add(self, batch: UnitBatch, *, may_split: bool, advice: str, drops: bool = False) -> None:
@@ -148,7 +148,7 @@ class PhysicalBatches:
 
 
 def memory_advice(may_split: bool) -> str:
-    """Return what to change where a single unit, or a physical batch that may not be taken apart, does not fit."""
+    """Return advice for a single unit, or an unsplittable physical batch, that does not fit."""
     if may_split:
         return (
             "Shorten the texts (model.max_passage_length), set model.gradient_checkpointing=true or train adapters "
@@ -161,13 +161,13 @@ def memory_advice(may_split: bool) -> str:
 
 
 def slots_of(batch: UnitBatch, limit: int | None) -> list[slice]:
-    """Return the slots of a batch in pieces of at most ``limit``, those without rows included."""
+    """Return the slots of a batch in groups of at most ``limit``, those without rows included."""
     size = len(batch.mask)
     return [slice(0, size)] if limit is None or size <= limit else list(rows_in_turn(size, limit))
 
 
 def piece_of(batch: UnitBatch, slots: slice) -> UnitBatch:
-    """Return ``batch`` with these of its slots alone; itself, where that is all of them.
+    """Return ``batch`` with only these slots; itself if these are all.
 
     A batch of fixed shape may end in a slot that nobody fills (`FixedShape.of`): it ends every piece.
     """

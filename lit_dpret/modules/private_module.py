@@ -1,4 +1,4 @@
-r"""The training loop that every family shares.
+r"""The training loop that all model families share.
 
 A subclass says what one row's loss is. This class turns physical batches into logical steps, asks
 for permission before each release, lets the privacy mode clip and noise, and steps the optimizer.
@@ -65,7 +65,7 @@ _OF_A_RUN = ("_guard", "_ranks", "_shards", "_handover", "_physical", "_held_err
 
 
 class PrivateModule(Checkpointed):
-    """Base of every trainable module of this package, and of yours.
+    """Base of every trainable module, in this package or your own.
 
     Implement ``collate_rows(rows)`` and ``per_row_loss(rows)``. The loss of a row must depend on
     that row and on public data alone; a module whose loss couples rows says so with
@@ -146,7 +146,7 @@ class PrivateModule(Checkpointed):
         self._losses: list[Tensor] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave a run's guard, secret and private sums out of a copy, such as a running average of the weights."""
+        """Exclude a run's guard, secret and private sums from a copy, such as a running average."""
         state: dict[str, Any] = super().__getstate__()  # type: ignore[misc]
         return {name: value for name, value in state.items() if name not in _OF_A_RUN}
 
@@ -161,7 +161,7 @@ class PrivateModule(Checkpointed):
         frame: types.FrameType | None = None,
         logger: bool = True,
     ) -> None:
-        """Keep the constructor's arguments as Lightning does, but for ``privacy`` and ``optimizer``.
+        """Store the constructor's arguments as Lightning does, except ``privacy`` and ``optimizer``.
 
         Those are objects, which neither a logger nor a checkpoint can write; ledger and card describe them.
         """
@@ -171,7 +171,7 @@ class PrivateModule(Checkpointed):
         super().save_hyperparameters(*args, ignore=[*ignored, "privacy", "optimizer"], frame=frame, logger=logger)
 
     def collate_rows(self, rows: list[Row]) -> Any:
-        """Turn rows of text into what ``per_row_loss`` takes: a dict of tensors, first axis rows.
+        """Turn rows of text into the input of ``per_row_loss``: a dict of tensors, first axis rows.
 
         It may draw from the global generators of torch, ``random`` and numpy. Under a guarantee it is then called for
         the rows of one unit at a time, with coins of that unit, and every unit's tensors have the same shape per row.
@@ -179,7 +179,7 @@ class PrivateModule(Checkpointed):
         raise UnsupportedModelError(f"{type(self).__name__} does not implement collate_rows(rows).")
 
     def examine_collation(self, rows: list[Row], others: list[Row]) -> None:
-        """Collate some rows alone, after others and with others, and leave everything as it was.
+        """Collate some rows alone, after others and with others, and restore the state.
 
         The losses of those that were collated with others are compared in the first batch.
 
@@ -190,7 +190,7 @@ class PrivateModule(Checkpointed):
             self._couplings.compare_collations(self, rows, others)
 
     def place_rows(self, features: Any, places: Sequence[int], rows: int) -> Any:
-        """Features of a fixed shape: those of ``collate_rows`` at ``places``, among ``rows`` rows in all.
+        """Return features of a fixed shape: those of ``collate_rows`` at ``places``, among ``rows`` rows.
 
         No size in the result may follow from ``features``, but for `ragged_features`. Rows that are filled in count for
         nothing; copies of a unit's own first row replace them where that unit has rows.
@@ -199,7 +199,7 @@ class PrivateModule(Checkpointed):
 
     @property
     def fills_up(self) -> bool:
-        """Whether the module says how to fill a batch up to a fixed shape."""
+        """Whether the module defines how to pad a batch to a fixed shape."""
         return type(self).place_rows is not PrivateModule.place_rows
 
     def per_row_loss(self, rows: Any) -> Tensor:
@@ -207,14 +207,14 @@ class PrivateModule(Checkpointed):
         raise UnsupportedModelError(f"{type(self).__name__} does not implement per_row_loss(rows).")
 
     def save_model(self, folder: str | Path) -> Path:
-        """Write what a training leaves into ``folder``, which gets a copy of the card: here the state dict."""
+        """Write the trained state dict into ``folder``, which also gets a copy of the card."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         torch.save(self.state_dict(), folder / WEIGHTS)
         return folder
 
     def assumptions(self) -> list[str]:
-        """Return what a claim takes on trust beside the mechanism, as statements for the card."""
+        """Return the trusted assumptions of a claim besides the mechanism, as statements for the card."""
         return []
 
     def configure_optimizers(self) -> Any:
@@ -229,7 +229,7 @@ class PrivateModule(Checkpointed):
         return spec.build(self.parameters(), steps=max(0, self.trainer.max_steps), noise_std=noise_std)
 
     def configure_model(self) -> None:
-        """Shard the parameters over the ranks, once, where the strategy does so (``trainer=fsdp``)."""
+        """Shard the parameters over the ranks, once, if the strategy shards (``trainer=fsdp``)."""
         if self._shards is None and self.device_mesh is not None:
             from lit_dpret.distributed.fsdp import ShardedParameters  # not for runs on one process
 
@@ -238,7 +238,7 @@ class PrivateModule(Checkpointed):
             self.receive_handover(self._shards.handover(Ranks.here()))
 
     def receive_guard(self, guard: Guard) -> None:
-        """Called by the accountant once plan, mode and ledger are ready; nothing of an earlier fit is left then."""
+        """Store the guard from the accountant once plan, mode and ledger are ready, and reset the rest."""
         self._guard = guard
         self._ranks = Ranks.here()
         kept = self._shards  # of an earlier fit, whose parameters stay sharded
@@ -252,12 +252,12 @@ class PrivateModule(Checkpointed):
         self._losses.clear()
 
     def watch_hooks(self) -> None:
-        """Called before the hooks of a batch run: from the first one on they are watched."""
+        """Start watching hooks, before those of the first batch run."""
         if self.privacy.guarantee == "dp" and not self.log_private_loss:
             self._hooks.note_first(self)
 
     def look_at_last_hooks(self, *, trained: bool) -> None:
-        """Compare what the last batch left with what is there now, before it is saved; trained weights where said.
+        """Compare the state after the last batch with the current one, before it is saved.
 
         Raises:
             UnsupportedModelError: A hook wrote something; the message names it.
@@ -271,16 +271,16 @@ class PrivateModule(Checkpointed):
 
     @property
     def in_shards(self) -> bool:
-        """Whether this process finishes and keeps a part of each parameter only."""
+        """Whether this process completes and keeps only a part of each parameter."""
         return self._handover.in_shards
 
     def whole(self) -> AbstractContextManager[object]:
-        """Within it, every rank can run the module; all ranks enter it."""
+        """Let every rank run the module within the block; a collective call."""
         return self._handover.whole()
 
     @contextmanager
     def assembled(self) -> Iterator[None]:
-        """Within it, rank 0 can write the module with its master weights; all ranks enter it."""
+        """Let rank 0 write the module with its master weights within the block; a collective call."""
         optimizers = self.trainer.optimizers if self._ranks.is_first else ()
         with self._handover.assembled(here=self._ranks.is_first), in_float32(self, optimizers):
             yield
@@ -291,7 +291,7 @@ class PrivateModule(Checkpointed):
         super().on_save_checkpoint(checkpoint)
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """Log as Lightning does; under a guarantee, only what is declared public or a declared leak.
+        """Log as Lightning does; under a guarantee, only declared public values or declared leaks.
 
         Raises:
             ConfigurationError: Nobody lists ``name`` in ``public_metrics``, and it is not the epoch or the step.
@@ -314,7 +314,7 @@ class PrivateModule(Checkpointed):
         return self._guard
 
     def configure_callbacks(self) -> Sequence[Callback] | Callback:
-        """Return none; before Lightning refuses what its own optimization alone can do, say what does it here."""
+        """Return none; refuse settings that need Lightning's optimization, and name the replacement."""
         training = self._trainer is not None and self._trainer.state.fn == "fit"
         if training and self.privacy.guarantee == "dp":
             refuse_other_sums(self._trainer)
@@ -378,7 +378,7 @@ class PrivateModule(Checkpointed):
 
     @property
     def may_split(self) -> bool:
-        """Whether the units of a physical batch may be taken apart: not where they are compared with each other."""
+        """Whether the units of a physical batch may be split: not if they are compared with each other."""
         return self.privacy.sub_batches is None and not self.coupled_loss
 
     def _add_piece(self, batch: UnitBatch, first: int) -> None:
@@ -393,7 +393,7 @@ class PrivateModule(Checkpointed):
         self._losses.clear()
 
     def rehearse(self, batches: Iterable[UnitBatch]) -> None:
-        """Clip some physical batches, as training would, and forget the sum: nothing is noised, released or updated.
+        """Clip some physical batches as in training, and discard the sum without any release or update.
 
         Raises:
             UnsupportedModelError: What the first steps of training would raise.
@@ -427,7 +427,7 @@ class PrivateModule(Checkpointed):
                 self._couplings.look(self, batch, seed)
 
     def before_batch(self, batch: UnitBatch) -> None:
-        """Called before a physical batch that holds rows: for what a loss needs beside them, as public passages."""
+        """Prepare further inputs of the loss for a physical batch with rows, such as public passages."""
 
     def _logical_step(self, guard: Guard, attempt: int, step: int) -> None:
         sums = self._handover.add_up(self.privacy.take())
@@ -499,7 +499,7 @@ class PrivateModule(Checkpointed):
         return losses
 
     def note_loss(self, total: float | Tensor) -> None:
-        """Count the summed loss of some units into the mean of the step. Private: it is logged only where declared.
+        """Add the summed loss of some units to the step's mean. Private: logged only if declared.
 
         A tensor stays on its device until the step is made: to read it earlier is to wait for it.
         """
@@ -509,14 +509,14 @@ class PrivateModule(Checkpointed):
             self._loss_sum += total
 
     def token_ids(self, texts: Sequence[str], side: str, *, whole: bool = False) -> list[list[int]] | None:
-        """Return token ids by which the module reads texts, a query's or a passage's; None where it reads no tokens.
+        """Return the token ids of texts, queries or passages; None if the module reads no tokens.
 
         ``whole`` leaves the side's maximal length out: what differs then is cut.
         """
         return None
 
     def canary_scores(self, rows: Sequence[Row]) -> Tensor:
-        """How well the model knows each row, higher for a row that it learned from; here minus the row's loss.
+        """Return how well the model knows each row, higher for trained rows; here minus the loss.
 
         It belongs to an audit of planted rows. Of private rows the scores are as private as the rows.
 
@@ -534,7 +534,7 @@ class PrivateModule(Checkpointed):
         return torch.cat(found).double().cpu()
 
     def features_in_turn(self, rows: Sequence[Row], *, at_once: int = 32) -> Iterator[Any]:
-        """What ``collate_rows`` makes of some rows at a time, on the module's device."""
+        """Yield ``collate_rows`` of some rows at a time, on the module's device."""
         for part in rows_in_turn(len(rows), at_once):
             yield map_rows(lambda tensor: tensor.to(self.device), self.collate_rows(list(rows[part])))
 

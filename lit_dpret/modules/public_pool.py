@@ -1,4 +1,4 @@
-"""Public passages as candidates: which ones a step takes, decided by public coins alone."""
+"""Public passages as candidates of each step, chosen by public coins alone."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class PublicPool:
         self._drawn: tuple[int, Tensor | None, Tensor | None] | None = None
 
     def learn(self, passage_ids: Sequence[str]) -> None:
-        """Take over the public list, in its order."""
+        """Store the public list, in its order."""
         self.place = {name: place for place, name in enumerate(passage_ids)}
         self._drawn = None
 
@@ -60,7 +60,7 @@ class PublicPool:
         return self._drawn[1:]
 
     def places(self, own: Sequence[str], positives: Sequence[Collection[str]]) -> tuple[Tensor, Tensor]:
-        """Return where the passages of some rows stand in the public list.
+        """Return the places of some rows' passages in the public list.
 
         Args:
             own: The passage id of each row.
@@ -97,7 +97,7 @@ class PoolCandidates:
     count: int  # how many there are
 
     def add_to(self, compared: Compared, answers: Tensor, embed: Callable[[Any], Tensor]) -> None:
-        """Have rows compared with them: once for all rows, or with a copy for each where their gradient counts.
+        """Add the candidates to rows: once for all rows, or with a copy for each if their gradient counts.
 
         Args:
             compared: What the rows are compared with so far.
@@ -141,7 +141,7 @@ def row_by_row(loss: RowsLoss, embeddings: Tensor, *, rows_at_once: int) -> Tens
 
 
 def marked(places: Tensor, width: int) -> Tensor:
-    """Booleans ``(rows, width)``: True at each row's ``places``; -1 marks nothing.
+    """Return booleans ``(rows, width)``, True at each row's ``places``; -1 marks nothing.
 
     Example:
         >>> marked(torch.tensor([[2, -1], [-1, -1]]), 3)

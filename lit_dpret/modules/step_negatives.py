@@ -1,4 +1,4 @@
-"""The negatives that sources name for the rows of a batch: found before the step, embedded and compared in it.
+"""The negatives of a batch's rows: chosen before the step, embedded and compared within it.
 
 Passages are chosen before the forward pass and stand in the batch as features of their row, so that
 everything that takes a batch apart by rows (clipping one by one, the check that no row sees another) takes
@@ -29,7 +29,7 @@ from lit_dpret.progress import ProgressLine
 
 @dataclass
 class Compared:
-    """What each row's own passage is compared with; the arguments of `HardNegativeSoftmaxLoss`."""
+    """The candidates of each row; the arguments of `HardNegativeSoftmaxLoss`."""
 
     # Parts of each row's own candidates, ``(rows, some, dim)``, and which to leave out, ``(rows, some)``.
     own: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -37,7 +37,7 @@ class Compared:
     shared: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def arguments(self) -> dict[str, Tensor]:
-        """Keyword arguments of the loss."""
+        """Return keyword arguments of the loss."""
         found: dict[str, Tensor] = {}
         for name, parts, axis in (("own", self.own, 1), ("shared", self.shared, 0)):
             if parts:
@@ -47,7 +47,7 @@ class Compared:
 
 
 class StepNegatives:
-    """Sources of negatives at work in a dual encoder.
+    """Sources of negatives in a dual encoder.
 
     Args:
         sources: Of negatives.
@@ -80,7 +80,7 @@ class StepNegatives:
         self.index: Tensor | None = None
 
     def learn(self, module: Any, texts: TrainTexts, device: torch.device | None) -> None:
-        """Have the sources look through the texts, and embed frozen passages once."""
+        """Let the sources read the texts, and embed frozen passages once."""
         cache = self._cache_dir if self.looks_up else None
         towers = ModuleTowers(module, device, cache, keep=self.looks_up, apart=self._apart)
         self.of_rows.learn(texts, towers)
@@ -88,7 +88,7 @@ class StepNegatives:
             self.index = towers.embeddings(texts.passages, "passage", None)
 
     def before_batch(self, module: Any, batch: UnitBatch) -> None:
-        """Choose the passages of a batch and put them into it."""
+        """Choose the passages of a batch and add them to it."""
         rows, negatives = batch.rows, self.of_rows
         epoch = int(module.current_epoch)
         negatives.before_step(epoch)
@@ -131,7 +131,7 @@ class StepNegatives:
         return self._looked_up(rows["answers_at"][:, 0])
 
     def compare(self, module: Any, rows: Mapping[str, Any], positives: Tensor) -> Compared:
-        """Return what the rows are compared with.
+        """Return the candidates of the rows.
 
         Args:
             module: The dual encoder.
@@ -184,7 +184,7 @@ class StepNegatives:
 
 
 class ModuleTowers:
-    """The towers of a dual encoder, for mining: in evaluation mode, on one device, with the weights as they are.
+    """The towers of a dual encoder, for mining: in evaluation mode, on one device, with the current weights.
 
     Args:
         module: The dual encoder.

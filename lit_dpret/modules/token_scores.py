@@ -1,4 +1,4 @@
-"""How likely a generator finds each token of a query, given its passage and the tokens before it."""
+"""Log probability of each token of a query under a generator, given its passage and the previous tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class TokenScores:
-    """Log probabilities of the tokens of some queries, one row for each, filled up with zeros."""
+    """Log probabilities of the tokens of some queries, one row for each, padded with zeros."""
 
     log_probs: Floats  # in nats, shape ``(queries, tokens)``; the end mark is a query's last token
     mask: NDArray[np.bool_]  # which of them are tokens; of the same shape
@@ -35,16 +35,16 @@ class TokenScores:
         return f"TokenScores(queries={len(self.mask)}, tokens={int(self.mask.sum())})"
 
     def sums(self) -> Floats:
-        """Log probability of each query, shape ``(queries,)``."""
+        """Return the log probability of each query, shape ``(queries,)``."""
         return np.asarray(np.where(self.mask, self.log_probs, 0.0).sum(axis=1))
 
     def per_token(self) -> Floats:
-        """Mean log probability of a query's tokens, shape ``(queries,)``."""
+        """Return the mean log probability of a query's tokens, shape ``(queries,)``."""
         return np.asarray(self.sums() / self.mask.sum(axis=1))
 
 
 class TokenScorer:
-    """Teacher forcing: what the model would have given to each token of a query that is already there.
+    """Teacher forcing: the probability under the model of each token of a given query.
 
     Args:
         model: A language model, which is put into evaluation mode.
@@ -58,7 +58,7 @@ class TokenScorer:
     def load(
         cls, source: str | Path, *, prompt: str = "", contract: GeneratorContract | None = None, device: str = "cpu"
     ) -> TokenScorer:
-        """Return the generator of a folder, with its own contract; or another model, with ``contract`` or ``prompt``.
+        """Load the generator of a folder, with its own contract; or another model, with ``contract`` or ``prompt``.
 
         Raises:
             UnsupportedModelError: There is no such model.
@@ -84,7 +84,7 @@ class TokenScorer:
         batch_size: int = 32,
         progress: Callable[[int, int], None] | None = None,
     ) -> TokenScores:
-        """Log probabilities of each query's tokens, given the passage at the same place.
+        """Return log probabilities of each query's tokens, given the passage at the same position.
 
         Guarantees:
             - A query's row depends on the query and its passage alone, up to the rounding of the model.
@@ -135,14 +135,14 @@ class TokenScorer:
 def token_scores(
     folder: str | Path, queries: Sequence[str], passages: Sequence[str], *, device: str = "cpu", **settings: Any
 ) -> TokenScores:
-    """`TokenScorer.score` of the generator in ``folder``, or of the model of that name; ``settings`` are its."""
+    """Apply `TokenScorer.score` with the generator in ``folder``, or the model of that name."""
     return TokenScorer.load(folder, device=device).score(queries, passages, **settings)
 
 
 def in_batches_by_length(
     lengths: Sequence[int], batch_size: int, progress: Callable[[int, int], None] | None = None
 ) -> Iterator[list[int]]:
-    """Yield the places of all texts by length, longest first: little padding, and what does not fit fails at once.
+    """Yield indices of all texts by length, longest first: little padding, and memory errors come first.
 
     Args:
         lengths: Of each text, in any unit.

@@ -1,4 +1,4 @@
-"""Where the negatives of a query come from: small sources that compose, each saying what it couples."""
+"""Sources of negatives, which can be combined; each declares whether it couples rows."""
 
 from lit_dpret.negatives.base import InBatchNegatives, NegativeSource, PassageSource, PreBatchNegatives, TrainTexts
 from lit_dpret.negatives.drawn import GoldNegatives, LabelledNegatives, RandomNegatives

@@ -1,4 +1,4 @@
-"""The interface of sources of negatives: what each says about itself, and what one that names passages is asked.
+"""The interface of sources of negatives: their declarations, and the requests to sources that name passages.
 
 A source is judged by two questions. Does it make a row's loss depend on another row? Then clipping each
 row bounds nothing. Does it remember something of private rows between steps? Then a step is no longer a
@@ -26,7 +26,7 @@ from lit_dpret.texts import normalise
 
 
 class NegativeSource(ABC):
-    """Where a row's negatives come from.
+    """A source of negatives for rows.
 
     Attributes:
         name: On the command line, ``negatives=NAME``, and in messages.
@@ -49,11 +49,11 @@ class NegativeSource(ABC):
 
 
 class Towers(Protocol):
-    """The encoders as a source may use them: without gradient and dropout, with the weights as they are."""
+    """The encoders for a source: without gradient and dropout, with the current weights."""
 
     @property
     def device(self) -> torch.device | None:
-        """Where to compute; None for where the embeddings are."""
+        """The device for computation; None for the device of the embeddings."""
         ...
 
     def embeddings(self, texts: Sequence[str], side: str, folder: Path | None) -> Tensor:
@@ -61,13 +61,13 @@ class Towers(Protocol):
         ...
 
     def fingerprint(self) -> str:
-        """Return what the embeddings depend on, besides the texts."""
+        """Return what determines the embeddings, besides the texts."""
         ...
 
 
 @dataclass(frozen=True)
 class Seat:
-    """All that a source learns about the row that it chooses for, and nothing of other rows."""
+    """All information that a source gets about its row, and none about other rows."""
 
     query: int  # the place of its query among the train queries
     # The text of its query. Coins are keyed by it and not by an id, which may be the number of a line: without the
@@ -79,7 +79,7 @@ class Seat:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class PassageSource(NegativeSource):
-    """A source that names passages of the public list for each row.
+    """A source that chooses passages of the public list for each row.
 
     Guarantees:
         - What is named for a row is a function of that row, of the public list, of public coins and of
@@ -100,7 +100,7 @@ class PassageSource(NegativeSource):
         require_whole(f"model.negatives.{self.name}", self, 0, "seed")
 
     def prepare(self, texts: TrainTexts, towers: Towers, *, private: bool) -> None:
-        """Get ready for training: mine, or read what was mined.
+        """Prepare for training: mine, or read mined rankings.
 
         Args:
             texts: Public passages and train queries.
@@ -114,7 +114,7 @@ class PassageSource(NegativeSource):
         """Return places of at most ``per_query`` different passages for one row."""
 
     def some_of(self, places: Sequence[int], *key: int | str) -> list[int]:
-        """Draw ``per_query`` of some places uniformly, by coins that ``key`` keys; all where there are no more."""
+        """Draw ``per_query`` of some places uniformly, keyed by ``key``; all if there are no more."""
         if len(places) <= self.per_query:
             return [int(place) for place in places]
         drawn = public_coins(self.seed, self.name, *key).choice(len(places), size=self.per_query, replace=False)
@@ -122,7 +122,7 @@ class PassageSource(NegativeSource):
 
 
 def public_coins(seed: int, *key: int | str) -> np.random.Generator:
-    """Return coins of ``seed`` and ``key`` alone, which anybody may know: for no private draw, and no noise."""
+    """Return a random generator of ``seed`` and ``key`` alone, which is public: for no private draw and no noise."""
     digest = hashlib.blake2b(repr(key).encode("utf-8", "surrogatepass"), digest_size=16).digest()
     return np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, int.from_bytes(digest, "big")))))
 
@@ -157,7 +157,7 @@ NOBODY = -1
 
 
 class TrainRow(Protocol):
-    """What is read of a row of a batch."""
+    """The fields read from a row of a batch."""
 
     @property
     def query_id(self) -> str: ...
@@ -198,7 +198,7 @@ class TrainTexts:
 
     @classmethod
     def of(cls, data: Any) -> Self:
-        """Take those of a DataModule that lists its public passages and hands out graded judgements.
+        """Read a DataModule with public passages and graded judgements.
 
         Queries that nothing answers have no row to train on, and are left out.
 
@@ -216,12 +216,12 @@ class TrainTexts:
         return cls(data.public_passages(), kept, {query: judged[query] for query in kept})
 
     def positives(self, query: int) -> tuple[int, ...]:
-        """Return the places of the passages that answer a query, where they are in the public list."""
+        """Return the places of a query's answers in the public list, if they are in it."""
         found = self.judged.get(self.query_ids[query], {})
         return tuple(sorted(self.place[name] for name, grade in found.items() if grade > 0 and name in self.place))
 
     def keys(self, rows: Sequence[TrainRow]) -> dict[str, Tensor]:
-        """Return the numbers by which sources know the rows of a batch.
+        """Return the numbers by which sources identify the rows of a batch.
 
         Returns:
             ``query_at``, each query's place, ``(rows,)``, and ``answers_at``, the place of each row's own
@@ -248,18 +248,18 @@ class TrainTexts:
         }
 
     def copies(self, groups: Tensor) -> Tensor:
-        """Return how many passages at most have one of the texts of each row; ``groups`` is ``(rows, some)``."""
+        """Return the most passages with one of the texts of each row; ``groups`` is ``(rows, some)``."""
         sizes = self._group_sizes[groups.clamp(min=0)]
         return sizes.masked_fill(groups < 0, 0).sum(dim=1)
 
     def group_of(self, places: Tensor) -> Tensor:
-        """Return the text group at each place, -1 where there is none; shaped as ``places``."""
+        """Return the text group at each place, -1 for none; shaped like ``places``."""
         groups = self.groups.to(places.device)
         return torch.where(places < 0, places, groups[places.clamp(min=0)])
 
 
 def filled_up(rows: Sequence[Sequence[int]], *, least: int = 0) -> Tensor:
-    """Return lists of places as one tensor ``(rows, longest)``, filled up with -1.
+    """Return lists of places as one tensor ``(rows, longest)``, padded with -1.
 
     Example:
         >>> filled_up([[4, 5], [6]]).tolist()
@@ -271,7 +271,7 @@ def filled_up(rows: Sequence[Sequence[int]], *, least: int = 0) -> Tensor:
 
 
 def text_groups(texts: Sequence[str]) -> list[int]:
-    """Number texts, equally where they are equal but for case and white space.
+    """Number texts, with equal numbers for texts equal up to case and white space.
 
     Example:
         >>> text_groups(["A claim", "flood", "a  claim"])
@@ -294,7 +294,7 @@ class InBatchNegatives(NegativeSource):
 
 
 class PreBatchNegatives(NegativeSource):
-    """The passages of the batches before, as they were embedded then.
+    """The passages of previous batches, with their embeddings from then.
 
     A queue of embeddings costs nothing to compare with, and is stale by as many steps as it is long (Wang et
     al., SimKGC, 2203.02167, section 3.3). It is remembered between steps, so no private mode can take it.
@@ -316,13 +316,13 @@ class PreBatchNegatives(NegativeSource):
         self._queue: deque[tuple[Tensor, Tensor]] = deque(maxlen=batches)
 
     def remembered(self) -> tuple[Tensor, Tensor] | None:
-        """Return embeddings and text groups of the batches before; None at the first."""
+        """Return embeddings and text groups of previous batches; None at first."""
         if not self._queue:
             return None
         return torch.cat([e for e, _ in self._queue]), torch.cat([g for _, g in self._queue])
 
     def remember(self, embeddings: Tensor, groups: Tensor) -> None:
-        """Add a batch and forget the oldest."""
+        """Add a batch and drop the oldest."""
         self._queue.append((embeddings.detach(), groups))
 
     def state_dict(self) -> list[dict[str, Any]]:
@@ -330,6 +330,6 @@ class PreBatchNegatives(NegativeSource):
         return [{"embeddings": e.cpu(), "groups": g.cpu()} for e, g in self._queue]
 
     def load_state_dict(self, state: list[dict[str, Any]], device: torch.device) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         self._queue.clear()
         self._queue.extend((each["embeddings"].to(device), each["groups"].to(device)) for each in state)

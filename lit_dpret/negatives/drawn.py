@@ -1,4 +1,4 @@
-"""Negatives that need no search: any public passages, and those that were judged or labelled."""
+"""Negatives without search: random public passages, and judged or labelled ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lit_dpret.negatives.base import PassageSource, Seat, Towers, TrainTexts, pu
 
 
 class RandomNegatives(PassageSource):
-    """Any passages of the public list, uniformly.
+    """Uniformly drawn passages of the public list.
 
     Guarantees:
         - What is drawn for a row depends on (``seed``, step) and on its own record and public data.
@@ -31,7 +31,7 @@ class RandomNegatives(PassageSource):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class GoldNegatives(PassageSource):
-    """Passages that were judged for the row's own query and found not to answer it.
+    """Passages judged not to answer the row's own query.
 
     They are those of grade 0 or less in the train qrels, or those of a file, one JSON object in a line:
     GPL's ``{"qid": ..., "pos": [ids], "neg": {"<miner>": [ids]}}``, or that of msmarco-hard-negatives, whose
@@ -82,7 +82,7 @@ class GoldNegatives(PassageSource):
 
 
 def read_hard_negatives(path: Path) -> dict[str, list[str]]:
-    """Return negative passage ids by query id, those of all miners together, from either form of the file.
+    """Return negative passage ids by query id, merged over miners, from either form of the file.
 
     Raises:
         ConfigurationError: The file does not exist.
@@ -117,7 +117,7 @@ def _entry(line: str, path: Path, number: int) -> tuple[str, list[str]]:
 
 @dataclass(frozen=True, kw_only=True)
 class LabelledNegative:
-    """A query's own passage, another one, and by how much the first is more relevant (logits)."""
+    """A query's own passage, another one, and the margin of relevance between them (logits)."""
 
     query_id: str
     passage_id: str
@@ -125,7 +125,7 @@ class LabelledNegative:
     margin: float
 
     def line(self) -> str:
-        """Return the label as the file has it."""
+        """Return the label as a line of the file."""
         return f"{self.query_id}\t{self.passage_id}\t{self.negative_id}\t{self.margin!r}\n"
 
 
@@ -133,7 +133,7 @@ _LARGEST = 3.4028234663852886e38  # of float32: beyond it one private record wou
 
 
 def read_labels(path: str | Path) -> list[LabelledNegative]:
-    """Read a file of labels, GPL's: query id, passage id, negative id and margin between tabs, without a header.
+    """Read a file of labels in GPL's format: query id, passage id, negative id and margin, tab-separated.
 
     Raises:
         DataError: It cannot be read, or a line is malformed; the message names the line.
@@ -167,7 +167,7 @@ def read_labels(path: str | Path) -> list[LabelledNegative]:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class LabelledNegatives(PassageSource):
-    """Passages that a cross-encoder has compared with a row's own; what `MarginMSELoss` learns from.
+    """Passages with a cross-encoder's margin to a row's own passage, for `MarginMSELoss`.
 
     **Under a private mode this rests on an assumption** that has to be declared: the labels of a query were made
     of that query and of public data alone.
@@ -207,6 +207,6 @@ class LabelledNegatives(PassageSource):
         return self.some_of(places, epoch, seat.text, self._texts.passage_ids[seat.own])
 
     def margins(self, seat: Seat, places: Sequence[int]) -> list[float]:
-        """Return the label of each place for a row, in logits; NaN where there is none."""
+        """Return the label of each place for a row, in logits; NaN without a label."""
         labelled = self._labels.get((seat.query, seat.own), {})
         return [labelled.get(place, math.nan) for place in places]

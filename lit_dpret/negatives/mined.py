@@ -49,7 +49,7 @@ class Margins(TypedDict, total=False):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class MarginFilter:
-    """Bounds on the score of a candidate, by itself and against the score of the row's own passage.
+    """Bounds on a candidate's score, absolute and relative to the row's own passage.
 
     The words are those of ``mine_hard_negatives`` of sentence-transformers. ``relative_margin=0.05`` is
     TopK-PercPos at 95 % (Moreira et al., NV-Retriever, 2407.15831, section 4): a negative scores at most
@@ -116,7 +116,7 @@ class MarginFilter:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class MinedSource(PassageSource, MarginFilter):
-    """Some of each query's best passages, drawn uniformly.
+    """A uniform draw from each query's best passages.
 
     Drawing from the best 200 instead of taking the very best keeps passages that are near to every query
     from being everybody's negative, and those that answer without being marked from being taken each time.
@@ -141,7 +141,7 @@ class MinedSource(PassageSource, MarginFilter):
         self._mined: Mined | None = None
 
     def check_place(self) -> None:
-        """Refuse a cache of what private queries rank that is not in a private place."""
+        """Refuse a cache for rankings of private queries outside a private folder."""
         if self.cache_dir is not None:
             check_private_place(Path(self.cache_dir), f"model.negatives.{self.name}.cache_dir")
 
@@ -152,7 +152,7 @@ class MinedSource(PassageSource, MarginFilter):
 
     @property
     def mined(self) -> Mined:
-        """The rankings that were mined."""
+        """The mined rankings."""
         if self._mined is None:
             raise ConfigurationError(f"model.negatives.{self.name} was not prepared. Call learn_negatives first.")
         return self._mined
@@ -183,7 +183,7 @@ class MinedSource(PassageSource, MarginFilter):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class BM25Negatives(MinedSource):
-    """The passages that share words with the query: BM25's best, mined once.
+    """Passages that share words with the query: BM25's best, mined once.
 
     Scores, which the margins bound, are BM25's, by the settings of `lit_dpret.retrieval.bm25.BM25Settings`.
     """
@@ -209,7 +209,7 @@ class BM25Negatives(MinedSource):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class StaticNegatives(MinedSource):
-    """The passages that the model itself ranks high, by cosine: STAR's static hard negatives.
+    """Passages that the model itself ranks high, by cosine: STAR's static hard negatives.
 
     Zhan et al., "Optimizing Dense Retrieval Model Training with Hard Negatives" (2104.08051), section 5.1:
     with ``per_query=1``, ``depth=200`` and ``shared_in_batch=true`` they are STAR's, trained here with a
@@ -232,7 +232,7 @@ class StaticNegatives(MinedSource):
         self.remine(0)
 
     def remine(self, epoch: int) -> None:
-        """Mine with the weights as they are, or read what was mined with them."""
+        """Mine with the current weights, or read what was mined with them."""
         weights = self._towers.fingerprint()
         store = self._store_of(weights)
         self._mined = self._mine(
@@ -241,7 +241,7 @@ class StaticNegatives(MinedSource):
         self.mined_in, self.weights = epoch, weights
 
     def recall(self, epoch: int, weights: str) -> bool:
-        """Read what was mined with earlier weights, by their fingerprint; whether all of it was there."""
+        """Read rankings mined with earlier weights, by fingerprint; return whether all were found."""
         store = self._store_of(weights)
         if store is None or any(store.missing(self.shard_size)):
             return False
@@ -253,7 +253,7 @@ class StaticNegatives(MinedSource):
 
 
 class DynamicNegatives(MinedSource):
-    """The passages that the query tower ranks high at this very step, in an index that stays.
+    """Passages that the query tower ranks high in the current step, in a fixed index.
 
     ADORE (Zhan et al., 2104.08051, section 5.2): passages are encoded once, by a tower that is frozen, and only
     the query tower learns, each query against what it ranks high now. The paper trains with LambdaRank
@@ -294,7 +294,7 @@ class DynamicNegatives(MinedSource):
         raise ConfigurationError("model.negatives.dynamic is searched with embeddings of queries, at each step.")
 
     def choose_near(self, seat: Seat, query_embedding: Tensor, top: TopK, row: int, *, step: int) -> list[int]:
-        """Return places of passages for one row, from what `nearest` found for it."""
+        """Return places of passages for one row, from the result of `nearest`."""
         positive = float(query_embedding.double() @ self._ready()[seat.own].double())
         return self.draw(seat, top.indices[row].numpy(), top.scores[row].numpy(), positive, step)
 

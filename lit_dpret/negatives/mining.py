@@ -1,4 +1,4 @@
-"""The best passages of every train query, in shards, gone on with after an interruption."""
+"""The best passages of every train query, in shards, resumable after an interruption."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def mine(
 
 
 def bm25_ranker(texts: TrainTexts, *, depth: int, settings: BM25Settings) -> Ranker:
-    """By words: every passage that shares one with the query."""
+    """Return a ranker by words: every passage that shares one with the query."""
     index = BM25(texts.passages, texts.passage_ids, **asdict(settings))
     depth = min(depth, len(texts.passages))
 
@@ -92,7 +92,7 @@ def bm25_ranker(texts: TrainTexts, *, depth: int, settings: BM25Settings) -> Ran
 
 
 def dense_ranker(texts: TrainTexts, towers: Towers, *, depth: int, store: MinedShards | None) -> Ranker:
-    """By the encoders; all queries are encoded at once, so that an embedding does not depend on the shards."""
+    """Return a ranker by the encoders; all queries are encoded at once, so that embeddings do not depend on shards."""
     folder = None if store is None else store.folder
     passages = towers.embeddings(texts.passages, "passage", folder)
     queries = towers.embeddings(texts.queries, "query", folder)
@@ -111,7 +111,7 @@ def dense_ranker(texts: TrainTexts, towers: Towers, *, depth: int, store: MinedS
 
 
 def silenced(queries: Tensor) -> Tensor:
-    """Return embeddings of private queries, those that nothing can be searched with as zeros.
+    """Return embeddings of private queries, with unusable ones set to zero.
 
     Such a query gets the first passages of the list, its loss is not finite, and it counts for nothing. An error would
     tell of it whoever chose the weights.
@@ -140,7 +140,7 @@ _WARNING = (
 
 @dataclass(frozen=True, repr=False)
 class Mined:
-    """The best passages of consecutive queries, and the scores of those that answer them."""
+    """The best passages of consecutive queries, and the scores of their answers."""
 
     places: NDArray[np.int32]  # the best first, int32, ``(queries, depth)``; -1 where there are no more
     scores: NDArray[np.float32]  # theirs, float32, of the same shape
@@ -152,14 +152,14 @@ class Mined:
         return len(self.places)
 
     def score_of(self, query: int, place: int) -> float:
-        """Return the score of one of a query's answers; NaN for any other passage."""
+        """Return the score of one of a query's answers; NaN for other passages."""
         span = slice(self.starts[query], self.starts[query + 1])
         at = np.flatnonzero(self.answer_places[span] == place)
         return float(self.answer_scores[span][at[0]]) if len(at) else float("nan")
 
     @classmethod
     def join(cls, parts: list[Mined]) -> Mined:
-        """Consecutive parts as one."""
+        """Join consecutive parts."""
         before = np.cumsum([0, *(len(part.answer_places) for part in parts)])
         starts = [part.starts[:-1] + offset for part, offset in zip(parts, before, strict=False)]
         return cls(
@@ -205,7 +205,7 @@ class MinedShards:
             raise StorageError(f"{self.folder} cannot be made: {error.strerror}. Choose another cache_dir.") from error
 
     def missing(self, size: int) -> Iterator[range]:
-        """The queries that no shard covers, in ranges of at most ``size``."""
+        """Return the queries without a shard, in ranges of at most ``size``."""
         at = 0
         for start, stop in [*((span.start, span.stop) for span, _ in self._shards()), (self._count, self._count)]:
             while at < start:
@@ -226,11 +226,11 @@ class MinedShards:
         write_whole(path, content.getvalue(), advice=advice, owner_only=True)
 
     def read(self) -> Mined:
-        """All shards as one mining; none is missing."""
+        """Return all shards as one mining; none may be missing."""
         return Mined.join([part for _, part in self._shards()])
 
     def tidy(self) -> None:
-        """Remove what was kept beside the shards while they were mined: embeddings, as private as the queries."""
+        """Remove temporary files of the mining beside the shards: embeddings, as private as the queries."""
         for path in self.folder.iterdir():
             if path.suffix not in (".npz", ".txt"):
                 path.unlink(missing_ok=True)
@@ -266,7 +266,7 @@ def _make_private(folder: Path) -> None:
 
 
 def check_private_place(folder: Path, knob: str) -> None:
-    """Refuse to keep what was mined for private queries where its path does not say that it is private.
+    """Refuse to store rankings of private queries in a folder whose path is not marked private.
 
     Raises:
         ConfigurationError: No part of the path is called ``private``.

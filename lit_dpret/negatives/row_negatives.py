@@ -1,4 +1,4 @@
-"""The sources of a run together: which passages are a row's negatives in a step, and which mode takes which source."""
+"""The combined sources of a run: a row's negatives in a step, and which mode accepts which source."""
 
 from __future__ import annotations
 
@@ -89,11 +89,11 @@ class RowNegatives:
 
     @property
     def names_passages(self) -> bool:
-        """Whether a source names passages of the public list, which then have to be embedded."""
+        """Whether a source names passages of the public list, which must then be embedded."""
         return bool(self._own or self._shared)
 
     def assumptions(self) -> list[str]:
-        """Return what nothing can check about the files that sources read, as statements for the privacy card."""
+        """Return the unverifiable assumptions about files of sources, as statements for the card."""
         made_of = {
             "dp": "its own query and of public data alone, as declared",
             "inherited": "the queries that the parent of this card covers and of public data alone, as declared",
@@ -111,7 +111,7 @@ class RowNegatives:
         return {f"model.negatives.{one.name}.file": Path(one.file) for one in self.sources if one.file is not None}
 
     def learn(self, texts: TrainTexts, towers: Towers) -> None:
-        """Mine with the weights as they are before the first step.
+        """Mine with the current weights, before the first step.
 
         Raises:
             UnsupportedModelError: Under a guarantee, a source of somebody's own remembers rows.
@@ -124,11 +124,11 @@ class RowNegatives:
                     _refuse_memory(source, texts, self._mode)
 
     def keys(self, rows: Sequence[TrainRow]) -> dict[str, Tensor]:
-        """Return what rows of a batch are known by; see `TrainTexts.keys`."""
+        """Return the keys of the rows of a batch; see `TrainTexts.keys`."""
         return self._known().keys(rows)
 
     def before_step(self, epoch: int) -> None:
-        """Mine again where a new epoch asks for it."""
+        """Mine again at a new epoch, if configured."""
         static = self.static
         if static is None or static.refresh != "epoch" or static.mined_in == epoch:
             return
@@ -223,7 +223,7 @@ class RowNegatives:
         return self.texts
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint: a fingerprint of weights, and what ``pre_batch`` remembers; no other trace of rows."""
+        """Return a fingerprint of weights, and the ``pre_batch`` queue; no other trace of rows."""
         state: dict[str, Any] = {}
         if self.static is not None:
             state["static"] = {"epoch": self.static.mined_in, "weights": self.static.weights}
@@ -232,7 +232,7 @@ class RowNegatives:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
-        """What `state_dict` gave; what was mined in a later epoch than the first is read when it is asked for."""
+        """Restore `state_dict`; rankings mined in later epochs are read on demand."""
         if "static" in state:
             self._resumed = (int(state["static"]["epoch"]), str(state["static"]["weights"]))
         if self.pre_batch is not None and "pre_batch" in state:
@@ -240,7 +240,7 @@ class RowNegatives:
 
 
 def refusal(source: NegativeSource, mode: PrivacyMode | type[PrivacyMode]) -> str | None:
-    """Return why a mode cannot take a source; None where it can.
+    """Return why a mode does not accept a source; None if it does.
 
     Where each row's gradient is clipped, no source may couple rows. Where a proof holds for the table of similarities
     of a batch alone, nothing may be added to it. Where the gradient of a whole batch is clipped, any function of the
@@ -273,7 +273,7 @@ def refusal(source: NegativeSource, mode: PrivacyMode | type[PrivacyMode]) -> st
 
 
 def check_sources(sources: Sequence[NegativeSource], mode: PrivacyMode) -> None:
-    """Refuse what a mode cannot take, in one line.
+    """Refuse sources that a mode does not accept, in one line.
 
     Raises:
         ConfigurationError: A source cannot go with the mode, there is none, or one occurs twice.

@@ -1,4 +1,4 @@
-"""Exact search, rankings and runs, their measures, and how sure these are.
+"""Exact search, rankings and runs, their measures, and the uncertainty of these.
 
 `search` stands on `topk`, `products` and `rows`; `backends` lends other libraries' searches, and `bm25` is lexical.
 `runs` has `evaluate`, by `metrics`, which `torch_metric` lends to torchmetrics; `statistics` and `comparison` say how

@@ -1,4 +1,4 @@
-"""Other libraries' searches, behind the one name ``search``: faiss and ScaNN propose, and we score.
+"""Searches of other libraries under the name ``search``: faiss and ScaNN propose passages, and we score them.
 
 A back end answers with indices. What they are worth, and in which order they come, is then decided as
 for the exact search: by float64 dot products rounded to float32, and by id among equals. So a flat
@@ -36,15 +36,15 @@ _QUERIES = 1024
 
 
 class BackEnd(Protocol):
-    """A search structure over passages."""
+    """A search index over passages."""
 
     def propose(self, queries: NDArray[np.float32], count: int) -> NDArray[np.int64]:
-        """Indices of ``count`` passages that may be the best for each query, -1 as filler."""
+        """Return indices of ``count`` candidate passages for each query, -1 as filler."""
         ...
 
 
 class Faiss:
-    """An index that faiss's ``index_factory`` makes, by inner product."""
+    """An index made by faiss's ``index_factory``, for the inner product."""
 
     def __init__(self, index: Any) -> None:
         self.index = index
@@ -99,7 +99,7 @@ class Faiss:
         return cls(index if device == "cpu" else _on_gpus(faiss, index))
 
     def write(self, path: str | Path) -> None:
-        """Write the index; from GPUs as one for the CPU."""
+        """Write the index; a GPU index as a CPU index."""
         faiss = load_faiss()
         on_gpu = hasattr(faiss, "index_gpu_to_cpu") and "Gpu" in type(self.index).__name__
         faiss.write_index(faiss.index_gpu_to_cpu(self.index) if on_gpu else self.index, str(path))
@@ -114,7 +114,7 @@ class Faiss:
 
 
 class Scann:
-    """ScaNN's brute force, which the papers searched with.
+    """ScaNN's brute-force search, as in the papers.
 
     Args:
         passages: What to search; held in memory, in float32.
@@ -147,7 +147,7 @@ def search_with(
     tie_rank: Tensor | None = None,
     similarity: Similarity = "dot",
 ) -> TopK:
-    """Return the ``k`` best of what a back end proposes, scored and ordered as `search` does it.
+    """Return the ``k`` best of a back end's candidates, scored and ordered like `search`.
 
     Guarantees:
         - Every score is that of `search`, and so is the order of any two passages.
@@ -178,7 +178,7 @@ def search_with(
 
 
 def make_search(name: str, *, device: str | None = None) -> Callable[..., TopK]:
-    """Return the search that ``exact``, ``scann`` or ``faiss:FACTORY`` names; called as `search` is.
+    """Return the search named ``exact``, ``scann`` or ``faiss:FACTORY``; called like `search`.
 
     Raises:
         ConfigurationError: It is none of these, or what it needs is not installed.
@@ -201,7 +201,7 @@ def make_search(name: str, *, device: str | None = None) -> Callable[..., TopK]:
 
 
 def check_search(name: str) -> None:
-    """Refuse, before any work, a search that does not exist or is not installed.
+    """Refuse, before any work, an unknown search or one that is not installed.
 
     Raises:
         ConfigurationError: As said.
@@ -219,7 +219,7 @@ def check_search(name: str) -> None:
 
 
 def load_faiss() -> Any:
-    """Import faiss, where exactly one of its packages is installed.
+    """Import faiss; exactly one of its packages must be installed.
 
     Raises:
         ConfigurationError: None is, or both are: they write the same files, and which one works is chance.

@@ -1,4 +1,4 @@
-"""BM25, the lexical baseline that every dense retriever is measured against.
+"""BM25, the lexical baseline of every dense retriever.
 
 The scoring is bm25s with Lucene's formula; the parameters, stop words and stemmer are set here, to
 the values behind the published BEIR and MS MARCO baselines (Anserini's: k1 0.9, b 0.4), because a
@@ -23,7 +23,7 @@ from lit_dpret.retrieval.search import MISSING, TopK, lexicographic_rank, top_k_
 
 @dataclass(frozen=True, kw_only=True)
 class BM25Settings:
-    """What decides a score besides the texts.
+    """The settings that determine a score besides the texts.
 
     Raises:
         ConfigurationError: k1 or b is out of range, or there is no such stemmer or list of stop words.
@@ -100,7 +100,7 @@ class BM25:
     def search_and_score(
         self, queries: Sequence[str], k: int, wanted: Sequence[Sequence[int]]
     ) -> tuple[TopK, list[Tensor]]:
-        """`search`, and the scores of further passages, in one look at each query.
+        """Return `search`, and the scores of further passages, in one pass over each query.
 
         ``wanted`` has for each query the indices of passages whose scores are asked for.
 

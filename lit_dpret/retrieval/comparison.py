@@ -1,4 +1,4 @@
-"""Two systems on the same queries: by how much do they differ, and could that be chance?
+"""Compare two systems on the same queries: their difference, and its significance.
 
 Each cell of the comparison is one metric on one data set. The interval is of the mean *difference*
 (queries are drawn in pairs), the p-value that of a paired randomisation test. A grid asks many
@@ -18,7 +18,7 @@ from lit_dpret.retrieval.statistics import Interval, bootstrap_interval, holm, p
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """One metric on one data set, of two systems."""
+    """The difference of two systems in one metric on one data set."""
 
     data: str
     metric: str
@@ -43,11 +43,11 @@ class Comparison:
     resamples: int = 10_000  # random swaps of each test
 
     def significant(self, cell: Difference) -> bool:
-        """Return whether chance alone is refused for this cell, the whole grid taken into account."""
+        """Return whether this cell is significant, corrected for the whole grid."""
         return cell.p_holm <= 1 - self.level
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain JSON values; no value of a single query is among them."""
+        """Return plain JSON values, without values of single queries."""
         return {
             "a": self.a,
             "b": self.b,

@@ -1,4 +1,4 @@
-"""Measures of a ranking for all queries at once, as trec_eval defines them.
+"""Ranking measures for all queries at once, as trec_eval defines them.
 
 A ranking enters as a table of *gains*: the judged relevance of the passage at each rank, 0 where it
 was not judged. What could have been found enters as the *ideal* gains, from the full relevance
@@ -51,7 +51,7 @@ _DEFINITIONS = {
 
 @dataclass(frozen=True)
 class Metric:
-    """A measure and the rank it looks down to, written ``ndcg@10``."""
+    """A measure and its rank cut-off, written ``ndcg@10``."""
 
     kind: MetricKind
     cutoff: int
@@ -74,12 +74,12 @@ class Metric:
 
     @property
     def shown(self) -> str:
-        """As a table writes it: ``nDCG@10``."""
+        """The name for tables: ``nDCG@10``."""
         return f"{_SHOWN[self.kind]}@{self.cutoff}"
 
     @property
     def definition(self) -> str:
-        """What is measured, in one phrase; a table that shows the number should print it."""
+        """The definition in one phrase; tables with the number should print it."""
         return _DEFINITIONS[self.kind].format(k=self.cutoff)
 
     def __str__(self) -> str:
@@ -131,7 +131,7 @@ def mrr(gains: Gains, ideal: Gains, k: int) -> Values:
 
 
 def success(gains: Gains, ideal: Gains, k: int) -> Values:
-    """Return 1 where any of the first ``k`` passages is relevant, else 0: trec_eval's ``success_k``."""
+    """Return 1 if any of the first ``k`` passages is relevant, otherwise 0: trec_eval's ``success_k``."""
     return np.where((gains[:, :k] > 0).any(axis=1), 1.0, 0.0)
 
 

@@ -52,14 +52,14 @@ class Products:
         self._errors = torch.linalg.vector_norm(queries - self.queries, dim=1) if self.low else None
 
     def passages(self, part: Tensor) -> tuple[Tensor, float]:
-        """float32 passages in this precision, and the length of the most that one of them lost."""
+        """Return float32 passages in this precision, and the largest norm of their rounding errors."""
         if not self.low:
             return part, 0.0
         rounded = part.to(self.dtype)
         return rounded, float(torch.linalg.vector_norm(part - rounded, dim=1).max()) * 1.0001
 
     def slack(self, longest: float, error: float) -> Tensor:
-        """Return twice what float32 sums can be wrong by, for each query, and what was lost to lower precision.
+        """Return twice the possible error of float32 sums for each query, and the loss by lower precision.
 
         ``longest`` is the length of the longest passage, ``error`` the most that one lost, as `passages` returns it.
 
@@ -77,14 +77,14 @@ class Products:
         return slack.float()
 
     def at_most(self, scores: Tensor) -> Tensor:
-        """Return the most that a score can have been before it was rounded to one of these."""
+        """Return the largest score before rounding to one of these."""
         if not self.low:
             return scores
         rounded = scores.to(self.dtype)
         return torch.nextafter(rounded, torch.full_like(rounded, math.inf)).float()
 
     def candidates(self, scores: Tensor, passages: Tensor, some: slice, width: int, count: int) -> int:
-        """Return how many candidates a search of ``count`` passages needs to prove its ``width`` best, by a sample.
+        """Return how many candidates a search of ``count`` passages needs to prove its ``width`` best.
 
         ``scores`` are those of ``some`` queries and a sample, ``(some queries, sample)``, and ``passages`` that
         sample, in float32, which would keep ``width`` passages.
@@ -102,7 +102,7 @@ class Products:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One way to search a piece."""
+    """One way to search a group of passages."""
 
     products: Products
     width: int  # how many candidates of each query are kept
@@ -110,7 +110,7 @@ class Attempt:
 
 
 def bfloat16_pays(device: torch.device, queries: int) -> bool:
-    """Return whether products in bfloat16 are worth it: on a CPU where one measurement finds them faster."""
+    """Return whether bfloat16 products are worthwhile: on a CPU, if a measurement finds them faster."""
     # Rounding a passage takes as long as its products with some 400 queries save.
     return device.type == "cpu" and queries >= _PAYS_FROM and _probe()
 
@@ -147,6 +147,6 @@ def prepared(embeddings: Tensor, cosine: bool) -> Tensor:
 
 @contextmanager
 def exact_float32(device: torch.device) -> Iterator[None]:
-    """Matrix products in true float32, whatever precision the surrounding run has chosen."""
+    """Compute matrix products in true float32, whatever precision the surrounding run uses."""
     with torch.autocast(device.type, enabled=False), whole_products():
         yield

@@ -1,4 +1,4 @@
-"""Embeddings in memory or in a file, read in chunks and row by row, and the scores of pairs of them.
+"""Embeddings in memory or in a file, read in chunks and by row, and scores of pairs of them.
 
 Search reads passages in order, a chunk at a time: once for the matrix products, and once more for the
 few rows that may be among the best. So a file is never in memory as a whole.
@@ -41,11 +41,11 @@ class Rows(Protocol):
         ...
 
     def chunk(self, start: int, stop: int) -> Tensor:
-        """Return rows from ``start`` up to ``stop``, as they are stored."""
+        """Return rows from ``start`` up to ``stop``, in the stored dtype."""
         ...
 
     def sample(self, places: Tensor) -> Tensor:
-        """Return some thousand rows, by index, as they are stored."""
+        """Return a few thousand rows, by index, in the stored dtype."""
         ...
 
 
@@ -70,7 +70,7 @@ class TensorRows:
 
 
 class FileRows:
-    """The rows of a file that holds nothing but them, in C order.
+    """The rows of a file that contains only rows, in C order.
 
     Guarantees:
         - Of the file no more is in memory than the chunk that was asked for. It is read and not mapped: pages of
@@ -133,7 +133,7 @@ _DEVICE_BLOCK = 256 * 2**20  # bytes that keep an accelerator busy
 
 
 def canonical_scores(queries: Tensor, passages: Rows, candidates: Tensor, *, cosine: bool) -> Tensor:
-    """Return the scores of candidate passages, each a function of its two embeddings alone.
+    """Return the scores of candidate passages, each a function of only its two embeddings.
 
     ``queries`` are float64, ``(queries, dim)``, normalised already under ``cosine``. ``candidates`` are indices of
     passages, long on the CPU, ``(queries, width)``, with `MISSING` as filler.

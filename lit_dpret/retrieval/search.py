@@ -1,4 +1,4 @@
-"""Exact nearest neighbours, streamed, in an order that is always the same.
+"""Exact nearest neighbours, streamed, in a deterministic order.
 
 What a score *is* does not depend on how it was computed: the dot product of two embeddings in
 float64, rounded to float32. A fast float32 matrix product finds the few candidates that can matter,
@@ -121,7 +121,7 @@ def search(
 
 
 class SearchStream:
-    """A search over passages that come in parts and are not kept.
+    """A search over passages that arrive in parts and are not stored.
 
     Guarantees:
         - `result` is that of `search` over all pieces together, whatever the pieces were.
@@ -160,7 +160,7 @@ class SearchStream:
         self._seen = 0
 
     def add(self, passages: Tensor | Rows) -> None:
-        """Search the next passages; their indices count on from those before.
+        """Search the next passages; their indices continue from the previous ones.
 
         Raises:
             ConfigurationError: They have another width, or are more than there are ranks.
@@ -411,7 +411,7 @@ Similarity = Literal["dot", "cosine"]
 
 
 def require_positive(**numbers: int) -> None:
-    """Refuse a number below 1 by its name."""
+    """Refuse a number below 1 by name."""
     for name, value in numbers.items():
         if value < 1:
             raise ConfigurationError(f"{name}={value} must be at least 1.")
@@ -425,7 +425,7 @@ def check_shapes(
     tie_rank: Tensor | None,
     exclude: Tensor | None,
 ) -> None:
-    """Refuse embeddings, ranks and exclusions that do not belong together."""
+    """Refuse embeddings, ranks and exclusions with inconsistent shapes."""
     if similarity not in get_args(Similarity):
         raise ConfigurationError(f"similarity={similarity!r} is not one of {', '.join(get_args(Similarity))}.")
     if queries.ndim != 2 or (passages is not None and queries.shape[1] != passages.dim):
@@ -440,12 +440,12 @@ def check_shapes(
 
 
 def unbroken(embeddings: Tensor) -> Tensor:
-    """Return which embeddings have a square that float32 can hold, ``(rows,)``: any two of them have a finite score."""
+    """Return which embeddings have a square within float32, ``(rows,)``: any two of them have a finite score."""
     return embeddings.float().square().sum(dim=1).isfinite()
 
 
 def refuse_broken(embeddings: Tensor, side: str) -> None:
-    """Refuse embeddings that are not finite, or too long for a finite score."""
+    """Refuse embeddings that are not finite, or too large for a finite score."""
     broken = int((~unbroken(embeddings)).sum())
     if broken:
         raise DataError(f"{broken} of {len(embeddings)} {side} embeddings hold a NaN or infinity, or are too long.")

@@ -1,4 +1,4 @@
-"""How sure a mean over queries, or over training runs, is, and whether two systems really differ.
+"""Uncertainty of means over queries or training runs, and tests of differences between systems.
 
 **Over queries** the answers come from resampling the queries of one test collection. They cover the choice of queries,
 not the luck of one training run. Everything is seeded: the same values give the same interval. Resampling is our own:
@@ -40,7 +40,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class PairedTest:
-    """How much ``a`` is above ``b`` on the mean query, and how often chance alone does as much."""
+    """The mean difference of ``a`` and ``b`` over queries, and its p-value."""
 
     difference: float
     p_value: float
@@ -48,7 +48,7 @@ class PairedTest:
 
 @dataclass(frozen=True)
 class SeedTest:
-    """How far the mean over runs of ``a`` is above that of ``b``, its t-interval, and the two-sided p-value."""
+    """The difference of the means over runs of ``a`` and ``b``, its t-interval, and the two-sided p-value."""
 
     difference: float
     low: float
@@ -140,7 +140,7 @@ def paired_randomisation_test(a: ArrayLike, b: ArrayLike, *, resamples: int = 10
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Return the p-values adjusted for having asked several questions (Holm, 1979).
+    """Return p-values adjusted for multiple tests (Holm, 1979).
 
     Example:
         >>> holm([0.01, 0.04, 0.03])
@@ -180,7 +180,7 @@ def seed_interval(values: Sequence[float], *, level: float = 0.95) -> Interval:
 
 
 def seed_test(a: Sequence[float], b: Sequence[float], *, level: float = 0.95) -> SeedTest:
-    """Run Welch's t-test between the runs of two settings; a one-sample test where one side is a single number.
+    """Run Welch's t-test between the runs of two settings; a one-sample test if one side is a single number.
 
     Guarantees:
         - Swapping ``a`` and ``b`` turns the sign of the difference and leaves the p-value.

@@ -1,4 +1,4 @@
-"""The order of a ranking, and the k best of it.
+"""The order of a ranking, and its k best.
 
 A passage's place in a ranking is one whole number: its float32 score in the upper half, its rank
 among equals in the lower. Sorting, merging and cutting rankings is then sorting integers, ties
@@ -36,7 +36,7 @@ class TopK(NamedTuple):
 
 
 def lexicographic_rank(passage_ids: Sequence[str]) -> Tensor:
-    """Return for every passage its place in the order that breaks ties: ids descending, as bytes.
+    """Return every passage's rank in the order that breaks ties: ids descending, as bytes.
 
     Of two passages with equal scores trec_eval puts the one with the larger id first, comparing
     UTF-8 bytes. Compute this once per corpus.
@@ -62,7 +62,7 @@ def lexicographic_rank(passage_ids: Sequence[str]) -> Tensor:
 
 
 def packed(scores: Tensor, ranks: Tensor) -> Tensor:
-    """Return keys whose ascending order is: score descending, and of equal scores rank ascending.
+    """Return keys whose ascending order is: score descending, and for equal scores rank ascending.
 
     ``scores`` are float32 without NaN, and -0.0 counts as 0.0; ``ranks`` are whole numbers in [0, 2**32), of the same
     shape.
@@ -110,14 +110,14 @@ def ascending(keys: Tensor) -> Tensor:
 
 
 def places_by_rank(rank: Tensor) -> Tensor:
-    """Return the inverse of a tie rank: at each rank the passage that holds it."""
+    """Return the inverse of a tie rank: the passage at each rank."""
     places = torch.empty_like(rank)
     places[rank] = torch.arange(len(rank))
     return places
 
 
 def ranked(keys: Tensor, places: Tensor) -> TopK:
-    """Sorted keys as scores and indices; ``places`` is `places_by_rank`."""
+    """Return sorted keys as scores and indices; ``places`` is `places_by_rank`."""
     scores, ranks = unpacked(keys)
     missing = ranks == NO_RANK
     indices = places[ranks.masked_fill(missing, 0)] if len(places) else torch.zeros_like(ranks)
@@ -125,7 +125,7 @@ def ranked(keys: Tensor, places: Tensor) -> TopK:
 
 
 def merged(parts: Sequence[TopK], k: int, *, tie_rank: Tensor) -> TopK:
-    """Merge the ``k`` best of several rankings of the same queries, as if their passages had been searched together.
+    """Merge the ``k`` best of several rankings of the same queries, as if searched together.
 
     There is one ranking for each shard of the passages, with indices counted over all shards; each must go down to
     rank ``k`` or hold its whole shard. ``tie_rank`` is that of all passages.
@@ -139,7 +139,7 @@ def merged(parts: Sequence[TopK], k: int, *, tie_rank: Tensor) -> TopK:
 
 
 def first_k(keys: Tensor, k: int, places: Tensor) -> TopK:
-    """Return the ``k`` smallest of each row of keys as a ranking, filled up with `MISSING`."""
+    """Return the ``k`` smallest of each row of keys as a ranking, padded with `MISSING`."""
     if keys.shape[1] < k:
         keys = torch.cat([keys, keys.new_full((len(keys), k - keys.shape[1]), EMPTY)], dim=1)
     return ranked(ascending(smallest(keys, k)[:, :k].contiguous()), places)
@@ -173,7 +173,7 @@ _SPARE = 2  # a row holds so many times its width more before it is cut back
 
 
 class CandidateBuffer:
-    """For each query the passages with the ``width`` highest scores so far.
+    """The passages with the ``width`` highest scores so far, for each query.
 
     Guarantees:
         - Every passage that is not among `indices` scored at most the row's ``floor``, or less than
@@ -190,7 +190,7 @@ class CandidateBuffer:
         self.floor = torch.full((queries,), float("-inf"), device=device) if floor is None else floor.clone()
 
     def add(self, rows: slice, scores: Tensor, start: int, at_least: Tensor | None = None) -> None:
-        """Take in the scores of some queries for consecutive passages.
+        """Add the scores of some queries for consecutive passages.
 
         ``scores`` are float32 or bfloat16, ``(rows, passages)``, on the device, ``start`` is the index of the first
         passage; below ``at_least``, a score for each query, a passage is of no interest.
@@ -214,7 +214,7 @@ class CandidateBuffer:
         self.count[rows] += fresh
 
     def indices(self, k: int = 0, margin: Tensor | None = None) -> Tensor:
-        """Return the passages that are left, unordered, ``(queries, width)``, on the CPU; `MISSING` as filler.
+        """Return the remaining passages, unordered, ``(queries, width)``, on the CPU; `MISSING` as filler.
 
         With ``margin``, for each query, those that score more than it below the ``k``-th best are left out.
         """

@@ -1,4 +1,4 @@
-"""A measure of retrieval as a ``torchmetrics.Metric``: for ``self.log``, a ``MetricCollection``, any number of ranks.
+"""A retrieval measure as a ``torchmetrics.Metric``: for ``self.log``, a ``MetricCollection``, any number of ranks.
 
 It is called as torchmetrics' own retrieval metrics are, with ``indexes=``, and differs from them in three ways. Its
 values are trec_eval's (`lit_dpret.retrieval.metrics`). Passages that were judged but not returned can be passed too, so
@@ -50,7 +50,7 @@ class RetrievalMetric(_RetrievalMetric):
         self.allow_non_binary_target = True
 
     def update(self, preds: Tensor, target: Tensor, indexes: Tensor) -> None:
-        """Take rows of any number of queries.
+        """Add rows of any number of queries.
 
         All are of the same shape: scores, ``-inf`` for a passage that was judged but not returned; grades, of which 0
         and below is not relevant; and the query of each row, long.
@@ -81,7 +81,7 @@ class RetrievalMetric(_RetrievalMetric):
         ]
 
     def compute(self) -> Tensor:
-        """Return the mean over queries (or ``aggregation``), a scalar in float64; 0 where there is no query."""
+        """Return the mean over queries (or ``aggregation``), a scalar in float64; 0 without queries."""
         values = self.per_query() if self.indexes else np.zeros(0)
         if not len(values):
             return torch.zeros((), dtype=torch.float64, device=self.device)

@@ -1,4 +1,4 @@
-"""Runs: what a system returned for every query, on disk and as numbers.
+"""Runs: the results of a system for every query, on disk and as numbers.
 
 A run is written in TREC's format with scores that read back as the same float32 numbers: trec_eval
 re-sorts by score and ignores the rank column, so a rounded score is another ranking. Evaluation is
@@ -36,7 +36,7 @@ DEFAULT_METRICS = ("ndcg@10", "recall@10", "mrr@10")
 
 @dataclass(frozen=True, kw_only=True)
 class Ranking:
-    """What `search` returned, with the ids it speaks about.
+    """The result of `search`, with ids.
 
     Raises:
         DataError: The number of rows and of query ids differ, a query or passage id occurs twice, a row
@@ -64,7 +64,7 @@ class Ranking:
             raise DataError("A ranking returns the same passage twice for one query.")
 
     def to_run(self) -> dict[str, dict[str, float]]:
-        """Return the same as plain data, without the fillers."""
+        """Return the ranking as plain data, without fillers."""
         run: dict[str, dict[str, float]] = {}
         rows = zip(self.query_ids, self.top.scores.tolist(), self.top.indices.tolist(), strict=True)
         for name, scores, indices in rows:
@@ -74,7 +74,7 @@ class Ranking:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationResult:
-    """How good a run is.
+    """The evaluation of a run.
 
     ``per_query`` speaks of single queries: where those are private, so is it. ``means`` and
     ``intervals`` of private queries are not covered by a privacy guarantee either.
@@ -113,7 +113,7 @@ def evaluate(
     resamples: int = 2000,
     seed: int = 0,
 ) -> EvaluationResult:
-    """Judge a run against the full relevance judgements.
+    """Evaluate a run on the full relevance judgements.
 
     Guarantees:
         - Every value equals trec_eval's: graded nDCG with linear gain, uncapped recall, ``map_cut``, ``P`` and
@@ -270,7 +270,7 @@ def _lines(path: str | Path, what: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def check_qrels(qrels: Qrels, *, query_ids: Collection[str], passage_ids: Collection[str]) -> None:
-    """Refuse judgements of queries or passages that are not there: no system could answer them.
+    """Refuse judgements of missing queries or passages: no system could answer them.
 
     Raises:
         DataError: Naming the first unknown id, and how many there are.
@@ -288,7 +288,7 @@ def check_qrels(qrels: Qrels, *, query_ids: Collection[str], passage_ids: Collec
 
 
 def without_self_matches(ranking: Ranking, k: int) -> Ranking:
-    """Return the first ``k`` columns of the ranking without any passage that has its query's id.
+    """Return the first ``k`` columns of the ranking without passages that have their query's id.
 
     Rank to ``k + 1`` before: each row loses its self-match, or else its last passage. Where the ranking is not that
     deep because there are no more passages, a row that lost one ends in a filler.
@@ -350,7 +350,7 @@ def read_per_query(folder: Path, metrics: Sequence[str]) -> dict[str, Values]:
 
 
 def find_runs(path: Path) -> dict[str, Path]:
-    """Return the TREC runs that a path means: the file itself, or those of a folder by data set.
+    """Return the TREC runs at a path: the file itself, or those of a folder by data set.
 
     A folder of ``task=evaluate`` has one run, that of ``task=zero_shot`` one in each subfolder.
 

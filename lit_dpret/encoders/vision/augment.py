@@ -137,7 +137,7 @@ class Augmentation:
 
 
 def as_input(images: Tensor) -> Tensor:
-    """Images as the encoders of this package read them: float32 between -1 and 1.
+    """Return images as float32 between -1 and 1, the input of this package's encoders.
 
     The shift and the scale are public constants. The mean and deviation of a private train split would
     be two more releases.
@@ -191,7 +191,7 @@ class DrawnImage(Protocol):
 
 
 class AugmentedViews:
-    """Rows of images to two batches of views: a ``collate_rows`` for modules that compare images.
+    """Turn rows of images into two batches of views: a ``collate_rows`` for modules that compare images.
 
     Each view takes its random numbers from a key of its own. Pairwise clipping rests on that: a pair's similarity
     gradient must be a function of its two records, the weights and public data (paper 002, Theorem 4.2).
@@ -210,7 +210,7 @@ class AugmentedViews:
         self.seed = seed
 
     def __call__(self, rows: Sequence[DrawnImage]) -> dict[str, Tensor]:
-        """Two views of each row.
+        """Return two views of each row.
 
         Returns:
             ``query`` and ``passage``, each float32 between -1 and 1 of shape (rows, channels, height,
@@ -225,7 +225,7 @@ class AugmentedViews:
 
 
 def keyed_uniforms(*key: object, count: int) -> np.ndarray:
-    """``count`` uniform numbers that belong to ``key``, float32; the same on every machine.
+    """Return ``count`` uniform float32 numbers determined by ``key``; the same on every machine.
 
     Keys that differ in any part give unrelated numbers.
     """

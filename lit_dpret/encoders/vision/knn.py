@@ -1,4 +1,4 @@
-"""Exact k-NN classification by cosine similarity, which tells how good an embedding is.
+"""Exact k-NN classification by cosine similarity, to measure the quality of an embedding.
 
 Paper 002 scores its encoders by k-NN with k = 3 (section 5.1), and does not say how it breaks ties. With ten classes
 three neighbours often have three labels: of an untrained net two thirds of the votes are ties. scikit-learn gives them
@@ -28,7 +28,7 @@ Ties = Literal["nearest", "lowest"]
 
 @dataclass(frozen=True, kw_only=True)
 class KnnResult:
-    """What k-NN reached on one split."""
+    """The result of k-NN on one split."""
 
     scores: ClassificationScores  # with ties to the label of the nearest neighbour among those tied
     lowest: ClassificationScores  # with ties to the lowest label, as scikit-learn breaks them
@@ -80,7 +80,7 @@ def knn_predict(
     train: Tensor, labels: Tensor, queries: Tensor, *, classes: int, k: int = 3, chunk_size: int = 256,
     ties: Ties = "nearest",
 ) -> Tensor:  # fmt: skip
-    """Return the label of most of the ``k`` nearest train embeddings.
+    """Return the majority label of the ``k`` nearest train embeddings.
 
     ``labels`` are those of ``train``, int64, shape (n,). ``ties`` go to the ``nearest`` of the tied neighbours, or to
     the ``lowest`` label as in scikit-learn.
@@ -148,7 +148,7 @@ def evaluate_knn(
 
 
 def confusion_matrix(labels: Tensor, predictions: Tensor, *, classes: int) -> Tensor:
-    """How often each label was predicted as each class.
+    """Count how often each label was predicted as each class.
 
     Returns:
         Counts, int64, shape (classes, classes); row: true, column: predicted.
@@ -167,7 +167,7 @@ def confusion_matrix(labels: Tensor, predictions: Tensor, *, classes: int) -> Te
 
 @dataclass(frozen=True, kw_only=True)
 class ClassificationScores:
-    """What a confusion matrix says about a classifier.
+    """Scores derived from a classifier's confusion matrix.
 
     A class that was never predicted has precision 0, one that never occurred has recall 0, and
     F-beta is 0 where both are. Paper 002 reports the best class, by which a model that knows one class looks good;

@@ -59,7 +59,7 @@ class EmbeddingNet(nn.Module):
         initialise(self)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Embeddings, shape (n, dim), of images of shape (n, in_channels, image_size, image_size)."""
+        """Return embeddings, shape (n, dim), of images of shape (n, in_channels, image_size, image_size)."""
         embeddings: Tensor = self.embedding(self.features(images).flatten(1))
         return embeddings
 
@@ -112,7 +112,7 @@ class ResNet18(nn.Module):
         initialise(self)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Embeddings, shape (n, dim), of images of shape (n, in_channels, height, width)."""
+        """Return embeddings, shape (n, dim), of images of shape (n, in_channels, height, width)."""
         embeddings: Tensor = self.embedding(self.blocks(self.stem(images)).mean(dim=(2, 3)))
         return embeddings
 
@@ -157,7 +157,7 @@ def initialise(net: nn.Module) -> None:
 
 
 class UnitLength(nn.Module):
-    """An encoder whose embeddings have L2 norm 1, as cosine similarity compares them.
+    """An encoder with embeddings of L2 norm 1, for cosine similarity.
 
     An embedding of zero has no direction and stays zero.
 
@@ -170,7 +170,7 @@ class UnitLength(nn.Module):
         self.net = net
 
     def forward(self, images: Tensor) -> Tensor:
-        """Unit embeddings, shape (n, dim)."""
+        """Return unit embeddings, shape (n, dim)."""
         return F.normalize(self.net(images), dim=1)
 
 

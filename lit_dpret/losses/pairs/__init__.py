@@ -1,4 +1,4 @@
-"""Losses of the table of all similarities in a batch, and their sensitivity to one record."""
+"""Losses on the matrix of all similarities in a batch, and their sensitivity to one record."""
 
 from lit_dpret.losses.pairs.base import LossClaim, PairwiseLoss, Relation
 from lit_dpret.losses.pairs.declared import (

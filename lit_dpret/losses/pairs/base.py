@@ -1,4 +1,4 @@
-r"""Losses of the table of similarities, and how far one record can move their gradient.
+r"""Losses on the matrix of similarities, and how far one record can move their gradient.
 
 A batch of n records, record i being (query i, passage i), has the n x n table S_ij = s(query i,
 passage j); the positives are its diagonal. A loss F of the table has the gradient
@@ -46,7 +46,7 @@ _PROVED_IN = __name__.rpartition(".")[0]
 
 @dataclass(frozen=True, kw_only=True)
 class PairwiseLoss(ABC):
-    """A loss of the n x n table of similarities, with a bound on what one record can do.
+    """A loss on the n x n matrix of similarities, with a bound on the effect of one record.
 
     Row i is query i, column j is passage j, and the diagonal holds the positives.
 
@@ -104,12 +104,12 @@ class PairwiseLoss(ABC):
 
     @property
     def low(self) -> float:
-        """The least score."""
+        """The smallest score."""
         return -self.high
 
     @property
     def claim(self) -> LossClaim:
-        """Where `sensitivity` comes from: ``proved`` here, ``declared`` by the user, or known to be ``refuted``.
+        """Origin of `sensitivity`: ``proved`` here, ``declared`` by the user, or known to be ``refuted``.
 
         A class from outside this package declares, whatever it inherits: nobody here has proved what it changes.
         """
@@ -117,11 +117,11 @@ class PairwiseLoss(ABC):
 
     @property
     def guaranteed(self) -> bool:
-        """Whether `sensitivity` may stand behind a privacy claim."""
+        """Whether `sensitivity` may support a privacy claim."""
         return self.claim != "refuted"
 
     def for_expected_size(self, size: float) -> Self:
-        """This loss with its public normaliser filled in, where it has one that was left open.
+        """Return this loss with an open public normaliser filled in, if it has one.
 
         Args:
             size: The expected number of records of a (sub-)batch; public. Never the realised one.
@@ -217,7 +217,7 @@ def eye_like(table: Tensor) -> Tensor:
 
 
 def checked_relation(relation: Relation) -> None:
-    """Refuse a neighbouring relation for which there is no bound here."""
+    """Refuse a neighbouring relation without a bound here."""
     if relation not in get_args(Relation):
         raise ConfigurationError(
             f"relation={relation!r} is not one of {', '.join(get_args(Relation))}: sensitivities of losses over pairs "
@@ -232,7 +232,7 @@ def checked_positive(name: str, value: float, above: float = 0.0) -> None:
 
 
 def checked_normaliser(n0: float | None, loss: str) -> float:
-    """``n0``, refused while it is open."""
+    """Return ``n0``; refuse it if it is not set."""
     if n0 is None:
         raise ConfigurationError(
             f"{loss} divides by a fixed public number and never by the realised size, which is private. Set loss.n0, "

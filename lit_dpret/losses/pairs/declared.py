@@ -1,4 +1,4 @@
-"""A loss over pairs of one's own, with bounds that its author declares (Theorem 4.2 of paper 002)."""
+"""A custom loss over pairs, with bounds declared by its author (Theorem 4.2 of paper 002)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Bound = Callable[[int, float, float], float]
 
 @dataclass(frozen=True, kw_only=True)
 class DeclaredPairLoss(PairwiseLoss):
-    r"""Any loss of the table of similarities, for which three bounds are declared.
+    r"""Any loss on the matrix of similarities, with three declared bounds.
 
     For every n, every table of n records in the range, and every record of it (called n):
 
@@ -63,7 +63,7 @@ class DeclaredPairLoss(PairwiseLoss):
 
     @property
     def claim(self) -> LossClaim:
-        """``declared``: the guarantee is as good as its author's proof."""
+        """``declared``: the guarantee relies on its author's proof."""
         return "declared"
 
     def declared(self, n: int) -> tuple[float, float, float]:
@@ -114,7 +114,7 @@ Objective = Callable[[Tensor, Tensor | None], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class WorstCase:
-    """The largest movement that a search found."""
+    """The largest movement found by a search."""
 
     movement: float  # L2 length of G - G', in units of the bound on one pair's gradient
     table: Tensor  # the scores that attain it, shape ``(n, n)``; their last record is added or removed
@@ -122,7 +122,7 @@ class WorstCase:
 
 
 def movement_factors(before: Tensor, after: Tensor) -> Tensor:
-    """Return the factor of every pair's gradient in G - G'; the sum of their absolutes is its largest length.
+    """Return the factor of every pair's gradient in G - G'; the sum of their absolute values bounds its norm.
 
     Args:
         before: Coefficients ``(..., n, n)``.
@@ -148,7 +148,7 @@ def find_worst_case(
     steps: int = 100,
     seed: int = 0,
 ) -> WorstCase:
-    """Search for the batch of n records in which one record moves the gradient most.
+    """Search for a batch of n records in which one record moves the gradient most.
 
     Args:
         loss: Whose coefficients to attack.

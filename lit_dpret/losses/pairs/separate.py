@@ -1,4 +1,4 @@
-r"""Losses that are a sum of one term for every pair, without a softmax that couples the pairs of a row.
+r"""Losses that are a sum of separate terms for every pair, without a softmax that couples a row.
 
 With a fixed public normaliser the coefficient c_ij is a function of S_ij alone, so surviving pairs do
 not move at all, and what one record does is what it owns: with d the most that a diagonal coefficient
@@ -43,7 +43,7 @@ class _SeparateLoss(PairwiseLoss):
 
 @dataclass(frozen=True, kw_only=True)
 class SigmoidPairLoss(_SeparateLoss):
-    r"""A logistic loss of every pair on its own: the loss of SigLIP.
+    r"""A separate logistic loss for every pair: the loss of SigLIP.
 
     Row i is ``-log s(z_ii + b) - (a / (n0 - 1)) sum_{j != i} log s(-z_ij - b)`` with z = S / t, s the logistic
     function, a = ``negative_weight`` and b = ``bias``. So c_ii = -s(-z_ii - b) / t, and off the diagonal
@@ -93,7 +93,7 @@ class SigmoidPairLoss(_SeparateLoss):
 
 @dataclass(frozen=True, kw_only=True)
 class KernelPairLoss(_SeparateLoss):
-    r"""Positives pull at a constant rate, negatives push by a kernel: as in kernel contrastive learning.
+    r"""Positives pull at a constant rate, negatives push by a kernel, as in kernel contrastive learning.
 
     Row i is ``-S_ii / t + (k / n0) sum_{j != i} exp((S_ij - M) / t)`` with k = ``negative_weight``. For cosine the
     exponential is a Gaussian kernel of the distance. So c_ii = -1 / t, and off the diagonal
@@ -133,7 +133,7 @@ class KernelPairLoss(_SeparateLoss):
 
 @dataclass(frozen=True, kw_only=True)
 class SpreadoutPairLoss(_SeparateLoss):
-    r"""Pushes every query away from the other rows' passages: the paper's spreadout regulariser.
+    r"""Push every query away from the other rows' passages: the paper's spreadout regulariser.
 
     Row i is ``sum_{j != i} S_ij^2 / N``, with N = n0 - 1 fixed and public, or the realised n - 1 of the paper's
     Definition 2.3. So c_ij = 2 S_ij / N off the diagonal, and 0 on it and for a batch of one.

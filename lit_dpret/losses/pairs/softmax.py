@@ -1,4 +1,4 @@
-r"""Softmax losses of the table of similarities.
+r"""Softmax losses on the matrix of similarities.
 
 The formulas are written with E = exp(2 M / t), the largest ratio of two exponentials in a row, and
 computed with 1 / E, which underflows to 0 where E would overflow. With n candidates in the range a
@@ -107,7 +107,7 @@ class SoftmaxPairLoss(_TemperedLoss):
 
 @dataclass(frozen=True, kw_only=True)
 class SymmetricSoftmaxPairLoss(_TemperedLoss):
-    r"""The mean of query-to-passage and passage-to-query softmax: the loss of CLIP.
+    r"""The mean of query-to-passage and passage-to-query softmax, the loss of CLIP.
 
     Row i is ``-(log p_ii + log r_ii) / 2`` with r_ij = softmax_i(S_ij / t) over queries, so
     c_ij = (p_ij + r_ij - 2 * 1{i=j}) / (2 t). A masked pair is masked in both directions.
@@ -133,7 +133,7 @@ class SymmetricSoftmaxPairLoss(_TemperedLoss):
 
 @dataclass(frozen=True, kw_only=True)
 class NullMassSoftmaxPairLoss(_TemperedLoss):
-    r"""Softmax with a constant term in the denominator, as if ``n0 / k`` more passages scored highest.
+    r"""Softmax with a constant in the denominator, like ``n0 / k`` more passages with the top score.
 
     Row i is ``-z_ii + log(sum_j exp z_ij + (n0 / k) exp(M / t))`` with z = S / t and k = ``negative_weight``.
     With x_ij = exp((S_ij - M) / t) in [1/E, 1] and v = n0 / k, the shares are p_ij = x_ij / (sum_j x_ij + v)
