@@ -34,6 +34,7 @@ CHILD = """
 import json, sys, time
 from lit_dpret import cli
 from lit_dpret.callbacks import PrivacyAccountant
+from lit_dpret.callbacks.origins import OwnWeights
 from lit_dpret.modules.coupling_check import CouplingCheck
 from lit_dpret.modules.module_state import HookWatch
 from lit_dpret.modules.private_module import PrivateModule
@@ -59,6 +60,7 @@ for name in ("note", "compare", "compare_last"):
 for name in ("before", "after"):
     timed(StateWatch, name, "writes of the forward pass")
 timed(NoiseCheck, "verdict", "noise that is missing")
+timed(OwnWeights, "note_step", "values that others could copy")
 timed(PrivacyAccountant, "_require_drawn", "units that were not drawn")
 timed(PrivateModule, "training_step", "all steps")
 out, sys.argv[1:] = sys.argv[1], sys.argv[2:]

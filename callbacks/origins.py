@@ -7,7 +7,7 @@ process (`lit_dpret.privacy.ledger.trained`), and the run that ``init_from`` nam
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from lit_dpret.cards.file import CARD_NAME, card_above, read_card
 from lit_dpret.cards.start import Start, ledgers_of, model_folder
 from lit_dpret.errors import ConfigurationError
+from lit_dpret.privacy.ledger.passed import Passed, held_by, is_readable
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, ledger_identity, recorded_start
 from lit_dpret.privacy.ledger.trained import (
     TrainedIn,
@@ -31,6 +32,7 @@ from lit_dpret.privacy.ledger.trained import (
     remember,
     runs_behind,
     set_later,
+    weights,
 )
 
 
@@ -41,10 +43,21 @@ class OwnWeights:
         module: As the fit begins: values that it does not change are not its own.
         itself: The run.
         start: The run that ``init_from`` names.
+        callbacks: Of the Trainer: some hold averages of the weights.
+        goes_on: Whether the module holds what earlier steps of the run have trained.
     """
 
-    def __init__(self, module: Any, itself: TrainedIn, start: Start | None) -> None:
+    def __init__(
+        self, module: Any, itself: TrainedIn, start: Start | None, *, callbacks: Sequence[Any] = (),
+        goes_on: bool = False,
+    ) -> None:  # fmt: skip
         self._itself, self._before, self._marked = itself, fingerprints(module), False
+        self._callbacks, held = callbacks, [each for each in weights(module).values() if is_readable(each)]
+        self._shapes = frozenset(tuple(each.shape) for each in held)
+        begun = [each for each in held if not (goes_on and each.requires_grad)]
+        self._held, self._passed = held, Passed([itself], [*begun, *held_by(callbacks, self._shapes)])
+        if goes_on:
+            self.note_step()
         places = [*_origins(module, start), *([] if start is None else [model_folder(start.folder)])]
         # Under privacy=none nobody counts them, so that the names in what the run writes are all that is left of them.
         self._began_with = {run for place in places for run in _trained(place) if run.privacy != "none"}
@@ -54,6 +67,10 @@ class OwnWeights:
         if not self._marked:
             self._marked = True
             mark_trained(module, [self._itself, *self._began_with, *runs_behind(module)])
+
+    def note_step(self) -> None:
+        """Remember what the weights, and the averages of them that callbacks hold, are after a step."""
+        self._passed.note(self._held, held_by(self._callbacks, self._shapes))
 
     def remember(self, values: Iterable[tuple[str, Any]]) -> None:
         """Remember the values that the run has given its weights."""

@@ -388,7 +388,11 @@ class PrivacyAccountant(Callback):
             self._ranks.together(lambda: refuse_other_weights(module, self, self._data))
         inherited = module.privacy.guarantee == "inherited"
         itself = claim_of(self._data) if inherited else self._identity
-        self._weights = OwnWeights(module, TrainedIn(itself, module.privacy.name, str(self.run_dir)), self.start())
+        self._weights = OwnWeights(
+            module, TrainedIn(itself, module.privacy.name, str(self.run_dir)), self.start(),
+            callbacks=trainer.callbacks,  # type: ignore[attr-defined]
+            goes_on=self._restored is not None and self._restored.steps_done > 0,
+        )  # fmt: skip
         if self._restored is not None:
             go_on_averaging(trainer, pl_module)
         wrapped: Any = module.optimizers()
@@ -474,6 +478,7 @@ class PrivacyAccountant(Callback):
             return
         if self._weights is not None:
             self._weights.mark_trained(pl_module)
+            self._weights.note_step()
         self._between.end_step(self._ranks)
         if self.plan is None:
             return
@@ -589,6 +594,7 @@ class PrivacyAccountant(Callback):
 
     def _remember(self, module: Any) -> None:
         if self._weights is not None:
+            self._weights.note_step()
             self._weights.remember(values_of(module))
 
     def _allow_calls(self) -> None:

@@ -22,7 +22,7 @@ from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
 from lit_dpret.cards.card import read_card
 from lit_dpret.datamodules import PairsDataModule, SyntheticDataModule
 from lit_dpret.errors import LitDpretError
-from lit_dpret.privacy.ledger import trained
+from lit_dpret.privacy.ledger import passed, trained
 from lit_dpret.privacy.modes import NoPrivacy, SyntheticData
 
 
@@ -85,6 +85,7 @@ def another_process(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
     def forget() -> None:
         monkeypatch.setattr(trained, "_values", {})
+        monkeypatch.setattr(passed, "_noted", [])
         monkeypatch.setattr(trained, "_built", set())
 
     return forget

@@ -23,7 +23,7 @@ from lit_dpret.encoders.st_folder import save_sentence_transformer
 from lit_dpret.errors import ConfigurationError, LitDpretError
 from lit_dpret.modules import DualEncoder, EmbeddingTrainer, FrozenDualEncoder, OptimizerSpec
 from lit_dpret.negatives import StaticNegatives
-from lit_dpret.privacy.ledger import trained
+from lit_dpret.privacy.ledger import passed, trained
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy, PublicPassages
 
 
@@ -101,6 +101,7 @@ def test_files_tell_another_process_of_a_frozen_encoder(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(trained, "_values", {})
+    monkeypatch.setattr(passed, "_noted", [])
     refused(tmp_path, private(tmp_path, way(*run)))
 
 
@@ -109,6 +110,7 @@ def test_a_teacher_from_a_folder_with_a_card_is_refused(
     kept: str, run: tuple[Path, DualEncoder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trained, "_values", {})
+    monkeypatch.setattr(passed, "_noted", [])
     module, folder = private(tmp_path, tower()), run[0] / "model"
     whole = kept == "module"
     lengths = {"max_query_length": 8, "max_passage_length": 10}
@@ -147,6 +149,7 @@ def test_a_folder_that_a_trained_module_wrote_tells_another_process_of_it_withou
     train(tmp_path / "first", module)
     assert module.save_model(tmp_path / "written") == written
     monkeypatch.setattr(trained, "_values", {})
+    monkeypatch.setattr(passed, "_noted", [])
     for encoder in load_towers(written):
         refused(tmp_path, private(tmp_path, encoder))
     (written / trained.NOTE_NAME).write_text("[]")
@@ -252,6 +255,7 @@ def test_a_folder_that_is_declared_public_is_believed_whichever_run_wrote_it(
     train(tmp_path / "first", module)
     written = module.save_model(tmp_path / "written")
     monkeypatch.setattr(trained, "_values", {})
+    monkeypatch.setattr(passed, "_noted", [])
     settings = {"init_from": written, "init_from_is_public": True, "eps_log_points": 1}
     counting = PrivacyAccountant(run_dir=tmp_path / "second", **settings)
     train(tmp_path / "second", private(tmp_path, written), accountant=counting)
@@ -266,6 +270,7 @@ def test_the_folder_of_a_run_without_privacy_names_the_private_run_that_it_began
     first = train(tmp_path / "first", DualEncoder(privacy=mode, optimizer=OptimizerSpec(lr=1e-2), encoder=tower()))
     for number in (2, 3):  # over several generations
         monkeypatch.setattr(trained, "_values", {})
+        monkeypatch.setattr(passed, "_noted", [])
         module = DualEncoder(
             privacy=NoPrivacy(), optimizer=OptimizerSpec(lr=1e-2), encoder=str(first / "model"), max_query_length=8,
             max_passage_length=10,

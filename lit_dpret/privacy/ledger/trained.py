@@ -4,9 +4,9 @@ A run counts its own releases. Weights that another run trained carry that run's
 took them for fresh ones would forget what they cost. So a run leaves its name on what it trains, in three places that
 weights travel by: on the modules and parameters themselves (into another module, a deep copy, a pickle), on state
 dicts, checkpoints and model folders (into another process), and as fingerprints of the values, kept in this process
-(through whatever copies, renames, casts or merges them). Weights that reach a run through none of them, such as an
-average or a file of plain tensors, have no known origin where they are set after the module was built (`set_later`);
-what a constructor makes or reads is what the card calls declared.
+(through whatever copies, renames, casts or merges them; `passed` has those of each step). Weights that reach a run
+through none of them, such as an average or a file of plain tensors, have no known origin where they are set after the
+module was built (`set_later`); what a constructor makes or reads is what the card calls declared.
 
 A run looks for them in all that its module holds, also beside the module tree (`modules_and_tensors_in`): an encoder
 that is frozen there, a teacher in a list, a table in a buffer. A model that trains on another one's outputs learns what
@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -34,6 +33,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lit_dpret.errors import DataError
 from lit_dpret.files import write_whole
+from lit_dpret.privacy.ledger.passed import is_readable, passed_in
 
 #: Where state dicts and checkpoints name the runs that trained their tensors.
 TRAINED_KEY = "lit_dpret_trained_in"
@@ -158,6 +158,8 @@ def runs_behind(module: nn.Module) -> frozenset[TrainedIn]:
         found |= _marks(each)
         if isinstance(each, Tensor) and (known := _values.get(tuple(each.shape))):
             found |= known.get(fingerprint(each) or b"", frozenset())
+        if isinstance(each, Tensor):
+            found |= passed_in(each)
     return frozenset(found)
 
 
@@ -201,9 +203,7 @@ def fingerprint(tensor: Tensor) -> bytes | None:
 
 
 def _sample(tensor: Tensor) -> Tensor | None:
-    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided or tensor.is_meta:
-        return None
-    if not tensor.numel() or not tensor.is_floating_point() or is_functorch_wrapped_tensor(tensor):
+    if not is_readable(tensor):
         return None
     # Evenly spread, so that a change in any one region of a large tensor is seen.
     return tensor.detach().reshape(-1)[:: -(-tensor.numel() // _LOOKED_AT)].cpu()

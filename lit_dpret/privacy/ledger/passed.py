@@ -1,0 +1,195 @@
+"""Values that the weights of a run have had after each of its steps, known again in this process.
+
+Code of the user's may copy weights, or an average of them, after any step, and a later run may begin with the copy. So
+each step leaves fingerprints, of a few values of every tensor: dense noise changes nearly all of them. They are kept
+as whole numbers of 64 bits, and told apart when a module is looked at: a step costs a dozen operations on one vector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
+
+# So many values of a tensor are looked at.
+_LOOKED_AT = 32
+# Fewer values can be equal by chance after rounding: they are compared in float32 alone.
+_FEW = 16
+# Averages are held in containers of a few hundred tensors; longer ones hold rows.
+_MOST = 4096
+_DEPTH = 4
+# float32 as it is; then bfloat16 of it, and of its float16, so that a copy in any of the three is known again.
+_CASTS: tuple[Callable[[Tensor], Tensor], ...] = (
+    lambda drawn: drawn,
+    lambda drawn: drawn.bfloat16().float(),
+    lambda drawn: drawn.half().bfloat16().float(),
+)
+
+_Shapes = tuple[tuple[int, ...], ...]
+
+
+class _Noted:
+    """The fingerprints of one run, in this process for good; it holds no tensor."""
+
+    def __init__(self, runs: Iterable[Any], begun: np.ndarray) -> None:
+        self.runs, self._begun = frozenset(runs), np.unique(begun)
+        self._sorted, self._new = np.empty(0, np.int64), list[np.ndarray]()
+
+    def add(self, digests: np.ndarray) -> None:
+        self._new.append(digests.ravel())
+
+    def __contains__(self, digest: np.int64) -> bool:
+        if self._new:
+            self._sorted = np.unique(np.concatenate([self._sorted, *self._new]))
+            self._new.clear()
+        return _among(digest, self._sorted) and not _among(digest, self._begun)
+
+
+_noted: list[_Noted] = []
+
+
+class Passed:
+    """The values that the weights of one run pass through, from its first step on.
+
+    Args:
+        runs: Whose they are.
+        begun: The tensors that the run begins with: their values are not its own.
+    """
+
+    def __init__(self, runs: Iterable[Any], begun: Iterable[Tensor]) -> None:
+        self._noted = _Noted(runs, _digests([each for each in begun if is_readable(each)]))
+        self._shapes: _Shapes = ()
+        self._views, self._places = list[Tensor](), list[int]()
+
+    def note(self, weights: Sequence[Tensor], others: Sequence[Tensor] = ()) -> None:
+        """Note the values of ``weights``, the same tensors at each call, and of ``others``, which need not be.
+
+        Weights that hold no values here, such as shards, are to be left out.
+        """
+        if self._noted not in _noted:
+            _noted.append(self._noted)
+        if weights:
+            places = [each.data_ptr() for each in weights]
+            if places != self._places:
+                # Of what is not contiguous `_spread` makes copies, which do not follow it: they are made each time.
+                self._places = places if all(each.is_contiguous() for each in weights) else []
+                self._views, self._shapes = [_spread(each) for each in weights], _shapes(weights)
+            self._noted.add(_digests_of(self._views, self._shapes))
+        if others:
+            self._noted.add(_digests(others))
+
+
+def passed_in(tensor: Tensor) -> frozenset[Any]:
+    """Return the runs whose weights had the values of ``tensor`` after one of their steps."""
+    if not _noted or not is_readable(tensor):
+        return frozenset()
+    exact, rounded, _ = _digests([tensor])[:, 0]
+    drawn = _spread(tensor).float()
+    looked = [exact] if _differ(drawn) else []  # zeros and ones are everybody's
+    if len(drawn) >= _FEW and _differ(drawn.bfloat16()):
+        looked.append(rounded)
+    found = [each.runs for each in _noted if any(digest in each for digest in looked)]
+    return frozenset().union(*found)
+
+
+def is_readable(tensor: Tensor) -> bool:
+    """Whether it has values of its own that can be looked at."""
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_meta
+    return plain and bool(tensor.numel()) and tensor.is_floating_point() and not is_functorch_wrapped_tensor(tensor)
+
+
+def held_by(objects: Iterable[object], shapes: frozenset[tuple[int, ...]]) -> list[Tensor]:
+    """Return the tensors of ``shapes`` in attributes of callbacks, in modules and containers there: averages.
+
+    Not looked at are callbacks of this package, which keep none, and containers of more than 4096 entries.
+    """
+    others = [each for each in objects if type(each).__module__.partition(".")[0] != "lit_dpret"]
+    found = (tensor for each in others for tensor in _tensors(vars(each), _DEPTH))
+    return [tensor for tensor in found if tuple(tensor.shape) in shapes and is_readable(tensor)]
+
+
+def _tensors(held: object, depth: int) -> Iterator[Tensor]:
+    if isinstance(held, Tensor):
+        yield held
+    elif isinstance(held, nn.Module):
+        yield from held.parameters()
+        yield from held.buffers()
+    elif depth and (inside := _inside(held)):
+        for each in inside:
+            if not isinstance(each, (str, bytes, int, float, type(None))):
+                yield from _tensors(each, depth - 1)
+
+
+def _inside(held: object) -> Iterable[object]:
+    if isinstance(held, (dict, list, tuple)):
+        return () if len(held) > _MOST else held.values() if isinstance(held, dict) else held
+    known = {each.__module__.partition(".")[0] for each in type(held).__mro__}
+    if isinstance(held, (type, np.ndarray)) or known & {"lightning", "lit_dpret", "rich", "threading"}:
+        return ()
+    return tuple(getattr(held, "__dict__", {}).values())
+
+
+def _spread(tensor: Tensor) -> Tensor:
+    # Evenly spread, so that a change in any one region of a large tensor is seen.
+    return tensor.detach().reshape(-1)[:: -(-tensor.numel() // _LOOKED_AT)]
+
+
+def _differ(values: Tensor) -> bool:
+    return not bool((values == values[0]).all())
+
+
+def _digests(tensors: Sequence[Tensor]) -> np.ndarray:
+    if not tensors:
+        return np.empty((len(_CASTS), 0), np.int64)
+    return _digests_of([*map(_spread, tensors)], _shapes(tensors))
+
+
+def _shapes(tensors: Iterable[Tensor]) -> _Shapes:
+    return tuple(tuple(each.shape) for each in tensors)
+
+
+def _digests_of(views: Sequence[Tensor], shapes: _Shapes) -> np.ndarray:
+    """Return a whole number for each cast and tensor; tensors of other shapes have others."""
+    drawn = _gathered(views)
+    segment, factors, seeds = _layout(tuple(map(len, views)), shapes)
+    rows = []
+    for number, cast in enumerate(_CASTS):
+        bits = cast(drawn).view(torch.int32).long()
+        # Rounded values have other seeds than exact ones, which a few values of a half-precision module may equal.
+        rows.append(seeds[min(number, 1)].index_add(0, segment, bits * factors))
+    found: np.ndarray = torch.stack(rows).numpy()
+    return found
+
+
+def _gathered(views: Sequence[Tensor]) -> Tensor:
+    devices = {each.device for each in views}
+    if len(devices) > 1:
+        return torch.cat([each.cpu().float() for each in views])
+    return torch.cat(list(views)).cpu().float()
+
+
+@lru_cache(maxsize=64)
+def _layout(sizes: tuple[int, ...], shapes: _Shapes) -> tuple[Tensor, Tensor, Tensor]:
+    """Return to which tensor each value belongs, its factor, and two seeds for each tensor."""
+    counts = torch.tensor(sizes)
+    segment = torch.arange(len(sizes)).repeat_interleave(counts)
+    place = torch.cat([torch.arange(size) for size in sizes])
+    return segment, _FACTORS[place], torch.tensor([[_seed(cast, each) for each in shapes] for cast in ("f", "b")])
+
+
+def _seed(*named: object) -> int:
+    return int.from_bytes(blake2b(repr(named).encode(), digest_size=8).digest(), "little", signed=True)
+
+
+_FACTORS = torch.tensor([_seed("factor", place) | 1 for place in range(_LOOKED_AT)])
+
+
+def _among(digest: np.int64, ordered: np.ndarray) -> bool:
+    place = int(np.searchsorted(ordered, digest))
+    return place < len(ordered) and bool(ordered[place] == digest)
