@@ -9,7 +9,7 @@ are finished. A part that failed is tried again; its reason stands in the report
 
 * ``clipping``: the private step over the plain one for T5-base, T5-large, T5-3B and SmolLM2, ours beside Opacus, with
   peak memory and the share of the rate of one large product (`clipping.py`).
-* ``noise``: how fast the noise of a step is drawn (`noise.py`; today on the processor, whatever the device).
+* ``noise``: how fast the noise of a step is drawn (`noise.py`): on the processor and on the device.
 * ``synthesize``, ``encode``, ``search``: queries, passages and searches a second beside ``model.generate``,
   sentence-transformers and faiss on the same device.
 * ``run one``, ``run ddp``, ``run fsdp``, ``run zero2``, ``run zero3``: `train.py` for some steps on one device, which
@@ -126,8 +126,9 @@ def clipping(day: Day) -> dict[str, Any]:
 
 
 def noise(day: Day) -> dict[str, Any]:
-    """Return processor seconds that the noise of one step of T5-XL takes."""
-    rows = day.benchmark("noise", "--count 200000 --rounds 2", f"--threads {os.cpu_count()}")["rows"]
+    """Return how fast noise is drawn, and the processor seconds of one step of T5-XL."""
+    where = f"--device {day.device}"
+    rows = day.benchmark("noise", f"--count 200000 --rounds 2 {where}", f"--threads {os.cpu_count()} {where}")["rows"]
     keys = ("normals_per_second", "processor_seconds_for_t5_xl")
     return {name: {key.replace("_", " "): row[key] for key in keys} for name, row in rows.items()}
 

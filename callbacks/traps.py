@@ -84,7 +84,7 @@ TRAPS: tuple[Trap, ...] = (
     Trap("T21", "Noise that others can compute again", "secret",
          "The secret of noise and coins lies outside the run folder, readable by its owner alone."),
     Trap("T22", "A generator of noise that is not cryptographic", "elsewhere",
-         "Philox with a secret key draws the noise, and the card says so; privacy.secure_rng=true takes SHAKE-256, and "
+         "Philox with a secret key draws the noise, and the card says so; privacy.secure_rng=true takes ChaCha20, and "
          "so does privacy.noise=discrete.",
          ("dp",), "weakens"),
     Trap("T23", "Noise in floating point", "elsewhere",

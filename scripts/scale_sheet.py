@@ -63,13 +63,16 @@ def outline(name: str, *, lora: bool = False) -> GeneratorOutline:
     )
 
 
-def predicted(model: GeneratorOutline, device: str, world: int, strategy: str, engine: str = "ghost") -> dict[str, Any]:
+def predicted(
+    model: GeneratorOutline, device: str, world: int, strategy: str, engine: str = "ghost", *, secure_rng: bool = False
+) -> dict[str, Any]:
     """Return the prediction with noise at the rate of benchmarks/results, so that the page is the same anywhere."""
     path = ROOT / "benchmarks" / "results" / "noise_cpu.json"
     rate = json.loads(path.read_text(encoding="utf-8"))["rows"]["blocks, 1 thread"]["normals_per_processor_second"]
     return predict(
-        model, batch=BATCH, device=device, world=world, strategy=strategy, engine=engine, seconds_of_a_normal=1 / rate
-    )
+        model, batch=BATCH, device=device, world=world, strategy=strategy, engine=engine, secure_rng=secure_rng,
+        seconds_of_a_normal=1 / rate,
+    )  # fmt: skip
 
 
 def training_rows(device_name: str) -> list[list[str]]:
@@ -91,8 +94,10 @@ def range_of(told: dict[str, Any], steps: int = 1) -> str:
 
 def parts_rows(device_name: str) -> list[list[str]]:
     """Return what each class of work takes of a step on eight devices under FSDP2."""
-    told = predicted(outline("google-t5/t5-3b"), device_name, 8, "fsdp")
-    return [[name, duration(each["at_peak"]), duration(each["assumed"])] for name, each in told["seconds"].items()]
+    model = outline("google-t5/t5-3b")
+    parts = dict(predicted(model, device_name, 8, "fsdp")["seconds"])
+    parts["noise, secure_rng"] = predicted(model, device_name, 8, "fsdp", secure_rng=True)["seconds"]["noise"]
+    return [[name, duration(each["at_peak"]), duration(each["assumed"])] for name, each in parts.items()]
 
 
 def engines_rows(device_name: str) -> list[list[str]]:

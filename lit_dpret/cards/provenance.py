@@ -239,7 +239,7 @@ def randomness_facts(judged: Judged) -> dict[str, Any]:
     plan, last = judged.plan, plan_of(judged.records)[1]
     secure = bool(last.get("secure_rng", False))
     return {
-        "rng": "SHAKE-256" if secure else "Philox (NumPy), keyed; not cryptographic",
+        "rng": "ChaCha20" if secure else "Philox (NumPy), keyed; not cryptographic",
         "secure": secure,
         "secret": "never stored with the run",
         "seeded": last.get("noise_seed") is not None,

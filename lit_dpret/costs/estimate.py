@@ -28,7 +28,12 @@ _UPDATE = 2.0
 
 
 def estimate(
-    outline: GeneratorOutline, plan: PrivacyPlan, device: torch.device, *, precision: str = "32-true"
+    outline: GeneratorOutline,
+    plan: PrivacyPlan,
+    device: torch.device,
+    *,
+    precision: str = "32-true",
+    secure_rng: bool = False,
 ) -> dict[str, Any]:
     """Seconds and bytes of a step and of the run, by formulas.
 
@@ -43,7 +48,7 @@ def estimate(
     products, operations = _products(work, min(rows, 4), device, half=on_half, again=again)
     passes = PASSES * (4 / 3 if again else 1) * seconds_per_value(device)
     batch = rows * (OVERHEAD * products + passes * (work.linear_values + work.scores + work.logits))
-    update = _UPDATE * seconds_per_normal(device, plan.noise) * outline.trained
+    update = _UPDATE * seconds_per_normal(device, plan.noise, secure_rng=secure_rng) * outline.trained
     found = estimated_bytes(outline, work, half=half, rows=rows)
     return {
         "kind": "estimate",
@@ -63,11 +68,14 @@ def from_slices(
     device: torch.device,
     *,
     precision: str = "32-true",
+    secure_rng: bool = False,
     progress: Callable[[str], None] = lambda what: None,
 ) -> dict[str, Any]:
     """Seconds and bytes of a step and of the run, from slices of the model that were run here."""
     work, rows = work_of(outline), plan.physical_batch_size
-    slices = measure_slices(outline, plan, device, rows=rows, precision=precision, progress=progress)
+    slices = measure_slices(
+        outline, plan, device, rows=rows, precision=precision, secure_rng=secure_rng, progress=progress
+    )
     whole = slices.whole(work.encoder_layers, work.decoder_layers)
     held = whole.held
     half = precision == "bf16-true"
@@ -85,7 +93,9 @@ def from_slices(
     }
 
 
-def measure(module: Any, plan: PrivacyPlan, device: torch.device, *, autocast: bool = False) -> dict[str, Any]:
+def measure(
+    module: Any, plan: PrivacyPlan, device: torch.device, *, autocast: bool = False, secure_rng: bool = False
+) -> dict[str, Any]:
     """Clip, noise and update on random token ids of the full lengths, and take the time and the peak memory.
 
     Guarantees:
@@ -100,7 +110,8 @@ def measure(module: Any, plan: PrivacyPlan, device: torch.device, *, autocast: b
         raise ConfigurationError(
             f"The formulas know language models (model=generator), and {type(module).__name__} is none."
         )
-    found = measure_step(module, plan, device, rows=plan.physical_batch_size, autocast=autocast)
+    rows = plan.physical_batch_size
+    found = measure_step(module, plan, device, rows=rows, autocast=autocast, secure_rng=secure_rng)
     return {
         "kind": "measurement",
         **_facts(module.outlined, plan, device),

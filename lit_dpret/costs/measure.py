@@ -53,7 +53,7 @@ class Measured:
 
 
 def measure_step(
-    module: Any, plan: PrivacyPlan, device: torch.device, *, rows: int, autocast: bool = False
+    module: Any, plan: PrivacyPlan, device: torch.device, *, rows: int, autocast: bool = False, secure_rng: bool = False
 ) -> Measured:
     """Clip, noise and update as a run does in its later steps, and take time and peak memory.
 
@@ -65,7 +65,7 @@ def measure_step(
         ConfigurationError: This machine does not say how much memory a process takes.
     """
     base = resident(device) - (_bytes_of(module) if device.type == "cpu" else 0)
-    step = TrialStep(module, plan, device, autocast=autocast)
+    step = TrialStep(module, plan, device, autocast=autocast, secure_rng=secure_rng)
     first = seconds(lambda: step.clip(rows), device)
     step.update()
     step.attach()  # a batch in which the engine checks itself comes again where the pattern of calls changes
@@ -125,8 +125,11 @@ def _lines(few: dict[str, int], many: dict[str, int]) -> tuple[Line, ...]:
 class TrialStep:
     """One module in training on random rows, without data, ledger or Trainer."""
 
-    def __init__(self, module: Any, plan: PrivacyPlan, device: torch.device, *, autocast: bool = False) -> None:
+    def __init__(
+        self, module: Any, plan: PrivacyPlan, device: torch.device, *, autocast: bool = False, secure_rng: bool = False
+    ) -> None:
         self._module, self._plan, self._device, self._autocast = module.to(device), plan, device, autocast
+        self._stream = KeyedStream(os.urandom(32), run_id="costs", secure_rng=secure_rng)
         self.attach()
         built = module.optimizer_spec.build(
             module.parameters(), steps=plan.steps, noise_std=self._mode.gradient_noise_std
@@ -136,7 +139,7 @@ class TrialStep:
     def attach(self) -> None:
         """Begin again: the next batch is one in which the engine checks itself, and there is no sum."""
         self._mode = DPSGD(eps=self._plan.budget.eps)
-        self._mode.attach(self._module, self._plan, KeyedStream(os.urandom(32), run_id="costs"))
+        self._mode.attach(self._module, self._plan, self._stream)
 
     def clip(self, rows: int) -> None:
         """Add the clipped gradients of a physical batch of so many rows."""
@@ -156,9 +159,9 @@ class TrialStep:
         self._optimizer.zero_grad(set_to_none=True)
 
 
-def seconds_per_normal(device: torch.device, noise: NoiseName = "gaussian") -> float:
-    """Return the seconds to draw the noise of one coordinate."""
-    stream, count = KeyedStream(os.urandom(32), run_id="costs"), 400_000
+def seconds_per_normal(device: torch.device, noise: NoiseName = "gaussian", *, secure_rng: bool = False) -> float:
+    """Return the seconds to draw the noise of one coordinate that is wanted on a device."""
+    stream, count = KeyedStream(os.urandom(32), run_id="costs", secure_rng=secure_rng), 400_000
     drawn: Callable[..., Tensor] = stream.normal if noise == "gaussian" else partial(stream.rounded_normal, bits=30)
 
     def draw() -> None:

@@ -3,9 +3,9 @@
 One rate for everything would be wrong by a factor: forward and backward products run in bfloat16, norms and weighted
 sums in float32 (`lit_dpret.privacy.clipping.ghost`) or, where the engine says so, with low-precision inputs
 (`lit_dpret.privacy.clipping.low_precision`), what lies between is bound by memory, noise is drawn on the
-processor, and ranks exchange sums and weights. So each class has a rate of its own, and a step is told as a range: from
-every class at its peak, which nothing passes, to every class at an assumed share of it. Nothing here was measured on a
-GPU.
+processor or, by passes over memory, on the accelerator, and ranks exchange sums and weights. So each class has a rate
+of its own, and a step is told as a range: from every class at its peak, which nothing passes, to every class at an
+assumed share of it. Nothing here was measured on a GPU.
 """
 
 from __future__ import annotations
@@ -30,6 +30,10 @@ ASSUMED = {
 _UPDATE_BYTES = 40
 """Read and written for each trained weight in an update: sum, noise, two states, float32 copy, weight."""
 
+_NOISE_BYTES: dict[NoiseName, int] = {"gaussian": 2300, "discrete": 5900}
+"""Read and written on the accelerator for one coordinate of noise from ChaCha20, operation by operation."""
+# Counted on the CPU, where the operations are the same; a test holds them to it.
+
 _NODE, _NETWORK = 8, 50e9
 """Devices of a node, and bytes per second of a device beyond it: an adapter of 400 Gbit/s each, as usual."""
 
@@ -49,6 +53,7 @@ def predict(
     strategy: str,
     noise: NoiseName = "gaussian",
     engine: str = "ghost",
+    secure_rng: bool = False,
     seconds_of_a_normal: float | None = None,
 ) -> dict[str, Any]:
     """Return one step of ``batch`` rows on ``world`` devices, with bfloat16 weights and float32 copies.
@@ -59,9 +64,11 @@ def predict(
         device: One of `lit_dpret.costs.work.ACCELERATORS`.
         world: How many of them.
         strategy: One of `lit_dpret.costs.memory.STRATEGIES`.
-        noise: That of the plan, which each rank draws on its processor.
+        noise: That of the plan.
         engine: That of the plan; any but ``ghost_tf32`` and ``ghost_bf16`` is taken for ``ghost``.
-        seconds_of_a_normal: How long one takes there; None measures it here.
+        secure_rng: Whether noise is drawn from ChaCha20, and so on the device, as ``discrete`` noise always is. Else
+            each rank draws it on one thread of its processor.
+        seconds_of_a_normal: How long one takes on the processor; None measures it here.
 
     Returns:
         Bytes on each device, ``rows_that_fit`` (0 where none does), ``seconds`` of each class of work ``at_peak`` and
@@ -70,7 +77,7 @@ def predict(
     Raises:
         ConfigurationError: The device or strategy is unknown, or ``world`` is no whole number of at least 1.
     """
-    known, work = accelerator(device), work_of(outline)
+    known, work, on_device = accelerator(device), work_of(outline), secure_rng or noise == "discrete"
     part = on_each_device(estimated_bytes(outline, work), strategy=strategy, world=world)
     rows = rows_that_fit(part, known.memory)
     facts = {
@@ -85,12 +92,16 @@ def predict(
         "bytes_while_updating": part.updating,
         "rows_that_fit": rows,
         "assumed": ASSUMED,
+        "noise_drawn_on": "accelerator" if on_device else "processor",
         "seconds": None,
         "seconds_per_step": None,
     }
     if not rows:
         return facts
-    drawing = seconds_per_normal(torch.device("cpu"), noise) if seconds_of_a_normal is None else seconds_of_a_normal
+    if on_device:
+        drawing = _NOISE_BYTES[noise] / known.bandwidth
+    else:
+        drawing = seconds_per_normal(torch.device("cpu")) if seconds_of_a_normal is None else seconds_of_a_normal
     share = 1 / world if strategy != "ddp" else 1.0
     on_one = batch / world
     half, low, full = products_of(work, again=outline.gradient_checkpointing, engine=engine)
@@ -106,7 +117,8 @@ def predict(
         "noise": outline.trained * share * drawing,
         "messages": sent / known.link,
     }
-    assumed = {name: seconds / ASSUMED.get(name, 1.0) for name, seconds in peak.items()}
+    shares = ASSUMED | {"noise": ASSUMED["memory"] if on_device else 1.0}  # on the processor it was measured
+    assumed = {name: seconds / shares[name] for name, seconds in peak.items()}
     if world > _NODE:
         assumed["messages"] *= known.link / min(known.link, _NETWORK)
     return facts | {

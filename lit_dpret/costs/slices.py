@@ -72,6 +72,7 @@ def measure_slices(
     *,
     rows: int,
     precision: str = "32-true",
+    secure_rng: bool = False,
     progress: Callable[[str], None] = lambda what: None,
 ) -> Slices:
     """Run three slices of the model for a few batches of random rows.
@@ -89,8 +90,9 @@ def measure_slices(
         if precision == "bf16-true":
             module.to(torch.bfloat16)
         piece = module.outlined
-        measured = measure_step(module, plan, device, rows=rows, autocast=precision == "bf16-mixed")
-        held = held_bytes(module, plan, device, autocast=precision == "bf16-mixed")
+        autocast = precision == "bf16-mixed"
+        measured = measure_step(module, plan, device, rows=rows, autocast=autocast, secure_rng=secure_rng)
+        held = held_bytes(module, plan, device, autocast=autocast)
         found.append((Part(measured.batch, held), measured.update / piece.trained))
         del module
     base, encoder_layer, decoder_layer = taken_apart([part for part, _ in found])

@@ -2,140 +2,208 @@ r"""Draw normal variates, rounded to a grid, exactly: with integers, from a cryp
 
 A rounded normal of standard deviation :math:`2^b` is the integer nearest to :math:`2^b Z`, Z standard normal: it is k
 with probability :math:`\Phi((k + 1/2) / 2^b) - \Phi((k - 1/2) / 2^b)`. What is drawn here has exactly that
-distribution, if the bits of SHAKE-256 are taken for coins; no rounding of floating-point numbers enters it.
+distribution, if the bits of ChaCha20 are taken for coins; no rounding of floating-point numbers enters it.
 
-:math:`|Z| = k + x`, k whole and x in [0, 1), is drawn by rejection (Karney 2016, "Sampling exactly from the normal
-distribution", arXiv 1303.6257, algorithm N): k has probability proportional to :math:`\exp(-k^2 / 2)`, x is uniform,
-and both are kept with probability :math:`\exp(-x (2 k + x) / 2)`; the product is :math:`\exp(-(k + x)^2 / 2)`. Each of
-the three takes one uniform number, of which the first 32 or 63 bits are drawn. Those decide unless the number that they
-are compared with is nearer than `np.exp` can be trusted, which is taken to be right to :math:`2^{-32}`, a million times
-what it is off; then, once in some hundred million, more bits are drawn and compared in decimal arithmetic of as many
-digits as it takes. So no decision is ever made on an inexact number, and a draw is the same on every machine.
+:math:`2 |Z| = k + x`, k whole and x in [0, 1), is drawn by rejection (after Karney 2016, "Sampling exactly from the
+normal distribution", arXiv 1303.6257): x is uniform, and so is w. Let :math:`f(t) = \exp(-t^2 / 8)`,
+:math:`S_k = \sum_{j \le k} f(j)`, and S the sum of all. The whole part is the k with :math:`S_{k-1} \le S w < S_k`; the
+candidate is kept if :math:`S w < S_{k-1} + f(k + x)`, which is never above :math:`S_k`. So a kept one has a density
+proportional to :math:`f(k + x)`; 83 of 100 are kept.
+
+Of x the first 56 bits are drawn, and of w the first 32. Those decide unless a number that w is compared with is nearer
+than `torch.exp` can be trusted, which is taken to be right to :math:`2^{-32}`, a million times what it is off; then,
+once in some hundred million, more bits are drawn and compared in decimal arithmetic of as many digits as it takes. So
+no decision is ever made on an inexact number, and a draw is the same on every machine and device.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 from decimal import Context, Decimal
 from fractions import Fraction
+from functools import lru_cache
 from itertools import accumulate
-from typing import Any
 
-import numpy as np
+import torch
+from torch import Tensor
 
-X_BITS = 63
-"""Bits of x that are drawn at once; the 64th is the sign."""
+from lit_dpret.privacy.chacha import WORDS, keystream
+from lit_dpret.privacy.threads import in_threads
+
+BLOCK = 1 << 16
+"""Numbers that come from candidates of their own: whoever wants one of them draws those before it in its block."""
+
+X_BITS = 56
+"""Bits of x that are drawn at once; of 64 bits one more is the sign."""
 
 MOST_BITS = 52
 """The finest grid: so many bits after the binary point of a standard normal."""
 
+AT_ONCE = {"cpu": 4, "cuda": 32}
+"""How many blocks are drawn at once."""
+
 _WORD = 32
-_LARGEST_FIRST = 8
-_MORE = 256
+_CELLS_BITS = 1
+_CELLS = 1 << _CELLS_BITS  # in one deviation
+_MORE = 32 * WORDS  # bits of one block of the stream
+_X_LOW, _X_HIGH, _W, _MORE_OF_X, _MORE_OF_W = range(5)  # lanes of the stream
+_OF_A_BLOCK = 1 << 20  # blocks of the stream for each block of numbers: a hundred times what are needed
+_BLOCKS_OF_MORE = 1 << 10  # of the stream, for each candidate that its first bits leave open
 
 
-def _weights(digits: int) -> tuple[list[Decimal], Fraction]:
-    """The probabilities that k is below 1, 2, ..., and a bound on what each of them is off."""
+@lru_cache
+def _weights(digits: int) -> tuple[list[Decimal], Decimal, Fraction]:
+    """The probabilities that k is below 1, 2, ..., 1 over S, and a bound on what each of them is off."""
     context = Context(prec=digits + 10)
-    terms = [context.exp(Decimal(-k * k) / 2) for k in range(math.isqrt(5 * digits) + 4)]
+    last = _CELLS * (math.isqrt(5 * digits) + 4)
+    terms = [context.exp(context.divide(Decimal(-k * k), 2 * _CELLS**2)) for k in range(last)]
     sums = list(accumulate(terms, context.add))
     below = [context.divide(value, sums[-1]) for value in sums]
-    return below, Fraction(1, 10**digits)
+    return below, context.divide(Decimal(1), sums[-1]), Fraction(1, 10**digits)
 
 
 # The whole parts of those probabilities times 2^32: a word above one says that k is larger, one below that it is not.
-_BELOW = np.array(
-    [min(int(value * 2**_WORD), 2**_WORD - 1) for value in _weights(40)[0][:_LARGEST_FIRST]], dtype=np.uint32
-)
+_BELOW = sorted({min(int(value * 2**_WORD), 2**_WORD - 1) for value in _weights(40)[0]})
+# For each k, 2^32 times the probability of a smaller one; and 2^32 over S.
+_SMALLER = [0.0, *(float(value * 2**_WORD) for value in _weights(40)[0][: len(_BELOW)])]
+_SHARE = float(_weights(40)[1] * 2**_WORD)
 
 
-def rounded_normals(seed: bytes, target: np.ndarray, bits: int) -> None:
-    """Fill ``target`` (int64) with normals of standard deviation ``2**bits``, rounded to whole numbers.
+def rounded_normals(key: bytes, count: int, *, start: int, bits: int, device: torch.device) -> Tensor:
+    """Return ``count`` normals of standard deviation ``2**bits``, rounded to whole numbers, int64.
 
     Guarantees:
         - The distribution is exactly that of the module's text.
-        - The same seed gives the same numbers, on every machine; fewer numbers of one seed are the first of more.
+        - A number depends on the key and on its place alone, and is the same on every device of `DEVICES`.
 
     Args:
-        seed: Of the stream; secret.
-        target: To fill.
+        key: Of 32 bytes; secret.
+        count: How many.
+        start: The place of the first.
         bits: From 0 to `MOST_BITS`.
+        device: Where they are drawn.
     """
-    candidates = int(1.4 * len(target) + 4 * math.sqrt(len(target))) + 64  # 71 of 100 are kept
-    found = np.empty(0, dtype=np.int64)
-    while len(found) < len(target):
-        found = _kept(seed, candidates, bits)
-        # From the beginning again: what the seed gives must not depend on how often there were too few.
+    found = torch.empty(count, dtype=torch.int64, device=device)
+    together, stop = AT_ONCE[device.type], start + count
+
+    def fill(block: int) -> None:
+        begin = block * BLOCK
+        end = min(begin + together * BLOCK, stop)
+        whole = (end - begin) // BLOCK
+        parts = [_numbers(key, block, whole, BLOCK, bits, device)] if whole else []
+        if end % BLOCK:
+            parts.append(_numbers(key, block + whole, 1, end % BLOCK, bits, device))
+        drawn = torch.cat(parts)
+        # Numbers come by rejection, so nobody can jump into a block: its head is drawn and thrown away.
+        head = max(start - begin, 0)
+        found[begin + head - start : end - start] = drawn[head:]
+
+    in_threads(fill, range(start // BLOCK, -(-stop // BLOCK), together) if count else range(0), device)
+    return found
+
+
+def _numbers(key: bytes, block: int, blocks: int, count: int, bits: int, device: torch.device) -> Tensor:
+    """The first ``count`` numbers of each of ``blocks`` blocks, one after the other."""
+    candidates = int(1.2 * count + 4 * math.sqrt(count)) + 64
+    while True:
+        sizes, kept = _candidates(key, block, blocks, candidates, bits, device)
+        place = kept.cumsum(1) - 1
+        if bool((place[:, -1] + 1 >= count).all()):
+            break
+        # From the beginning again: what a key gives must not depend on how often there were too few.
         candidates *= 2
-    target[:] = found[: len(target)]
+    # By arithmetic and not by a mask, whose size a GPU would have to tell first: what is not wanted goes to the end.
+    wanted = kept & (place < count)
+    place += count * torch.arange(blocks, device=device).unsqueeze(1)
+    place.masked_fill_(~wanted, blocks * count)
+    drawn = torch.empty(blocks * count + 1, dtype=torch.int64, device=device)
+    return drawn.scatter_(0, place.view(-1), sizes.view(-1))[:-1]
 
 
-def _words(seed: bytes, dtype: np.dtype[Any], count: int) -> np.ndarray:
-    return np.frombuffer(hashlib.shake_256(seed).digest(dtype.itemsize * count), dtype=dtype)
-
-
-def _kept(seed: bytes, candidates: int, bits: int) -> np.ndarray:
-    """The rounded normals among the first so many candidates of a seed."""
-    drawn = _words(b"x" + seed, np.dtype("<u8"), candidates)
-    # Streams of their own by a prefix, so that more candidates move none of the earlier ones.
-    k, v = (_words(name + seed, np.dtype("<u4"), candidates) for name in (b"k", b"v"))
-    x, whole, tie = drawn >> np.uint64(1), np.zeros(candidates, dtype=np.int8), np.zeros(candidates, dtype=bool)
+def _candidates(
+    key: bytes, block: int, blocks: int, count: int, bits: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """The numbers that the first ``count`` candidates of each block would be, and which of them are kept."""
+    x, w = _words(key, block, blocks, count, device)
+    negative, x = x & 1, (x >> 1) & ((1 << X_BITS) - 1)
+    whole = torch.zeros_like(w, dtype=torch.uint8)
     for value in _BELOW:
-        whole += k >= value
-        tie |= k == value
-    share = x.astype(np.float64) * 2.0**-X_BITS
-    ahead = np.exp(-0.5 * share * (2.0 * whole + share)) * 2.0**_WORD - v
-    # The number that decides lies between v and v + 1, and `np.exp` is trusted to 1.
+        whole += (w >= value).view(torch.uint8)
+    whole = whole.long()
+    tie = torch.tensor([-1, *_BELOW]).to(device)[whole] == w
+    ahead = (x.double().mul_(2.0**-X_BITS) + whole).square_().mul_(-0.5 / _CELLS**2).exp_().mul_(_SHARE)
+    ahead += torch.tensor(_SMALLER, dtype=torch.float64).to(device)[whole]
+    ahead -= w
+    # The number that decides lies between w and w + 1, and the exponential is trusted to 1.
     kept = ahead >= 2
-    # Where floats or 32 bits cannot tell, once in some hundred million, exact arithmetic decides.
-    for place in np.flatnonzero((ahead < 2) & (ahead > -1) | tie):
-        found = decide(seed, int(place), x=int(x[place]), k=int(k[place]), v=int(v[place]))
-        whole[place], kept[place] = found
-    places = np.flatnonzero(kept)
-    # x to one bit more than the grid has, and that bit rounded: the bits of x that follow cannot change it.
-    size: np.ndarray = (x[places] >> np.uint64(X_BITS - 1 - bits)).astype(np.int64)
-    size += 1
-    size >>= 1
-    size += whole[places].astype(np.int64) << bits
-    size *= 1 - 2 * (drawn[places] & np.uint64(1)).astype(np.int64)
-    return size
+    unknown = (ahead < 2) & (ahead > -1) | tie
+    # Where floats or 32 bits cannot tell, once in some billion, exact arithmetic decides.
+    if bool(unknown.any()):
+        for row, column in unknown.nonzero().tolist():
+            place = (block + row) * _OF_A_BLOCK * WORDS + column
+            found = decide(key, place, x=int(x[row, column]), w=int(w[row, column]))
+            whole[row, column], kept[row, column] = found
+    # To one bit more than the grid has, and that bit rounded: the bits of x that follow cannot change it.
+    sizes = (
+        (whole << X_BITS)
+        .bitwise_or_(x)
+        .bitwise_right_shift_(X_BITS + _CELLS_BITS - 1 - bits)
+        .add_(1)
+        .bitwise_right_shift_(1)
+    )
+    return sizes.mul_(1 - 2 * negative), kept
 
 
-def decide(seed: bytes, place: int, *, x: int, k: int, v: int) -> tuple[int, bool]:
+def _words(key: bytes, block: int, blocks: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """64 bits for the sign and x, and 32 bits for w, of the first ``count`` candidates of each block."""
+    columns = -(-count // WORDS)
+    numbers = torch.arange(block, block + blocks, device=device).unsqueeze(1) * _OF_A_BLOCK
+    numbers = (numbers + torch.arange(columns, device=device)).view(-1)
+    lanes = torch.tensor([_X_LOW, _X_HIGH, _W], dtype=torch.int32).to(device).repeat_interleave(len(numbers))
+    words = keystream(key, numbers.repeat(3), lane=lanes).view(WORDS, 3, blocks, columns)
+    # A candidate is a word of a block of the stream: more candidates move none of the earlier ones.
+    low, high, w = words.permute(1, 2, 3, 0).reshape(3, blocks, -1)[:, :, :count].long()
+    mask = 2**_WORD - 1
+    return (high << _WORD).bitwise_or_(low.bitwise_and_(mask)), w.bitwise_and_(mask)
+
+
+def decide(key: bytes, place: int, *, x: int, w: int) -> tuple[int, bool]:
     """Return the integer part of a candidate and whether it is kept, using as many more bits as needed.
 
     Args:
-        seed: Of the stream.
+        key: Of the stream.
         place: Of the candidate in it.
-        x: The first 63 bits of its x.
-        k: The first 32 bits of the number that chooses the whole part.
-        v: The first 32 bits of the number that keeps it or not.
+        x: The first 56 bits of its x.
+        w: The first 32 bits of the number that chooses the whole part and keeps it or not.
     """
     more = 0
     while True:
         more += _MORE
         digits = (X_BITS + more) // 3
-        (x_low, x_high), (k_low, k_high), (v_low, v_high) = (
-            _between(seed, place, name, first, bits, more)
-            for name, first, bits in ((b"x", x, X_BITS), (b"k", k, _WORD), (b"v", v, _WORD))
+        (x_low, x_high), (w_low, w_high) = (
+            _between(key, place, lane, first, bits, more)
+            for lane, first, bits in ((_MORE_OF_X, x, X_BITS), (_MORE_OF_W, w, _WORD))
         )
-        below, off = _weights(digits)
-        whole = sum(Fraction(value) + off <= k_low for value in below)
+        below, share, off = _weights(digits)
+        whole = sum(Fraction(value) + off <= w_low for value in below)
         # The bits so far do not decide the whole part: take more.
-        if whole == len(below) or not k_high <= Fraction(below[whole]) - off:
+        if whole == len(below) or not w_high <= Fraction(below[whole]) - off:
             continue
-        least, most = (_exp_minus(t * (2 * whole + t) / 2, digits) for t in (x_high, x_low))
-        if v_high <= least - off:
+        smaller = Fraction(below[whole - 1]) if whole else Fraction(0)
+        least, most = (
+            smaller + Fraction(share) * _exp_minus(((whole + t) / _CELLS) ** 2 / 2, digits) for t in (x_high, x_low)
+        )
+        # Off by that much each, the two summands and the factor, which is below 1.
+        if w_high <= least - 3 * off:
             return whole, True
-        if v_low >= most + off:
+        if w_low >= most + 3 * off:
             return whole, False
 
 
-def _between(seed: bytes, place: int, name: bytes, first: int, bits: int, more: int) -> tuple[Fraction, Fraction]:
+def _between(key: bytes, place: int, lane: int, first: int, bits: int, more: int) -> tuple[Fraction, Fraction]:
     """Between what a number in [0, 1) lies, by its ``first`` bits and ``more`` that follow them."""
-    key = b"more " + name + place.to_bytes(8, "little") + seed
-    following = int.from_bytes(hashlib.shake_256(key).digest(more // 8), "big")  # a longer digest begins with a shorter
+    blocks = place * _BLOCKS_OF_MORE + torch.arange(more // _MORE)
+    following = int.from_bytes(keystream(key, blocks, lane=lane).T.contiguous().numpy().tobytes(), "big")
     known = (first << more) + following
     return Fraction(known, 1 << (bits + more)), Fraction(known + 1, 1 << (bits + more))
 

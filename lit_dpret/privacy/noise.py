@@ -1,11 +1,11 @@
 r"""Noise and coins that cannot be replayed without the secret, and that the run itself never reuses.
 
 Every random number that a privacy claim rests on comes from a *keyed stream*: a generator whose
-seed is a hash of (secret, purpose, run, attempt, step, parameter, block). Two different keys give
+seed is a hash of (secret, purpose, run, attempt, step, parameter). Two different keys give
 streams that nobody can tell from independent ones, the same key gives the same numbers, and without the
 secret the numbers cannot be computed. The experiment seed, which is logged and published, plays no part.
 
-The noise of a parameter is drawn in blocks of its flat index, each under a key of its own. A rank
+What lies at a flat index of a parameter depends on the key and on the index. A rank
 that holds a part of a parameter draws the noise of that part alone, with the numbers that one
 process would add there, and several threads draw at once.
 
@@ -13,12 +13,14 @@ Noise is also keyed by a *salt*: a keyed tag of the very sum that it is added to
 of the process. The same noise can therefore never be added to two different sums, not even by a run
 folder that was copied and resumed twice: subtracting the two releases would show the difference.
 
-The default generator (NumPy's Philox with a 128-bit key; PyTorch's CPU generator would keep 32 bits
-of a seed) is not cryptographic, and floating-point Gaussian noise is open to the attacks of Mironov (2012) and Jin
-et al. (2022): the guarantee is that of the idealised mechanism. ``secure_rng=True`` replaces the
-noise generator by SHAKE-256 in counter form.
+Two generators draw noise. The default one is NumPy's Philox with a 128-bit key (PyTorch's CPU generator would keep 32
+bits of a seed), in blocks of 65,536 coordinates, each under a key of its own. It runs on the CPU, whatever the device,
+and is not cryptographic. ``secure_rng=True`` takes ChaCha20 with a 256-bit key (`lit_dpret.privacy.chacha`), which is
+assumed to be a pseudorandom function, as in TLS; its counter is the flat index. It runs where the sum lies, on a CPU or
+a CUDA device, and gives the same bits on both (`lit_dpret.privacy.box_muller`).
 
-``privacy.noise=gaussian`` adds floating-point normals. Which numbers such an addition can give depends on the sum, so
+``privacy.noise=gaussian`` adds floating-point normals, and the guarantee is that of the idealised mechanism, whichever
+generator draws them. Which numbers such an addition can give depends on the sum, so
 the low bits of the result tell more than the proof allows (Mironov 2012, "On significance of the least significant
 bits for differential privacy"; Jin et al. 2022).
 
@@ -48,12 +50,8 @@ import math
 import os
 import secrets
 import stat
-from collections import deque
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -62,17 +60,22 @@ import torch
 from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError, ResumeError
+from lit_dpret.privacy import box_muller, exact_normal
 from lit_dpret.privacy.budget import ROUNDING_SHARE, NoiseName
-from lit_dpret.privacy.exact_normal import MOST_BITS, rounded_normals
+from lit_dpret.privacy.chacha import DEVICES
+from lit_dpret.privacy.threads import in_threads
 
 SECRET_BYTES = 32
 
 BLOCK = 1 << 16
-"""Coordinates of a parameter whose noise has one key."""
+"""Coordinates of a parameter whose noise has one key of Philox."""
 
-NOISE_STREAM = 2
-"""How keys become noise: 1 drew a parameter at once, 2 in blocks. Whatever changes a number raises it: a ledger says
-which one drew its noise, and no step is repeated under another one."""
+PHILOX_STREAM, CHACHA_STREAM = 2, 3
+"""How keys become noise. Whatever changes a number takes a new number: a ledger says which one drew its noise, and no
+step is repeated under another one."""
+
+FEW = 1 << 15
+"""So few numbers are drawn on the CPU for a GPU too: to start its hundreds of operations takes longer."""
 
 # Part of every key of floating-point noise. It tells nothing apart any more; without it every number would change.
 _KEY_CONSTANT = 0
@@ -145,8 +148,8 @@ class KeyedStream:
     """Computationally independent streams for one run, derived from one secret.
 
     Guarantees:
-        - The same key gives the same coins on any machine, and the same noise on the same kind of CPU and version of
-          NumPy; noise is drawn on the CPU, whatever device it is wanted on.
+        - The same key gives the same coins on any machine. It gives the same noise on any machine and device under
+          ``secure_rng``, and else on the same kind of CPU and version of NumPy.
         - Keys that differ in any component give unrelated numbers, also for parameters of equal
           shape and for steps of two attempts.
     """
@@ -155,6 +158,11 @@ class KeyedStream:
         self._secret = secret
         self.run_id = run_id
         self.secure_rng = secure_rng
+
+    @property
+    def noise_stream(self) -> int:
+        """How this stream's keys become noise."""
+        return CHACHA_STREAM if self.secure_rng else PHILOX_STREAM
 
     def __getstate__(self) -> dict[str, object]:
         # A checkpoint or a worker that pickles it would carry the secret out of this process.
@@ -200,7 +208,7 @@ class KeyedStream:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        """Return standard normal noise of ``shape`` for one parameter and step, in fp32 or wider on the CPU.
+        """Return standard normal noise of ``shape`` for one parameter and step, in fp32 or wider.
 
         Guarantees:
             - What lies at flat index i depends on the key and on i alone: a part of a parameter, from
@@ -220,9 +228,13 @@ class KeyedStream:
         """
         # Never in half precision: its coarse steps would show in the noise.
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        drawn = np.empty(math.prod(shape), dtype=np.float64 if wide == torch.float64 else np.float32)
-        draw = _shake_normal if self.secure_rng else _philox_normal
-        self._fill(drawn, draw, ("noise", attempt, step, parameter, _KEY_CONSTANT, salt), start)
+        count = math.prod(shape)
+        if self.secure_rng:
+            key = self._digest("normals", attempt, step, parameter, salt)
+            where = _drawn_on(device, count)
+            return box_muller.normals(key, count, start=start, device=where, dtype=wide).reshape(shape).to(device)
+        drawn = np.empty(count, dtype=np.float64 if wide == torch.float64 else np.float32)
+        self._fill(drawn, ("noise", attempt, step, parameter, _KEY_CONSTANT, salt), start)
         return torch.from_numpy(drawn).reshape(shape).to(device)
 
     def rounded_normal(
@@ -237,24 +249,17 @@ class KeyedStream:
         start: int = 0,
         device: torch.device | str = "cpu",
     ) -> Tensor:
-        """Return exact normals of standard deviation ``2**bits``, rounded to int64, from SHAKE-256.
+        """Return exact normals of standard deviation ``2**bits``, rounded to int64, from ChaCha20.
 
-        Guarantees what `normal` does, and that the numbers are the same on every machine
+        Guarantees what `normal` does, and that the numbers are the same on every machine and device
         (`lit_dpret.privacy.exact_normal`).
         """
-        drawn = np.empty(math.prod(shape), dtype=np.int64)
-        key = ("rounded noise", attempt, step, parameter, salt)
-        self._fill(drawn, partial(rounded_normals, bits=bits), key, start)
-        return torch.from_numpy(drawn).reshape(shape).to(device)
+        key, count = self._digest("rounded normals", attempt, step, parameter, salt), math.prod(shape)
+        drawn = exact_normal.rounded_normals(key, count, start=start, bits=bits, device=_drawn_on(device, count))
+        return drawn.reshape(shape).to(device)
 
-    def _fill(
-        self,
-        drawn: np.ndarray,
-        draw: Callable[[bytes, np.ndarray], None],
-        key: tuple[object, ...],
-        start: int,
-    ) -> None:
-        """Fill ``drawn``, which begins at flat index ``start``, block by block, each under a key of its own."""
+    def _fill(self, drawn: np.ndarray, key: tuple[object, ...], start: int) -> None:
+        """Fill ``drawn``, which begins at flat index ``start``, from Philox, each block under a key of its own."""
         count = len(drawn)
 
         def fill(block: int) -> None:
@@ -265,22 +270,14 @@ class KeyedStream:
             first, last = max(begin, start), min(begin + BLOCK, start + count)
             target = drawn[first - start : last - start]
             if first == begin:
-                draw(seed, target)
+                _philox_normal(seed, target)
             else:
                 # Normals come by rejection, so nobody can jump into a block: its head is drawn and thrown away.
                 upto = np.empty(last - begin, dtype=drawn.dtype)
-                draw(seed, upto)
+                _philox_normal(seed, upto)
                 target[:] = upto[first - begin :]
 
-        blocks = range(start // BLOCK, -(-(start + count) // BLOCK)) if count else range(0)
-        workers = min(torch.get_num_threads(), len(blocks))
-        if workers <= 1:
-            for block in blocks:
-                fill(block)
-        else:
-            with ThreadPoolExecutor(workers) as pool:
-                # Emptied for its exceptions alone, which `map` raises where a result is taken.
-                deque(pool.map(fill, blocks), maxlen=0)
+        in_threads(fill, range(start // BLOCK, -(-(start + count) // BLOCK)) if count else range(0))
 
 
 def _philox_normal(seed: bytes, target: np.ndarray) -> None:
@@ -289,16 +286,10 @@ def _philox_normal(seed: bytes, target: np.ndarray) -> None:
     generator.standard_normal(dtype=target.dtype, out=target)
 
 
-def _shake_normal(seed: bytes, target: np.ndarray) -> None:
-    """Fill ``target`` by Box-Muller in float64 from pairs of 64-bit words of SHAKE-256, the first numbers first."""
-    pairs = (len(target) + 1) // 2
-    words = np.frombuffer(hashlib.shake_256(seed).digest(16 * pairs), dtype="<u8")
-    # 53 bits and half a step up: never 0, of which the logarithm below is infinite.
-    uniform = ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
-    radius = np.sqrt(-2.0 * np.log(uniform[0::2]))
-    angle = 2.0 * np.pi * uniform[1::2]
-    normal = np.stack([radius * np.cos(angle), radius * np.sin(angle)], axis=1).reshape(-1)
-    target[:] = normal[: len(target)]
+def _drawn_on(device: torch.device | str, count: int) -> torch.device:
+    """Where numbers of ChaCha20 that are wanted on a device are drawn."""
+    device = torch.device(device)
+    return device if device.type in DEVICES and count > FEW else torch.device("cpu")
 
 
 _LARGEST = 2.0**52
@@ -319,7 +310,7 @@ def grid_bits(noise_multiplier: float, coordinates: int) -> int:
     # A little upwards, so that rounding of the logarithm gives no grid that is too coarse.
     bits = max(0, math.ceil(math.log2(steps) + 1e-9))
     # Some bits of room below the finest grid that `rounded_normals` draws on.
-    if bits > MOST_BITS - 8:
+    if bits > exact_normal.MOST_BITS - 8:
         raise ConfigurationError(
             f"privacy.noise=discrete: {coordinates} coordinates under a noise multiplier of {noise_multiplier:g} need "
             f"a grid of 2^-{bits} deviations, finer than 64-bit integers hold. Set privacy.noise=gaussian."

@@ -100,7 +100,8 @@ def _seconds(task: Any, parts: Parts, mode: Any, found: Sequence[PlannedFit]) ->
     with suppress(LitDpretError):
         trainer = parts.make_trainer(logger=False)
         outline = parts.make_outline(privacy=mode)
-        facts = estimate(outline, found[0].plan, trainer.strategy.root_device, precision=str(trainer.precision))
+        device, precision = trainer.strategy.root_device, str(trainer.precision)
+        facts = estimate(outline, found[0].plan, device, precision=precision, secure_rng=mode.secure_rng)
         return float(facts["seconds_of_run"])
     return math.nan
 

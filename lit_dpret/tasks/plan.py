@@ -125,10 +125,10 @@ class Plan:
         self, parts: Parts, mode: GaussianMode, plan: PrivacyPlan, trainer: Any, progress: Callable[[str], None]
     ) -> dict[str, Any]:
         """Compute what a step takes; where only an estimate is wanted, a model that cannot be loaded is no error."""
-        device, precision = trainer.strategy.root_device, str(trainer.precision)
+        device, precision, secure = trainer.strategy.root_device, str(trainer.precision), mode.secure_rng
         try:
             outline = parts.make_outline(privacy=mode)
-            costs = {"estimate": estimate(outline, plan, device, precision=precision)}
+            costs = {"estimate": estimate(outline, plan, device, precision=precision, secure_rng=secure)}
         except LitDpretError as error:
             if self.measure or self.device:
                 raise
@@ -142,14 +142,17 @@ class Plan:
                 strategy=self.strategy,
                 noise=plan.noise,
                 engine=plan.engine,
+                secure_rng=secure,
             )
         if self.measure == "slices":
-            costs["slices"] = from_slices(outline, plan, device, precision=precision, progress=progress)
+            costs["slices"] = from_slices(
+                outline, plan, device, precision=precision, secure_rng=secure, progress=progress
+            )
         elif self.measure:
             module = parts.make_module(privacy=mode)
             if precision == "bf16-true":
                 module.to(torch.bfloat16)
-            costs["measurement"] = measure(module, plan, device, autocast=precision == "bf16-mixed")
+            costs["measurement"] = measure(module, plan, device, autocast=precision == "bf16-mixed", secure_rng=secure)
         return costs
 
 

@@ -114,7 +114,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "frozen encoder": {"model": {"trainable_patterns": ["decoder"]}},
     "per layer": {"privacy": {"clip_groups": "per_layer"}},
     "no privacy": {"privacy": {"none": True}},
-    "SHAKE-256": {"privacy": {"secure_rng": True}},
+    "ChaCha20": {"privacy": {"secure_rng": True}},
     "whole numbers": {"privacy": {"noise": "discrete"}},
 }
 

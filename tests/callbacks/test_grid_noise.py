@@ -58,7 +58,7 @@ def test_the_card_of_a_run_says_which_noise_it_was_and_holds_against_its_ledger(
         extra=[PrivacyCard(run_dir=folder)])  # fmt: skip
     card = read_card(folder)
     assert verify_card(card, folder / LEDGER_NAME) == []
-    assert card["randomness"]["rng"] == "SHAKE-256" and card["randomness"]["secure"]
+    assert card["randomness"]["rng"] == "ChaCha20" and card["randomness"]["secure"]
     assert not any("floating-point form" in gap or "generator" in gap for gap in card["not_covered"])
     assert card["mechanism"]["noise"] == "discrete"
     assert card["mechanism"]["sensitivity"] == pytest.approx(0.5 / 0.9**0.5 * (1 + ROUNDING_SHARE), rel=1e-12)

@@ -17,7 +17,7 @@ from torch import Tensor
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
 from lit_dpret.cards.card import read_card
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.privacy import noise
+from lit_dpret.privacy import box_muller
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.sampling import PrivateBatchSampler
@@ -101,12 +101,12 @@ def test_the_card_names_the_generator_that_made_the_noise(
     secure: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used: list[str] = []
-    shake = noise._shake_normal
-    monkeypatch.setattr(noise, "_shake_normal", lambda *a: used.append("SHAKE-256") or shake(*a))  # type: ignore[func-returns-value]
+    normals = box_muller.normals
+    monkeypatch.setattr(box_muller, "normals", lambda *a, **k: used.append("ChaCha20") or normals(*a, **k))  # type: ignore[func-returns-value]
     traced(tmp_path / "run", tmp_path, seed=0, secure_rng=secure)
     card = read_card(tmp_path / "run" / "privacy_card.json")
-    assert (set(used) == {"SHAKE-256"}) is secure
-    assert card["randomness"]["rng"] == ("SHAKE-256" if secure else "Philox (NumPy), keyed; not cryptographic")
+    assert (set(used) == {"ChaCha20"}) is secure
+    assert card["randomness"]["rng"] == ("ChaCha20" if secure else "Philox (NumPy), keyed; not cryptographic")
     assert card["randomness"]["secure"] is secure
     words = "or on its generator, which is not a cryptographic one"
     assert any(words in gap for gap in card["not_covered"]) is not secure

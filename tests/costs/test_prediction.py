@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import T5Config, T5ForConditionalGeneration
 
-from lit_dpret.costs.prediction import ASSUMED, predict, products_of
+from lit_dpret.costs.prediction import _NOISE_BYTES, ASSUMED, predict, products_of
 from lit_dpret.costs.work import ACCELERATORS, work_of
 from lit_dpret.modules import OptimizerSpec
 from lit_dpret.modules.outline import GeneratorOutline
+from lit_dpret.privacy.budget import NoiseName
 from lit_dpret.privacy.clipping import make_engine
+from lit_dpret.privacy.noise import KeyedStream
 
 XL = GeneratorOutline.of_settings(optimizer=OptimizerSpec(), pretrained="google-t5/t5-3b", gradient_checkpointing=True)
 
@@ -84,6 +89,48 @@ def test_low_precision_products_take_the_place_of_most_float32_products(engine: 
 def test_noise_is_divided_among_shards_and_drawn_by_every_rank_under_ddp() -> None:
     shards, whole = told()["seconds"]["noise"]["at_peak"], told(strategy="ddp", device="h200-141gb")["seconds"]["noise"]
     assert whole["at_peak"] == pytest.approx(8 * shards)
+
+
+def test_secure_noise_is_priced_by_the_memory_of_the_accelerator_and_other_noise_by_the_processor() -> None:
+    slow, fast = (told(device=name, seconds_of_a_normal=1e-7) for name in ("h100-80gb", "h200-141gb"))
+    assert slow["seconds"]["noise"] == fast["seconds"]["noise"] and slow["noise_drawn_on"] == "processor"
+    for changes in ({"secure_rng": True}, {"noise": "discrete"}, {"noise": "discrete", "secure_rng": True}):
+        slow, fast = (told(device=name, **changes) for name in ("h100-80gb", "h200-141gb"))
+        assert slow["noise_drawn_on"] == "accelerator"
+        ratio = slow["seconds"]["noise"]["at_peak"] / fast["seconds"]["noise"]["at_peak"]
+        assert ratio == pytest.approx(ACCELERATORS["h200-141gb"].bandwidth / ACCELERATORS["h100-80gb"].bandwidth)
+        assert slow["seconds"]["noise"]["assumed"] > slow["seconds"]["noise"]["at_peak"]
+
+
+class Moved(TorchDispatchMode):
+    """Bytes that operations read and write; views and fresh memory move none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        is_view = any(value.alias_info is not None and not value.alias_info.is_write for value in func._schema.returns)
+        if not is_view and "empty" not in func._schema.name:
+            tensors = [each for each in tree_leaves((args, kwargs, found)) if isinstance(each, torch.Tensor)]
+            self.bytes += sum(each.numel() * each.element_size() for each in tensors)
+        return found
+
+
+@pytest.mark.parametrize("noise", ["gaussian", "discrete"])
+def test_the_bytes_of_a_coordinate_of_noise_are_those_that_its_operations_move(
+    noise: NoiseName, set_threads: Callable[[int], None]
+) -> None:
+    set_threads(1)  # a mode sees the operations of its own thread
+    stream, count = KeyedStream(bytes(32), "run", secure_rng=True), 1 << 18
+    key: dict[str, Any] = {"attempt": 0, "step": 0, "parameter": "w"}
+    with Moved() as moved:
+        if noise == "gaussian":
+            stream.normal(torch.Size([count]), **key)
+        else:
+            stream.rounded_normal(torch.Size([count]), bits=33, **key)
+    assert moved.bytes / count == pytest.approx(_NOISE_BYTES[noise], rel=0.03)
 
 
 def test_one_device_sends_nothing_and_more_than_a_node_send_slowly() -> None:

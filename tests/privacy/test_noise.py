@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from scipy import stats
 
 from lit_dpret.errors import ConfigurationError, ResumeError
+from lit_dpret.privacy import noise
 from lit_dpret.privacy.noise import BLOCK, KeyedStream, load_secret
 
 SECRET = bytes(range(32))
@@ -21,11 +23,16 @@ def draw(stream: KeyedStream, size: int = 10_000, **key: object) -> torch.Tensor
     return stream.normal(torch.Size([size]), **arguments)  # type: ignore[arg-type]
 
 
+def rounded(stream: KeyedStream, size: int, **key: object) -> torch.Tensor:
+    arguments = {"attempt": 0, "step": 0, "parameter": "w", "bits": 30} | key
+    return stream.rounded_normal(torch.Size([size]), **arguments)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("secure", [False, True])
 def test_noise_is_standard_normal(secure: bool) -> None:
-    noise = draw(KeyedStream(SECRET, "run", secure_rng=secure), size=20_000).double()
-    assert stats.kstest(noise.numpy(), "norm").pvalue > 1e-4
-    assert abs(noise.std().item() - 1) < 0.03
+    drawn = draw(KeyedStream(SECRET, "run", secure_rng=secure), size=20_000).double()
+    assert stats.kstest(drawn.numpy(), "norm").pvalue > 1e-4
+    assert abs(drawn.std().item() - 1) < 0.03
 
 
 @pytest.mark.parametrize("secure", [False, True])
@@ -108,9 +115,33 @@ def test_seeds_that_agree_in_their_low_bits_still_give_unrelated_noise() -> None
     assert not torch.equal(draw(stream, size=4), first[0])
 
 
-def test_noise_for_another_sum_is_other_noise() -> None:
-    stream = KeyedStream(SECRET, "run")
+@pytest.mark.parametrize("secure", [False, True])
+def test_noise_for_another_sum_is_other_noise(secure: bool) -> None:
+    stream = KeyedStream(SECRET, "run", secure_rng=secure)
     assert not torch.equal(draw(stream, salt="tag of one sum"), draw(stream, salt="tag of another"))
+
+
+def test_whole_numbers_differ_where_any_part_of_their_key_does() -> None:
+    stream = KeyedStream(SECRET, "run")
+    changes: list[dict[str, object]] = [{}, {"attempt": 1}, {"step": 1}, {"parameter": "v"}, {"salt": "sum"}]
+    found = [rounded(stream, 100, **change) for change in changes]
+    found.append(rounded(KeyedStream(bytes(32), "run"), 100))
+    found.append(rounded(KeyedStream(SECRET, "other"), 100))
+    assert len({tuple(noise.tolist()) for noise in found}) == len(found)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_a_gpu_secure_noise_has_the_bits_of_the_cpu_whatever_its_size() -> None:
+    stream = KeyedStream(SECRET, "run", secure_rng=True)
+    for size in (3, noise.FEW, noise.FEW + 1, 3_000_000):
+        assert torch.equal(draw(stream, size=size, device="cuda").cpu(), draw(stream, size=size))
+        assert torch.equal(rounded(stream, size, device="cuda").cpu(), rounded(stream, size))
+
+
+def test_noise_for_a_device_that_cannot_draw_it_is_drawn_on_the_cpu() -> None:
+    for kind in ("xla", "mps", "meta"):
+        assert noise._drawn_on(torch.device(kind), 10**9).type == "cpu"
+    assert noise._drawn_on("cuda", noise.FEW + 1).type == "cuda" and noise._drawn_on("cuda:1", noise.FEW).type == "cpu"
 
 
 # -- blocks ------------------------------------------------------------------------------------
@@ -130,12 +161,13 @@ def test_a_part_of_a_parameter_gets_the_noise_that_it_has_in_the_whole(secure: b
 
 
 @pytest.mark.parametrize("secure", [False, True])
-def test_threads_change_no_number(secure: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_change_no_number_and_are_as_many_afterwards(secure: bool, set_threads: Callable[[int], None]) -> None:
     stream = KeyedStream(SECRET, "run", secure_rng=secure)
     drawn = []
     for threads in (1, 3):
-        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        set_threads(threads)
         drawn.append(draw(stream, size=3 * BLOCK + 1))
+        assert torch.get_num_threads() == threads
     assert torch.equal(*drawn)
 
 

@@ -452,7 +452,7 @@ def test_noise_on_a_grid_is_on_the_card_beside_the_floating_point_noise_of_the_g
 ) -> None:
     counted(chain, tmp_path / "run", mode={"noise": "discrete"})
     card = read_card(tmp_path / "run")
-    assert card["mechanism"]["noise"] == "discrete" and card["randomness"]["rng"] == "SHAKE-256"
+    assert card["mechanism"]["noise"] == "discrete" and card["randomness"]["rng"] == "ChaCha20"
     assert card["randomness"]["floating_point"], "the claim is about both"
     assert any("floating-point form" in gap for gap in card["not_covered"])
     assert verify_chain(tmp_path / "run", parents=[chain / "generator"]).failed == []

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lit_dpret.errors import ResumeError, schema_problem
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.ledger.run_ledger import Key, PrivacyLedger, counted_in, ledger_identity
-from lit_dpret.privacy.noise import NOISE_STREAM, KeyedStream
+from lit_dpret.privacy.noise import KeyedStream
 
 
 def _bytes(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[bytes | memoryview]:
@@ -203,7 +203,7 @@ class PrivateRun:
             resume: Go on with the one that is there.
             secret: Keys noise and coins.
             described: The mechanism as public JSON values; becomes the ``plan`` record. Its ``secure_rng`` says
-                whether noise is drawn from SHAKE-256.
+                whether noise is drawn from ChaCha20.
             fingerprints: Of the data set.
             run_id: Of a ledger that is begun; None for one that no other run has.
             dataset: The ledger of the data set that counts the run; begun here, but not for a run that is refused: an
@@ -234,7 +234,7 @@ class PrivateRun:
             stream = KeyedStream(secret, run_id, secure_rng=bool(described["secure_rng"]))
             run = cls(ledger, stream, run_id)
             now = dict(described)
-            now["secret_tag"], now["noise_stream"] = stream.tag("secret"), NOISE_STREAM
+            now["secret_tag"], now["noise_stream"] = stream.tag("secret"), stream.noise_stream
             # Keyed, or the fingerprint in a published ledger would confirm a guess of the data set.
             key = bytes.fromhex(stream.tag("data-fingerprint"))
             now["data_fingerprint"] = fingerprints.data(key)
@@ -295,7 +295,7 @@ class PrivateRun:
                 "private queries, and the claim is about one data set. Restore it, or start a new run in another "
                 "hydra.run.dir."
             )
-        elif self.intents and before.get("noise_stream") != NOISE_STREAM:
+        elif self.intents and before.get("noise_stream") != now["noise_stream"]:
             # The old noise under a sum and then the new one under the same sum would be two releases for one charge.
             self.ledger.append(
                 "event",

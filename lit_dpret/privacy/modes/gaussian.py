@@ -63,8 +63,8 @@ class GaussianMode(PrivacyMode):
         noise_multiplier: Noise standard deviation over sensitivity; null to calibrate it.
         accountant: ``pld``, ``rdp`` or ``prv``.
         noise: ``gaussian`` for floating-point normals; ``discrete`` for whole numbers on a public grid, drawn exactly
-            and from SHAKE-256 (`lit_dpret.privacy.noise`).
-        secure_rng: Draw the noise from SHAKE-256 instead of NumPy's Philox.
+            and from ChaCha20 (`lit_dpret.privacy.noise`).
+        secure_rng: Draw the noise from ChaCha20, where the sum lies, instead of NumPy's Philox, on the CPU.
         secret_file: Where the noise secret lies; null for the user's state folder.
         dataset_ledger: The file in which all runs on this data set add up; null for none. The path
             stands for the data set: every run on the data has to name the same one.
@@ -127,7 +127,7 @@ class GaussianMode(PrivacyMode):
                 f"privacy.noise_seed={seed} makes noise that anybody can compute, and no "
                 f"privacy.dataset_ledger={ledger} could count a run without privacy. Set one of them to null."
             )
-        # Whole numbers are drawn from SHAKE-256 alone: their proof needs exact bits.
+        # Whole numbers are drawn from ChaCha20 alone: their proof needs exact bits.
         self.secure_rng = self.secure_rng or self.noise == "discrete"
 
     def budget(self, public_units: int | None) -> PrivacyBudget:
