@@ -51,9 +51,10 @@ NAME = "end_to_end"
 _TITLE = "Paper 000, its comparison end to end: synthetic queries beside direct DP training of whole dual encoders"
 _ABOUT = (
     "All weights of each retriever are trained, as in the paper. Ours beside the paper's, on other data, with other "
-    "models and sizes: compare orders, not levels. The paper's row for direct training stands beside "
-    "per_example_duplicated, which clips what the paper clipped and adds the noise that this really needs; the "
-    "other ways to train directly are not the paper's."
+    "models and sizes: compare orders, not levels. The paper's numbers stand beside the encoder that "
+    "has never learnt retrieval, which is its situation, and those of direct training beside per_example_duplicated, "
+    "which clips what the paper clipped and adds the noise that this really needs; the other ways to train directly "
+    "are not the paper's."
 )
 _INTERNAL = (
     "Internal: these numbers were computed on queries that nobody declared public. No guarantee covers them; keep the "
@@ -417,12 +418,14 @@ class EndToEnd(Study):
                 if runs}  # fmt: skip
 
     def _missing(self, known: Mapping[Cell, Mapping[int, Any]]) -> str:
-        lacks = {seed: [cell.name for cell, runs in known.items() if seed not in runs] for seed in self._all_seeds()}
-        told = [
-            f"seed {seed} ({'not one row' if len(cells) == len(known) else ', '.join(cells)})"
-            for seed, cells in lacks.items()
-            if cells
-        ]
+        """Say which rows of which seeds were not run; nothing where all were."""
+        told = []
+        for seed in self._all_seeds():
+            lacks = [cell for cell, runs in known.items() if seed not in runs]
+            whole = [eps for eps in self.eps if all(cell in lacks for cell in known if cell.eps == eps)]
+            names = [f"ε = {shown(eps)}" for eps in whole] + [cell.name for cell in lacks if cell.eps not in whole]
+            if lacks:
+                told.append(f"seed {seed} ({'not one row' if len(lacks) == len(known) else ', '.join(names)})")
         if not told:
             return ""
         return f"Not run yet: {'; '.join(told)}. The same command with resume=true goes on."

@@ -43,6 +43,7 @@ class Regime:
     # Makes the dual encoder, given ``privacy``, ``optimizer`` and ``temperature``.
     retriever: Callable[..., DualEncoder]
     ways: Mapping[str, Recipe]
+    as_in_the_paper: bool = False  # whether the paper's numbers stand beside its rows
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class Finished:
 
     def _row(self, cell: Cell) -> PaperRow:
         recipe, runs = self.regime.ways[cell.way], self.runs[cell]
-        point, theirs = _beside(cell, recipe)
+        point, theirs = self._beside(cell)
         ours = RowResult(recipe.label, note="not run yet")
         if runs:
             several, seeds = len(runs) > 1, ", ".join(map(str, runs))
@@ -116,6 +117,18 @@ class Finished:
             **vars(ours), epsilon=shown(cell.eps), paper=theirs, beside=named(point) if point and theirs else ""
         )
 
+    def _beside(self, cell: Cell) -> tuple[Point | None, dict[str, float]]:
+        """Return the paper's row that one of ours stands beside, and its numbers; only the paper's ways have one."""
+        recipe, point = self.regime.ways[cell.way], None
+        if not self.regime.as_in_the_paper:
+            return None, {}
+        if recipe.learns_from_synthetic:
+            point = None if recipe.round_trip_filter is not None else (MAIN, cell.eps)
+        elif recipe.mode.name in ("none", "per_example_duplicated"):
+            point = (ORIGINAL, cell.eps)
+        theirs = () if point is None else by_point(_TABLES[point[0]]).get(point, ())
+        return point, dict(zip(METRIC_NAMES.values(), theirs, strict=False))  # the paper has no MRR
+
     def _orders(self) -> Iterator[str]:
         """Say at each budget how synthetic queries stand to every other way, and to the untrained encoder."""
         ways = self.regime.ways
@@ -125,25 +138,14 @@ class Finished:
             cell = Cell(self.name, way, eps)
             if not (first := self.runs.get(cell)):
                 continue
-            name, ours = f"ε = {shown(eps)}: {ways[way].label}", _beside(cell, ways[way])[1].get(FIRST)
+            name, ours = f"ε = {shown(eps)}: {ways[way].label}", self._beside(cell)[1].get(FIRST)
             yield f"{name} {_against(first, {0: self.start}, 'the untrained encoder', trained=False)}"
             for other, recipe in ways.items():
                 second = Cell(self.name, other, eps)
                 if self.runs.get(second) and not recipe.learns_from_synthetic:
-                    theirs = _beside(second, recipe)[1].get(FIRST)
+                    theirs = self._beside(second)[1].get(FIRST)
                     beside = f" The paper: {ours:.4f} against {theirs:.4f}." if ours and theirs else ""
                     yield f"{name} {_against(first, self.runs[second], recipe.label)}{beside}"
-
-
-def _beside(cell: Cell, recipe: Recipe) -> tuple[Point | None, dict[str, float]]:
-    """Return the paper's row that one of ours stands beside, and its numbers; only the ways of the paper have one."""
-    point: Point | None = None
-    if recipe.learns_from_synthetic:
-        point = None if recipe.round_trip_filter is not None else (MAIN, cell.eps)
-    elif recipe.mode.name in ("none", "per_example_duplicated"):
-        point = (ORIGINAL, cell.eps)
-    theirs = () if point is None else by_point(_TABLES[point[0]]).get(point, ())
-    return point, dict(zip(METRIC_NAMES.values(), theirs, strict=False))  # the paper has no MRR
 
 
 def _over_queries(run: Run) -> dict[str, Interval]:
@@ -166,5 +168,5 @@ def _against(first: Mapping[int, Run], second: Mapping[int, Run], name: str, *, 
         gap, p = bootstrap_interval(a - b), paired_randomisation_test(a, b).p_value
         how = "over the test questions, not over runs"
     means = f"{np.mean(ours):.3f} against {np.mean(other):.3f}"
-    verdict = ("above" if gap.mean > 0 else "below") if p < LEVEL else "not told apart from"
-    return f"is {verdict} {name}, {means}: {gap.mean:+.3f} [{gap.low:+.3f}, {gap.high:+.3f}] {how}, p {p_value(p)}."
+    verdict = ("lie above" if gap.mean > 0 else "lie below") if p < LEVEL else "are not told apart from"
+    return f"{verdict} {name}, {means}: {gap.mean:+.3f} [{gap.low:+.3f}, {gap.high:+.3f}] {how}, p {p_value(p)}."

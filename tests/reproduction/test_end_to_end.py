@@ -50,7 +50,9 @@ def study(folder: Path, **changes: Any) -> EndToEnd:
     private = partial(DPSGD, secret_file=folder / "secret", noise_multiplier=4.0)
     settings: dict[str, Any] = {
         "regimes": {
-            "whole": Regime(label="the one", retriever=partial(retriever), ways=ways(folder)),
+            "whole": Regime(
+                label="the one", retriever=partial(retriever), ways=ways(folder), as_in_the_paper=True
+            ),
             "other": Regime(
                 label="the other", retriever=partial(retriever), ways={way: ways(folder)[way] for way in some}
             ),
@@ -88,6 +90,7 @@ def test_every_row_is_trained_whole_and_synthetic_queries_cost_what_their_genera
     assert rows["rows"]["paper"] == {"nDCG@10": 0.0386, "Recall@10": 0.0649}, "the method that the paper used"
     assert rows["made"]["paper"]["nDCG@10"] == 0.1912
     assert not rows["public"]["paper"] and not rows["batches"]["paper"] and not rows["chosen"]["paper"]
+    assert not any(row["paper"] for row in facts(tmp_path, "end_to_end_other")["rows"]), "not the paper's situation"
     source = read_card(run / "generator-eps8")["claim"]
     for row in ("whole-made-eps8-seed0", "whole-chosen-eps8-seed0", "other-made-eps8-seed0"):
         assert read_card(run / row)["claim"]["epsilon"] == source["epsilon"] <= 8
@@ -107,7 +110,8 @@ def test_a_page_of_some_runs_says_which_seeds_it_has_and_what_was_not_run(tmp_pa
     found = {(row["source"], row["epsilon"]): row for row in facts(tmp_path, "end_to_end_whole")["rows"]}
     assert found["rows", "8"]["note"] == "one run, seed 0" and found["public", "8"]["note"] == "not run yet"
     assert found["public", "8"]["ours"] == {}
-    assert "seed 0 (" in facts(tmp_path)["not_run"] and "whole-public-eps8" in facts(tmp_path)["not_run"]
+    lacks = facts(tmp_path)["not_run"]
+    assert "seed 0 (" in lacks and "whole-public-eps8" in lacks and "whole-rows-eps8" not in lacks
     notes = facts(tmp_path, "end_to_end_whole")["notes"]
     (order,) = [note for note in notes if note.startswith("ε = 8: made") and " rows, " in note]
     assert "not over runs" in order and "The paper: 0.1912 against 0.0386." in order
