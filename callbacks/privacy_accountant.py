@@ -122,6 +122,7 @@ class PrivacyAccountant(Callback):
     ) -> None:
         require_choice("callbacks.accountant.replay", replay, ("auto", "never"))
         self.run_dir = None if run_dir is None else Path(run_dir)
+        self._takes_the_trainers = run_dir is None
         self.resume, self.resume_reserve = resume, resume_reserve
         self.replay = replay
         self.eps_log_points = eps_log_points
@@ -196,7 +197,8 @@ class PrivacyAccountant(Callback):
         module: Any = pl_module
         data: Any = getattr(trainer, "datamodule", None)
         self._trainer, self._module, self._data = trainer, module, data
-        self.run_dir = self.run_dir or Path(trainer.default_root_dir)
+        if self.run_dir is None or self._takes_the_trainers:
+            self.run_dir = Path(trainer.default_root_dir)
         self._calls = refuse_called(trainer, module, self, data)
 
         # Every rank plans by itself, and all must have planned the same.

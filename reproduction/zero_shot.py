@@ -22,6 +22,7 @@ from lit_dpret.retrieval.metrics import Metric, Values
 from lit_dpret.retrieval.statistics import Interval, bootstrap_interval, macro_interval
 from lit_dpret.retrieval.trec_runs import SUMMARY, check_qrels, evaluate, read_per_query, write_evaluation
 from lit_dpret.settings import picked
+from lit_dpret.synthesis.filters.released import shown
 from lit_dpret.tasks.evaluate import checked_metrics
 from lit_dpret.tasks.parts import Parts, say
 from lit_dpret.tasks.pipeline import PUBLIC, privacy_of_encoder
@@ -183,12 +184,12 @@ class ZeroShot(Study):
             self._table([one for one in listed if one.metrics], list(meant)),
         )
         caption = "mean over queries, below it the 95 % bootstrap interval"
-        Console().print(shown.console(title=f"{self.encoder}\n{promise}", caption=caption))
+        Console().print(shown.console(title=f"{shown(self.encoder)}\n{promise}", caption=caption))
         say(*(f"{metric}: {text}" for metric, text in meant.items()))
         if missing:
             say(f"missing: {', '.join(missing)}")
         facts = {
-            "system": self.encoder,
+            "system": shown(self.encoder),
             "privacy": promise,
             "definitions": {metric: Metric.parse(metric).definition for metric in self.metrics},
             "sets": [asdict(row) for row in rows],
@@ -199,8 +200,8 @@ class ZeroShot(Study):
         said = Paragraph("Means over queries with 95 % bootstrap intervals.")
         blocks: list[Block] = [whole, said, Bullets([f"{metric}: {text}." for metric, text in meant.items()])]
         page = Page(
-            name="zero_shot", title=self.encoder, subtitle=promise, sections=[Section("By data set", blocks)],
-            facts=facts, tables={"zero_shot.csv": whole}, owner_only=False,
+            name="zero_shot", title=shown(self.encoder), subtitle=promise, sections=[Section("By data set", blocks)],
+            facts=facts, tables={"zero_shot.csv": whole}, owner_only=bool(self.also),  # nobody says that those are public
         )  # fmt: skip
         say(*(f"written: {path}" for path in page.write(folder).values()))
 

@@ -645,6 +645,14 @@ def test_a_copy_of_what_an_optimizer_trained_here_is_refused_as_the_original_is(
     assert "assumed" in card_in(tmp_path / "other")["pretraining"]["start"]
 
 
+def test_callbacks_that_are_given_to_two_trainers_work_in_the_folder_of_each(tmp_path: Path) -> None:
+    watching = [PrivacyAccountant(), PrivacyCard()]
+    for name in ("one", "two"):
+        fit(tmp_path / name, made(), max_steps=1, callbacks=watching)
+    for name in ("one", "two"):
+        assert (tmp_path / name / "privacy_ledger.jsonl").is_file() and card_in(tmp_path / name)["claim"]["epsilon"]
+
+
 class Words(Dataset[Any]):
     """Numbers words by their first occurrence."""
 

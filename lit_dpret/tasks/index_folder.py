@@ -302,6 +302,8 @@ def encode_folder(
     parent, trusts = _card_of(encoder), list[Assumption]()
     if claim is not None and side == "query" and not private:
         parent, trusts = _claim_of_both(encoder, parent, claim)
+    elif side == "query" and not private:
+        trusts.append(Assumption("The embedded queries are public, as declared (task.queries=public).", "unverified"))
     towers = load_towers(encoder, dtype=how.dtype)
     asked_by = towers.query_encoder.fingerprint()
     towers = cut(towers, **{f"{side}_max_length": how.max_length})

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from lit_dpret.cards.amendments import note_not_covered
 from lit_dpret.cards.file import CARD_NAME, check_dataset_card, read_card
+from lit_dpret.cards.lineage import Lineage
 from lit_dpret.cards.start import model_folder
 from lit_dpret.errors import ConfigurationError, LedgerError
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
@@ -76,8 +77,9 @@ def check_declared(whose: Whose | None, card_entry: bool, *, knob: str, measured
 def refuse_training_data(data: Any, folder: str | Path | None, *, knob: str) -> None:
     """Refuse queries declared public that are the private ones an artefact was trained on, where that can be seen.
 
-    It is seen where the ledger of the training lies with the artefact or beside it, or is that of a silo whose
-    federation saved the artefact; where the secret that keys its fingerprint of the data is in the default place, and
+    It is seen where the ledger of the training lies with the artefact or beside it, or near it and is the one that the
+    artefact's card names, also through other cards, or is that of a silo whose federation saved the artefact; where the
+    secret that keys its fingerprint of the data is in the default place, and
     the datamodule groups its rows as it did then. Anything else is taken on trust.
 
     Args:
@@ -92,13 +94,24 @@ def refuse_training_data(data: Any, folder: str | Path | None, *, knob: str) -> 
         return
     inside = Path(folder).resolve()
     beside = [path for place in ("*", _ROUNDS) for path in sorted(inside.parent.glob(f"{place}/{LEDGER_NAME}"))]
-    for path in (inside / LEDGER_NAME, inside.parent / LEDGER_NAME, *beside):
+    places = (inside, inside.parent)
+    for path in dict.fromkeys([*(place / LEDGER_NAME for place in places), *beside, *_named_by_cards(places)]):
         plans = [r for r in _records(path) if r.get("kind") == "plan" and r.get("mode") not in ("none", "synthetic")]
         if any(_is_data_of(plan, data) for plan in plans):
             raise ConfigurationError(
                 f"{knob}=public, but these are the data that {path.parent.name} was trained on privately, as its "
                 f"ledger tells. Set {knob}=private, or take other queries."
             )
+
+
+def _named_by_cards(folders: Iterable[Path]) -> Iterator[Path]:
+    """Yield the ledgers that the cards in ``folders`` name: of a derived artefact, the one that its claim is about."""
+    for card in (folder / CARD_NAME for folder in folders):
+        if card.is_file() and (facts := read_card(card))["ledger"]:
+            lineage = Lineage()
+            lineage.look_near(card)
+            if (found := lineage.ledger(facts, card)) is not None:
+                yield found
 
 
 def _records(path: Path) -> Sequence[Mapping[str, Any]]:

@@ -137,4 +137,6 @@ def test_a_collection_that_is_no_set_of_beir_is_measured_beside_them_and_said_to
     assert set(told) == {"scifact", "mine"} and told["mine"] < told["scifact"]
     facts = json.loads((tmp_path / "run" / "zero_shot.json").read_text())
     notes = {one["name"]: one["note"] for one in facts["sets"]}
+    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "run").glob("zero_shot.*")}
+    assert modes == {0o600}, "nobody said that it is public"
     assert notes["mine"] == "no set of BEIR's" and facts["missing"] == ["absent"]

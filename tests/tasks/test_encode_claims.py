@@ -56,6 +56,15 @@ def test_a_public_encoder_hands_on_the_claim_of_the_queries(chain: Chain, tmp_pa
     assert claim(index_folder(made, tmp_path / "index").folder) == claim(chain.synthetic)
 
 
+def test_a_card_names_the_declaration_that_embedded_queries_are_public(chain: Chain, tmp_path: Path) -> None:
+    data = PairsDataModule(
+        folder=write_beir(tmp_path / "public", {"p": "an answer"}, {"q": "a question"}, {"test": [("q", "p")]}),
+        expected_batch_size=8,
+    )
+    made = encode(chain, chain.encoder / "model", tmp_path / "run", data, split="test")
+    assert any("task.queries=public" in one["text"] for one in read_card(made)["assumptions"])
+
+
 def test_real_queries_of_an_evaluation_do_not_get_the_card_of_the_synthetic_set(chain: Chain, tmp_path: Path) -> None:
     queries, passages = {f"q{i}": f"a real question {i}" for i in range(3)}, {f"r{i}": f"answer {i}" for i in range(3)}
     judged = {split: [(f"q{i}", f"r{i}")] for i, split in enumerate(("train", "dev", "test"))}

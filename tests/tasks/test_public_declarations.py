@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from card_chain import make_chain
 from frozen_heads import frozen
 from pair_stand_ins import data_module
 from stand_ins import fit
@@ -20,7 +22,9 @@ from lit_dpret.errors import ConfigurationError
 from lit_dpret.federated.data import planted_silos
 from lit_dpret.modules import FrozenDualEncoder
 from lit_dpret.privacy.modes import DPSGD
+from lit_dpret.privacy.noise import default_secret_file
 from lit_dpret.tasks import Encode, Evaluate, FederatedAttacks, HardNegatives, Inversion
+from lit_dpret.tasks.uncovered import refuse_training_data
 
 BATCHES: dict[str, Any] = {"sampling": "poisson", "expected_batch_size": 4, "physical_batch_size": 16}
 
@@ -84,3 +88,20 @@ def test_another_encoder_measures_the_same_queries_as_declared(trained: Path, tm
     parts = no_parts(tmp_path / "out", make_datamodule=lambda: pairs(trained))
     Evaluate(encoder="bm25", whose="public", split="train").run(parts)
     assert (tmp_path / "out" / "evaluation.json").is_file()
+
+
+@pytest.mark.parametrize("made", ["synthetic", "encoder"])
+def test_what_was_made_from_a_private_run_knows_its_training_data(
+    made: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run lies beside it, as in the documented pipeline; the ledger is found by the card's name of it."""
+    chain = make_chain(tmp_path / "chain")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    place = default_secret_file().expanduser()
+    place.parent.mkdir(parents=True)
+    shutil.copy(chain.root / "secret", place)
+    log = PairsDataModule(folder=chain.root / "log", sampling="poisson", expected_batch_size=8)
+    log.prepare_data()
+    log.setup("test")
+    with pytest.raises(ConfigurationError, match=r"task\.whose=public"):
+        refuse_training_data(log, getattr(chain, made), knob="task.whose")
