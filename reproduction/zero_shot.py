@@ -22,7 +22,6 @@ from lit_dpret.retrieval.metrics import Metric, Values
 from lit_dpret.retrieval.statistics import Interval, bootstrap_interval, macro_interval
 from lit_dpret.retrieval.trec_runs import SUMMARY, check_qrels, evaluate, read_per_query, write_evaluation
 from lit_dpret.settings import picked
-from lit_dpret.synthesis.filters.released import shown
 from lit_dpret.tasks.evaluate import checked_metrics
 from lit_dpret.tasks.parts import Parts, say
 from lit_dpret.tasks.pipeline import PUBLIC, privacy_of_encoder
@@ -179,12 +178,12 @@ class ZeroShot(Study):
         name = f"mean of all {measured}" if not missing else f"mean of {measured} of {len(rows)}"
         meant = {metric.shown: metric.definition for metric in map(Metric.parse, self.metrics)}
         listed = [*rows, SetResult(name=name, metrics=mean)]
-        whole, shown = (
+        whole, measured_sets = (
             self._table(listed, list(meant)),
             self._table([one for one in listed if one.metrics], list(meant)),
         )
         caption = "mean over queries, below it the 95 % bootstrap interval"
-        Console().print(shown.console(title=f"{shown(self.encoder)}\n{promise}", caption=caption))
+        Console().print(measured_sets.console(title=f"{shown(self.encoder)}\n{promise}", caption=caption))
         say(*(f"{metric}: {text}" for metric, text in meant.items()))
         if missing:
             say(f"missing: {', '.join(missing)}")
@@ -201,7 +200,7 @@ class ZeroShot(Study):
         blocks: list[Block] = [whole, said, Bullets([f"{metric}: {text}." for metric, text in meant.items()])]
         page = Page(
             name="zero_shot", title=shown(self.encoder), subtitle=promise, sections=[Section("By data set", blocks)],
-            facts=facts, tables={"zero_shot.csv": whole}, owner_only=bool(self.also),  # nobody says that those are public
+            facts=facts, tables={"zero_shot.csv": whole}, owner_only=bool(self.also),  # not known to be public
         )  # fmt: skip
         say(*(f"written: {path}" for path in page.write(folder).values()))
 
