@@ -22,6 +22,7 @@ from lit_dpret.retrieval.metrics import Metric, Values
 from lit_dpret.retrieval.statistics import Interval, bootstrap_interval, macro_interval
 from lit_dpret.retrieval.trec_runs import SUMMARY, check_qrels, evaluate, read_per_query, write_evaluation
 from lit_dpret.settings import picked
+from lit_dpret.synthesis.filters.released import shown
 from lit_dpret.tasks.evaluate import checked_metrics
 from lit_dpret.tasks.parts import Parts, say
 from lit_dpret.tasks.pipeline import PUBLIC, privacy_of_encoder
