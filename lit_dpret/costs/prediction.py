@@ -143,9 +143,10 @@ def products_of(work: Work, *, again: bool, size: int = 2, engine: str = "ghost"
     for product, count in work.products.items():
         if not product.trained:
             continue
-        norm = norm_multiplications(product.tokens, product.outputs, product.inputs, size=size)
+        apart = engine in _PARTS and not product.tied
+        norm = norm_multiplications(product.tokens, product.outputs, product.inputs, size=size, half=not apart)
         sums += 2 * count * product.size
-        if engine in _PARTS and norm and not product.tied:
+        if apart and norm:
             low += 2 * count * (_PARTS[engine] * product.size + norm)
         else:
             full += 2 * count * (product.size + norm)

@@ -382,16 +382,16 @@ def _block(positions: int) -> int:
     return min(positions, max(64, -(-positions // 4)))
 
 
-def norm_multiplications(positions: int, out: int, into: int, *, size: int) -> int:
+def norm_multiplications(positions: int, out: int, into: int, *, size: int, half: bool = True) -> int:
     """Return the multiplications for one unit's squared norm of a linear weight, beyond those of its sum.
 
     ``size`` are the bytes of a value of inputs and output gradients. A gradient that is small enough to be written out
-    (`are_small`) is read off for both.
+    (`are_small`) is read off for both. ``half``: only a triangle of a Gram matrix is computed.
     """
     if 4 * out * into <= ROOM * size * positions * (out + into):
         return 0
     if _prefers_gram(positions, out, into):
-        return positions * (positions + _block(positions)) // 2 * (into + out)
+        return positions * (positions + (_block(positions) if half else positions)) // 2 * (into + out)
     return positions * into * out
 
 

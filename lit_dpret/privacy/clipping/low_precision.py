@@ -78,10 +78,10 @@ from lit_dpret.privacy.clipping.contributions import (
     _cat,
     _kept,
     _prefers_gram,
-    _units_at_once,
     add_squared_norms,
     add_weighted,
     by_input,
+    chunk_of,
 )
 from lit_dpret.privacy.clipping.ghost import Contributions, GhostClipping
 from lit_dpret.privacy.clipping.units import UnitRows
@@ -96,11 +96,15 @@ _U = 2.0**-24
 TINY = 2.0**-125
 #: Terms that are added up in one product; the rest is added to it.
 DEPTH = 2048
+#: Positions up to which a Gram matrix is computed whole: half of it would be saved, for four times the kernels.
+WHOLE = 1024
 #: By how much of its estimate a unit's bound may be larger before the unit is computed in float64 ...
 LOOSE = 0.25
 #: ... and what small values may add beside that, as a share of the bound; `CLIP_ROUNDING` has room for it.
 NEGLIGIBLE = 1e-6
-#: Lengths above this may overflow when they are multiplied.
+#: Rows of a sum that are made by one product.
+_AT_ONCE = 8192
+#: Lengths whose sum is above this may overflow when they are multiplied.
 _LARGE = 2.0**60
 
 
@@ -118,15 +122,15 @@ class Format:
     omega: float
 
     def rounded(self, values: Tensor) -> Tensor:
-        """The nearest values of the format, ties to even; no copy where they are of it already."""
+        """The nearest values of the format; no copy where they are of it already. Infinity may become NaN."""
         if self.name == "bf16":
             return values.to(torch.bfloat16)
         if values.dtype in (torch.bfloat16, torch.float16):
             return values
-        bits = values.float().contiguous().view(torch.int32)
-        # Half of the last place that stays, less one where that is even; then the 13 last bits go.
-        nearest = (bits + 0xFFF + ((bits >> 13) & 1)).bitwise_and_(-0x2000).view(torch.float32)
-        return torch.where(values.isfinite(), nearest, values.float())
+        values = values.float().contiguous()
+        # Half of the last place that stays, then the 13 last bits go; ties away from zero.
+        nearest = (values.view(torch.int32) + 0x1000).bitwise_and_(-0x2000).view(torch.float32)
+        return nearest.add_(values, alpha=0.0)  # adds nothing but NaN, whose bits may have become a number's
 
     def split(self, values: Tensor) -> Iterator[Tensor]:
         """Values of the format whose sum is ``values`` but for ``omega``."""
@@ -216,38 +220,40 @@ def certify(inputs: Sequence[Tensor], outputs: Sequence[Sequence[Tensor]], form:
     """
     a, gs = _cat(list(inputs)), [_cat(list(g)) for g in outputs]
     positions, width = a.shape[1:]
-    alpha, betas = lengths(a), [lengths(g) for g in gs]
-    spreads = [(alpha * beta).sum(1) for beta in betas]
+    outs = [g.shape[2] for g in gs]
+    alpha, beta = lengths(a), torch.stack([lengths(g) for g in gs], 2)
+    spreads = (alpha[:, :, None] * beta).sum(1, dtype=torch.float64) * (1 + gamma(8, _U))  # rounded to float32 before
     # One addition more for each use and part, for they may be products of their own.
     kappa = form.omega + (1 + 2.0**-6) * gamma(form.parts * (positions + len(inputs)))
-    moved = _total([(kappa * spread).square() for spread in spreads])
-    tiny = _total([
-        TINY * 2 * ((width + g.shape[2]) ** 0.5 * (alpha + beta).sum(1) + (width * g.shape[2]) ** 0.5 * 2 * positions)
-        for g, beta in zip(gs, betas, strict=True)
-    ])  # fmt: skip
-    large = _total([(alpha.amax(1) > _LARGE) | (beta.amax(1) > _LARGE) for beta in betas]) > 0
-    tiny = tiny.masked_fill(large, math.inf)
-    if _prefers_gram(positions, sum(g.shape[2] for g in gs), width):
-        estimate, squares = _from_pairs(a, gs, alpha, betas, spreads, form)
+    spread = spreads.square().sum(1)
+    alphas, betas = alpha.sum(1, dtype=torch.float64), beta.sum(1, dtype=torch.float64)
+    if _prefers_gram(positions, sum(outs), width):
+        lost = sum(outs) * alphas.square() + width * betas.square().sum(1) + 2 * positions**2
+        estimate, error = _from_pairs(a, gs, alpha, beta, spread, form)
+        squares = estimate.clamp(min=0) + error + 4 * TINY * lost
     else:
         estimate, squares = _written_out(a, gs, spreads, form)
-    # What the few operations here are off by, in float64.
-    return Certified(estimate, squares * (1 + 1e-9), moved * (1 + 1e-9), tiny)
+    sizes = len(gs) * alphas + betas.sum(1)
+    tiny = TINY * 2 * ((width + max(outs)) ** 0.5 * sizes + len(gs) * (width * max(outs)) ** 0.5 * 2 * positions)
+    # What the few operations here are off by, in float64, is far below 1e-9.
+    moved = spread * (kappa**2 * (1 + 1e-9))
+    return Certified(estimate, squares * (1 + 1e-9), moved, tiny.masked_fill(sizes > _LARGE, math.inf))
 
 
 def lengths(values: Tensor) -> Tensor:
-    """Upper bounds on the norms over the last axis, in float64."""
+    """Upper bounds on the norms over the last axis, in float32."""
     width = values.shape[-1]
-    found: Tensor = torch.linalg.vector_norm(values, dim=-1, dtype=torch.float32).double()
-    # Squares below the range of float32 are lost, which is told by an absolute term.
-    return found * (1 + gamma(width + 4, _U)) + float(width**0.5 * 2.0**-62)
+    found = torch.linalg.vector_norm(values, dim=-1, dtype=torch.float32)
+    # Squares below the range of float32 are lost, which an absolute term makes up for.
+    return found.mul_(1 + gamma(width + 8, _U)).add_(float(width**0.5 * 2.0**-61))
 
 
-def _written_out(a: Tensor, gs: Sequence[Tensor], spreads: Sequence[Tensor], form: Format) -> tuple[Tensor, Tensor]:
+def _written_out(a: Tensor, gs: Sequence[Tensor], spreads: Tensor, form: Format) -> tuple[Tensor, Tensor]:
+    """The squared norm as computed, and from above; ``spreads`` (n, parameters)."""
     estimates, squares = list[Tensor](), list[Tensor]()
     positions, width = a.shape[1:]
     parts = -(-positions // DEPTH)
-    for g, spread in zip(gs, spreads, strict=True):
+    for g, spread in zip(gs, spreads.unbind(1), strict=True):
         pairs = zip(torch.split(g, DEPTH, 1), torch.split(a, DEPTH, 1), strict=True)  # type: ignore[no-untyped-call]
         total = functools.reduce(torch.add, (product(part.mT, into, form.name) for part, into in pairs))
         norm = torch.linalg.vector_norm(total, dim=2).double().square().sum(1).sqrt()
@@ -255,44 +261,44 @@ def _written_out(a: Tensor, gs: Sequence[Tensor], spreads: Sequence[Tensor], for
         lost = (width * g.shape[2]) ** 0.5 * (2.0**-62 + 2 * positions * TINY)
         estimates.append(norm.square())
         squares.append((norm * (1 + gamma(width + 4, _U)) + error + lost).square())
-    return _total(estimates), _total(squares)
+    return functools.reduce(torch.add, estimates), functools.reduce(torch.add, squares)
 
 
 def _from_pairs(
-    a: Tensor, gs: Sequence[Tensor], alpha: Tensor, betas: Sequence[Tensor], spreads: Sequence[Tensor], form: Format
+    a: Tensor, gs: Sequence[Tensor], alpha: Tensor, beta: Tensor, spread: Tensor, form: Format
 ) -> tuple[Tensor, Tensor]:
-    positions, width = a.shape[1:]
+    """The squared norm as computed, and what it may be off by; lengths (n, T) and (n, T, parameters)."""
+    positions = a.shape[1]
     into, out = _parts([a]), _parts(gs)
     gamma_a, gamma_g = (gamma(max(part.shape[2] for part in parts) + len(parts)) for parts in (into, out))
-    step = _block(positions)
-    found = weighted_a = weighted_g = torch.zeros(len(a), dtype=torch.float64, device=a.device)
-    beta = torch.stack(list(betas), 2)
+    step = positions if positions <= WHOLE else _block(positions)
+    found, weighted_a, weighted_g = list[Tensor](), list[Tensor](), list[Tensor]()
     for start in range(0, positions, step):
         rows = slice(start, start + step)
-        # Off the diagonal block each pair stands for two.
-        times = torch.full((positions - start,), 2.0, device=a.device)
-        times[:step] = 1.0
         of_g = _added([(part[:, rows], part[:, start:].mT) for part in out], form)
         of_a = _added([(part[:, rows], part[:, start:].mT) for part in into], form)
-        weighted_g = weighted_g + _weighted(of_g, alpha[:, :, None], rows, start, times)
-        weighted_a = weighted_a + _weighted(of_a, beta, rows, start, times)
+        weighted_g.append(_weighted(of_g, alpha[:, :, None], rows, start))
+        weighted_a.append(_weighted(of_a, beta, rows, start))
         products = of_g.mul_(of_a)
-        both = products.sum((1, 2), dtype=torch.float64).mul_(2)
-        found = found + both.sub_(products[:, :, : products.shape[1]].sum((1, 2), dtype=torch.float64))
+        square = products[:, :, : products.shape[1]].sum((1, 2), dtype=torch.float64)
+        if start + step < positions:  # off the diagonal block each pair stands for two
+            square = 2 * products.sum((1, 2), dtype=torch.float64) - square
+        found.append(square)
     # The elementwise product is rounded too, and so is the float64 sum of T^2 of them.
     gamma_a = gamma_a + 2 * _U + positions**2 * 2.0**-52
-    error = gamma_g * weighted_a + gamma_a * weighted_g + gamma_a * gamma_g * _total([s.square() for s in spreads])
-    widths = width, sum(g.shape[2] for g in gs)
-    lost = widths[1] * alpha.sum(1).square() + widths[0] * beta.sum(1).square().sum(1) + 2 * positions**2
-    return found, found.clamp(min=0) + error + 4 * TINY * lost
+    upwards = 1 + gamma(positions + 16, _U)  # of the weighted sums
+    error = upwards * gamma_g * _total(weighted_a) + upwards * gamma_a * _total(weighted_g) + gamma_a * gamma_g * spread
+    return _total(found), error
 
 
-def _weighted(matrix: Tensor, weights: Tensor, rows: slice, start: int, times: Tensor) -> Tensor:
-    """The sum of absolute values times the weights of row and column, ``(n,)``, from above; weights (n, T, sets)."""
-    narrow = weights.float()
-    columns = matrix.abs() @ (narrow[:, start:] * times[:, None])
-    found = (columns.double() * narrow[:, rows].double()).sum((1, 2))
-    return found * (1 + gamma(len(times) + 8, _U))
+def _weighted(matrix: Tensor, weights: Tensor, rows: slice, start: int) -> Tensor:
+    """The sum of absolute values times the weights of row and column, ``(n,)``; weights (n, T, sets)."""
+    columns = weights[:, start:]
+    if matrix.shape[1] < matrix.shape[2]:  # off the diagonal block each pair stands for two
+        times = torch.full((matrix.shape[2], 1), 2.0, device=matrix.device)
+        times[: matrix.shape[1]] = 1.0
+        columns = columns * times
+    return (matrix.abs() @ columns).mul_(weights[:, rows]).sum((1, 2), dtype=torch.float64)
 
 
 def _parts(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -320,24 +326,36 @@ def add_scaled(
 ) -> Tensor:
     """``total`` plus the gradients of ``rows``, each times its coefficient, by products of the format."""
     weights = (coefficients if rows is None else coefficients[rows]).float()[:, None, None]
-    total = torch.zeros(shape, device=coefficients.device) if total is None else total
     for use in uses:
         a, g = _kept(use.a, rows), _kept(use.g, rows)
         scale_inputs = a.shape[2] <= g.shape[2]  # the smaller of the two
-        for part in form.split((a if scale_inputs else g).float() * weights):
+        for part in form.split((a if scale_inputs else g) * weights):  # in float32
             x, y = (g, part) if scale_inputs else (part, a)
             x, y = x.flatten(0, 1), y.flatten(0, 1)
-            for start in range(0, len(total), 8192):  # in parts: a second matrix of the vocabulary is large
-                total[start : start + 8192] += product(x[:, start : start + 8192].T, y, form.name)
-    return total
+            if total is None and shape[0] <= _AT_ONCE:
+                total = product(x.T, y, form.name)
+                continue
+            total = torch.zeros(shape, device=coefficients.device) if total is None else total
+            for start in range(0, len(total), _AT_ONCE):  # in parts: a second matrix of the vocabulary is large
+                total[start : start + _AT_ONCE] += product(x[:, start : start + _AT_ONCE].T, y, form.name)
+    return torch.zeros(shape, device=coefficients.device) if total is None else total
+
+
+def _at_once(uses: Sequence[Outer], shape: torch.Size, parameters: int, batch: UnitRows) -> int:
+    """How many units fit into temporaries of bounded size."""
+    positions = max(group.rows.shape[1] for group in batch.groups) * sum(use.g.shape[1] for use in uses)
+    gram = _prefers_gram(positions, shape[0] * parameters, shape[1])
+    each = 3 * positions * (positions if positions <= WHOLE else _block(positions)) if gram else 2 * shape.numel()
+    return max(1, chunk_of(batch.real.device) // max(1, each))
 
 
 class LowPrecisionGhostClipping(GhostClipping):
     """`GhostClipping` whose products take low-precision inputs, with norms bounded from above.
 
     Guarantees, beyond those of `GhostClipping`:
-        - A unit's clip factor is at most what the exact norm of the gradient that is added for it would give, and what
-          is added for it, with the rounding of its own terms, is within ``max_grad_norm``: the proof heads this module.
+        - Where all of a unit's gradient is made by low-precision products, its clip factor is at most what the exact
+          norm of that gradient would give; the proof heads this module. The rest has the tolerance of float32.
+        - What is added for a unit, with the rounding of its own terms, is within ``max_grad_norm``.
         - It takes batches of any shape, and none of fixed shape.
 
     Raises:
@@ -381,34 +399,32 @@ class LowPrecisionGhostClipping(GhostClipping):
         low = {name: uses for name, uses in contributions.items() if self._is_low(name, uses)}
         rest = {name: uses for name, uses in contributions.items() if name not in low}
         norms, doubtful = super()._norms(rest, written, losses, batch)
-        for group, names in enumerate(self.groups):
-            part = {name: low[name] for name in names if name in low}
-            if not part:
-                continue
+        parts = [{name: low[name] for name in names if name in low} for names in self.groups]
+        upper, vague = torch.zeros_like(norms), torch.zeros_like(doubtful)
+        for group, part in enumerate(parts):
             found = self._certified(part, batch)
-            upper = found.squares.sqrt() + found.moved.sqrt()
-            whole = (norms[group].square() + upper.square()).sqrt()
+            upper[group] = found.squares.sqrt() + found.moved.sqrt()
+            whole = (norms[group].square() + upper[group].square()).sqrt()
             about = (norms[group].square() + found.estimate.clamp(min=0)).sqrt()
-            vague = ~(whole <= (1 + LOOSE) * about + NEGLIGIBLE * self.bound)  # NaN is vague too
+            vague[group] = ~(whole <= (1 + LOOSE) * about + NEGLIGIBLE * self.bound)  # NaN is vague too
             if self.clip == "abadi":  # what is not clipped in any case needs no closer look
-                vague &= ~(whole <= room_for_rounding(self.bound, self.parameters.values()))
-            vague |= ~(found.tiny <= NEGLIGIBLE * self.bound)
-            vague &= batch.real & ~norms[group].isnan()
-            if bool(vague.any()):
-                again, exact = batch.only(vague), torch.zeros_like(upper)
-                for name, uses in part.items():
-                    shape = self.parameters[name].shape
-                    add_squared_norms([uses], shape, again, torch.float64, exact, torch.zeros_like(exact))
-                upper = torch.where(vague, exact.clamp(min=0).sqrt(), upper)
-                doubtful[group] |= vague
-            norms[group] = (norms[group].square() + upper.square()).sqrt()
-        return norms, doubtful
+                vague[group] &= ~(whole <= room_for_rounding(self.bound, self.parameters.values()))
+            vague[group] |= ~(found.tiny <= NEGLIGIBLE * self.bound)
+        vague &= batch.real & ~norms.isnan()
+        # Read for all groups together: each reading waits for the device.
+        for group in (g for g, some in enumerate(vague.any(1).tolist()) if some):
+            again, exact = batch.only(vague[group]), torch.zeros_like(upper[group])
+            for name, uses in parts[group].items():
+                shape = self.parameters[name].shape
+                add_squared_norms([uses], shape, again, torch.float64, exact, torch.zeros_like(exact))
+            upper[group] = torch.where(vague[group], exact.clamp(min=0).sqrt(), upper[group])
+        return (norms.square() + upper.square()).sqrt(), doubtful | vague
 
     def _certified(self, part: Mapping[str, Sequence[Contribution]], batch: UnitRows) -> Certified:
         found = Certified(*torch.zeros(4, batch.units, dtype=torch.float64, device=batch.real.device))
         for names in by_input(part):
             uses = [[use for use in part[name] if isinstance(use, Outer)] for name in names]
-            size = max(1, _units_at_once(uses, [], self.parameters[names[0]].shape, batch) // 2)
+            size = _at_once(uses[0], self.parameters[names[0]].shape, len(names), batch)
             for group in (each for whole in batch.groups for each in whole.split(size)):
                 inputs = [group.join(use.a) for use in uses[0]]
                 here = certify(inputs, [[group.join(use.g) for use in each] for each in uses], self.form)

@@ -123,6 +123,49 @@ def test_no_certified_norm_is_below_the_exact_one(name: Any, shape: str, device:
     assert estimate > 1.0, "the search finds norms that are below the exact ones without a bound"
 
 
+@pytest.mark.parametrize("device", ["here", "tensor core"])
+@pytest.mark.parametrize("gram", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_no_climb_over_single_coordinates_finds_a_norm_below_the_exact_one(
+    name: Any, gram: bool, device: str, monkeypatch: Patch
+) -> None:
+    """Move one value at a time, by its sign, by a last place, by half-way values or by orders of magnitude."""
+    monkeypatch.setattr(low, "product", DEVICES[device])
+    monkeypatch.setattr(low, "_prefers_gram", lambda *shape: gram)
+    form, draw = low.FORMATS[name], torch.Generator().manual_seed(7)
+    tried, last = 64, 2.0 ** (-10 if name == "tf32" else -7)
+    a, gs = factors(2, form, positions=4, into=40, out=24, parameters=1, level=0.05, scale=1.0)
+    best = torch.cat([a[:1], gs[0][:1]], 2)
+    reached = [0.0, 0.0]
+    for _ in range(25):
+        many = best.float().repeat(tried, 1, 1)
+        here = (torch.arange(1, tried), *(torch.randint(n, (tried - 1,), generator=draw) for n in many.shape[1:]))
+        kinds = torch.tensor([-1.0, 1 + last, 1 - last, 1 + last / 2, 1e3, 1e-3, 0.0])
+        many[here] *= kinds[torch.randint(len(kinds), (tried - 1,), generator=draw)]
+        many = form.rounded(many)
+        a, g = many[..., :40], many[..., 40:]
+        found, exact = low.certify([a], [[g]], form), exact_squares(a, [g])
+        share = (exact / found.squares).nan_to_num(0.0)
+        best = many[share.argmax()][None]
+        under = float((exact / found.estimate.clamp(min=1e-300)).amax())
+        reached = [max(reached[0], float(share.amax())), max(reached[1], under)]
+    assert reached[0] <= 1.0 < reached[1]
+
+
+def test_gram_matrices_of_which_half_is_computed_have_the_same_bound(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(low, "ROUNDOFF", 2.0**-12)  # so that the bound is most of what is compared
+    monkeypatch.setattr(low, "_prefers_gram", lambda *shape: True)
+    form = low.FORMATS["bf16"]
+    a, gs = factors(0, form, positions=160, into=12, out=10, parameters=2, level=1.0, scale=1.0)
+    found = []
+    for whole in (1024, 0):
+        monkeypatch.setattr(low, "WHOLE", whole)
+        found.append(low.certify([a], [[g] for g in gs], form))
+    assert torch.allclose(found[0].squares, found[1].squares, rtol=1e-5)
+    assert torch.allclose(found[0].estimate, found[1].estimate, rtol=1e-4)
+    assert bool((found[0].squares > 1.05 * found[0].estimate).all())
+
+
 @pytest.mark.parametrize(("into", "out"), [(1, 64), (64, 1), (48, 64)])
 @pytest.mark.parametrize("positions", [1, 2])
 def test_no_term_of_the_bound_from_pairs_can_be_left_out(
@@ -210,7 +253,7 @@ def test_no_sum_that_a_search_finds_is_further_off_than_its_bound(name: Any, dev
 # -- rounding --------------------------------------------------------------------------------------------------
 
 
-def test_tf32_is_the_nearest_value_of_eleven_bits_ties_to_even() -> None:
+def test_tf32_is_the_nearest_value_of_eleven_bits_ties_away_from_zero() -> None:
     draw = torch.Generator().manual_seed(0)
     values = torch.randn(4000, generator=draw) * torch.exp2(torch.randint(-120, 120, (4000,), generator=draw).float())
     half = torch.tensor([1 + 2.0**-11, 1 + 3 * 2.0**-11, -(1 + 2.0**-11), 1 + 2.0**-11 + 2.0**-23])
@@ -218,15 +261,16 @@ def test_tf32_is_the_nearest_value_of_eleven_bits_ties_to_even() -> None:
     found = low.FORMATS["tf32"].rounded(values)
     exponents = torch.floor(values.double().abs().clamp(min=2.0**-126).log2())
     unit = torch.exp2(exponents - 10)
-    assert torch.equal(found.double(), torch.round(values.double() / unit) * unit)  # round is to even
+    nearest = torch.floor(values.double().abs() / unit + 0.5) * unit * values.double().sign()
+    assert torch.equal(found.double(), nearest)
     assert torch.equal(low.FORMATS["tf32"].rounded(found), found)
 
 
-def test_what_is_not_finite_stays_so_and_values_of_a_format_are_not_copied() -> None:
-    strange = torch.tensor([math.nan, math.inf, -math.inf, 3.4028234e38])
-    strange.view(torch.int32)[0] = 0x7FFFFFFF
-    found = low.FORMATS["tf32"].rounded(strange)
-    assert found[0].isnan() and found[1] == math.inf and found[2] == -math.inf and found[3] == math.inf
+def test_what_is_not_finite_does_not_become_finite_and_values_of_a_format_are_not_copied() -> None:
+    strange = torch.tensor([math.nan, math.inf, -math.inf, 3.4028234e38, math.nan])
+    strange.view(torch.int32)[0] = 0x7FFFFFFF  # what CUDA makes
+    for name in NAMES:
+        assert not low.FORMATS[name].rounded(strange).isfinite().any()  # type: ignore[index]
     half = torch.randn(5).bfloat16()
     assert all(low.FORMATS[name].rounded(half) is half for name in NAMES)  # type: ignore[index]
 
