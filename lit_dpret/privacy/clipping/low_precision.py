@@ -230,7 +230,7 @@ def certify(inputs: Sequence[Tensor], outputs: Sequence[Sequence[Tensor]], form:
     if _prefers_gram(positions, sum(outs), width):
         lost = sum(outs) * alphas.square() + width * betas.square().sum(1) + 2 * positions**2
         estimate, error = _from_pairs(a, gs, alpha, beta, spread, form)
-        squares = estimate.clamp(min=0) + error + 4 * TINY * lost
+        squares = estimate + error + 4 * TINY * lost
     else:
         estimate, squares = _written_out(a, gs, spreads, form)
     sizes = len(gs) * alphas + betas.sum(1)
@@ -337,7 +337,7 @@ def add_scaled(
                 continue
             total = torch.zeros(shape, device=coefficients.device) if total is None else total
             for start in range(0, len(total), _AT_ONCE):  # in parts: a second matrix of the vocabulary is large
-                total[start : start + _AT_ONCE] += product(x[:, start : start + _AT_ONCE].T, y, form.name)
+                total[start : start + _AT_ONCE].add_(product(x[:, start : start + _AT_ONCE].T, y, form.name))
     return torch.zeros(shape, device=coefficients.device) if total is None else total
 
 
