@@ -243,7 +243,7 @@ def certify(inputs: Sequence[Tensor], outputs: Sequence[Sequence[Tensor]], form:
 def lengths(values: Tensor) -> Tensor:
     """Upper bounds on the norms over the last axis, in float32."""
     width = values.shape[-1]
-    found = torch.linalg.vector_norm(values, dim=-1, dtype=torch.float32)
+    found: Tensor = torch.linalg.vector_norm(values, dim=-1, dtype=torch.float32)
     # Squares below the range of float32 are lost, which an absolute term makes up for.
     return found.mul_(1 + gamma(width + 8, _U)).add_(float(width**0.5 * 2.0**-61))
 
